@@ -1,0 +1,3 @@
+"""perdure: a runtime for local language models whose sessions last."""
+
+__version__ = "0.1.0"

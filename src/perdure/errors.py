@@ -1,0 +1,158 @@
+"""Every error that perdure raises on purpose.
+
+PerdureError
+├── InvalidInputError        a bad argument; nothing was changed
+│   ├── TokenError               a token id outside the vocabulary, or no tokens at all
+│   ├── SequenceError            a sequence number the context does not have
+│   ├── RowError                 a row of logits that the last step did not produce
+│   ├── SamplingError            a sampler setting out of its range
+│   └── GrammarError             a schema, regex or grammar that does not compile
+├── ContextOverflow          more tokens than fit (.needed, .fits)
+├── CannotRewindError        this kind of memory cannot go back that far (.asked, .reachable)
+├── StaleViewError           a view of a step that is over
+├── PinnedError              engine memory is borrowed; also a BufferError
+├── ClosedError              used after close
+├── BusyError                refused because of load (.waiting, .limit)
+├── EngineError              the engine failed
+│   ├── ModelLoadError           the engine refused the file
+│   ├── OutOfMemoryError         the engine could not get the memory it asked for
+│   └── DecodeError              a decode failed (.kept says what each sequence still holds)
+│       └── DecodeCancelled          … because somebody asked it to stop
+├── StateError               saved state that cannot be used; nothing was changed
+│   ├── CorruptStateError        damaged or truncated bytes
+│   └── IncompatibleStateError   whole, but of another model, build or layout (.field)
+└── ModelError               a model could not be found or fetched
+    ├── ModelNotFoundError       no such name or file
+    ├── ModelFileError           the file is not a whole GGUF model
+    └── FetchError               the download failed (what was fetched is kept for the next try)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class PerdureError(Exception):
+    """The root of everything perdure raises on purpose."""
+
+
+class InvalidInputError(PerdureError, ValueError):
+    """A bad argument. Nothing was changed."""
+
+
+class TokenError(InvalidInputError):
+    """A token id outside the vocabulary, or no tokens where some are needed."""
+
+
+class SequenceError(InvalidInputError):
+    """A sequence number that the context does not have."""
+
+
+class RowError(InvalidInputError):
+    """A row of logits that the last step did not produce."""
+
+
+class SamplingError(InvalidInputError):
+    """A sampler setting out of its range."""
+
+
+class GrammarError(InvalidInputError):
+    """A schema, regex or grammar that does not compile."""
+
+
+class ContextOverflow(PerdureError):
+    """More tokens than fit. Nothing was decoded."""
+
+    def __init__(self, message: str, *, needed: int, fits: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.fits = fits
+
+
+class CannotRewindError(PerdureError):
+    """The memory cannot go back to the length that was asked for. Nothing was changed."""
+
+    def __init__(self, message: str, *, asked: int, reachable: int) -> None:
+        super().__init__(message)
+        self.asked = asked
+        self.reachable = reachable
+
+
+class StaleViewError(PerdureError):
+    """A view of logits whose step is over."""
+
+
+class PinnedError(PerdureError, BufferError):
+    """Engine memory is borrowed, so nothing may move it. Nothing was changed."""
+
+
+class ClosedError(PerdureError):
+    """Use after close."""
+
+
+class BusyError(PerdureError):
+    """Refused because of load; try again later."""
+
+    def __init__(self, message: str, *, waiting: int, limit: int) -> None:
+        super().__init__(message)
+        self.waiting = waiting
+        self.limit = limit
+
+
+class EngineError(PerdureError):
+    """The engine failed."""
+
+
+class ModelLoadError(EngineError):
+    """The engine refused the model file."""
+
+
+class OutOfMemoryError(EngineError):
+    """The engine could not get the memory it asked for."""
+
+
+class DecodeError(EngineError):
+    """A decode failed. `kept` maps each sequence of the call to the tokens it still holds."""
+
+    def __init__(self, message: str, *, kept: Mapping[int, int]) -> None:
+        super().__init__(message)
+        self.kept = dict(kept)
+
+
+class DecodeCancelled(DecodeError):
+    """A decode was stopped on request."""
+
+
+class StateError(PerdureError):
+    """Saved state that cannot be used. Nothing was changed."""
+
+
+class CorruptStateError(StateError):
+    """The bytes are damaged, truncated, or not a saved state at all."""
+
+
+class IncompatibleStateError(StateError):
+    """The bytes are whole, but belong to another model, build or layout."""
+
+    def __init__(self, message: str, *, field: str = "identity") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class ModelError(PerdureError):
+    """A model could not be found, fetched or read."""
+
+
+class ModelNotFoundError(ModelError):
+    """No such model name or file."""
+
+
+class ModelFileError(ModelError):
+    """The file is not a whole GGUF model."""
+
+
+class FetchError(ModelError):
+    """The download failed. What was fetched is kept for the next try."""
+
+
+__all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, PerdureError)]
