@@ -1,0 +1,24 @@
+"""Fixtures that every test can ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import zoo
+
+
+@pytest.fixture(scope="session")
+def zoo_path(pytestconfig: pytest.Config) -> Callable[[str], Path]:
+    """`zoo_path("llama")` is the file of that toy model, written once for all workers and runs."""
+    cache = pytestconfig.cache
+    assert cache is not None
+    folder = cache.mkdir(f"zoo-{zoo.digest()}")
+
+    def path(name: str) -> Path:
+        written = folder / f"{name}.gguf"
+        return written if written.exists() else zoo.write(name, folder)
+
+    return path
