@@ -1,0 +1,52 @@
+"""The tokens of one native step, in arrays that NumPy owns.
+
+No batch is ever allocated or freed by the engine, so none can be freed twice, leaked, or borrowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.errors import InvalidInputError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens for one sequence, at the positions from `start` on; `outputs` marks wanted rows."""
+
+    seq: int
+    start: int
+    tokens: NDArray[np.int32]
+    outputs: NDArray[np.int8]
+
+
+class Batch:
+    """Arrays for up to `capacity` tokens, made once; the first `size` entries are filled."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.size = 0
+        self.tokens: NDArray[np.int32] = np.zeros(capacity, np.int32)
+        self.positions: NDArray[np.int32] = np.zeros(capacity, np.int32)
+        self.seqs: NDArray[np.int32] = np.zeros(capacity, np.int32)
+        self.outputs: NDArray[np.int8] = np.zeros(capacity, np.int8)
+        self._ramp: NDArray[np.int32] = np.arange(capacity, dtype=np.int32)
+
+    def fill(self, parts: Sequence[Part]) -> None:
+        """Replace the contents by `parts`, one bulk write an array and part."""
+        total = sum(len(part.tokens) for part in parts)
+        if not 0 < total <= self.capacity:
+            raise InvalidInputError(f"a step holds 1 to {self.capacity} tokens, got {total}")
+        at = 0
+        for part in parts:
+            end = at + len(part.tokens)
+            self.tokens[at:end] = part.tokens
+            np.add(self._ramp[: end - at], part.start, out=self.positions[at:end])
+            self.seqs[at:end] = part.seq
+            self.outputs[at:end] = part.outputs
+            at = end
+        self.size = total

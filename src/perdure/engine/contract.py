@@ -1,0 +1,160 @@
+"""What an engine is: the kinds of memory and their rules, and the calls that it must offer."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NewType, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from perdure.engine.batch import Batch
+    from perdure.engine.context import Context
+
+TokenId = NewType("TokenId", int)
+SeqId = NewType("SeqId", int)
+
+Floats: TypeAlias = NDArray[np.float32]
+Tokens: TypeAlias = "Sequence[int] | Sequence[TokenId] | NDArray[np.integer]"
+Rows: TypeAlias = "Literal['last', 'all', 'none'] | Sequence[int]"
+
+
+class MemoryKind(enum.Enum):
+    """How a model remembers, which decides how it can go back."""
+
+    FULL = "full"
+    """Every token has its own cells: a sequence can be cut anywhere."""
+    SLIDING = "sliding"
+    """Some layers keep only the last tokens: a cut is safe while the window before it is there."""
+    RECURRENT = "recurrent"
+    """One state for all tokens so far: it can only be cleared, or restored from a checkpoint."""
+    HYBRID = "hybrid"
+    """Attention and recurrent layers together: as strict as recurrent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """A kind of memory with its figures. `keeps_window` says whether cells outside the window stay."""
+
+    kind: MemoryKind
+    window: int | None = None
+    keeps_window: bool = True
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a sequence can ever be cut short without a checkpoint."""
+        return self.kind in (MemoryKind.FULL, MemoryKind.SLIDING)
+
+    def shortest_cut(self, length: int, oldest: int) -> int:
+        """The shortest length above 0 that a sequence of `length` tokens can be cut to.
+
+        `oldest` is the oldest position the engine says that it still holds. The token after a cut
+        sees `window - 1` tokens before it, so those must be there.
+        """
+        if self.kind is MemoryKind.FULL or oldest <= 0:
+            return 1 if self.cuts else length
+        if self.kind is MemoryKind.SLIDING and self.window is not None:
+            return min(length, oldest + self.window - 1)
+        return length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a context can do, for callers that plan ahead."""
+
+    truncate: bool
+    """A sequence can be cut short without a checkpoint (for a sliding window, while it is there)."""
+    shift: bool
+    """Positions can be moved, so that old tokens can be dropped from the front."""
+    abort: bool
+    """A decode can be stopped in the middle of a chunk, not only between chunks."""
+    shared: bool
+    """Forks share cells (one pool) instead of copying them (one stream a sequence)."""
+    max_outputs: int
+    """The most rows of logits that one native step can give."""
+
+
+class Outcome(enum.Enum):
+    """How a native decode ended."""
+
+    DONE = "done"
+    FULL = "no room; nothing changed"
+    REJECTED = "the batch was refused; nothing changed"
+    ABORTED = "stopped on request"
+    FAILED = "the computation failed"
+
+
+class Core(Protocol):
+    """One native context. It checks nothing and remembers nothing: `Context` does both.
+
+    Positions are what the engine itself reports. `partial` reads and writes only the part of a
+    sequence's state that cannot be cut (a window, a recurrent state).
+    """
+
+    n_vocab: int
+
+    def decode(self, batch: Batch) -> Outcome: ...
+    def row(self, index: int) -> Floats:
+        """The logits of batch entry `index`, over engine memory."""
+        ...
+
+    def newest(self, seq: int) -> int:
+        """The last position held for `seq`, or -1."""
+        ...
+
+    def oldest(self, seq: int) -> int:
+        """The first position from which on all are held for `seq`, or -1."""
+        ...
+
+    def remove(self, seq: int, start: int) -> None:
+        """Drop the positions of `seq` from `start` on. Read back what that did."""
+        ...
+
+    def copy(self, src: int, dst: int) -> None:
+        """Make the empty `dst` a copy of the whole of `src`."""
+        ...
+
+    def clear(self) -> None:
+        """Drop everything and zero the memory."""
+        ...
+
+    def read(self, seq: int, *, partial: bool, room: int = 0) -> NDArray[np.uint8]:
+        """The state of `seq`, after `room` bytes left for the caller's own header."""
+        ...
+
+    def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
+        """Replace the state of `seq`. False: refused, and `seq` is then empty or as it was."""
+        ...
+
+    def stop(self) -> None:
+        """Ask the decode in flight, if there is one, to end. Any thread may call this."""
+        ...
+
+    def rearm(self) -> None:
+        """Forget an earlier `stop`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Model(Protocol):
+    """Weights and a vocabulary. It outlives its contexts, whatever the order of deletion."""
+
+    @property
+    def n_vocab(self) -> int: ...
+    @property
+    def memory(self) -> Memory: ...
+    @property
+    def metadata(self) -> Mapping[str, str]: ...
+    @property
+    def digest(self) -> str: ...
+
+    def tokenize(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]: ...
+    def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str: ...
+    def piece(self, token: int, *, special: bool = False) -> bytes: ...
+    def is_end(self, token: int) -> bool: ...
+    def context(self, *, n_ctx: int = ..., n_seq: int = ...) -> Context: ...
+    def close(self) -> None: ...

@@ -1,0 +1,46 @@
+"""Which tokens are in the cache."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Ledger:
+    """For each sequence, the tokens that are truly in the cache, nothing more.
+
+    It is written after the engine was asked and has answered, never before.
+    """
+
+    def __init__(self, n_seq: int) -> None:
+        self._tokens = [array("i") for _ in range(n_seq)]
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def length(self, seq: int) -> int:
+        return len(self._tokens[seq])
+
+    def tokens(self, seq: int) -> list[int]:
+        return self._tokens[seq].tolist()
+
+    def array(self, seq: int) -> NDArray[np.int32]:
+        return np.array(self._tokens[seq], dtype=np.int32)
+
+    def starts_with(self, seq: int, prefix: NDArray[np.int32]) -> bool:
+        held = self._tokens[seq]
+        return len(prefix) <= len(held) and held[: len(prefix)].tobytes() == prefix.tobytes()
+
+    def append(self, seq: int, tokens: NDArray[np.int32]) -> None:
+        self._tokens[seq].frombytes(tokens.tobytes())
+
+    def cut(self, seq: int, length: int) -> None:
+        del self._tokens[seq][length:]
+
+    def replace(self, seq: int, tokens: NDArray[np.int32]) -> None:
+        self._tokens[seq] = array("i", tokens.tobytes())
+
+    def copy(self, src: int, dst: int) -> None:
+        self._tokens[dst] = self._tokens[src][:]

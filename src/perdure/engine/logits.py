@@ -1,0 +1,316 @@
+"""Logits as views of one step.
+
+A view reads the engine's own memory, which the next step overwrites and may move. So a view belongs
+to a `Step`, every access asks the step first, and no array over that memory gets out except inside
+`borrow()`, which pins the step until the last array over it is gone.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypeVar, overload
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from perdure.engine.contract import Floats
+from perdure.errors import InvalidInputError, PinnedError, StaleViewError, TokenError
+
+T = TypeVar("T")
+
+_BLOCK = 64
+"""Values a block in `top`: one vectorised pass finds the block maxima, then few blocks are searched."""
+
+
+class Candidate(NamedTuple):
+    """A token with its logit and its natural log probability."""
+
+    token: int
+    logit: float
+    logprob: float
+
+
+class Step:
+    """The span between two changes of a context's state. Once over, it is never alive again.
+
+    `keep` holds whatever owns the memory, so that a pinned array outlives even the context.
+    """
+
+    __slots__ = ("__weakref__", "alive", "keep", "lock", "pins", "views")
+
+    def __init__(self, lock: threading.RLock, keep: object) -> None:  # type: ignore[valid-type]
+        self.lock: Any = lock
+        self.keep = keep
+        self.alive = True
+        self.pins = 0
+        self.views: dict[object, LogitsView] = {}
+
+    def retire(self) -> None:
+        """End the step, unless memory of it is borrowed."""
+        if self.pins:
+            raise PinnedError(
+                "logits of this step are borrowed: leave the borrow() block, and drop every array taken "
+                "from it, before the context is used again"
+            )
+        self.alive = False
+        self.views.clear()
+
+
+class _Lease:
+    """What a borrowed array stands on. While anything refers to it, the step stays pinned."""
+
+    def __init__(self, row: Floats, step: Step) -> None:
+        self._step = step
+        self.__array_interface__ = row.__array_interface__
+
+
+def _unpin(step: Step) -> None:
+    step.pins -= 1
+
+
+class LogitsView(NDArrayOperatorsMixin):
+    """One row of logits: read-only, without a copy, and refused once its step is over.
+
+    Arithmetic and NumPy functions read the live memory and return arrays of their own.
+    """
+
+    __slots__ = ("__weakref__", "_norm", "_row", "_step")
+    __array_priority__ = 100.0
+
+    dtype = np.dtype(np.float32)
+    ndim = 1
+
+    def __init__(self, row: Floats, step: Step) -> None:
+        row.flags.writeable = False
+        self._row = row
+        self._step = step
+        self._norm: float | None = None
+
+    # Access: everything below goes through _read, which holds the context's lock.
+
+    def _read(self, use: Callable[[Floats], T]) -> T:
+        step = self._step
+        if step.alive:
+            with step.lock:
+                if step.alive:
+                    return use(self._row)
+        raise StaleViewError(
+            "these logits belong to a step that is over: the context has changed since. "
+            "Take ctx.logits() again after each decode, or keep view.copy()"
+        )
+
+    def _own(self, result: Any) -> Any:
+        """`result` with anything that lies over engine memory replaced by a copy."""
+        if isinstance(result, np.ndarray):
+            return result.copy() if np.may_share_memory(result, self._row) else result
+        if isinstance(result, LogitsView):
+            return result.copy()
+        if isinstance(result, tuple) and hasattr(result, "_fields"):
+            return type(result)(*(self._own(item) for item in result))
+        if isinstance(result, (tuple, list)):
+            return type(result)(self._own(item) for item in result)
+        return result
+
+    @property
+    def size(self) -> int:
+        return len(self._row)
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (len(self._row),)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the step is over, so that every access would raise."""
+        return not self._step.alive
+
+    def __len__(self) -> int:
+        return self._read(len)
+
+    @overload
+    def __getitem__(self, index: int) -> np.float32: ...
+    @overload
+    def __getitem__(self, index: slice | Sequence[int] | np.ndarray[Any, Any]) -> Floats: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._read(lambda row: self._own(row[index]))
+
+    def __setitem__(self, index: object, value: object) -> None:
+        raise ValueError("logits are read-only; change a copy: view.copy()")
+
+    def __iter__(self) -> Iterator[np.float32]:
+        for index in range(len(self)):
+            yield self[index]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError("logits cannot be had without a copy; use view.borrow()")
+        return self._read(lambda row: np.array(row, dtype=dtype, copy=True))
+
+    def copy(self) -> Floats:
+        """The row in an array of its own."""
+        return self._read(lambda row: row.copy())
+
+    def tolist(self) -> list[float]:
+        return self._read(lambda row: row.tolist())
+
+    def __repr__(self) -> str:
+        if self.stale:
+            return f"<LogitsView of {self.size} tokens, stale>"
+        best = self.argmax()
+        return f"<LogitsView of {self.size} tokens, argmax {best}>"
+
+    # NumPy's protocols.
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        return self._call(getattr(ufunc, method), inputs, kwargs)
+
+    def __array_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        views: list[LogitsView] = []
+        _collect((args, kwargs), views)
+        with ExitStack() as held:
+            # One order for all threads, so that two views of two contexts cannot deadlock.
+            for step in sorted({view._step for view in views}, key=id):
+                held.enter_context(step.lock)
+            for view in views:
+                view._read(len)
+            result = func(*_bare(args), **_bare(kwargs))
+            for view in views:
+                result = view._own(result)
+            return result
+
+    # What people ask of logits.
+
+    def argmax(self) -> int:
+        """The likeliest token."""
+        return int(self._read(lambda row: row.argmax()))
+
+    def max(self) -> np.float32:
+        return self._read(lambda row: row.max())  # type: ignore[no-any-return]
+
+    def min(self) -> np.float32:
+        return self._read(lambda row: row.min())  # type: ignore[no-any-return]
+
+    def top(self, k: int) -> list[Candidate]:
+        """The `k` likeliest tokens, best first; of equals, the lower id."""
+        if not 1 <= k <= self.size:
+            raise InvalidInputError(f"top(k) takes 1 to {self.size}, got {k}")
+        return self._read(lambda row: self._top(row, k))
+
+    def logprobs(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """The natural log probabilities of `tokens`."""
+        ids = np.asarray(tokens, dtype=np.int64).reshape(-1)
+        if ids.size and (ids.min() < 0 or ids.max() >= self.size):
+            raise TokenError(f"token ids run from 0 to {self.size - 1}, got {ids.min()} to {ids.max()}")
+        return self._read(lambda row: row[ids].astype(np.float64) - self._log_norm(row))
+
+    def surprisal(self, token: int) -> float:
+        """How unexpected `token` is, in nats."""
+        return -float(self.logprobs([token])[0])
+
+    def entropy(self) -> float:
+        """The uncertainty of the next token, in nats."""
+
+        def compute(row: Floats) -> float:
+            logp = row.astype(np.float64) - self._log_norm(row)
+            p = np.exp(logp)
+            # A masked token has p = 0 and logp = -inf, and adds nothing.
+            return float(-np.sum(p * np.where(p > 0, logp, 0.0)))
+
+        return self._read(compute)
+
+    def _log_norm(self, row: Floats) -> float:
+        if self._norm is None:
+            peak = row.max()
+            self._norm = float(peak) + float(np.log(np.sum(np.exp(row - peak), dtype=np.float64)))
+        return self._norm
+
+    def _top(self, row: Floats, k: int) -> list[Candidate]:
+        threshold = _kth_largest(row, k)
+        ids = np.flatnonzero(row >= threshold)
+        values = row[ids]
+        order = np.lexsort((ids, -values))[:k]
+        norm = self._log_norm(row)
+        return [
+            Candidate(int(token), float(logit), float(logit) - norm)
+            for token, logit in zip(ids[order], values[order], strict=True)
+        ]
+
+    @contextmanager
+    def borrow(self) -> Iterator[Floats]:
+        """A real ndarray over the engine's memory, for the length of a `with` block.
+
+        While it is open, calls that would move the memory raise `PinnedError`. An array that outlives
+        the block makes leaving it raise, and keeps the step pinned until it is gone.
+        """
+
+        def pin(row: Floats) -> Floats:
+            self._step.pins += 1
+            return np.asarray(_Lease(row, self._step))
+
+        root = self._read(pin)
+        root.flags.writeable = False
+        released = weakref.finalize(root, _unpin, self._step)
+        released.atexit = False
+        # Slices of `lent` stand on `root`, so `root` outlives them all.
+        lent = root[:]
+        try:
+            yield lent
+        finally:
+            # 3: our name, the caller's, and getrefcount's own argument.
+            kept = sys.getrefcount(lent) > 3
+            if not kept:
+                # The caller's name outlives the block; what it names must not.
+                lent.__setstate__((1, (0,), np.dtype(np.float32), False, b""))
+                kept = sys.getrefcount(root) > 2
+            if not kept:
+                del root
+            elif sys.exc_info()[0] is None:
+                del root, lent
+                raise PinnedError(
+                    "an array from borrow() outlives its block: copy what you keep. "
+                    "The context stays pinned until that array is gone"
+                )
+
+
+def _kth_largest(row: Floats, k: int) -> float:
+    blocks, rest = divmod(len(row), _BLOCK)
+    if blocks <= k:
+        return float(np.partition(row, len(row) - k)[len(row) - k])
+    body = row[: blocks * _BLOCK].reshape(blocks, _BLOCK)
+    # The k largest values lie in the k blocks with the largest maxima.
+    best = np.argpartition(body.max(axis=1), blocks - k)[blocks - k :]
+    pool = np.concatenate((body[best].reshape(-1), row[blocks * _BLOCK :])) if rest else body[best].reshape(-1)
+    return float(np.partition(pool, len(pool) - k)[len(pool) - k])
+
+
+def _collect(value: Any, into: list[LogitsView]) -> None:
+    if isinstance(value, LogitsView):
+        into.append(value)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _collect(item, into)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, into)
+
+
+def _bare(value: Any) -> Any:
+    """`value` with each view replaced by its array."""
+    if isinstance(value, LogitsView):
+        return value._row
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_bare(item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_bare(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _bare(item) for key, item in value.items()}
+    return value

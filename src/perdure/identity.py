@@ -1,0 +1,120 @@
+"""Everything that changes what state bytes mean, and its digest."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.config import settings
+from perdure.errors import InvalidInputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """A value that two contexts share exactly when each can use the other's state.
+
+    No field may be empty: an unknown identity must not match another unknown one.
+    """
+
+    weights: str
+    tokenizer: str
+    template: str
+    adapters: str
+    k_type: str
+    v_type: str
+    attention: str
+    rope: str
+    window: str
+    layout: str
+    engine: str
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, str) or not value:
+                raise InvalidInputError(f"identity field {field.name!r} must be a text that is not empty")
+
+    @property
+    def digest(self) -> bytes:
+        return hashlib.sha256(self.to_json()).digest()
+
+    def to_json(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Identity:
+        """The identity in `data`; ValueError or TypeError where it is none."""
+        fields = json.loads(data)
+        if not isinstance(fields, dict):
+            raise ValueError("not an identity")
+        return cls(**fields)
+
+    def difference(self, other: Identity) -> str | None:
+        """The first field in which `other` differs, or None."""
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) != getattr(other, field.name):
+                return field.name
+        return None
+
+
+_CHUNK = 1 << 22
+_digests_lock = threading.Lock()
+
+
+def content_digest(path: Path) -> str:
+    """The SHA-256 of a file's content, in hex.
+
+    Hashing is paid once a file: the result is kept by path, size, mtime and inode.
+    """
+    stat = path.stat()
+    key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
+    return _cached_digest(path.resolve(), key)
+
+
+@functools.lru_cache(maxsize=256)
+def _cached_digest(path: Path, key: str) -> str:
+    book = settings().home / "digests.json"
+    with _digests_lock:
+        known = _read_book(book).get(key)
+    if known is not None:
+        return known
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(_CHUNK))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    with _digests_lock:
+        entries = _read_book(book)
+        # One entry a path: a file that changed leaves no dead entries behind.
+        prefix = key.split("|", 1)[0] + "|"
+        entries = {old: value for old, value in entries.items() if not old.startswith(prefix)}
+        entries[key] = digest.hexdigest()
+        _write_book(book, entries)
+    return digest.hexdigest()
+
+
+def _read_book(book: Path) -> dict[str, str]:
+    try:
+        entries = json.loads(book.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(entries, dict):
+        return {}
+    return {k: v for k, v in entries.items() if isinstance(v, str) and len(v) == 64}
+
+
+def _write_book(book: Path, entries: dict[str, str]) -> None:
+    # A book that cannot be written costs a hash next time, nothing else.
+    temporary = book.with_name(f"{book.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        book.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(entries, indent=0))
+        temporary.replace(book)
+    except OSError:
+        temporary.unlink(missing_ok=True)
