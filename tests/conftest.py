@@ -6,8 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import zoo
+
+# A busy machine is no reason for a test to fail.
+settings.register_profile("perdure", deadline=None)
+settings.load_profile("perdure")
 
 
 @pytest.fixture(scope="session")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from . import attention, recurrent
-from .recipe import MemoryKind, Recipe
+from . import attention, experts, recurrent, wide
+from .recipe import Adapter, MemoryKind, Recipe
 
-__all__ = ["ZOO", "MemoryKind", "Recipe", "digest", "names", "write"]
+__all__ = ["EXTRAS", "ZOO", "Adapter", "MemoryKind", "Recipe", "digest", "names", "write"]
 
 ZOO: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         Recipe(name="llama", architecture="llama", memory="full", fill=attention.llama),
+        Recipe(name="qwen3", architecture="qwen3", memory="full", fill=attention.qwen3),
+        Recipe(name="qwen3moe", architecture="qwen3moe", memory="full", fill=experts.qwen3moe),
+        Recipe(name="deepseek2", architecture="deepseek2", memory="full", fill=experts.deepseek2),
         Recipe(
             name="gemma3",
             architecture="gemma3",
@@ -22,7 +25,22 @@ ZOO: dict[str, Recipe] = {
             fill=attention.gemma3,
         ),
         Recipe(name="mamba", architecture="mamba", memory="recurrent", fill=recurrent.mamba),
+        Recipe(name="jamba", architecture="jamba", memory="hybrid", fill=recurrent.jamba),
     )
+}
+
+# Files for single purposes; a test that runs over the zoo leaves them out.
+EXTRAS: dict[str, Recipe | Adapter] = {
+    "llama-wide": Recipe(
+        name="llama-wide",
+        architecture="llama",
+        memory="full",
+        vocabulary=wide.VOCABULARY,
+        fill=wide.llama,
+    ),
+    "llama-lora": Adapter(
+        name="llama-lora", base=ZOO["llama"], alpha=2.0 * attention.LORA_RANK, fill=attention.llama_lora
+    ),
 }
 
 
@@ -32,8 +50,8 @@ def names() -> list[str]:
 
 
 def write(name: str, folder: Path) -> Path:
-    """Write the model `name` into `folder`, which must exist, and give its path."""
-    return ZOO[name].write(folder)
+    """Write a model of the zoo or one of the extras into `folder`, which must exist, and give its path."""
+    return (ZOO | EXTRAS)[name].write(folder)
 
 
 def digest() -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gguf import GGUFWriter
+from gguf import GGUFType, GGUFWriter
 
 from . import tokenizer
 from .sheet import Sheet
@@ -31,22 +31,45 @@ class Recipe:
     vocabulary: int = len(tokenizer.vocabulary())
 
     def write(self, folder: Path) -> Path:
-        """Write the model into `folder`. A reader never sees half a file, whoever else writes it too."""
-        path = folder / f"{self.name}.gguf"
-        with tempfile.TemporaryDirectory(dir=folder) as draft:
-            unfinished = Path(draft) / path.name
-            self._write(unfinished)
-            os.replace(unfinished, path)
-        return path
+        return _write(folder, self.name, self.architecture, self._describe)
 
-    def _write(self, path: Path) -> None:
-        writer = GGUFWriter(path, self.architecture)
-        writer.add_name(f"toy {self.name}")
+    def _describe(self, writer: GGUFWriter) -> None:
         writer.add_context_length(TRAINED_CONTEXT)
         writer.add_vocab_size(self.vocabulary)
         tokenizer.describe(writer, self.vocabulary)
         self.fill(Sheet(writer, self.name, self.architecture), self.vocabulary)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """A LoRA for one of the models. The same adapter always gives the same bytes."""
+
+    name: str
+    base: Recipe
+    alpha: float
+    fill: Callable[[Sheet], None]
+
+    def write(self, folder: Path) -> Path:
+        return _write(folder, self.name, self.base.architecture, self._describe)
+
+    def _describe(self, writer: GGUFWriter) -> None:
+        writer.add_type(GGUFType.ADAPTER)
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", self.alpha)
+        self.fill(Sheet(writer, self.name, self.base.architecture))
+
+
+def _write(folder: Path, name: str, architecture: str, describe: Callable[[GGUFWriter], None]) -> Path:
+    """A reader never sees half a file, whoever else writes the same one at the same time."""
+    path = folder / f"{name}.gguf"
+    with tempfile.TemporaryDirectory(dir=folder) as draft:
+        unfinished = Path(draft) / path.name
+        writer = GGUFWriter(unfinished, architecture)
+        writer.add_name(f"toy {name}")
+        describe(writer)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+        os.replace(unfinished, path)
+    return path

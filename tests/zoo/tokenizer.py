@@ -36,6 +36,15 @@ is to do. she was thinking of her mother and of the long street in which they ha
 other things that could have been. the other one is here, there, then, with them, and it is not that they were
 wrong but that the reason for it was never given. every session has turns, every turn has tokens, and a token
 is one of the pieces into which the text is cut. the answer to the question is in the reading of the station.
+system
+user
+assistant
+the
+user
+assistant
+the
+user
+assistant
 hello world, this is the text of the thing that is being learned and it has all the usual endings in it.
 """
 
