@@ -1,0 +1,63 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from filelock import FileLock
+
+from perdure.errors import FetchError
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[BinaryIO]:
+    """Write to a temporary file that becomes `target`, on disk for good, when the block ends well."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        settle(temporary, target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise FetchError(f"The disk is full at {target.parent}; make room and try again") from error
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def settle(temporary: Path, target: Path) -> None:
+    """Rename a file that was synced, and make the new name last."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(temporary, target)
+    if os.name == "posix":
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextmanager
+def alone(models: Path, name: str) -> Iterator[None]:
+    """Be the only process that fetches `name`; others wait here."""
+    locks = models / ".locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with FileLock(locks / f"{name.replace('/', '--')}.lock"):
+        yield
+
+
+def require_room(folder: Path, needed: int) -> None:
+    """Refuse before the work rather than after it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise FetchError(f"{folder} needs {needed} bytes of free disk, it has {free}")

@@ -1,0 +1,246 @@
+"""What a model is, in the figures that people ask for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from perdure.engine.contract import MemoryKind
+from perdure.models.header import Header
+from perdure.models.parts import read_parts
+from perdure.models.quants import FILE_TYPES
+from perdure.models.strings import Strings
+
+# The engine's own lists (llm_arch_is_recurrent, llm_arch_is_hybrid, and the architectures that
+# turn their window on), by the names that files carry.
+RECURRENT = frozenset({"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"})
+HYBRID = frozenset(
+    {
+        "bailingmoe3",
+        "deepseek4",
+        "falcon-h1",
+        "glm5-next",
+        "granitehybrid",
+        "jamba",
+        "kimi-k3",
+        "kimi-linear",
+        "lfm2",
+        "lfm2moe",
+        "minimax-01",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "plamo2",
+        "qwen35",
+        "qwen35moe",
+        "qwen3next",
+        "qwen4exp",
+    }
+)
+# A window in the metadata means nothing elsewhere: the engine reads it for phi3 and llama, say,
+# and attends to everything. The number is the window where the metadata names none.
+SLIDING: dict[str, int] = {
+    "afmoe": 0,
+    "cohere2": 0,
+    "cohere2moe": 0,
+    "dflash": 0,
+    "dots3note": 0,
+    "exaone-moe": 128,
+    "exaone4": 0,
+    "gemma-embedding": 0,
+    "gemma2": 4096,
+    "gemma3": 0,
+    "gemma3n": 0,
+    "gemma4": 0,
+    "gemma4-assistant": 0,
+    "gpt-oss": 0,
+    "granite_swa": 0,
+    "laguna": 0,
+    "llama4": 8192,
+    "maple": 0,
+    "mellum": 0,
+    "mimo2": 0,
+    "modern-bert": 0,
+    "muse-glimmer": 0,
+    "olmo2": 0,
+    "plamo3": 0,
+    "smallthinker": 0,
+    "spark2_5": 0,
+    "step35": 0,
+}
+# Hybrids whose attention layers are every n-th one, where the metadata does not say.
+_ATTENTION_INTERVAL = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4}
+# Architectures whose later layers read the cells of the first ones.
+_LAYERS_WITH_CELLS = {"gemma3n": 20}
+_BYTES_F16 = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypeShare:
+    """How much of a model is stored in one tensor type."""
+
+    type: str
+    tensors: int
+    elements: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A model's figures, as its file gives them. What the file does not say is None."""
+
+    path: Path
+    files: int
+    file_bytes: int
+    architecture: str | None
+    name: str | None
+    quantisation: str | None
+    parameters: int
+    context_length: int | None
+    embedding_length: int | None
+    layers: int | None
+    heads: int | None
+    kv_heads: int | None
+    experts: int | None
+    vocabulary: int | None
+    tokenizer: str | None
+    memory: MemoryKind
+    window: int | None
+    kv_bytes_per_token: int | None
+    """Bytes that one token adds to the K/V cache in f16; 0 for a recurrent model."""
+    chat_template: str | None
+    types: tuple[TypeShare, ...]
+
+
+def read_card(path: str | os.PathLike[str]) -> Card:
+    """Read the card of the model at `path`, all of its parts included."""
+    return card_of(read_parts(Path(path)))
+
+
+def card_of(headers: Sequence[Header]) -> Card:
+    """The card of a model whose files have these headers."""
+    first = headers[0]
+    architecture = first.text("general.architecture")
+    facts = _Facts(first, architecture or "")
+    types = _shares(headers)
+    memory, window = facts.memory()
+    return Card(
+        path=first.path,
+        files=len(headers),
+        file_bytes=sum(header.size for header in headers),
+        architecture=architecture,
+        name=first.text("general.name"),
+        quantisation=_quantisation(first, types),
+        parameters=sum(share.elements for share in types),
+        context_length=facts.integer("context_length"),
+        embedding_length=facts.integer("embedding_length"),
+        layers=facts.integer("block_count"),
+        heads=facts.largest("attention.head_count"),
+        kv_heads=facts.largest("attention.head_count_kv") or facts.largest("attention.head_count"),
+        experts=facts.integer("expert_count"),
+        vocabulary=facts.vocabulary(),
+        tokenizer=first.text("tokenizer.ggml.model"),
+        memory=memory,
+        window=window,
+        kv_bytes_per_token=facts.kv_bytes_per_token(memory),
+        chat_template=first.text("tokenizer.chat_template"),
+        types=types,
+    )
+
+
+class _Facts:
+    """The metadata of one architecture; its keys without the architecture in front."""
+
+    def __init__(self, header: Header, architecture: str) -> None:
+        self._header = header
+        self._architecture = architecture
+
+    def integer(self, key: str) -> int | None:
+        return self._header.integer(f"{self._architecture}.{key}")
+
+    def per_layer(self, key: str, layers: int) -> list[int] | None:
+        """A value that files give once for all layers, or as an array with one for each."""
+        value = self._header.metadata.get(f"{self._architecture}.{key}")
+        if isinstance(value, int) and not isinstance(value, bool):
+            return [value] * layers
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) >= layers:
+            return [int(v) for v in value[:layers]]
+        return None
+
+    def largest(self, key: str) -> int | None:
+        value = self._header.metadata.get(f"{self._architecture}.{key}")
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value):
+            return int(value.max())
+        return self.integer(key)
+
+    def vocabulary(self) -> int | None:
+        tokens = self._header.metadata.get("tokenizer.ggml.tokens")
+        return len(tokens) if isinstance(tokens, Strings) else self.integer("vocab_size")
+
+    def memory(self) -> tuple[MemoryKind, int | None]:
+        window = self.largest("attention.sliding_window")
+        if self._architecture in RECURRENT:
+            return MemoryKind.RECURRENT, None
+        if self._architecture in HYBRID:
+            return MemoryKind.HYBRID, window or None
+        if self._architecture in SLIDING:
+            effective = SLIDING[self._architecture] if window is None else window
+            if effective > 0:
+                return MemoryKind.SLIDING, effective
+        return MemoryKind.FULL, None
+
+    def kv_bytes_per_token(self, memory: MemoryKind) -> int | None:
+        if memory is MemoryKind.RECURRENT:
+            return 0
+        layers = self.integer("block_count")
+        if layers is None or not 0 <= layers <= len(self._header.tensors):
+            return None
+        heads = self.per_layer("attention.head_count", layers)
+        kv_heads = self.per_layer("attention.head_count_kv", layers) or heads
+        width = self.integer("embedding_length")
+        if heads is None or kv_heads is None or width is None:
+            return None
+        most_heads = max(heads, default=0)
+        if not most_heads:
+            return None
+        key = self.integer("attention.key_length") or width // most_heads
+        value = self.integer("attention.value_length") or width // most_heads
+        if self.integer("attention.key_length_mla"):
+            # The latent of each token is kept once, and its values are a part of the keys.
+            value = 0
+        return _BYTES_F16 * (key + value) * sum(self._attending(kv_heads))
+
+    def _attending(self, kv_heads: list[int]) -> list[int]:
+        """The K/V heads of the layers that keep cells of their own."""
+        every = self.integer("full_attention_interval") or _ATTENTION_INTERVAL.get(self._architecture)
+        if every:
+            return [count for layer, count in enumerate(kv_heads) if (layer + 1) % every == 0]
+        shared = self.integer("attention.shared_kv_layers") or 0
+        kept = _LAYERS_WITH_CELLS.get(self._architecture, len(kv_heads) - shared)
+        return kv_heads[: max(kept, 0)]
+
+
+def _shares(headers: Sequence[Header]) -> tuple[TypeShare, ...]:
+    figures: dict[str, list[int]] = {}
+    for header in headers:
+        for tensor in header.tensors:
+            figure = figures.setdefault(tensor.type.name, [0, 0, 0])
+            figure[0] += 1
+            figure[1] += tensor.elements
+            figure[2] += tensor.size
+    shares = (
+        TypeShare(type=name, tensors=count, elements=elements, bytes=size)
+        for name, (count, elements, size) in figures.items()
+    )
+    return tuple(sorted(shares, key=lambda share: (-share.bytes, share.type)))
+
+
+def _quantisation(header: Header, types: tuple[TypeShare, ...]) -> str | None:
+    """The file's own word for it, or else the type that holds most of its bytes."""
+    said = FILE_TYPES.get(header.integer("general.file_type") or -1)
+    if said is None and header.integer("general.file_type") == 0:
+        said = FILE_TYPES[0]
+    return said or (types[0].type if types else None)

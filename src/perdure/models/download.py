@@ -1,0 +1,225 @@
+"""Bytes from a URL into a file, over as many connections as it takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import certifi
+import httpx
+
+from perdure.errors import FetchError
+
+Progress: TypeAlias = Callable[[int, int | None], None]
+"""Called with the bytes that are here and, once it is known, how many there will be."""
+
+_CHUNK = 1 << 18
+_MOST_FAILURES = 4
+_FIRST_PAUSE = 0.2
+_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+_RANGE = re.compile(r"bytes (?:(?P<first>\d+)-\d+|\*)/(?P<total>\d+|\*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remote:
+    """A file somewhere else. Its digest, where it is known, decides whether what came is right."""
+
+    url: str
+    sha256: str | None = None
+    size: int | None = None
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def shown(self) -> str:
+        """The address without what may be secret in it."""
+        url = httpx.URL(self.url)
+        return f"{url.scheme}://{url.host}{f':{url.port}' if url.port else ''}{url.path}"
+
+
+def trust(extra: Path | None = None) -> ssl.SSLContext:
+    """Trust what this system trusts (`SSL_CERT_FILE` included), certifi's list, and `extra`."""
+    context = ssl.create_default_context()
+    context.load_verify_locations(certifi.where())
+    if extra is not None:
+        try:
+            context.load_verify_locations(**{"capath" if extra.is_dir() else "cafile": str(extra)})
+        except OSError as error:
+            raise FetchError(f"The certificates at {extra} cannot be used: {error}") from error
+    return context
+
+
+def web(*, certificates: Path | None = None, proxy: str | None = None) -> httpx.Client:
+    """A client for long downloads."""
+    return httpx.Client(
+        verify=trust(certificates), proxy=proxy, follow_redirects=True, timeout=httpx.Timeout(60, connect=20)
+    )
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def download(client: httpx.Client, remote: Remote, part: Path, progress: Progress | None = None) -> None:
+    """Have the whole of `remote` in `part`, verified. What `part` holds already is not fetched again.
+
+    Whatever ends this early (a lost connection, Ctrl-C, a kill), `part` stays for the next try.
+    """
+    part.parent.mkdir(parents=True, exist_ok=True)
+    resumed = _Part(part).length > 0
+    _persist(client, remote, part, progress)
+    wrong = _mistake(remote, part)
+    if wrong and resumed:
+        # The old bytes may be of an earlier file at this address; only a fresh copy can tell.
+        _Part(part).discard()
+        _persist(client, remote, part, progress)
+        wrong = _mistake(remote, part)
+    if wrong:
+        _Part(part).discard()
+        raise FetchError(f"What {remote.shown} sent is not the file that was asked for: {wrong}")
+
+
+def _mistake(remote: Remote, part: Path) -> str | None:
+    size = part.stat().st_size
+    if remote.size is not None and size != remote.size:
+        return f"{size} bytes, expected {remote.size}"
+    if remote.sha256 is not None and (found := digest(part)) != remote.sha256:
+        return f"SHA-256 {found}, expected {remote.sha256}"
+    return None
+
+
+def _persist(client: httpx.Client, remote: Remote, path: Path, progress: Progress | None) -> None:
+    """Try until all bytes are there, as long as tries get further."""
+    failures = 0
+    furthest = 0
+    while True:
+        part = _Part(path)
+        try:
+            if _attempt(client, remote, part, progress):
+                return
+            continue
+        except (httpx.TransportError, httpx.HTTPStatusError) as error:
+            if isinstance(error, httpx.HTTPStatusError) and error.response.status_code not in _TRANSIENT:
+                raise FetchError(f"{remote.shown} answered {_status(error.response)}") from error
+            reached = part.length
+            failures = 0 if reached > furthest else failures + 1
+            furthest = max(furthest, reached)
+            if failures >= _MOST_FAILURES:
+                reason = (
+                    f"answered {_status(error.response)}"
+                    if isinstance(error, httpx.HTTPStatusError)
+                    else f"could not be reached ({str(error) or type(error).__name__})"
+                )
+                raise FetchError(
+                    f"{remote.shown} {reason} {failures} times, with {reached} bytes here. "
+                    "They are kept: try again to go on from there"
+                ) from error
+        except httpx.HTTPError as error:
+            raise FetchError(f"{remote.shown} could not be fetched: {error}") from error
+        except OSError as error:
+            raise FetchError(
+                f"{path} could not be written after {part.length} bytes: {error.strerror or error}"
+            ) from error
+        if failures:
+            time.sleep(_FIRST_PAUSE * 2 ** (failures - 1))
+
+
+def _status(response: httpx.Response) -> str:
+    return f"{response.status_code} {response.reason_phrase}".strip()
+
+
+def _attempt(client: httpx.Client, remote: Remote, part: _Part, progress: Progress | None) -> bool:
+    """One request. True when the part is complete, False when it must be started again."""
+    have = part.length
+    headers = dict(remote.headers) | {"Accept-Encoding": "identity"}
+    if have and part.source != remote.sha256:
+        part.discard()
+        have = 0
+    if have:
+        headers["Range"] = f"bytes={have}-"
+        if part.validator:
+            headers["If-Range"] = part.validator
+    with client.stream("GET", remote.url, headers=headers) as response:
+        match = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
+        total = int(match["total"]) if match and match["total"] != "*" else None
+        if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE and have:
+            # A part that is complete asks for a range after the end; any other answer means a new file.
+            if total == have:
+                return True
+            part.discard()
+            return False
+        response.raise_for_status()
+        if response.status_code == httpx.codes.PARTIAL_CONTENT:
+            if match is None or not match["first"] or int(match["first"]) != have:
+                part.discard()
+                return False
+        else:
+            have = 0
+            length = response.headers.get("Content-Length")
+            total = int(length) if length and length.isdecimal() else None
+        part.begin(have, remote.sha256, response.headers)
+        with open(part.path, "ab", buffering=0) as file:
+            if progress:
+                progress(have, total)
+            for chunk in response.iter_raw(_CHUNK):
+                file.write(chunk)
+                have += len(chunk)
+                if progress:
+                    progress(have, total)
+            os.fsync(file.fileno())
+    if total is not None and have != total:
+        raise httpx.RemoteProtocolError(f"{have} of {total} bytes came")
+    return True
+
+
+class _Part:
+    """A file that is being fetched, with a note beside it of what it is a part of."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._note = path.with_name(path.name + ".json")
+        try:
+            note = json.loads(self._note.read_text())
+        except (OSError, ValueError):
+            note = {}
+        if not isinstance(note, dict):
+            note = {}
+        self.source: object = note.get("sha256")
+        validator = note.get("validator")
+        self.validator = validator if isinstance(validator, str) else None
+
+    @property
+    def length(self) -> int:
+        try:
+            return self.path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def begin(self, have: int, sha256: str | None, headers: httpx.Headers) -> None:
+        """Note what follows, and drop all but the first `have` bytes."""
+        etag = headers.get("ETag")
+        # A weak tag does not promise equal bytes, so it cannot vouch for a range.
+        strong = etag if etag and not etag.startswith("W/") else None
+        self.validator = strong or headers.get("Last-Modified")
+        self.source = sha256
+        with open(self.path, "ab") as file:
+            file.truncate(have)
+        self._note.write_text(json.dumps({"sha256": sha256, "validator": self.validator}))
+
+    def discard(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self._note.unlink(missing_ok=True)
+
+
+def forget(part: Path) -> None:
+    """Remove a part and its note."""
+    _Part(part).discard()

@@ -1,0 +1,191 @@
+"""Models from a Hugging Face hub. The hub's own library answers what and where; the bytes come our way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+import httpx
+
+from perdure.errors import FetchError, ModelNotFoundError
+from perdure.models.atomic import alone, require_room, settle
+from perdure.models.download import Progress, Remote, download, forget, web
+from perdure.models.parts import part_names
+from perdure.models.registry import HubSource
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def hub_folder(source: HubSource, models: Path) -> Path:
+    """Where the files of a repo are kept."""
+    return models / "hub" / (source.repo + (f"@{source.revision}" if source.revision else ""))
+
+
+def hub_place(source: HubSource, models: Path) -> Path | None:
+    """The first file of the model, if all of it is here already and it is clear which one is meant."""
+    folder = hub_folder(source, models)
+    if source.file is not None:
+        names: Sequence[str] = [source.file]
+    else:
+        here = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf"))
+        names = candidates(here, source.tag)
+    if len(names) != 1:
+        return None
+    parts = [folder / part for part in _all_parts(names[0])]
+    return parts[0] if all(part.is_file() for part in parts) else None
+
+
+def candidates(files: Sequence[str], tag: str | None) -> list[str]:
+    """The models among the files of a repo that fit `tag`, each named by its first file."""
+    first = {_all_parts(name)[0] for name in files if name.lower().endswith(".gguf")}
+    # Vision and audio projectors belong to a model; they are none.
+    models = sorted(name for name in first if not PurePosixPath(name).name.lower().startswith("mmproj"))
+    if tag is None:
+        return models
+    word = re.compile(rf"(?<![a-z0-9_]){re.escape(tag.lower())}(?![a-z0-9_])")
+    return [name for name in models if word.search(name.lower())]
+
+
+def fetch_hub(
+    source: HubSource, models: Path, progress: Progress | None = None, *, endpoint: str | None = None
+) -> Path:
+    """Have the model of `source`, all of its parts, in the folder `models`, as the hub has it now."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=endpoint, library_name="perdure")
+    folder = hub_folder(source, models)
+    with alone(models, f"hub--{source.repo}"), _plainly(source), web() as client:
+        names = _all_parts(source.file or _choose(api, source))
+        remotes = [_remote(api, source, name) for name in names]
+        waiting = [
+            (name, remote)
+            for name, remote in zip(names, remotes, strict=True)
+            if not _is_current(folder / name, remote)
+        ]
+        total = sum(remote.size or 0 for _, remote in waiting)
+        require_room(models, total)
+        done = 0
+        for name, remote in waiting:
+            part = models / ".parts" / "hub" / f"{source.repo}@{source.revision or 'main'}" / f"{name}.part"
+            download(client, remote, part, _offset(progress, done, total))
+            settle(part, folder / name)
+            forget(part)
+            _stamp(folder / name).parent.mkdir(parents=True, exist_ok=True)
+            _stamp(folder / name).write_text(remote.sha256 or "")
+            done += remote.size or 0
+    return folder / names[0]
+
+
+def _all_parts(name: str) -> tuple[str, ...]:
+    path = PurePosixPath(name)
+    return tuple(str(path.with_name(part)) for part in part_names(path.name))
+
+
+def _choose(api: HfApi, source: HubSource) -> str:
+    files = api.list_repo_files(source.repo, revision=source.revision)
+    names = candidates(files, source.tag)
+    if len(names) == 1:
+        return names[0]
+    everything = candidates(files, None)
+    if not everything:
+        raise ModelNotFoundError(f"{source.repo} holds no GGUF file")
+    shown = ", ".join(PurePosixPath(name).name for name in (names or everything)[:12])
+    how_many = f"{len(names)} GGUF models" if names else "no GGUF model"
+    fits = f" that fit {source.tag!r}" if source.tag else ""
+    raise ModelNotFoundError(
+        f"{source.repo} holds {how_many}{fits}; name one as {source.repo}:FILE. There are: {shown}"
+    )
+
+
+def _remote(api: HfApi, source: HubSource, name: str) -> Remote:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    url = hf_hub_url(source.repo, name, revision=source.revision, endpoint=api.endpoint)
+    known = get_hf_file_metadata(url, endpoint=api.endpoint)
+    etag = known.etag or ""
+    return Remote(
+        url=url,
+        # Large files are tagged with the digest of their bytes, small ones with that of a git object.
+        sha256=etag if _SHA256.fullmatch(etag) else None,
+        size=known.size,
+        headers=build_hf_headers(library_name="perdure"),
+    )
+
+
+def _stamp(path: Path) -> Path:
+    """Where the digest that a file was verified against is noted."""
+    return path.parent / ".digests" / path.name
+
+
+def _is_current(path: Path, remote: Remote) -> bool:
+    try:
+        return (
+            remote.sha256 is not None
+            and path.stat().st_size == remote.size
+            and _stamp(path).read_text() == remote.sha256
+        )
+    except OSError:
+        return False
+
+
+def _offset(progress: Progress | None, before: int, total: int) -> Progress | None:
+    if progress is None:
+        return None
+    report = progress
+    return lambda done, _: report(before + done, total or None)
+
+
+@contextmanager
+def _plainly(source: HubSource) -> Iterator[None]:
+    """Turn the hub library's errors into ours."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise FetchError(
+            f"{source.repo} asks for its terms to be accepted: accept them on its page, "
+            "then log in with `hf auth login`"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelNotFoundError(f"{source.repo} has no revision {source.revision!r}") from error
+    except errors.EntryNotFoundError as error:
+        raise ModelNotFoundError(f"{source.repo} has no file {source.file!r}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelNotFoundError(
+            f"The hub has no model {source.repo}, or shows it only to others; if it is private, "
+            "log in with `hf auth login`"
+        ) from error
+    except errors.HFValidationError as error:
+        raise ModelNotFoundError(f"{source.repo!r} is not a name that a hub can have") from error
+    except errors.OfflineModeIsEnabled as error:
+        raise FetchError(
+            f"{source} is not here yet, and HF_HUB_OFFLINE forbids to fetch it; unset it and try again"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise FetchError(f"The hub did not give {source}: {_first_line(error)}") from error
+    except (OSError, httpx.HTTPError) as error:
+        raise FetchError(f"The hub could not be reached for {source}: {_first_line(error)}") from error
+    except Exception as error:
+        # The hub library has an HTTP client of its own, which differs from release to release.
+        if type(error).__module__.partition(".")[0] not in (
+            "httpx",
+            "httpx2",
+            "httpcore",
+            "httpcore2",
+            "requests",
+        ):
+            raise
+        raise FetchError(f"The hub could not be reached for {source}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

