@@ -48,17 +48,24 @@ class Memory:
         """Whether a sequence can ever be cut short without a checkpoint."""
         return self.kind in (MemoryKind.FULL, MemoryKind.SLIDING)
 
-    def shortest_cut(self, length: int, oldest: int) -> int:
-        """The shortest length above 0 that a sequence of `length` tokens can be cut to.
+    def can_cut(self, keep: int, oldest: int) -> bool:
+        """Whether a sequence that holds the positions from `oldest` on can be cut to `keep` tokens.
 
-        `oldest` is the oldest position the engine says that it still holds. The token after a cut
-        sees `window - 1` tokens before it, so those must be there.
+        The token after the cut sees `window - 1` tokens before it, so those must be there.
         """
-        if self.kind is MemoryKind.FULL or oldest <= 0:
-            return 1 if self.cuts else length
+        if self.kind is MemoryKind.FULL:
+            return True
         if self.kind is MemoryKind.SLIDING and self.window is not None:
-            return min(length, oldest + self.window - 1)
-        return length
+            return oldest <= max(0, keep - self.window + 1)
+        return False
+
+    def shortest_cut(self, length: int, oldest: int) -> int:
+        """The shortest length that a sequence of `length` tokens can be cut to, short of clearing it."""
+        if not self.cuts:
+            return length
+        if self.kind is MemoryKind.FULL or self.window is None or oldest <= 0:
+            return 1
+        return min(length, oldest + self.window - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

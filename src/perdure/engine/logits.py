@@ -8,10 +8,9 @@ to a `Step`, every access asks the step first, and no array over that memory get
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -37,39 +36,39 @@ class Candidate(NamedTuple):
 class Step:
     """The span between two changes of a context's state. Once over, it is never alive again.
 
-    `keep` holds whatever owns the memory, so that a pinned array outlives even the context.
+    While it is alive, `keep` is the owner of the memory that its views read.
     """
 
-    __slots__ = ("__weakref__", "alive", "keep", "lock", "pins", "views")
+    __slots__ = ("alive", "keep", "lock", "pins", "views")
 
-    def __init__(self, lock: threading.RLock, keep: object) -> None:  # type: ignore[valid-type]
-        self.lock: Any = lock
+    def __init__(self, lock: AbstractContextManager[object], keep: object) -> None:
+        self.lock = lock
         self.keep = keep
         self.alive = True
-        self.pins = 0
+        self.pins: list[weakref.ref[Floats]] = []
         self.views: dict[object, LogitsView] = {}
 
     def retire(self) -> None:
         """End the step, unless memory of it is borrowed."""
-        if self.pins:
+        if any(pin() is not None for pin in self.pins):
             raise PinnedError(
                 "logits of this step are borrowed: leave the borrow() block, and drop every array taken "
                 "from it, before the context is used again"
             )
+        self.end()
+
+    def end(self) -> None:
         self.alive = False
+        self.keep = None
         self.views.clear()
 
 
 class _Lease:
-    """What a borrowed array stands on. While anything refers to it, the step stays pinned."""
+    """What a borrowed array stands on: it keeps the owner of the memory alive."""
 
-    def __init__(self, row: Floats, step: Step) -> None:
-        self._step = step
+    def __init__(self, row: Floats, owner: object) -> None:
+        self.owner = owner
         self.__array_interface__ = row.__array_interface__
-
-
-def _unpin(step: Step) -> None:
-    step.pins -= 1
 
 
 class LogitsView(NDArrayOperatorsMixin):
@@ -194,10 +193,10 @@ class LogitsView(NDArrayOperatorsMixin):
         return int(self._read(lambda row: row.argmax()))
 
     def max(self) -> np.float32:
-        return self._read(lambda row: row.max())  # type: ignore[no-any-return]
+        return self._read(lambda row: row.max())
 
     def min(self) -> np.float32:
-        return self._read(lambda row: row.min())  # type: ignore[no-any-return]
+        return self._read(lambda row: row.min())
 
     def top(self, k: int) -> list[Candidate]:
         """The `k` likeliest tokens, best first; of equals, the lower id."""
@@ -253,32 +252,37 @@ class LogitsView(NDArrayOperatorsMixin):
         """
 
         def pin(row: Floats) -> Floats:
-            self._step.pins += 1
-            return np.asarray(_Lease(row, self._step))
+            root: Floats = np.asarray(_Lease(row, self._step.keep))
+            root.flags.writeable = False
+            self._step.pins.append(weakref.ref(root))
+            return root
 
         root = self._read(pin)
-        root.flags.writeable = False
-        released = weakref.finalize(root, _unpin, self._step)
-        released.atexit = False
+        root_alone = sys.getrefcount(root)
         # Slices of `lent` stand on `root`, so `root` outlives them all.
         lent = root[:]
+        lent_alone = sys.getrefcount(lent)
         try:
             yield lent
-        finally:
-            # 3: our name, the caller's, and getrefcount's own argument.
-            kept = sys.getrefcount(lent) > 3
-            if not kept:
-                # The caller's name outlives the block; what it names must not.
-                lent.__setstate__((1, (0,), np.dtype(np.float32), False, b""))
-                kept = sys.getrefcount(root) > 2
-            if not kept:
-                del root
-            elif sys.exc_info()[0] is None:
-                del root, lent
-                raise PinnedError(
-                    "an array from borrow() outlives its block: copy what you keep. "
-                    "The context stays pinned until that array is gone"
-                )
+        except BaseException:
+            _take_back(lent, lent_alone)
+            raise
+        # The one more is the caller's name for it.
+        if not _take_back(lent, lent_alone) or sys.getrefcount(root) > root_alone:
+            del root, lent
+            raise PinnedError(
+                "an array from borrow() outlives its block: copy what you keep. "
+                "The context stays pinned until that array is gone"
+            )
+
+
+def _take_back(lent: Floats, alone: int) -> bool:
+    """Empty `lent`, which the caller's name outlives the block with, unless something else has it."""
+    # Here the argument is one more reference, and the caller's name another.
+    if sys.getrefcount(lent) > alone + 2:
+        return False
+    lent.__setstate__((1, (0,), np.dtype(np.float32), np.False_, b""))
+    return True
 
 
 def _kth_largest(row: Floats, k: int) -> float:

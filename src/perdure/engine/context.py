@@ -1,0 +1,570 @@
+"""A context: sequences of tokens, and the rules that keep them true.
+
+The rules are written once, here, over any `Core`. Data flows tokens → batch → core; what the core
+then reports, and nothing else, is written to the ledger.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.engine import state as saved
+from perdure.engine.batch import Batch, Part
+from perdure.engine.contract import Capabilities, Core, Memory, MemoryKind, Outcome, Rows, Tokens
+from perdure.engine.ledger import Ledger
+from perdure.engine.logits import LogitsView, Step
+from perdure.engine.state import Checkpoint
+from perdure.errors import (
+    CannotRewindError,
+    ClosedError,
+    ContextOverflow,
+    DecodeCancelled,
+    DecodeError,
+    EngineError,
+    IncompatibleStateError,
+    InvalidInputError,
+    RowError,
+    SequenceError,
+    TokenError,
+)
+from perdure.identity import Identity
+
+_DIRECT = 8
+"""Steps up to this size are short enough to wait for; a longer one can be interrupted by Ctrl-C."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Tokens to append to one sequence in a step, and the rows wanted of them."""
+
+    seq: int
+    tokens: Tokens
+    rows: Rows = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Where a sequence stood before a decode, with the state to go back to if it cannot be cut."""
+
+    length: int
+    state: NDArray[np.uint8] | None
+
+
+class _Failure(Exception):
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.value)
+        self.outcome = outcome
+
+
+class Context:
+    """Sequences of tokens in one engine context.
+
+    Always holds: `tokens(seq)` is what is in the cache; a call either does all that it says or raises
+    and leaves things as they were (or says in the error what is left); calls from several threads
+    queue; logits are live only until the next change.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        memory: Memory,
+        capabilities: Capabilities,
+        identity: Callable[[], Identity],
+        n_ctx: int,
+        n_seq: int,
+        n_batch: int,
+    ) -> None:
+        self.memory = memory
+        self.capabilities = capabilities
+        self.n_ctx = n_ctx
+        self.n_seq = n_seq
+        self.n_batch = n_batch
+        self._core = core
+        self._make_identity = identity
+        self._identity: Identity | None = None
+        self._batch = Batch(n_batch)
+        self._ledger = Ledger(n_seq)
+        self._lock = threading.RLock()
+        self._step = Step(self._lock, core)
+        self._rows: dict[tuple[int, int], int | NDArray[np.float32]] = {}
+        self._lengths: dict[int, int] = {}
+        self._runner: ThreadPoolExecutor | None = None
+        self._stopping = False
+        self._closing = False
+        self._busy = False
+        self._closed = False
+
+    # What is there.
+
+    @property
+    def identity(self) -> Identity:
+        """What this context's state depends on besides the tokens."""
+        if self._identity is None:
+            self._identity = self._make_identity()
+        return self._identity
+
+    @property
+    def n_vocab(self) -> int:
+        return self._core.n_vocab
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def tokens(self, seq: int = 0) -> list[int]:
+        """The tokens of `seq` that are in the cache."""
+        with self._turn(seq):
+            return self._ledger.tokens(seq)
+
+    def length(self, seq: int = 0) -> int:
+        """How many tokens of `seq` are in the cache."""
+        with self._turn(seq):
+            return self._ledger.length(seq)
+
+    def shortest_cut(self, seq: int = 0) -> int:
+        """The shortest length above 0 that `truncate` can reach now without a checkpoint."""
+        with self._turn(seq):
+            length = self._ledger.length(seq)
+            return self.memory.shortest_cut(length, self._core.oldest(seq)) if length else 0
+
+    # Decoding.
+
+    def decode(self, tokens: Tokens, seq: int = 0, *, rows: Rows = "last") -> None:
+        """Append `tokens` to `seq`, however many: all of them, or none.
+
+        `rows` says of which tokens `logits` can be asked afterwards: the last, all, none, or the
+        given places in `tokens`. Rows are zero-copy in the last native step and copies before it.
+        """
+        ids = self._check_tokens(tokens)
+        outputs = _outputs(rows, len(ids))
+        with self._turn(seq):
+            start = self._check_room(seq, len(ids))
+            self._begin()
+            marks = {seq: self._mark(seq, len(ids))}
+            found: dict[tuple[int, int], int | NDArray[np.float32]] = {}
+            with self._undoing(marks):
+                for at, end in self._chunks(outputs):
+                    self._run([Part(seq, start + at, ids[at:end], outputs[at:end])])
+                    for index in np.flatnonzero(outputs[at:end]).tolist():
+                        found[seq, at + index] = index if end == len(ids) else self._core.row(index).copy()
+            self._ledger.append(seq, ids)
+            self._publish(found, {seq: len(ids)})
+
+    def step(self, feeds: Sequence[Feed]) -> None:
+        """Append to several sequences in one native step of at most `n_batch` tokens: all, or none."""
+        checked = [(feed.seq, self._check_tokens(feed.tokens), feed.rows) for feed in feeds]
+        if len({seq for seq, _, _ in checked}) != len(checked):
+            raise SequenceError("a step takes each sequence once")
+        total = sum(len(ids) for _, ids, _ in checked)
+        if not 0 < total <= self.n_batch:
+            raise InvalidInputError(f"a step holds 1 to {self.n_batch} tokens, got {total}")
+        wanted = [_outputs(rows, len(ids)) for _, ids, rows in checked]
+        if sum(int(outputs.sum()) for outputs in wanted) > self.capabilities.max_outputs:
+            raise RowError(f"a step gives at most {self.capabilities.max_outputs} rows; ask for fewer")
+        with self._turn(*(seq for seq, _, _ in checked)):
+            parts = [
+                Part(seq, self._check_room(seq, len(ids)), ids, outputs)
+                for (seq, ids, _), outputs in zip(checked, wanted, strict=True)
+            ]
+            # The engine batches streams together only in rising order.
+            parts.sort(key=lambda part: part.seq)
+            self._begin()
+            marks = {part.seq: self._mark(part.seq, len(part.tokens)) for part in parts}
+            with self._undoing(marks):
+                self._run(parts)
+            found: dict[tuple[int, int], int | NDArray[np.float32]] = {}
+            at = 0
+            for part in parts:
+                self._ledger.append(part.seq, part.tokens)
+                for index in np.flatnonzero(part.outputs).tolist():
+                    found[part.seq, index] = at + index
+                at += len(part.tokens)
+            self._publish(found, {part.seq: len(part.tokens) for part in parts})
+
+    def logits(self, row: int = -1, seq: int | None = None) -> LogitsView:
+        """The logits after token `row` of the last decode; below 0 counts from its end.
+
+        `seq` is needed only after a `step` with several sequences.
+        """
+        with self._turn():
+            if not self._lengths:
+                raise RowError(
+                    "there are no logits yet: a decode makes them, and every other change (truncate, "
+                    "fork, load, clear) ends them. Decode at least one token first"
+                )
+            if seq is None:
+                if len(self._lengths) > 1:
+                    raise RowError(f"the last step had sequences {sorted(self._lengths)}; name one")
+                seq = next(iter(self._lengths))
+            elif seq not in self._lengths:
+                raise RowError(f"the last step had sequences {sorted(self._lengths)}, not {seq}")
+            length = self._lengths[seq]
+            key = (seq, row + length if row < 0 else row)
+            view = self._step.views.get(key)
+            if view is None:
+                source = self._rows.get(key)
+                if source is None:
+                    had = sorted(index for owner, index in self._rows if owner == seq)
+                    raise RowError(f"row {row} of {length} was not asked for; decode gave rows {had[:8]}")
+                array = self._core.row(source) if isinstance(source, int) else source.view()
+                view = self._step.views[key] = LogitsView(array, self._step)
+            return view
+
+    def cancel(self) -> None:
+        """Stop the decode in flight in another thread, if there is one: it raises `DecodeCancelled`."""
+        if self._busy:
+            self._stopping = True
+            self._core.stop()
+
+    # Going back, copying, clearing.
+
+    def truncate(self, length: int, seq: int = 0) -> None:
+        """Keep the first `length` tokens of `seq`."""
+        with self._turn(seq):
+            held = self._ledger.length(seq)
+            if not 0 <= length <= held:
+                raise InvalidInputError(f"sequence {seq} holds {held} tokens, cannot keep {length}")
+            if 0 < length < held and not self.memory.can_cut(length, oldest := self._core.oldest(seq)):
+                reachable = self.memory.shortest_cut(held, oldest)
+                raise CannotRewindError(
+                    f"a {self.memory.kind.value} memory cannot go from {held} tokens back to {length}; "
+                    f"it can reach {reachable}. Restore a checkpoint, or clear and decode again",
+                    asked=length,
+                    reachable=reachable,
+                )
+            self._begin()
+            if length < held:
+                self._core.remove(seq, length)
+                self._confirm(seq, length)
+                self._ledger.cut(seq, length)
+
+    def fork(self, src: int, dst: int) -> None:
+        """Make `dst`, whatever it held, a copy of `src`."""
+        with self._turn(src, dst):
+            if src == dst:
+                raise SequenceError(f"sequence {src} cannot be forked into itself")
+            self._begin()
+            self._core.remove(dst, 0)
+            self._ledger.cut(dst, 0)
+            if length := self._ledger.length(src):
+                self._core.copy(src, dst)
+                self._confirm(dst, length)
+                self._ledger.copy(src, dst)
+
+    def clear(self, seq: int | None = None) -> None:
+        """Forget `seq`; with none named, everything, as if the context were new."""
+        with self._turn(*(() if seq is None else (seq,))):
+            self._begin()
+            if seq is None:
+                self._core.clear()
+            else:
+                self._core.remove(seq, 0)
+            for each in range(self.n_seq) if seq is None else (seq,):
+                self._confirm(each, 0)
+                self._ledger.cut(each, 0)
+
+    # State.
+
+    def save(self, seq: int = 0) -> bytes:
+        """The state of `seq` as bytes that describe themselves (see `state.py`)."""
+        with self._turn(seq):
+            tokens = self._held(seq)
+            buffer = self._core.read(seq, partial=False, room=saved.head_size(self.identity, len(tokens)))
+            return saved.pack(self.identity, tokens, buffer)
+
+    def load(self, state: bytes | bytearray | memoryview, seq: int = 0) -> None:
+        """Replace `seq` by saved state. Foreign or damaged bytes are refused before the engine sees them."""
+        with self._turn(seq):
+            found = saved.unpack(state, self.identity)
+            tokens = found.tokens
+            if not 0 < len(tokens) <= self.n_ctx:
+                raise ContextOverflow(
+                    f"saved state holds {len(tokens)} tokens, {self.n_ctx} fit",
+                    needed=len(tokens),
+                    fits=self.n_ctx,
+                )
+            self._check_tokens(tokens)
+            self._begin()
+            # Emptied first: the engine may refuse and keep a part of what was there.
+            self._core.remove(seq, 0)
+            self._ledger.cut(seq, 0)
+            if not self._core.write(seq, found.payload, partial=False):
+                self._core.remove(seq, 0)
+                raise EngineError(f"the engine refused a verified state; sequence {seq} is now empty")
+            self._confirm(seq, len(tokens))
+            self._ledger.replace(seq, tokens)
+
+    def checkpoint(self, seq: int = 0) -> Checkpoint:
+        """A point to `restore` later, small where the memory can be cut."""
+        with self._turn(seq):
+            tokens = self._held(seq)
+            part = None
+            if self.memory.kind is not MemoryKind.FULL:
+                part = self._core.read(seq, partial=True)
+            return Checkpoint(self.identity.digest, tokens, part)
+
+    def restore(self, checkpoint: Checkpoint, seq: int = 0) -> None:
+        """Take `seq` back to `checkpoint`, whose tokens it must still start with.
+
+        A recurrent memory is whole in its checkpoint, so there the sequence may hold anything.
+        """
+        with self._turn(seq):
+            if checkpoint.identity != self.identity.digest:
+                raise IncompatibleStateError("this checkpoint is of another model, build or layout")
+            alone = self.memory.kind is MemoryKind.RECURRENT
+            if not alone and not self._ledger.starts_with(seq, checkpoint.tokens):
+                raise IncompatibleStateError(
+                    f"sequence {seq} no longer starts with the {checkpoint.length} tokens of this checkpoint; "
+                    "load a saved state, or decode them again",
+                    field="tokens",
+                )
+            self._begin()
+            kept = self._return_to(seq, _Mark(checkpoint.length, checkpoint.state))
+            if kept != checkpoint.length:
+                self._ledger.cut(seq, kept)
+                raise EngineError(f"the engine refused a checkpoint; sequence {seq} now holds {kept} tokens")
+            self._ledger.replace(seq, checkpoint.tokens)
+
+    # Its own life.
+
+    def close(self) -> None:
+        """Stop what is in flight and give everything back. Closing twice is fine."""
+        self._closing = True
+        self._core.stop()
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                self._step.retire()
+            except BufferError:
+                self._closing = False
+                self._core.rearm()
+                raise
+            self._closed = True
+            self._core.close()
+            if self._runner is not None:
+                self._runner.shutdown(wait=False)
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # The core goes with its last owner: this context, or an array borrowed from it.
+        if step := getattr(self, "_step", None):
+            step.end()
+
+    # Inside: checks.
+
+    @contextmanager
+    def _turn(self, *seqs: int) -> Iterator[None]:
+        with self._lock:
+            if self._closing:
+                raise ClosedError("this context is closed")
+            for seq in seqs:
+                if not isinstance(seq, (int, np.integer)) or not 0 <= seq < self.n_seq:
+                    raise SequenceError(f"sequences run from 0 to {self.n_seq - 1}, got {seq!r}")
+            yield
+
+    def _check_tokens(self, tokens: Tokens) -> NDArray[np.int32]:
+        try:
+            given = np.asarray(tokens)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise TokenError(f"tokens are a flat list of ids: {error}") from None
+        if given.ndim != 1 or given.size == 0:
+            raise TokenError("tokens are a flat list of at least one id")
+        if given.dtype.kind not in "iu":
+            raise TokenError(f"token ids are integers, got {given.dtype}")
+        low, high = int(given.min()), int(given.max())
+        if low < 0 or high >= self.n_vocab:
+            raise TokenError(f"token ids run from 0 to {self.n_vocab - 1}, got {low if low < 0 else high}")
+        return given.astype(np.int32)
+
+    def _check_room(self, seq: int, count: int) -> int:
+        held = self._ledger.length(seq)
+        if held + count > self.n_ctx:
+            raise ContextOverflow(
+                f"sequence {seq} needs {held + count} tokens, {self.n_ctx} fit: it holds {held} and got "
+                f"{count} more. Open the context with a larger n_ctx, or drop some tokens",
+                needed=held + count,
+                fits=self.n_ctx,
+            )
+        return held
+
+    def _held(self, seq: int) -> NDArray[np.int32]:
+        if not self._ledger.length(seq):
+            raise InvalidInputError(f"sequence {seq} is empty: there is nothing to keep")
+        return self._ledger.array(seq)
+
+    def _confirm(self, seq: int, length: int) -> None:
+        """Read back that `seq` holds `length` tokens; if not, empty it rather than guess."""
+        if self._core.newest(seq) != length - 1:
+            newest = self._core.newest(seq)
+            self._core.remove(seq, 0)
+            self._ledger.cut(seq, 0)
+            raise EngineError(
+                f"the engine holds positions up to {newest} of sequence {seq} where {length - 1} was "
+                "expected; the sequence was emptied"
+            )
+
+    # Inside: decoding.
+
+    def _begin(self) -> None:
+        """End the current step: from here on its views are stale."""
+        self._step.retire()
+        self._rows = {}
+        self._lengths = {}
+        self._step = Step(self._lock, self._core)
+
+    def _publish(
+        self, rows: dict[tuple[int, int], int | NDArray[np.float32]], lengths: dict[int, int]
+    ) -> None:
+        self._rows = rows
+        self._lengths = lengths
+
+    def _chunks(self, outputs: NDArray[np.int8]) -> Iterator[tuple[int, int]]:
+        """Cut a decode into native steps, none with more tokens or rows than one can hold."""
+        count = len(outputs)
+        if count <= self.n_batch and count <= self.capabilities.max_outputs:
+            yield 0, count
+            return
+        rows = np.cumsum(outputs, dtype=np.int64)
+        at, done = 0, 0
+        while at < count:
+            fits = int(np.searchsorted(rows, done + self.capabilities.max_outputs, side="right"))
+            end = min(count, at + self.n_batch, fits)
+            yield at, end
+            at, done = end, int(rows[end - 1])
+
+    def _run(self, parts: Sequence[Part]) -> None:
+        if self._stopping or self._closing:
+            raise _Failure(Outcome.ABORTED)
+        self._batch.fill(parts)
+        outcome = self._decode_batch()
+        if outcome is not Outcome.DONE:
+            raise _Failure(outcome)
+        for part in parts:
+            if self._core.newest(part.seq) != part.start + len(part.tokens) - 1:
+                raise _Failure(Outcome.FAILED)
+
+    def _decode_batch(self) -> Outcome:
+        if self._batch.size <= _DIRECT or threading.current_thread() is not threading.main_thread():
+            return self._core.decode(self._batch)
+        # Native code in the main thread would hold Ctrl-C back until it returns.
+        if self._runner is None:
+            self._runner = ThreadPoolExecutor(1, thread_name_prefix="perdure-decode")
+        future = self._runner.submit(self._core.decode, self._batch)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            self._core.stop()
+            _wait_out(future)
+            raise
+
+    def _mark(self, seq: int, count: int) -> _Mark:
+        """Where `seq` stands, with what it takes to come back after `count` tokens went wrong."""
+        length = self._ledger.length(seq)
+        kind = self.memory.kind
+        # One step of a sliding window only overwrites what no later token sees; several lose it.
+        loses = count > 1 if not self.memory.cuts else count > self.n_batch and not self.memory.keeps_window
+        if length and kind is not MemoryKind.FULL and loses:
+            return _Mark(length, self._core.read(seq, partial=True))
+        return _Mark(length, None)
+
+    @contextmanager
+    def _undoing(self, marks: Mapping[int, _Mark]) -> Iterator[None]:
+        """Run a decode; on any failure put every sequence back to its mark, and say what that left."""
+        self._busy = True
+        try:
+            yield
+        except BaseException as error:
+            kept = self._undo(marks)
+            if isinstance(error, _Failure):
+                raise self._explain(error.outcome, marks, kept) from None
+            raise
+        finally:
+            self._busy = self._stopping = False
+            if not self._closing:
+                self._core.rearm()
+
+    def _undo(self, marks: Mapping[int, _Mark]) -> dict[int, int]:
+        kept: dict[int, int] = {}
+        while len(kept) < len(marks):
+            try:
+                for seq, mark in marks.items():
+                    kept[seq] = self._return_to(seq, mark)
+                    self._ledger.cut(seq, kept[seq])
+            except KeyboardInterrupt:
+                # A second Ctrl-C must not leave the ledger and the cache apart.
+                continue
+        return kept
+
+    def _return_to(self, seq: int, mark: _Mark) -> int:
+        """Bring the cache of `seq` to `mark`, or empty it where that is impossible. The length kept."""
+        core, length = self._core, mark.length
+        if mark.state is not None:
+            # First the part that cannot be cut: the engine refuses to cut the rest before it.
+            good = core.write(seq, mark.state, partial=True)
+            core.remove(seq, length)
+        else:
+            untouched = core.newest(seq) == length - 1
+            good = untouched or self.memory.can_cut(length, core.oldest(seq))
+            core.remove(seq, length)
+        if length and good and core.newest(seq) == length - 1:
+            return length
+        core.remove(seq, 0)
+        return 0
+
+    def _explain(self, outcome: Outcome, marks: Mapping[int, _Mark], kept: dict[int, int]) -> Exception:
+        intact = all(kept[seq] == mark.length for seq, mark in marks.items())
+        left = "nothing was changed" if intact else f"tokens kept by sequence: {kept}"
+        if outcome is Outcome.ABORTED:
+            if self._closing:
+                return ClosedError("this context was closed during the decode")
+            return DecodeCancelled(f"the decode was cancelled; {left}", kept=kept)
+        if outcome is Outcome.FULL:
+            held = sum(self._ledger.length(seq) for seq in range(self.n_seq))
+            return ContextOverflow(
+                f"the engine found no room: {held} tokens are held over all sequences; {left}",
+                needed=held + 1,
+                fits=held,
+            )
+        return DecodeError(f"the engine failed to decode ({outcome.value}); {left}", kept=kept)
+
+
+def _outputs(rows: Rows, count: int) -> NDArray[np.int8]:
+    marks = np.zeros(count, np.int8)
+    if isinstance(rows, str):
+        if rows == "last":
+            marks[-1] = 1
+        elif rows == "all":
+            marks[:] = 1
+        elif rows != "none":
+            raise RowError(f"rows is 'last', 'all', 'none' or places in the tokens, got {rows!r}")
+        return marks
+    for row in rows:
+        if not isinstance(row, (int, np.integer)) or not -count <= row < count:
+            raise RowError(f"rows of {count} tokens run from 0 to {count - 1}, got {row!r}")
+        marks[row] = 1
+    return marks
+
+
+def _wait_out(future: Future[Outcome]) -> None:
+    while not future.done():
+        try:
+            wait([future])
+        except KeyboardInterrupt:
+            continue

@@ -1,0 +1,1 @@
+"""llama.cpp. The only modules that touch foreign memory."""

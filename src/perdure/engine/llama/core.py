@@ -1,0 +1,155 @@
+"""A llama.cpp context behind the `Core` calls: tokens in, bytes and rows out, nothing decided."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.engine.batch import Batch
+from perdure.engine.contract import Floats, Outcome
+from perdure.engine.llama import library
+from perdure.engine.llama.weights import Weights
+from perdure.errors import ClosedError, EngineError, OutOfMemoryError
+
+_OUTCOMES = {0: Outcome.DONE, 1: Outcome.FULL, 2: Outcome.ABORTED, -1: Outcome.REJECTED}
+_PARTIAL = 1
+
+
+class LlamaCore:
+    """Owns one `llama_context`, and keeps the weights it uses alive."""
+
+    def __init__(self, weights: Weights, params: Any) -> None:
+        self._lib = library.load()
+        self._weights = weights
+        self.n_vocab = weights.n_vocab
+        # The abort callback is C's own strlen over this text: empty means go on. The engine asks it at
+        # every node of every graph, where a callback into Python would cost more than the work.
+        self._flag = ctypes.create_string_buffer(2)
+        strlen = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p)
+        params.abort_callback = ctypes.cast(strlen, type(params.abort_callback))
+        params.abort_callback_data = ctypes.cast(self._flag, ctypes.c_void_p)
+        self._context = self._lib.llama_init_from_model(weights.handle, params)
+        if not self._context:
+            raise OutOfMemoryError(
+                f"the engine could not open a context of {params.n_ctx} cells for {params.n_seq_max} "
+                f"sequences ({library.last_error()}): try a smaller n_ctx or n_seq"
+            )
+        self._memory = self._lib.llama_get_memory(self._context)
+        self._row = ctypes.c_float * self.n_vocab
+        self._streams = not params.kv_unified and params.n_seq_max > 1
+        self._native: tuple[Batch, Any] | None = None
+
+    def decode(self, batch: Batch) -> Outcome:
+        native = self._bind(batch)
+        native.n_tokens = batch.size
+        return _OUTCOMES.get(self._lib.llama_decode(self._context, native), Outcome.FAILED)
+
+    def row(self, index: int) -> Floats:
+        pointer = self._lib.llama_get_logits_ith(self._context, index)
+        if not pointer:
+            raise EngineError(f"the engine has no logits for batch entry {index}")
+        address = ctypes.addressof(pointer.contents)
+        return np.frombuffer(self._row.from_address(address), dtype=np.float32)
+
+    def newest(self, seq: int) -> int:
+        return int(self._lib.llama_memory_seq_pos_max(self._memory, seq))
+
+    def oldest(self, seq: int) -> int:
+        return int(self._lib.llama_memory_seq_pos_min(self._memory, seq))
+
+    def remove(self, seq: int, start: int) -> None:
+        self._lib.llama_memory_seq_rm(self._memory, seq, start, -1)
+
+    def copy(self, src: int, dst: int) -> None:
+        self._lib.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
+        if self._streams:
+            self._settle(src, dst)
+
+    def _settle(self, src: int, dst: int) -> None:
+        """Make the engine carry out a copy between streams now.
+
+        It puts such a copy off until the next decode, and meanwhile a read of `dst` gives old bytes and
+        a write to either is lost. A batch that it must refuse, one token in two streams, makes it do what
+        is pending and change nothing else.
+        """
+        both = (ctypes.c_int32 * 2)(src, dst)
+        rows = (ctypes.POINTER(ctypes.c_int32) * 1)(both)
+        native = self._lib.llama_batch()
+        native.n_tokens = 1
+        native.token = (ctypes.c_int32 * 1)(0)
+        native.pos = (ctypes.c_int32 * 1)(self.newest(src) + 1)
+        native.n_seq_id = (ctypes.c_int32 * 1)(2)
+        native.seq_id = ctypes.cast(rows, type(native.seq_id))
+        native.logits = (ctypes.c_int8 * 1)(0)
+        with library.muted():
+            outcome = self._lib.llama_decode(self._context, native)
+        if _OUTCOMES.get(outcome) is not Outcome.FULL:
+            raise EngineError(f"the engine did not carry out a copy between streams (code {outcome})")
+
+    def clear(self) -> None:
+        self._lib.llama_memory_clear(self._memory, True)
+
+    def read(self, seq: int, *, partial: bool, room: int = 0) -> NDArray[np.uint8]:
+        flags = _PARTIAL if partial else 0
+        size = int(self._lib.llama_state_seq_get_size_ext(self._context, seq, flags))
+        buffer = np.empty(room + size, np.uint8)
+        wrote = self._lib.llama_state_seq_get_data_ext(
+            self._context, _bytes_at(buffer, room), size, seq, flags
+        )
+        if not size or wrote != size:
+            raise EngineError(f"the engine gave {wrote} bytes of state for sequence {seq}, not {size}")
+        return buffer
+
+    def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
+        flags = _PARTIAL if partial else 0
+        size = state.nbytes
+        read = self._lib.llama_state_seq_set_data_ext(self._context, _bytes_at(state, 0), size, seq, flags)
+        return int(read) == size
+
+    def can_shift(self) -> bool:
+        return bool(self._lib.llama_memory_can_shift(self._memory))
+
+    def stop(self) -> None:
+        self._flag[0] = b"x"
+
+    def rearm(self) -> None:
+        self._flag[0] = b"\0"
+
+    def close(self) -> None:
+        if self._context:
+            context, self._context = self._context, None
+            self._lib.llama_free(context)
+            self._memory = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_context", None):
+            self.close()
+
+    def _bind(self, batch: Batch) -> Any:
+        """The native struct over the arrays of `batch`, made once for each batch."""
+        if self._native is not None and self._native[0] is batch:
+            return self._native[1]
+        if not self._context:
+            raise ClosedError("this context is closed")
+        starts = batch.seqs.ctypes.data + 4 * np.arange(batch.capacity, dtype=np.uint64)
+        counts = np.ones(batch.capacity, np.int32)
+        native = self._lib.llama_batch()
+        for name, array in (
+            ("token", batch.tokens),
+            ("pos", batch.positions),
+            ("n_seq_id", counts),
+            ("seq_id", starts),
+            ("logits", batch.outputs),
+        ):
+            kind = dict(self._lib.llama_batch._fields_)[name]
+            setattr(native, name, ctypes.cast(ctypes.c_void_p(array.ctypes.data), kind))
+        native.perdure_arrays = (starts, counts)
+        self._native = (batch, native)
+        return native
+
+
+def _bytes_at(array: NDArray[np.uint8], offset: int) -> Any:
+    return ctypes.cast(array.ctypes.data + offset, ctypes.POINTER(ctypes.c_uint8))

@@ -1,0 +1,260 @@
+"""A model file on llama.cpp, and the contexts opened on it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+from perdure import models
+from perdure.engine.context import Context
+from perdure.engine.contract import Capabilities, Memory, MemoryKind
+from perdure.engine.llama import library
+from perdure.engine.llama.core import LlamaCore
+from perdure.engine.llama.vocabulary import Vocabulary
+from perdure.engine.llama.weights import Weights
+from perdure.errors import ClosedError, InvalidInputError, ModelLoadError, OutOfMemoryError
+from perdure.identity import Identity, content_digest
+
+MAX_SEQUENCES = 256
+MAX_THREADS = 512
+_ROWS = 64
+"""Rows of logits a native step can give: the engine reserves memory for as many."""
+_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
+_BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0, "q4_0": 4.5}
+_PLAIN = ("f32", "f16", "bf16")
+
+
+class Model:
+    """Weights and a vocabulary, read from a GGUF file.
+
+    It may be closed or dropped before its contexts: the weights go with the last of them.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | None = None,
+        *,
+        gpu_layers: int = 0,
+        progress: Callable[[float], bool] | None = None,
+    ) -> None:
+        self.path: Path = models.path(source)
+        weights = Weights(self.path, gpu_layers=gpu_layers, progress=progress)
+        lib = library.load()
+        if not lib.llama_model_has_decoder(weights.handle) or lib.llama_model_has_encoder(weights.handle):
+            raise ModelLoadError(f"{self.path.name} has an encoder; only decoder models can keep sessions")
+        self._weights: Weights | None = weights
+        self._words: Vocabulary | None = Vocabulary(weights)
+        self.n_vocab = weights.n_vocab
+        self._gpu_layers = gpu_layers
+        self._memory = _memory(lib, weights)
+
+    # What it is.
+
+    @property
+    def memory(self) -> Memory:
+        return self._memory
+
+    @functools.cached_property
+    def metadata(self) -> Mapping[str, str]:
+        """The file's own description, values as text; long lists are cut short by the library."""
+        return MappingProxyType(self._open().metadata())
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the file's content (of all its parts, in order), paid once a file."""
+        return "+".join(content_digest(part) for part in models.parts(self.path))
+
+    @property
+    def n_ctx_train(self) -> int:
+        return int(library.load().llama_model_n_ctx_train(self._open().handle))
+
+    @property
+    def bos(self) -> int | None:
+        return self._vocabulary().special("bos")
+
+    @property
+    def eos(self) -> int | None:
+        return self._vocabulary().special("eos")
+
+    @property
+    def closed(self) -> bool:
+        return self._weights is None
+
+    # Text.
+
+    def tokenize(self, text: str, *, special: bool = False, bos: bool = True) -> list[int]:
+        """`text` as token ids.
+
+        `bos` adds the marks around the text that the model's file asks for, and none where it asks for
+        none; `special` reads the likes of `<|im_end|>` as the tokens they name.
+        """
+        return self._vocabulary().tokenize(text, special=special, bos=bos)
+
+    def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
+        """The text of `tokens`; `special` writes control tokens out."""
+        return self._vocabulary().detokenize(tokens, special=special)
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of one token, which may be a part of a character."""
+        return self._vocabulary().piece(token, special=special)
+
+    def is_end(self, token: int) -> bool:
+        """Whether the model says with `token` that it is done."""
+        return self._vocabulary().is_end(token)
+
+    # Contexts.
+
+    def context(
+        self,
+        *,
+        n_ctx: int = 4096,
+        n_seq: int = 1,
+        shared: bool = False,
+        n_batch: int = 512,
+        threads: int | None = None,
+        k_type: str = "f16",
+        v_type: str = "f16",
+        flash: bool = True,
+        swa_full: bool = True,
+        rope_freq_base: float = 0.0,
+        rope_freq_scale: float = 0.0,
+    ) -> Context:
+        """A context of `n_seq` sequences that hold `n_ctx` tokens each.
+
+        With `shared` they use one pool of cells, so that forks cost nothing but depend in the last bits
+        on where their cells lie; else each has a stream of its own and is exact.
+        """
+        weights = self._open()
+        threads = library.default_threads() if threads is None else threads
+        _check("n_ctx", n_ctx, 1, (1 << 31) // max(1, n_seq) - 256)
+        _check("n_seq", n_seq, 1, MAX_SEQUENCES)
+        _check("n_batch", n_batch, 1, 1 << 16)
+        _check("threads", threads, 1, MAX_THREADS)
+        for name, value in (("k_type", k_type), ("v_type", v_type)):
+            if value not in _TYPES:
+                raise InvalidInputError(f"{name} is one of {', '.join(_TYPES)}, got {value!r}")
+        if v_type not in _PLAIN and not flash:
+            raise InvalidInputError(f"v_type {v_type} needs flash attention; leave flash on")
+        for name, number in (("rope_freq_base", rope_freq_base), ("rope_freq_scale", rope_freq_scale)):
+            if not 0.0 <= number < float("inf"):
+                raise InvalidInputError(f"{name} is 0 (the model's own) or above, got {number}")
+        self._check_memory(n_ctx * n_seq, k_type, v_type)
+
+        lib = library.load()
+        n_batch = max(min(n_batch, n_ctx), n_seq)
+        params = lib.llama_context_default_params()
+        params.n_ctx = n_ctx * n_seq if shared else -(-n_ctx // 256) * 256 * n_seq
+        params.n_seq_max = n_seq
+        # One physical batch a native step, so that a failed step is never half done for one sequence.
+        params.n_batch = params.n_ubatch = n_batch
+        params.n_outputs_max = max(min(_ROWS, n_batch), n_seq)
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k, params.type_v = _TYPES[k_type], _TYPES[v_type]
+        params.flash_attn_type = 1 if flash else 0
+        params.kv_unified = shared
+        params.swa_full = swa_full
+        params.rope_freq_base = rope_freq_base
+        params.rope_freq_scale = rope_freq_scale
+        params.no_perf = True
+        core = LlamaCore(weights, params)
+        memory = Memory(kind=self._memory.kind, window=self._memory.window, keeps_window=swa_full)
+        streams = 1 if shared else n_seq
+
+        def identity() -> Identity:
+            return Identity(
+                weights=self.digest,
+                tokenizer="of the file",
+                template="of the file",
+                adapters="none",
+                k_type=k_type,
+                v_type=v_type,
+                attention="flash" if flash else "plain",
+                rope=f"{rope_freq_base}/{rope_freq_scale}/{self._rope_reach(n_ctx)}",
+                window=f"{memory.kind.value}/{memory.window}/{'all' if swa_full else 'window'}",
+                layout=f"{streams} streams",
+                engine=library.build(),
+            )
+
+        return Context(
+            core,
+            memory=memory,
+            capabilities=Capabilities(
+                truncate=memory.cuts,
+                shift=core.can_shift(),
+                abort=self._gpu_layers == 0,
+                shared=shared,
+                max_outputs=params.n_outputs_max,
+            ),
+            identity=identity,
+            n_ctx=n_ctx,
+            n_seq=n_seq,
+            n_batch=n_batch,
+        )
+
+    def close(self) -> None:
+        """Take no more calls. The weights stay until the last context is closed."""
+        self._weights = self._words = None
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Model {self.path.name}{', closed' if self.closed else ''}>"
+
+    def _open(self) -> Weights:
+        if self._weights is None:
+            raise ClosedError(f"the model {self.path.name} is closed")
+        return self._weights
+
+    def _vocabulary(self) -> Vocabulary:
+        self._open()
+        assert self._words is not None
+        return self._words
+
+    def _rope_reach(self, n_ctx: int) -> str:
+        """Models with two sets of RoPE factors choose by the context's size."""
+        for key, value in self.metadata.items():
+            if key.endswith(".rope.scaling.original_context_length"):
+                return "long" if n_ctx > int(value) else "short"
+        return "one"
+
+    def _check_memory(self, cells: int, k_type: str, v_type: str) -> None:
+        """Refuse what the machine could never hold: the engine would touch it all and be killed."""
+        handle = self._open().handle
+        lib = library.load()
+        heads = max(1, lib.llama_model_n_head(handle))
+        width = lib.llama_model_n_embd(handle) / heads * max(1, lib.llama_model_n_head_kv(handle))
+        if self._memory.kind is MemoryKind.RECURRENT or self._gpu_layers:
+            return
+        needed = cells * lib.llama_model_n_layer(handle) * width * (_BITS[k_type] + _BITS[v_type]) / 8
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > physical:
+            raise OutOfMemoryError(
+                f"{cells} cells need about {needed / 2**30:.1f} GiB, this machine has {physical / 2**30:.1f}: "
+                "choose a smaller n_ctx, fewer sequences, or a smaller k_type and v_type"
+            )
+
+
+def _memory(lib: Any, weights: Weights) -> Memory:
+    window = int(lib.llama_model_n_swa(weights.handle)) or None
+    if lib.llama_model_is_recurrent(weights.handle):
+        kind = MemoryKind.RECURRENT
+    elif lib.llama_model_is_hybrid(weights.handle):
+        kind = MemoryKind.HYBRID
+    else:
+        kind = MemoryKind.SLIDING if window else MemoryKind.FULL
+    return Memory(kind=kind, window=window)
+
+
+def _check(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidInputError(f"{name} is a whole number from {low} to {high}, got {value!r}")

@@ -1,0 +1,55 @@
+"""A loaded model file: the native object and its one owner."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from perdure.engine.llama import library
+from perdure.errors import ModelLoadError
+
+
+class Weights:
+    """Owns one `llama_model`. Contexts hold it too, so it goes with the last of them."""
+
+    def __init__(self, path: Path, *, gpu_layers: int, progress: Callable[[float], bool] | None) -> None:
+        self._lib = lib = library.load()
+        self.handle: Any = None
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = gpu_layers
+        callback = None
+        if progress is not None:
+            callback = lib.llama_progress_callback(lambda done, _: progress(done))
+            params.progress_callback = callback
+        self.handle = lib.llama_model_load_from_file(str(path).encode(), params)
+        if not self.handle:
+            raise ModelLoadError(
+                f"{library.build()} refused {path.name}: {library.last_error()}. "
+                "Its architecture may be newer than this build, or its tensors incomplete"
+            )
+        self.vocab = lib.llama_model_get_vocab(self.handle)
+        self.n_vocab = int(lib.llama_vocab_n_tokens(self.vocab))
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._lib.llama_model_free(self.handle)
+            self.handle = None
+
+    def metadata(self) -> dict[str, str]:
+        lib = self._lib
+        found = {}
+        for index in range(lib.llama_model_meta_count(self.handle)):
+            key = self._text(lib.llama_model_meta_key_by_index, index)
+            found[key] = self._text(lib.llama_model_meta_val_str_by_index, index)
+        return found
+
+    def _text(self, call: Callable[..., int], index: int) -> str:
+        size = 1 << 10
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            length = int(call(self.handle, index, buffer, size))
+            if length < size:
+                return buffer.raw[: max(0, length)].decode("utf-8", "replace")
+            size = length + 1
