@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from perdure.engine import state as saved
 from perdure.engine.batch import Batch, Part
-from perdure.engine.contract import Capabilities, Core, Memory, MemoryKind, Outcome, Rows, Tokens
+from perdure.engine.contract import Adapter, Capabilities, Core, Memory, MemoryKind, Outcome, Rows, Tokens
 from perdure.engine.ledger import Ledger
 from perdure.engine.logits import LogitsView, Step
 from perdure.engine.state import Checkpoint
@@ -78,7 +78,7 @@ class Context:
         *,
         memory: Memory,
         capabilities: Capabilities,
-        identity: Callable[[], Identity],
+        identity: Callable[[str], Identity],
         n_ctx: int,
         n_seq: int,
         n_batch: int,
@@ -90,6 +90,7 @@ class Context:
         self.n_batch = n_batch
         self._core = core
         self._make_identity = identity
+        self._adapters = "none"
         self._identity: Identity | None = None
         self._batch = Batch(n_batch)
         self._ledger = Ledger(n_seq)
@@ -109,7 +110,7 @@ class Context:
     def identity(self) -> Identity:
         """What this context's state depends on besides the tokens."""
         if self._identity is None:
-            self._identity = self._make_identity()
+            self._identity = self._make_identity(self._adapters)
         return self._identity
 
     @property
@@ -272,6 +273,23 @@ class Context:
                 self._confirm(each, 0)
                 self._ledger.cut(each, 0)
 
+    def adapt(self, adapters: Mapping[Adapter, float]) -> None:
+        """Use these adapters at these scales from now on; none for the model as it is.
+
+        What the sequences hold was computed with other weights, so all of them are cleared.
+        """
+        with self._turn():
+            for adapter, scale in adapters.items():
+                if not np.isfinite(scale):
+                    raise InvalidInputError(f"the scale of {adapter!r} must be a finite number, got {scale}")
+            self._begin()
+            if not self._core.adapt(adapters):
+                raise EngineError("the engine refused these adapters; the context is as before")
+            self.clear()
+            named = sorted(f"{adapter.digest}*{float(scale)!r}" for adapter, scale in adapters.items())
+            self._adapters = ",".join(named) or "none"
+            self._identity = None
+
     # State.
 
     def save(self, seq: int = 0) -> bytes:
@@ -323,7 +341,7 @@ class Context:
             alone = self.memory.kind is MemoryKind.RECURRENT
             if not alone and not self._ledger.starts_with(seq, checkpoint.tokens):
                 raise IncompatibleStateError(
-                    f"sequence {seq} no longer starts with the {checkpoint.length} tokens of this checkpoint; "
+                    f"sequence {seq} no longer starts with the {checkpoint.length} tokens of the checkpoint; "
                     "load a saved state, or decode them again",
                     field="tokens",
                 )

@@ -94,6 +94,13 @@ class Outcome(enum.Enum):
     FAILED = "the computation failed"
 
 
+class Adapter(Protocol):
+    """A change of the weights that a context can take on."""
+
+    @property
+    def digest(self) -> str: ...
+
+
 class Core(Protocol):
     """One native context. It checks nothing and remembers nothing: `Context` does both.
 
@@ -134,6 +141,10 @@ class Core(Protocol):
 
     def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
         """Replace the state of `seq`. False: refused, and `seq` is then empty or as it was."""
+        ...
+
+    def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
+        """Compute with these adapters at these scales from now on. False: refused, as before."""
         ...
 
     def stop(self) -> None:

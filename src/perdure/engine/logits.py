@@ -292,7 +292,7 @@ def _kth_largest(row: Floats, k: int) -> float:
     body = row[: blocks * _BLOCK].reshape(blocks, _BLOCK)
     # The k largest values lie in the k blocks with the largest maxima.
     best = np.argpartition(body.max(axis=1), blocks - k)[blocks - k :]
-    pool = np.concatenate((body[best].reshape(-1), row[blocks * _BLOCK :])) if rest else body[best].reshape(-1)
+    pool = np.concatenate((body[best].reshape(-1), row[len(row) - rest :]))
     return float(np.partition(pool, len(pool) - k)[len(pool) - k])
 
 

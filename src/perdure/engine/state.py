@@ -63,7 +63,7 @@ def pack(identity: Identity, tokens: NDArray[np.int32], buffer: NDArray[np.uint8
     words = identity.to_json()
     at = _HEAD.size + len(words)
     head = at + tokens.nbytes
-    view = memoryview(buffer).cast("B")
+    view = memoryview(buffer.data).cast("B")
     view[_HEAD.size : at] = words
     view[at:head] = tokens.astype("<i4").tobytes()
     sizes = (len(words), len(tokens), len(view) - head)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.batch import Batch
-from perdure.engine.contract import Floats, Outcome
+from perdure.engine.contract import Adapter, Floats, Outcome
 from perdure.engine.llama import library
+from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, EngineError, OutOfMemoryError
 
@@ -52,7 +54,7 @@ class LlamaCore:
         if not pointer:
             raise EngineError(f"the engine has no logits for batch entry {index}")
         address = ctypes.addressof(pointer.contents)
-        return np.frombuffer(self._row.from_address(address), dtype=np.float32)
+        return np.frombuffer(memoryview(self._row.from_address(address)), np.float32)
 
     def newest(self, seq: int) -> int:
         return int(self._lib.llama_memory_seq_pos_max(self._memory, seq))
@@ -76,7 +78,7 @@ class LlamaCore:
         is pending and change nothing else.
         """
         both = (ctypes.c_int32 * 2)(src, dst)
-        rows = (ctypes.POINTER(ctypes.c_int32) * 1)(both)
+        rows = (ctypes.POINTER(ctypes.c_int32) * 1)(ctypes.cast(both, ctypes.POINTER(ctypes.c_int32)))
         native = self._lib.llama_batch()
         native.n_tokens = 1
         native.token = (ctypes.c_int32 * 1)(0)
@@ -108,6 +110,14 @@ class LlamaCore:
         size = state.nbytes
         read = self._lib.llama_state_seq_set_data_ext(self._context, _bytes_at(state, 0), size, seq, flags)
         return int(read) == size
+
+    def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
+        ours = [adapter for adapter in adapters if isinstance(adapter, LlamaAdapter)]
+        if len(ours) != len(adapters) or any(adapter.weights is not self._weights for adapter in ours):
+            return False
+        handles = (self._lib.llama_adapter_lora_p_ctypes * len(ours))(*(each.handle for each in ours))
+        scales = (ctypes.c_float * len(ours))(*adapters.values())
+        return int(self._lib.llama_set_adapters_lora(self._context, handles, len(ours), scales)) == 0
 
     def can_shift(self) -> bool:
         return bool(self._lib.llama_memory_can_shift(self._memory))

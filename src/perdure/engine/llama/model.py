@@ -13,18 +13,20 @@ from perdure import models
 from perdure.engine.context import Context
 from perdure.engine.contract import Capabilities, Memory, MemoryKind
 from perdure.engine.llama import library
+from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.vocabulary import Vocabulary
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, InvalidInputError, ModelLoadError, OutOfMemoryError
 from perdure.identity import Identity, content_digest
+from perdure.models.parts import part_names
 
 MAX_SEQUENCES = 256
 MAX_THREADS = 512
 _ROWS = 64
 """Rows of logits a native step can give: the engine reserves memory for as many."""
 _TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
-_BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0, "q4_0": 4.5}
+_BITS = dict(zip(_TYPES, (32.0, 16.0, 16.0, 8.5, 6.0, 5.5, 5.0, 4.5), strict=True))
 _PLAIN = ("f32", "f16", "bf16")
 
 
@@ -66,7 +68,8 @@ class Model:
     @property
     def digest(self) -> str:
         """The SHA-256 of the file's content (of all its parts, in order), paid once a file."""
-        return "+".join(content_digest(part) for part in models.parts(self.path))
+        names = part_names(self.path.name)
+        return "+".join(content_digest(self.path.with_name(name)) for name in names)
 
     @property
     def n_ctx_train(self) -> int:
@@ -107,6 +110,10 @@ class Model:
         return self._vocabulary().is_end(token)
 
     # Contexts.
+
+    def adapter(self, path: str | os.PathLike[str]) -> LlamaAdapter:
+        """A LoRA adapter for this model, to be given to `Context.adapt`."""
+        return LlamaAdapter(self._open(), models.path(path))
 
     def context(
         self,
@@ -164,12 +171,12 @@ class Model:
         memory = Memory(kind=self._memory.kind, window=self._memory.window, keeps_window=swa_full)
         streams = 1 if shared else n_seq
 
-        def identity() -> Identity:
+        def identity(adapters: str) -> Identity:
             return Identity(
                 weights=self.digest,
                 tokenizer="of the file",
                 template="of the file",
-                adapters="none",
+                adapters=adapters,
                 k_type=k_type,
                 v_type=v_type,
                 attention="flash" if flash else "plain",
@@ -239,7 +246,7 @@ class Model:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if needed > physical:
             raise OutOfMemoryError(
-                f"{cells} cells need about {needed / 2**30:.1f} GiB, this machine has {physical / 2**30:.1f}: "
+                f"{cells} cells need {needed / 2**30:.1f} GiB, this machine has {physical / 2**30:.1f}: "
                 "choose a smaller n_ctx, fewer sequences, or a smaller k_type and v_type"
             )
 

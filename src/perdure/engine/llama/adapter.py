@@ -1,0 +1,29 @@
+"""A LoRA adapter: a small change of the weights, chosen for each context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from perdure.engine.llama import library
+from perdure.engine.llama.weights import Weights
+from perdure.errors import ModelLoadError
+from perdure.identity import content_digest
+
+
+class LlamaAdapter:
+    """An adapter loaded onto one model's weights; the library frees it with them."""
+
+    def __init__(self, weights: Weights, path: Path) -> None:
+        self.path = path
+        self.digest = content_digest(path)
+        self.weights = weights
+        self.handle: Any = library.load().llama_adapter_lora_init(weights.handle, str(path).encode())
+        if not self.handle:
+            raise ModelLoadError(
+                f"{path.name} is no adapter for this model: {library.last_error()}. "
+                "An adapter fits only the model that it was trained on"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Adapter {self.path.name}>"
