@@ -1,0 +1,40 @@
+"""All commands in one place. A new one is an import and a line below.
+
+Commands import what they run inside their functions: `perdure --help` must not load the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from perdure import __version__
+from perdure.cli import inspect, models
+
+app = typer.Typer(
+    name="perdure",
+    help="Local language models whose sessions last.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"perdure {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command(name="inspect")(inspect.inspect)
+app.add_typer(models.app, name="models")

@@ -1,0 +1,68 @@
+"""How a download looks: a bar in a terminal, a few plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.filesize import decimal
+
+if TYPE_CHECKING:
+    from perdure.models import Progress
+
+
+@contextmanager
+def fetching(name: str) -> Iterator[Progress]:
+    """A progress callback for the fetch of `name`, on standard error. Silent if nothing is fetched."""
+    console = Console(stderr=True)
+    with _bar(console, name) if console.is_terminal else _lines(console, name) as report:
+        yield report
+
+
+@contextmanager
+def _bar(console: Console, name: str) -> Iterator[Progress]:
+    from rich import progress as rich_progress
+
+    bar = rich_progress.Progress(
+        rich_progress.TextColumn("Fetching {task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.DownloadColumn(),
+        rich_progress.TransferSpeedColumn(),
+        rich_progress.TimeRemainingColumn(),
+        console=console,
+    )
+    task: rich_progress.TaskID | None = None
+
+    def report(done: int, total: int | None) -> None:
+        nonlocal task
+        if task is None:
+            bar.start()
+            # The first report is what earlier tries left, which says nothing about the speed of this one.
+            task = bar.add_task(name, total=total, completed=done)
+        else:
+            bar.update(task, completed=done, total=total)
+
+    try:
+        yield report
+    finally:
+        if task is not None:
+            bar.stop()
+
+
+@contextmanager
+def _lines(console: Console, name: str) -> Iterator[Progress]:
+    told = -1
+
+    def report(done: int, total: int | None) -> None:
+        nonlocal told
+        tenths = done * 10 // total if total else 0
+        if tenths != told:
+            told = tenths
+            of = f" of {decimal(total)}" if total else ""
+            console.print(
+                f"Fetching {name}: {decimal(done)}{of}", highlight=False, markup=False, soft_wrap=True
+            )
+
+    yield report
