@@ -18,7 +18,18 @@ from numpy.typing import NDArray
 
 from perdure.engine import state as saved
 from perdure.engine.batch import Batch, Part
-from perdure.engine.contract import Adapter, Capabilities, Core, Memory, MemoryKind, Outcome, Rows, Tokens
+from perdure.engine.contract import (
+    Adapter,
+    Capabilities,
+    Core,
+    Memory,
+    MemoryKind,
+    Outcome,
+    Rows,
+    Sampler,
+    Stage,
+    Tokens,
+)
 from perdure.engine.ledger import Ledger
 from perdure.engine.logits import LogitsView, Step
 from perdure.engine.state import Checkpoint
@@ -197,28 +208,50 @@ class Context:
         `seq` is needed only after a `step` with several sequences.
         """
         with self._turn():
-            if not self._lengths:
-                raise RowError(
-                    "there are no logits yet: a decode makes them, and every other change (truncate, "
-                    "fork, load, clear) ends them. Decode at least one token first"
-                )
-            if seq is None:
-                if len(self._lengths) > 1:
-                    raise RowError(f"the last step had sequences {sorted(self._lengths)}; name one")
-                seq = next(iter(self._lengths))
-            elif seq not in self._lengths:
-                raise RowError(f"the last step had sequences {sorted(self._lengths)}, not {seq}")
-            length = self._lengths[seq]
-            key = (seq, row + length if row < 0 else row)
+            key = self._row_key(row, seq)
             view = self._step.views.get(key)
             if view is None:
-                source = self._rows.get(key)
-                if source is None:
-                    had = sorted(index for owner, index in self._rows if owner == seq)
-                    raise RowError(f"row {row} of {length} was not asked for; decode gave rows {had[:8]}")
-                array = self._core.row(source) if isinstance(source, int) else source.view()
-                view = self._step.views[key] = LogitsView(array, self._step)
+                view = self._step.views[key] = LogitsView(self._row_array(key), self._step)
             return view
+
+    def sampler(self, stages: Sequence[Stage]) -> Sampler:
+        """A chain of samplers for `sample`."""
+        with self._turn():
+            return self._core.sampler(stages)
+
+    def sample(
+        self,
+        sampler: Sampler,
+        row: int = -1,
+        seq: int | None = None,
+        *,
+        logits: NDArray[np.float32] | None = None,
+        mask: NDArray[np.uint8] | None = None,
+    ) -> int:
+        """Draw a token from a row of the last native step.
+
+        `logits` are written over the row first, and tokens whose bit in `mask` is 0 are ruled out. Both
+        change the row in place, so that views of this step end.
+        """
+        with self._turn():
+            key = self._row_key(row, seq)
+            index = self._rows[key]
+            if not isinstance(index, int):
+                raise RowError(
+                    f"row {row} lies before the last native step; decode less at once to sample it"
+                )
+            if logits is not None or mask is not None:
+                self._step.retire()
+                self._step = Step(self._lock, self._core)
+                values = self._core.row(index)
+                if logits is not None:
+                    values[:] = logits
+                if mask is not None:
+                    allowed = np.unpackbits(mask, count=len(values), bitorder="little")
+                    if not allowed.any():
+                        raise InvalidInputError("the mask rules out every token")
+                    np.copyto(values, -np.inf, where=allowed == 0)
+            return self._core.sample(sampler, index)
 
     def cancel(self) -> None:
         """Stop the decode in flight in another thread, if there is one: it raises `DecodeCancelled`."""
@@ -446,6 +479,29 @@ class Context:
         self._rows = {}
         self._lengths = {}
         self._step = Step(self._lock, self._core)
+
+    def _row_key(self, row: int, seq: int | None) -> tuple[int, int]:
+        if not self._lengths:
+            raise RowError(
+                "there are no logits yet: a decode makes them, and every other change (truncate, "
+                "fork, load, clear) ends them. Decode at least one token first"
+            )
+        if seq is None:
+            if len(self._lengths) > 1:
+                raise RowError(f"the last step had sequences {sorted(self._lengths)}; name one")
+            seq = next(iter(self._lengths))
+        elif seq not in self._lengths:
+            raise RowError(f"the last step had sequences {sorted(self._lengths)}, not {seq}")
+        length = self._lengths[seq]
+        key = (seq, row + length if row < 0 else row)
+        if key not in self._rows:
+            had = sorted(index for owner, index in self._rows if owner == seq)
+            raise RowError(f"row {row} of {length} was not asked for; decode gave rows {had[:8]}")
+        return key
+
+    def _row_array(self, key: tuple[int, int]) -> NDArray[np.float32]:
+        source = self._rows[key]
+        return self._core.row(source) if isinstance(source, int) else source.view()
 
     def _publish(
         self, rows: dict[tuple[int, int], int | NDArray[np.float32]], lengths: dict[int, int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NewType, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NewType, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +94,22 @@ class Outcome(enum.Enum):
     FAILED = "the computation failed"
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One sampler of a chain, by the library's name for it, with arguments that were checked."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+
+
+class Sampler(Protocol):
+    """A chain of stages with a memory of what it accepted."""
+
+    def accept(self, token: int) -> None:
+        """Count a token that was not sampled here, such as one of the prompt."""
+        ...
+
+
 class Adapter(Protocol):
     """A change of the weights that a context can take on."""
 
@@ -113,6 +129,11 @@ class Core(Protocol):
     def decode(self, batch: Batch) -> Outcome: ...
     def row(self, index: int) -> Floats:
         """The logits of batch entry `index`, over engine memory."""
+        ...
+
+    def sampler(self, stages: Sequence[Stage]) -> Sampler: ...
+    def sample(self, sampler: Sampler, index: int) -> int:
+        """Draw a token from the logits of batch entry `index`, and accept it."""
         ...
 
     def newest(self, seq: int) -> int:
@@ -174,5 +195,6 @@ class Model(Protocol):
     def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str: ...
     def piece(self, token: int, *, special: bool = False) -> bytes: ...
     def is_end(self, token: int) -> bool: ...
+    def is_control(self, token: int) -> bool: ...
     def context(self, *, n_ctx: int = ..., n_seq: int = ...) -> Context: ...
     def close(self) -> None: ...

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.batch import Batch
-from perdure.engine.contract import Adapter, Floats, Outcome
+from perdure.engine.contract import Adapter, Floats, Outcome, Sampler, Stage
 from perdure.engine.llama import library
 from perdure.engine.llama.adapter import LlamaAdapter
+from perdure.engine.llama.sampler import LlamaSampler
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, EngineError, OutOfMemoryError
 
@@ -55,6 +56,13 @@ class LlamaCore:
             raise EngineError(f"the engine has no logits for batch entry {index}")
         address = ctypes.addressof(pointer.contents)
         return np.frombuffer(memoryview(self._row.from_address(address)), np.float32)
+
+    def sampler(self, stages: Sequence[Stage]) -> LlamaSampler:
+        return LlamaSampler(self._weights, stages)
+
+    def sample(self, sampler: Sampler, index: int) -> int:
+        assert isinstance(sampler, LlamaSampler)
+        return int(self._lib.llama_sampler_sample(sampler.handle, self._context, index))
 
     def newest(self, seq: int) -> int:
         return int(self._lib.llama_memory_seq_pos_max(self._memory, seq))

@@ -109,6 +109,10 @@ class Model:
         """Whether the model says with `token` that it is done."""
         return self._vocabulary().is_end(token)
 
+    def is_control(self, token: int) -> bool:
+        """Whether `token` is a mark for the model, never text."""
+        return self._vocabulary().is_control(token)
+
     # Contexts.
 
     def adapter(self, path: str | os.PathLike[str]) -> LlamaAdapter:
