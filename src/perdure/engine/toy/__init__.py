@@ -1,0 +1,12 @@
+"""A deterministic engine in plain Python with the contract of the real one, traps included.
+
+`cells.py` is what a sequence holds, `core.py` the native calls over it, `sampler.py` the choice of a token,
+`model.py` a vocabulary of bytes, `faults.py` what shall go wrong. Nothing here protects the caller: that is
+what `Context` is for.
+"""
+
+from perdure.engine.toy.core import ToyAbort, ToyAdapter, ToyCore
+from perdure.engine.toy.faults import Faults, Gate, Mishap
+from perdure.engine.toy.model import ToyModel
+
+__all__ = ["Faults", "Gate", "Mishap", "ToyAbort", "ToyAdapter", "ToyCore", "ToyModel"]

@@ -1,0 +1,215 @@
+"""What one sequence holds, and what can be computed from it.
+
+Each token leaves a cell whose value depends on everything that the token could see when it was computed,
+like the keys and values of a transformer. So a cell that is missing, foreign or half written shows in all
+that comes after it.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from perdure.engine.contract import Memory, MemoryKind
+
+_MASK = (1 << 64) - 1
+_POISON = 0xBADC0FFEE0DDF00D
+_HEAD = struct.Struct("<4sII")
+_MAGIC = b"TOYS"
+_CELL = np.dtype([("pos", "<i4"), ("token", "<i4"), ("value", "<u8")])
+_ROLLING = struct.Struct("<iQ")
+
+
+def mix(*words: int) -> int:
+    """A 64-bit hash of numbers in their order, the same in every process."""
+    state = 0x9E3779B97F4A7C15
+    for word in words:
+        state = ((state ^ (word & _MASK)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 29)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 32
+    return state
+
+
+class Cell(NamedTuple):
+    token: int
+    value: int
+
+
+class Cells:
+    """Cells by position. `total` is the sum of their values, whatever was put in or taken out."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._at: dict[int, Cell] = {}
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def oldest(self) -> int:
+        return min(self._at, default=-1)
+
+    def newest(self) -> int:
+        return max(self._at, default=-1)
+
+    def put(self, pos: int, cell: Cell) -> None:
+        self._drop(pos)
+        self._at[pos] = cell
+        self.total += cell.value
+
+    def cut(self, start: int) -> None:
+        """Drop the positions from `start` on."""
+        for pos in [pos for pos in self._at if pos >= start]:
+            self._drop(pos)
+
+    def expire(self, end: int) -> None:
+        """Drop the positions before `end`."""
+        for pos in [pos for pos in self._at if pos < end]:
+            self._drop(pos)
+
+    def sum(self, start: int, end: int) -> int:
+        """The values of the positions from `start` up to but not with `end`, as far as they are there."""
+        return sum(self._at[pos].value for pos in range(start, end) if pos in self._at)
+
+    def copy(self) -> Cells:
+        twin = Cells()
+        twin._at = dict(self._at)
+        twin.total = self.total
+        return twin
+
+    def pack(self, start: int = 0) -> bytes:
+        rows = [(pos, *cell) for pos, cell in sorted(self._at.items()) if pos >= start]
+        return struct.pack("<I", len(rows)) + np.array(rows, _CELL).tobytes()
+
+    @classmethod
+    def unpack(cls, data: memoryview) -> tuple[Cells, memoryview]:
+        """Cells from the front of `data`, and what follows them; struct.error or ValueError where short."""
+        (count,) = struct.unpack_from("<I", data)
+        end = 4 + count * _CELL.itemsize
+        found = cls()
+        for pos, token, value in np.frombuffer(data[4:end], _CELL, count).tolist():
+            found.put(pos, Cell(token, value))
+        return found, data[end:]
+
+    def _drop(self, pos: int) -> None:
+        if cell := self._at.pop(pos, None):
+            self.total -= cell.value
+
+
+@dataclass(frozen=True, slots=True)
+class Rolling:
+    """All tokens so far in one number: it moves on, and cannot be taken apart."""
+
+    pos: int = -1
+    value: int = 0
+
+
+class Held:
+    """The state of one sequence, in the parts that its kind of memory has.
+
+    full: `base`; sliding: `base` and `window`; recurrent: `rolling`; hybrid: `base` and `rolling`.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        kind = memory.kind
+        self._memory = memory
+        self._reach = memory.window or 0
+        self.base = None if kind is MemoryKind.RECURRENT else Cells()
+        self.window = Cells() if kind is MemoryKind.SLIDING else None
+        self.rolling = Rolling() if kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID) else None
+
+    # Positions, as the parts have them.
+
+    def newest(self) -> int:
+        if self.window is not None:
+            return self.window.newest()
+        ends = [] if self.base is None else [self.base.newest()]
+        return min(ends if self.rolling is None else [*ends, self.rolling.pos])
+
+    def oldest(self) -> int:
+        if self.rolling is not None:
+            return self.rolling.pos
+        part = self.base if self.window is None else self.window
+        return -1 if part is None else part.oldest()
+
+    # Tokens.
+
+    def compute(self, pos: int, token: int, salt: int) -> int:
+        """Take in `token` at `pos`; the value that its logits are made of."""
+        seen = 0 if self.base is None else self.base.total
+        near = 0 if self.window is None else self.window.sum(pos - self._reach + 1, pos)
+        past = 0 if self.rolling is None else self.rolling.value
+        value = mix(salt, token, pos, seen, near, past)
+        self._put(pos, Cell(token, value))
+        return value
+
+    def expire(self) -> None:
+        """Give up the cells that no later token can see."""
+        if self.window is not None and not self._memory.keeps_window:
+            self.window.expire(self.window.newest() + 2 - self._reach)
+
+    def spoil(self, pos: int, token: int) -> None:
+        """What an interrupted computation leaves where it cannot be undone: the position, not the value."""
+        self._put(pos, Cell(token, _POISON))
+
+    def _put(self, pos: int, cell: Cell) -> None:
+        if self.base is not None:
+            self.base.put(pos, cell)
+        if self.window is not None:
+            self.window.put(pos, cell)
+        if self.rolling is not None:
+            self.rolling = Rolling(pos, mix(self.rolling.value, cell.value))
+
+    def remove(self, start: int) -> None:
+        """Drop the positions from `start` on, where the memory can; a rolling state makes this a no-op."""
+        if self.rolling is not None:
+            if 0 < start <= self.rolling.pos:
+                return
+            self.rolling = Rolling() if start <= 0 else self.rolling
+        if self.base is not None:
+            self.base.cut(start)
+        if self.window is not None:
+            self.window.cut(start)
+
+    def copy(self) -> Held:
+        twin = Held(self._memory)
+        twin.base = None if self.base is None else self.base.copy()
+        twin.window = None if self.window is None else self.window.copy()
+        twin.rolling = self.rolling
+        return twin
+
+    # Bytes: a mark, what kind they are of, and the parts. Nothing in them is checked for sense.
+
+    def pack(self, *, partial: bool) -> bytes:
+        whole = not partial or self._memory.kind is MemoryKind.FULL
+        parts = [self._head()]
+        if self.base is not None and whole:
+            parts.append(self.base.pack())
+        if self.window is not None:
+            parts.append(self.window.pack(self.window.newest() + 1 - self._reach))
+        if self.rolling is not None:
+            parts.append(_ROLLING.pack(self.rolling.pos, self.rolling.value))
+        return b"".join(parts)
+
+    def unpack(self, data: memoryview, *, partial: bool) -> bool:
+        """Take over what `data` says. False: its shape is wrong, and this is then half replaced."""
+        whole = not partial or self._memory.kind is MemoryKind.FULL
+        try:
+            if data[: _HEAD.size] != self._head():
+                return False
+            data = data[_HEAD.size :]
+            if self.base is not None and whole:
+                self.base, data = Cells.unpack(data)
+            if self.window is not None:
+                self.window, data = Cells.unpack(data)
+            if self.rolling is not None:
+                self.rolling = Rolling(*_ROLLING.unpack_from(data))
+                data = data[_ROLLING.size :]
+        except (struct.error, ValueError):
+            return False
+        return not data
+
+    def _head(self) -> bytes:
+        return _HEAD.pack(_MAGIC, list(MemoryKind).index(self._memory.kind), self._reach)

@@ -1,0 +1,128 @@
+"""What shall go wrong in a toy engine, and when."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from perdure.engine.contract import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Mishap:
+    """How a decode goes wrong: with what outcome, and after how many tokens of its batch.
+
+    FULL and REJECTED come before the first token, and change nothing.
+    """
+
+    outcome: Outcome = Outcome.FAILED
+    after: int = 0
+
+
+class Gate:
+    """Holds every decode until it is opened or the decode is stopped, so that a test can act meanwhile."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        """Set once a decode waits here."""
+        self._open = False
+        self._change = threading.Condition()
+
+    def open(self) -> None:
+        with self._change:
+            self._open = True
+            self._change.notify_all()
+
+    def shut(self) -> None:
+        with self._change:
+            self._open = False
+            self.reached.clear()
+
+    def nudge(self) -> None:
+        """Make whoever waits look at its stop flag again."""
+        with self._change:
+            self._change.notify_all()
+
+    def wait(self, stop: threading.Event) -> None:
+        with self._change:
+            if not self._open:
+                self.reached.set()
+            self._change.wait_for(lambda: self._open or stop.is_set())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """A plan for every context of a model. Calls are counted from 1, for each context alone."""
+
+    no_memory: bool = False
+    """No context can be opened."""
+    calls: frozenset[int] = frozenset()
+    """These native calls fail, each in its own way: a decode or a read fails, a write or an adapter is
+    refused, a removal, a copy or a clear does nothing."""
+    decodes: Mapping[int, Mishap] = field(default_factory=dict)
+    """These decodes end like this."""
+    writes: frozenset[int] = frozenset()
+    """These writes are refused."""
+    lies: Mapping[int, int] = field(default_factory=dict)
+    """These questions for the newest position get an answer that is off by so much."""
+    pace: float = 0.0
+    """Seconds that each token takes; a stop ends the wait."""
+    gate: Gate | None = None
+    """Where every decode waits before each token."""
+
+
+class Trouble:
+    """The faults still to come in one context, and the calls counted so far. Tests may add to it."""
+
+    def __init__(self, plan: Faults) -> None:
+        self.calls = set(plan.calls)
+        self.decodes = dict(plan.decodes)
+        self.writes = set(plan.writes)
+        self.lies = dict(plan.lies)
+        self.pace = plan.pace
+        self.gate = plan.gate
+        self.n_calls = self.n_decodes = self.n_writes = self.n_questions = 0
+
+    # Adding to it.
+
+    def fail_call(self, ahead: int = 1) -> None:
+        """Let the native call that is `ahead` calls from now fail."""
+        self.calls.add(self.n_calls + ahead)
+
+    def fail_decode(self, outcome: Outcome = Outcome.FAILED, *, after: int = 0, ahead: int = 1) -> None:
+        """Let the decode that is `ahead` decodes from now end with `outcome` after so many tokens."""
+        self.decodes[self.n_decodes + ahead] = Mishap(outcome, after)
+
+    def refuse_write(self, ahead: int = 1) -> None:
+        self.writes.add(self.n_writes + ahead)
+
+    def lie(self, by: int, ahead: int = 1) -> None:
+        self.lies[self.n_questions + ahead] = by
+
+    def forget(self) -> None:
+        """Let nothing go wrong from here on."""
+        self.calls.clear()
+        self.decodes.clear()
+        self.writes.clear()
+        self.lies.clear()
+
+    # Asked by the core, once a call.
+
+    def strikes(self) -> bool:
+        self.n_calls += 1
+        return self.n_calls in self.calls
+
+    def decode(self) -> Mishap | None:
+        struck = self.strikes()
+        self.n_decodes += 1
+        return Mishap() if struck else self.decodes.get(self.n_decodes)
+
+    def write(self) -> bool:
+        struck = self.strikes()
+        self.n_writes += 1
+        return struck or self.n_writes in self.writes
+
+    def newest(self) -> int:
+        self.n_questions += 1
+        return self.lies.get(self.n_questions, 0)

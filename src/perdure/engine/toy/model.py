@@ -1,0 +1,220 @@
+"""Toy weights and a vocabulary of bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType, TracebackType
+
+import numpy as np
+
+from perdure.engine.context import Context
+from perdure.engine.contract import Capabilities, Memory, MemoryKind
+from perdure.engine.toy.core import ToyAdapter, ToyCore
+from perdure.engine.toy.faults import Faults
+from perdure.errors import ClosedError, InvalidInputError, OutOfMemoryError, TokenError
+from perdure.identity import Identity
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_IDS = {text: 256 + index for index, text in enumerate(SPECIAL)}
+_ENDS = frozenset({_IDS["<|endoftext|>"], _IDS["<|im_end|>"]})
+_MARKS = re.compile("(" + "|".join(map(re.escape, SPECIAL)) + ")")
+_ROWS = 16
+_WINDOW = 8
+
+
+class ToyModel:
+    """Weights that are one number, over a vocabulary of the 256 bytes and a few marks.
+
+    The same seed, kind and window always give the same logits for the same tokens, at any batch shape.
+    """
+
+    def __init__(
+        self,
+        kind: MemoryKind = MemoryKind.FULL,
+        *,
+        window: int = _WINDOW,
+        seed: int = 0,
+        faults: Faults | None = None,
+    ) -> None:
+        if window < 1:
+            raise InvalidInputError(f"a window holds at least 1 token, got {window}")
+        self._memory = Memory(kind=kind, window=window if kind is MemoryKind.SLIDING else None)
+        words = f"toy/{kind.value}/{self._memory.window}/{seed}"
+        self._digest = hashlib.sha256(words.encode()).hexdigest()
+        self._faults = faults or Faults()
+        self._closed = False
+        self.n_vocab = 256 + len(SPECIAL)
+        # Likely text is readable, and ends now and then.
+        self._bias = np.full(self.n_vocab, -12, np.float32)
+        self._bias[[10, *range(32, 127), _IDS["<|im_end|>"]]] = 0
+
+    # What it is.
+
+    @property
+    def memory(self) -> Memory:
+        return self._memory
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        self._check_open()
+        return MappingProxyType(
+            {
+                "general.architecture": "toy",
+                "general.name": f"toy {self._memory.kind.value}",
+                "tokenizer.chat_template": CHATML,
+            }
+        )
+
+    @property
+    def digest(self) -> str:
+        return self._digest
+
+    @property
+    def n_ctx_train(self) -> int:
+        return 4096
+
+    @property
+    def bos(self) -> int | None:
+        return None
+
+    @property
+    def eos(self) -> int | None:
+        return _IDS["<|im_end|>"]
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    # Text.
+
+    def tokenize(self, text: str, *, special: bool = False, bos: bool = True) -> list[int]:
+        """`text` as its UTF-8 bytes; `special` reads marks as tokens. No token is put before a text."""
+        self._check_open()
+        try:
+            text.encode()
+        except (UnicodeEncodeError, AttributeError) as error:
+            raise InvalidInputError(f"text to tokenize must be valid Unicode text: {error}") from None
+        pieces = _MARKS.split(text) if special else [text]
+        ids: list[int] = []
+        for piece in pieces:
+            ids.extend([_IDS[piece]] if special and piece in _IDS else piece.encode())
+        return ids
+
+    def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
+        return b"".join(self.piece(token, special=special) for token in tokens).decode("utf-8", "replace")
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        token = self._check_token(token)
+        if token < 256:
+            return bytes([token])
+        return SPECIAL[token - 256].encode() if special else b""
+
+    def is_end(self, token: int) -> bool:
+        return self._check_token(token) in _ENDS
+
+    def is_control(self, token: int) -> bool:
+        """Whether `token` is a mark for the model, never text."""
+        return self._check_token(token) >= 256
+
+    # Contexts.
+
+    def adapter(self, name: str) -> ToyAdapter:
+        """An adapter for this model; its name is all that it is."""
+        self._check_open()
+        return ToyAdapter(self._digest, hashlib.sha256(name.encode()).hexdigest())
+
+    def context(
+        self,
+        *,
+        n_ctx: int = 4096,
+        n_seq: int = 1,
+        shared: bool = False,
+        n_batch: int = 512,
+        threads: int | None = None,
+        swa_full: bool = True,
+    ) -> Context:
+        """A context of `n_seq` sequences that hold `n_ctx` tokens each. It uses no threads of its own."""
+        self._check_open()
+        for name, value in (("n_ctx", n_ctx), ("n_seq", n_seq), ("n_batch", n_batch)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidInputError(f"{name} is a whole number from 1, got {value!r}")
+        if self._faults.no_memory:
+            raise OutOfMemoryError(
+                f"the engine could not open a context of {n_ctx * n_seq} cells: try a smaller n_ctx or n_seq"
+            )
+        n_batch = max(min(n_batch, n_ctx), n_seq)
+        rows = max(min(_ROWS, n_batch), n_seq)
+        memory = Memory(kind=self._memory.kind, window=self._memory.window, keeps_window=swa_full)
+        core = ToyCore(
+            memory=memory,
+            weights=self._digest,
+            bias=self._bias,
+            n_seq=n_seq,
+            n_batch=n_batch,
+            cells=n_ctx * n_seq if shared else n_ctx,
+            max_outputs=rows,
+            shared=shared,
+            faults=self._faults,
+        )
+
+        def identity(adapters: str) -> Identity:
+            return Identity(
+                weights=self._digest,
+                tokenizer="bytes",
+                template="chatml",
+                adapters=adapters,
+                k_type="token",
+                v_type="token",
+                attention="toy",
+                rope="none",
+                window=f"{memory.kind.value}/{memory.window}/{'all' if swa_full else 'window'}",
+                layout="cells",
+                engine="toy 1",
+            )
+
+        return Context(
+            core,
+            memory=memory,
+            capabilities=Capabilities(
+                truncate=memory.cuts, shift=False, abort=True, shared=shared, max_outputs=rows
+            ),
+            identity=identity,
+            n_ctx=n_ctx,
+            n_seq=n_seq,
+            n_batch=n_batch,
+        )
+
+    def close(self) -> None:
+        """Take no more calls. Open contexts go on."""
+        self._closed = True
+
+    def __enter__(self) -> ToyModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ToyModel {self._memory.kind.value}{', closed' if self._closed else ''}>"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this toy model is closed")
+
+    def _check_token(self, token: int) -> int:
+        self._check_open()
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+            raise TokenError(f"a token id is an integer, got {token!r}")
+        if not 0 <= token < self.n_vocab:
+            raise TokenError(f"token ids run from 0 to {self.n_vocab - 1}, got {token}")
+        return int(token)
