@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,6 +115,32 @@ def test_pull_fetches_and_prints_the_path(run: Run, tmp_path: Path) -> None:
     assert lines[0] == f"Fetching me/it: 0 bytes of {path.stat().st_size / 1000:.1f} kB"
     assert 2 <= len(lines) <= 12
     assert "\x1b" not in done.stderr
+
+
+def test_ctrl_c_during_a_pull_exits_with_130_and_keeps_the_part(tmp_path: Path) -> None:
+    with site() as hub:
+        put_repo(hub, "me/it", {"a.gguf": g.tiny(data=bytes(500_000))})
+        hub.pages["/me/it/resolve/main/a.gguf"].hold = threading.Event()
+        with subprocess.Popen(
+            [sys.executable, "-m", "perdure.cli", "models", "pull", "me/it"],
+            env={
+                **os.environ,
+                "PERDURE_HOME": str(tmp_path),
+                "NO_PROXY": "127.0.0.1",
+                "HF_ENDPOINT": hub.url,
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as pulling:
+            assert pulling.stderr is not None
+            for line in pulling.stderr:
+                if line.startswith("Fetching me/it: 2"):
+                    break
+            pulling.send_signal(signal.SIGINT)
+            assert pulling.wait(30) == 130
+            assert "Traceback" not in pulling.stderr.read()
+    (part,) = tmp_path.rglob("a.gguf.part")
+    assert part.stat().st_size > 200_000
 
 
 def test_pull_of_something_that_is_no_model_fails(run: Run) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 import gguf_bytes as g
+import zoo
 from perdure.engine.contract import MemoryKind
 from perdure.models import Card, read_card
 from perdure.models.card import HYBRID, RECURRENT, SLIDING
@@ -127,3 +131,47 @@ def test_no_architecture_is_of_two_kinds() -> None:
 def test_the_quantisation_has_its_usual_name(value: int | None, name: str, card: Callable[..., Card]) -> None:
     pairs = [] if value is None else [g.u32("general.file_type", value)]
     assert card("llama", pairs).quantisation == name
+
+
+# In a process of its own: the engine's log and its threads stay out of this one.
+ASK = """
+import ctypes, json, sys
+import llama_cpp.llama_cpp as engine
+engine.llama_backend_init()
+log = engine.llama_log_callback(lambda level, text, data: None)
+engine.llama_log_set(log, ctypes.c_void_p(0))
+for path in sys.argv[1:]:
+    model = engine.llama_model_load_from_file(path.encode(), engine.llama_model_default_params())
+    print(json.dumps({
+        "recurrent": bool(engine.llama_model_is_recurrent(model)),
+        "hybrid": bool(engine.llama_model_is_hybrid(model)),
+        "window": engine.llama_model_n_swa(model),
+        "parameters": engine.llama_model_n_params(model),
+        "bytes": engine.llama_model_size(model),
+        "layers": engine.llama_model_n_layer(model),
+        "context": engine.llama_model_n_ctx_train(model),
+        "vocabulary": engine.llama_vocab_n_tokens(engine.llama_model_get_vocab(model)),
+    }))
+    engine.llama_model_free(model)
+"""
+
+
+def test_cards_agree_with_the_engine(zoo_path: Callable[[str], Path]) -> None:
+    paths = [zoo_path(name) for name in zoo.names()]
+    asked = subprocess.run(
+        [sys.executable, "-c", ASK, *map(str, paths)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    for path, line in zip(paths, asked.stdout.splitlines(), strict=True):
+        made = read_card(path)
+        attends = made.memory in (MemoryKind.FULL, MemoryKind.SLIDING)
+        said = json.loads(line)
+        assert said == {
+            "recurrent": made.memory is MemoryKind.RECURRENT,
+            "hybrid": made.memory is MemoryKind.HYBRID,
+            "window": (made.window or 0) if attends else said["window"],
+            "parameters": made.parameters,
+            "bytes": sum(share.bytes for share in made.types),
+            "layers": made.layers,
+            "context": made.context_length,
+            "vocabulary": made.vocabulary,
+        }, path.name

@@ -159,6 +159,12 @@ def test_the_hub_librarys_own_settings_count(
     assert "Traceback" not in done.stderr
 
 
+def test_names_that_lead_out_of_the_folder_are_no_models() -> None:
+    assert candidates(["../../evil.gguf", "/etc/evil.gguf", "a/../b.gguf", "c\\d.gguf", "e.gguf"], None) == [
+        "e.gguf"
+    ]
+
+
 def test_tags_match_whole_words() -> None:
     files = ["a-Q4_K_M.gguf", "a-IQ4_K_M.gguf", "a.Q4_K.gguf", "b/Q4_K_M/c.gguf", "note.txt"]
     assert candidates(files, "q4_k_m") == ["a-Q4_K_M.gguf", "b/Q4_K_M/c.gguf"]

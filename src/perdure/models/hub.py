@@ -14,7 +14,7 @@ from perdure.errors import FetchError, ModelNotFoundError
 from perdure.models.atomic import alone, require_room, settle
 from perdure.models.download import Progress, Remote, download, forget, web
 from perdure.models.parts import part_names
-from perdure.models.registry import HubSource
+from perdure.models.registry import HubSource, stays_inside
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -44,7 +44,8 @@ def hub_place(source: HubSource, models: Path) -> Path | None:
 
 def candidates(files: Sequence[str], tag: str | None) -> list[str]:
     """The models among the files of a repo that fit `tag`, each named by its first file."""
-    first = {_all_parts(name)[0] for name in files if name.lower().endswith(".gguf")}
+    # The names are the server's: one that leads out of its folder must never reach the disk.
+    first = {_all_parts(name)[0] for name in files if name.lower().endswith(".gguf") and stays_inside(name)}
     # Vision and audio projectors belong to a model; they are none.
     models = sorted(name for name in first if not PurePosixPath(name).name.lower().startswith("mmproj"))
     if tag is None:

@@ -101,6 +101,11 @@ def resolve(name: str | os.PathLike[str]) -> Source:
     )
 
 
+def stays_inside(file: str) -> bool:
+    """Whether a file's name stays inside the folder that it is put into."""
+    return "\\" not in file and not any(part in ("", ".", "..") for part in file.split("/"))
+
+
 def _hub(name: str, reference: str) -> HubSource:
     match = _REPO.match(reference)
     rest = reference[match.end() :] if match else ""
@@ -110,7 +115,7 @@ def _hub(name: str, reference: str) -> HubSource:
             "owner/repo:Q4_K_M or owner/repo"
         )
     picked = rest[1:]
-    if any(part in ("", ".", "..") for part in picked.split("/")[: None if picked else 0]) or "\\" in picked:
+    if picked and not stays_inside(picked):
         raise ModelNotFoundError(f"{name!r} does not name a file inside of {match['repo']}")
     repo, revision = match["repo"], match["revision"]
     if not picked:
