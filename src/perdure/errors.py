@@ -155,4 +155,8 @@ class FetchError(ModelError):
     """The download failed. What was fetched is kept for the next try."""
 
 
-__all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, PerdureError)]
+__all__ = [
+    name
+    for name, value in list(globals().items())
+    if isinstance(value, type) and issubclass(value, PerdureError)
+]

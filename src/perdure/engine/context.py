@@ -215,43 +215,32 @@ class Context:
             return view
 
     def sampler(self, stages: Sequence[Stage]) -> Sampler:
-        """A chain of samplers for `sample`."""
-        with self._turn():
-            return self._core.sampler(stages)
+        """A chain of samplers for `sample`. It does not wait for a decode in flight."""
+        if self._closing:
+            raise ClosedError("this context is closed")
+        return self._core.sampler(stages)
 
-    def sample(
-        self,
-        sampler: Sampler,
-        row: int = -1,
-        seq: int | None = None,
-        *,
-        logits: NDArray[np.float32] | None = None,
-        mask: NDArray[np.uint8] | None = None,
-    ) -> int:
-        """Draw a token from a row of the last native step.
-
-        `logits` are written over the row first, and tokens whose bit in `mask` is 0 are ruled out. Both
-        change the row in place, so that views of this step end.
-        """
+    def sample(self, sampler: Sampler, row: int = -1, seq: int | None = None) -> int:
+        """Draw a token from a row of the last native step."""
         with self._turn():
-            key = self._row_key(row, seq)
-            index = self._rows[key]
-            if not isinstance(index, int):
-                raise RowError(
-                    f"row {row} lies before the last native step; decode less at once to sample it"
-                )
-            if logits is not None or mask is not None:
-                self._step.retire()
-                self._step = Step(self._lock, self._core)
-                values = self._core.row(index)
-                if logits is not None:
-                    values[:] = logits
-                if mask is not None:
-                    allowed = np.unpackbits(mask, count=len(values), bitorder="little")
-                    if not allowed.any():
-                        raise InvalidInputError("the mask rules out every token")
-                    np.copyto(values, -np.inf, where=allowed == 0)
-            return self._core.sample(sampler, index)
+            return self._core.sample(sampler, self._live_row(row, seq))
+
+    def overwrite(self, logits: NDArray[np.float32], row: int = -1, seq: int | None = None) -> None:
+        """Put other values into a row of the last native step. Its views end."""
+        with self._turn():
+            index = self._live_row(row, seq)
+            self._renew_views()
+            self._core.row(index)[:] = logits
+
+    def rule_out(self, mask: NDArray[np.uint8], row: int = -1, seq: int | None = None) -> None:
+        """Make tokens whose bit in `mask` is 0 impossible in a row of the last native step. Its views end."""
+        with self._turn():
+            index = self._live_row(row, seq)
+            allowed = np.unpackbits(mask, count=self.n_vocab, bitorder="little")
+            if not allowed.any():
+                raise InvalidInputError("the mask rules out every token")
+            self._renew_views()
+            np.copyto(self._core.row(index), -np.inf, where=allowed == 0)
 
     def cancel(self) -> None:
         """Stop the decode in flight in another thread, if there is one: it raises `DecodeCancelled`."""
@@ -475,10 +464,9 @@ class Context:
 
     def _begin(self) -> None:
         """End the current step: from here on its views are stale."""
-        self._step.retire()
+        self._renew_views()
         self._rows = {}
         self._lengths = {}
-        self._step = Step(self._lock, self._core)
 
     def _row_key(self, row: int, seq: int | None) -> tuple[int, int]:
         if not self._lengths:
@@ -498,6 +486,16 @@ class Context:
             had = sorted(index for owner, index in self._rows if owner == seq)
             raise RowError(f"row {row} of {length} was not asked for; decode gave rows {had[:8]}")
         return key
+
+    def _live_row(self, row: int, seq: int | None) -> int:
+        source = self._rows[self._row_key(row, seq)]
+        if not isinstance(source, int):
+            raise RowError(f"row {row} lies before the last native step; decode less at once to draw from it")
+        return source
+
+    def _renew_views(self) -> None:
+        self._step.retire()
+        self._step = Step(self._lock, self._core)
 
     def _row_array(self, key: tuple[int, int]) -> NDArray[np.float32]:
         source = self._rows[key]

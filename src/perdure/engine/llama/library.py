@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 log = logging.getLogger("perdure.llama")
+# A library is silent unless its user asks to hear it.
+log.addHandler(logging.NullHandler())
 
 # ggml's threads spin between nodes. As shipped they spin so long that one other busy process costs
 # five sixths of the speed; this count costs nothing on an idle machine. libgomp reads it once, when

@@ -1,0 +1,134 @@
+"""One request on its way: what has come of it so far, for whoever waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from perdure.decode.request import Delta, Reply
+
+
+class Outbox:
+    """Between the engine thread, which never waits here, and readers, which may be slow or gone."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.deltas: deque[Delta] = deque()
+        self.replies: list[Reply] = []
+        self.finished = False
+        self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+
+    def put(self, delta: Delta) -> None:
+        with self.changed:
+            self.deltas.append(delta)
+            self._wake()
+
+    def finish(self, replies: list[Reply]) -> None:
+        with self.changed:
+            self.replies = replies
+            self.finished = True
+            self._wake()
+
+    def sleeper(self) -> asyncio.Future[None]:
+        """A future that the next change ends; called with `changed` held."""
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        self._sleepers.append((loop, future))
+        return future
+
+    def _wake(self) -> None:
+        self.changed.notify_all()
+        sleepers, self._sleepers = self._sleepers, []
+        for loop, future in sleepers:
+            # A loop that is closed has nobody left to wake.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_end, future)
+
+
+def _end(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class Job:
+    """The caller's end of a request: iterate it for deltas, ask it for the reply, or cancel it.
+
+    Dropping it cancels what is left of the request. An error of the request is raised where its result
+    is asked for, or at the end of the iteration.
+    """
+
+    def __init__(self, outbox: Outbox, cancel: Callable[[], None]) -> None:
+        self._outbox = outbox
+        self._cancel = cancel
+
+    @property
+    def done(self) -> bool:
+        return self._outbox.finished
+
+    def cancel(self) -> None:
+        """End the request within one step; its reply says `cancelled`."""
+        self._cancel()
+
+    def replies(self, timeout: float | None = None) -> list[Reply]:
+        """All samples, once all are finished."""
+        with self._outbox.changed:
+            if not self._outbox.changed.wait_for(lambda: self._outbox.finished, timeout):
+                raise TimeoutError(f"no reply within {timeout} seconds")
+        return self._result()
+
+    def reply(self, timeout: float | None = None) -> Reply:
+        """The only, or first, sample."""
+        return self.replies(timeout)[0]
+
+    async def areplies(self) -> list[Reply]:
+        await self._until(lambda box: box.finished)
+        return self._result()
+
+    async def areply(self) -> Reply:
+        return (await self.areplies())[0]
+
+    def __iter__(self) -> Iterator[Delta]:
+        box = self._outbox
+        while True:
+            with box.changed:
+                box.changed.wait_for(lambda: box.deltas or box.finished)
+                if not box.deltas:
+                    break
+                delta = box.deltas.popleft()
+            yield delta
+        self._result()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        box = self._outbox
+        while True:
+            await self._until(lambda box: box.deltas or box.finished)
+            if not box.deltas:
+                break
+            yield box.deltas.popleft()
+        self._result()
+
+    async def _until(self, ready: Callable[[Outbox], Any]) -> None:
+        while True:
+            with self._outbox.changed:
+                if ready(self._outbox):
+                    return
+                sleeper = self._outbox.sleeper()
+            try:
+                await sleeper
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+
+    def _result(self) -> list[Reply]:
+        for reply in self._outbox.replies:
+            if reply.error is not None:
+                raise reply.error
+        return self._outbox.replies
+
+    def __del__(self) -> None:
+        if (outbox := getattr(self, "_outbox", None)) and not outbox.finished:
+            self._cancel()

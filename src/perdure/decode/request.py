@@ -1,0 +1,133 @@
+"""What is asked for, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.decode.grammar import Grammar
+from perdure.decode.sampling import Sampling
+from perdure.decode.text import TextStream
+from perdure.engine.logits import Candidate, LogitsView
+from perdure.errors import InvalidInputError, TokenError
+
+FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
+
+Processor: TypeAlias = Callable[[Sequence[int], LogitsView], NDArray[np.float32]]
+"""Called with the tokens so far and the live logits; returns the logits to draw from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt of tokens and how to go on from it. Checked when it is made; it never changes."""
+
+    prompt: Sequence[int]
+    max_tokens: int | None = None
+    """None: until the model stops or the context is full."""
+    sampling: Sampling = field(default_factory=Sampling)
+    stops: Sequence[str] = ()
+    grammar: Grammar | None = None
+    n: int = 1
+    logprobs: int | None = None
+    """None: none; 0: of the tokens drawn; k: with the k likeliest beside each."""
+    prompt_logprobs: int | None = None
+    ignore_eos: bool = False
+    processors: Sequence[Processor] = ()
+    timeout: float | None = None
+    """Seconds from submission after which the request ends, wherever it is."""
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt):
+            raise TokenError("a prompt needs at least one token")
+        for name, value, low in (("max_tokens", self.max_tokens, 1), ("n", self.n, 1)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+                raise InvalidInputError(f"{name} is a whole number of at least {low}, got {value!r}")
+        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise InvalidInputError(f"{name} is None or a whole number of at least 0, got {value!r}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise InvalidInputError(f"timeout is a number of seconds above 0, got {self.timeout!r}")
+        if not all(callable(processor) for processor in self.processors):
+            raise InvalidInputError("processors are functions of the tokens and the logits")
+        TextStream(self.stops)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, its natural log probability, and the likeliest ones in its place."""
+
+    token: int
+    logprob: float
+    top: tuple[Candidate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new in a reply. Text may come later than its tokens, never earlier."""
+
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    index: int = 0
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens counted as the engine saw them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Seconds: waiting for a place, reading the prompt to the first token, writing the rest."""
+
+    queued: float
+    prefill: float
+    decode: float
+    prefilled_tokens: int
+    decoded_tokens: int
+
+    @property
+    def prefill_speed(self) -> float:
+        """Prompt tokens a second."""
+        return self.prefilled_tokens / self.prefill if self.prefill > 0 else 0.0
+
+    @property
+    def decode_speed(self) -> float:
+        """Tokens a second after the first."""
+        return (self.decoded_tokens - 1) / self.decode if self.decode > 0 and self.decoded_tokens > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A finished reply. `tokens` are those of the text; `end` is the one that ended it, if one did."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    seed: int
+    index: int = 0
+    end: int | None = None
+    stop: str | None = None
+    """The stop string that was met."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """For each prompt token but the first."""
+    error: Exception | None = None
+
+    @property
+    def perplexity(self) -> float | None:
+        """Of the prompt, where its log probabilities were asked for."""
+        if not self.prompt_logprobs:
+            return None
+        return float(np.exp(-np.mean([entry.logprob for entry in self.prompt_logprobs])))

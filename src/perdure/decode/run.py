@@ -1,0 +1,231 @@
+"""One reply being made."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.decode.grammar import Matcher
+from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
+from perdure.decode.sampling import Sampling
+from perdure.decode.text import TextStream
+from perdure.engine.context import Context
+from perdure.engine.contract import Model, Sampler
+from perdure.engine.logits import Candidate, LogitsView
+from perdure.errors import InvalidInputError
+
+
+class Script(Sequence[int]):
+    """The tokens so far, for a processor to read: a window on them, so that none is copied."""
+
+    def __init__(self, tokens: array[int]) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        found = self._tokens[index]
+        return found if isinstance(found, int) else found.tolist()
+
+
+class Run:
+    """A script of tokens (the prompt, then the reply), of which the first `cached` are in sequence `seq`.
+
+    Reading a prompt and writing a reply are one thing: feed what of the script is not cached, and where
+    that reaches its end, draw the next token. If the cache is lost, `cached` is 0 and all is fed again.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        index: int,
+        model: Model,
+        sampling: Sampling,
+        sampler: Sampler,
+        matcher: Matcher | None,
+        limit: int,
+        put: Callable[[Delta], None],
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.script = array("i", request.prompt)
+        self.prompt_length = len(self.script)
+        self.cached = 0
+        self.reused = 0
+        self.seq: int | None = None
+        self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        self.started: float | None = None
+        self.first_token: float | None = None
+        self.finished: float | None = None
+        self.submitted = time.monotonic()
+        self._model = model
+        self._sampling = sampling
+        self._sampler = sampler
+        self._matcher = matcher
+        self._limit = limit
+        self._put = put
+        self._text = TextStream(request.stops)
+        self._parts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: list[TokenLogprob] = []
+        self._end: int | None = None
+        self._prime()
+
+    @property
+    def remaining(self) -> int:
+        """Tokens of the script that are not in the cache yet."""
+        return len(self.script) - self.cached
+
+    @property
+    def reading(self) -> bool:
+        """Whether it is still at its prompt, or at more than one token after a loss."""
+        return self.remaining > 1
+
+    @property
+    def scoring(self) -> bool:
+        """Whether rows of the prompt are wanted of the next tokens."""
+        wanted = self.request.prompt_logprobs is not None and self.index == 0
+        return wanted and len(self._prompt_logprobs) < self.prompt_length - 1
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def written(self) -> int:
+        return len(self.script) - self.prompt_length
+
+    def next_tokens(self, count: int) -> NDArray[np.int32]:
+        return np.array(self.script[self.cached : self.cached + count], np.int32)
+
+    def score(self, context: Context, count: int) -> None:
+        """Take the log probabilities of prompt tokens from the rows of a step that fed `count`."""
+        top = self.request.prompt_logprobs
+        assert top is not None
+        for row in range(count):
+            at = self.cached + row + 1
+            if at >= self.prompt_length or at <= len(self._prompt_logprobs):
+                continue
+            view = context.logits(row, self.seq)
+            self._prompt_logprobs.append(_logprob(view, self.script[at], top))
+
+    def draw(self, context: Context, row: int, seq: int) -> None:
+        """Choose the next token from a row of logits, and end the reply where it ends."""
+        request = self.request
+        view = context.logits(row, seq)
+        best: tuple[Candidate, ...] = ()
+        norm, values = 0.0, None
+        if request.logprobs is not None:
+            # Of the model's own distribution, before anything changes the row.
+            norm = view.log_norm()
+            best = tuple(view.top(min(request.logprobs, view.size))) if request.logprobs else ()
+            values = view.copy() if request.processors else None
+        for processor in request.processors:
+            context.overwrite(_processed(processor(Script(self.script), view), context), row, seq)
+            view = context.logits(row, seq)
+        if self._matcher is not None:
+            context.rule_out(self._matcher.mask(), row, seq)
+        token = context.sample(self._sampler, row, seq)
+        new: tuple[TokenLogprob, ...] = ()
+        if request.logprobs is not None:
+            # A mask leaves the logits of what it allows alone.
+            logit = (context.logits(row, seq) if values is None else values)[token]
+            new = (TokenLogprob(token, float(logit) - norm, best),)
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+        if self._matcher is not None:
+            self._matcher.consume(token)
+        if self._model.is_end(token) and not request.ignore_eos:
+            self._end = token
+            self.finish("stop")
+            return
+        self.script.append(token)
+        self._logprobs.extend(new)
+        text = self._text.push(self._model.piece(token))
+        self._parts.append(text)
+        if self._text.stopped is not None:
+            reason: FinishReason = "stop"
+        elif self._matcher is not None and self._matcher.complete:
+            reason = "stop"
+        elif self.written >= self._limit:
+            reason = "length"
+        else:
+            self._put(Delta(text, (token,), new, self.index))
+            return
+        self.finish(reason, text, (token,), new)
+
+    def finish(
+        self,
+        reason: FinishReason,
+        text: str = "",
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+        error: Exception | None = None,
+    ) -> None:
+        rest = self._text.finish()
+        self._parts.append(rest)
+        self.finish_reason, self.error = reason, error
+        self.finished = time.monotonic()
+        self._put(Delta(text + rest, tokens, logprobs, self.index, reason))
+
+    def reply(self) -> Reply:
+        assert self.finish_reason is not None
+        assert self.finished is not None
+        started = self.started or self.finished
+        first = self.first_token or self.finished
+        return Reply(
+            text="".join(self._parts),
+            tokens=tuple(self.script[self.prompt_length :]),
+            finish_reason=self.finish_reason,
+            usage=Usage(
+                prompt_tokens=self.prompt_length, completion_tokens=self.written, cached_tokens=self.reused
+            ),
+            timings=Timings(
+                queued=started - self.submitted,
+                prefill=first - started,
+                decode=self.finished - first,
+                prefilled_tokens=self.prompt_length - self.reused,
+                decoded_tokens=self.written,
+            ),
+            seed=self._sampling.seed or 0,
+            index=self.index,
+            end=self._end,
+            stop=self._text.stopped,
+            logprobs=None if self.request.logprobs is None else tuple(self._logprobs),
+            prompt_logprobs=None if self.request.prompt_logprobs is None else tuple(self._prompt_logprobs),
+            error=self.error,
+        )
+
+    def _prime(self) -> None:
+        """Show the sampler the prompt: penalties must not depend on what was cached."""
+        back = self._sampling.looks_back
+        for token in self.script if back < 0 else self.script[max(0, len(self.script) - back) :]:
+            self._sampler.accept(token)
+
+
+def _logprob(view: LogitsView, token: int, top: int) -> TokenLogprob:
+    best = tuple(view.top(min(top, view.size))) if top else ()
+    return TokenLogprob(token, float(view.logprobs([token])[0]), best)
+
+
+def _processed(values: object, context: Context) -> NDArray[np.float32]:
+    found = np.asarray(values, dtype=np.float32)
+    if found.shape != (context.n_vocab,):
+        raise InvalidInputError(
+            f"a processor must return {context.n_vocab} logits, got an array of shape {found.shape}"
+        )
+    if not np.isfinite(found.max()):
+        raise InvalidInputError("a processor ruled out every token, or returned numbers that are none")
+    return found

@@ -1,0 +1,152 @@
+"""The settings of a draw, checked once, and the chain of stages that they mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from perdure.engine.contract import Stage
+from perdure.errors import SamplingError, TokenError
+
+SEED_LIMIT = 2**32 - 1
+"""Seeds lie below this: the engine takes the largest for "choose one"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a token is drawn. Temperature 0 is greedy; a stage at its neutral value is left out.
+
+    `seed` None draws a new one for each request; the reply says which it was.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    repeat_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    penalty_last_n: int = 64
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_last_n: int = -1
+    dry_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+                raise SamplingError(f"{name} is a number from {low:g} to {high:g}, got {value!r}")
+        for name, low in _WHOLE:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
+                raise SamplingError(f"{name} is a whole number of at least {low}, got {value!r}")
+        if self.mirostat not in (0, 1, 2):
+            raise SamplingError(f"mirostat is 0 (off), 1 or 2, got {self.mirostat!r}")
+        seed = self.seed
+        if seed is not None and (
+            isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEED_LIMIT
+        ):
+            raise SamplingError(f"seed is None or a whole number from 0 to {SEED_LIMIT - 1}, got {seed!r}")
+        if not isinstance(self.dry_breakers, tuple) or not all(isinstance(b, str) for b in self.dry_breakers):
+            raise SamplingError("dry_breakers are a tuple of texts")
+        for token, bias in self.logit_bias.items():
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise SamplingError(f"logit_bias maps token ids to numbers, got the key {token!r}")
+            if not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
+                raise SamplingError(f"the bias of token {token} must be a number or -inf, got {bias!r}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def looks_back(self) -> int:
+        """How many of the tokens before a draw matter to it; -1 for all of them."""
+        spans = [0]
+        if (self.repeat_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0):
+            spans.append(self.penalty_last_n)
+        if self.dry_multiplier:
+            spans.append(self.dry_last_n)
+        return -1 if -1 in spans else max(spans)
+
+    def seeded(self, offset: int = 0) -> Sampling:
+        """The same with its seed settled, `offset` on for a further sample of one prompt."""
+        seed = secrets.randbelow(SEED_LIMIT) if self.seed is None else self.seed
+        return dataclasses.replace(self, seed=(seed + offset) % SEED_LIMIT)
+
+    def without(self, tokens: Iterable[int]) -> Sampling:
+        """The same with `tokens` ruled out."""
+        return dataclasses.replace(self, logit_bias={**self.logit_bias, **dict.fromkeys(tokens, -math.inf)})
+
+    def stages(self, *, n_vocab: int, n_ctx: int) -> list[Stage]:
+        """The chain, in the order that llama.cpp's own programs use."""
+        seed = self.seeded().seed
+        stages = []
+        if self.logit_bias:
+            _check_bias(self.logit_bias, n_vocab)
+            stages.append(Stage("bias", tuple(sorted(self.logit_bias.items()))))
+        penalties = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty)
+        if penalties != (1, 0, 0) and self.penalty_last_n:
+            stages.append(Stage("penalties", (_span(self.penalty_last_n, n_ctx), *penalties)))
+        if self.dry_multiplier and self.dry_last_n:
+            numbers = (self.dry_multiplier, self.dry_base, self.dry_allowed_length)
+            stages.append(Stage("dry", (*numbers, _span(self.dry_last_n, n_ctx), tuple(self.dry_breakers))))
+        if self.greedy:
+            return [*stages, Stage("greedy")]
+        if self.mirostat:
+            stages.append(Stage("temp", (self.temperature,)))
+            name = "mirostat" if self.mirostat == 1 else "mirostat_v2"
+            return [*stages, Stage(name, (seed, self.mirostat_tau, self.mirostat_eta))]
+        if self.top_k:
+            stages.append(Stage("top_k", (self.top_k,)))
+        for name, value in (("typical", self.typical_p), ("top_p", self.top_p)):
+            if value < 1:
+                stages.append(Stage(name, (value,)))
+        if self.min_p:
+            stages.append(Stage("min_p", (self.min_p,)))
+        if self.xtc_probability:
+            stages.append(Stage("xtc", (self.xtc_probability, self.xtc_threshold, seed)))
+        return [*stages, Stage("temp", (self.temperature,)), Stage("dist", (seed,))]
+
+
+_RANGES = (
+    ("temperature", 0.0, 100.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("typical_p", 0.0, 1.0),
+    ("repeat_penalty", 1e-6, 1e6),
+    ("frequency_penalty", -1e6, 1e6),
+    ("presence_penalty", -1e6, 1e6),
+    ("dry_multiplier", 0.0, 1e6),
+    ("dry_base", 1.0, 1e6),
+    ("xtc_probability", 0.0, 1.0),
+    ("xtc_threshold", 0.0, 1.0),
+    ("mirostat_tau", 1e-6, 1e6),
+    ("mirostat_eta", 1e-6, 1e6),
+)
+_WHOLE = (("top_k", 0), ("penalty_last_n", -1), ("dry_allowed_length", 1), ("dry_last_n", -1))
+
+
+def _span(last_n: int, n_ctx: int) -> int:
+    return n_ctx if last_n < 0 else min(last_n, n_ctx)
+
+
+def _check_bias(bias: Mapping[int, float], n_vocab: int) -> None:
+    for token in bias:
+        if not 0 <= token < n_vocab:
+            raise TokenError(f"logit_bias names token {token}; ids run from 0 to {n_vocab - 1}")
+    if len(bias) == n_vocab and all(value == -math.inf for value in bias.values()):
+        raise SamplingError("logit_bias rules out every token")
