@@ -153,10 +153,3 @@ class ModelFileError(ModelError):
 
 class FetchError(ModelError):
     """The download failed. What was fetched is kept for the next try."""
-
-
-__all__ = [
-    name
-    for name, value in list(globals().items())
-    if isinstance(value, type) and issubclass(value, PerdureError)
-]
