@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -48,6 +48,7 @@ from perdure.errors import (
 )
 from perdure.identity import Identity
 
+_LARGEST_SCALE = float(np.finfo(np.float32).max)
 _DIRECT = 8
 """Steps up to this size are short enough to wait for; a longer one can be interrupted by Ctrl-C."""
 
@@ -63,10 +64,13 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Where a sequence stood before a decode, with the state to go back to if it cannot be cut."""
+    """Where to take a sequence if a call fails, with the state for it where it cannot be cut."""
 
     length: int
-    state: NDArray[np.uint8] | None
+    state: NDArray[np.uint8] | None = None
+
+
+_EMPTY = _Mark(0)
 
 
 class _Failure(Exception):
@@ -110,6 +114,7 @@ class Context:
         self._rows: dict[tuple[int, int], int | NDArray[np.float32]] = {}
         self._lengths: dict[int, int] = {}
         self._runner: ThreadPoolExecutor | None = None
+        self._unfinished: Mapping[int, _Mark] = {}
         self._stopping = False
         self._closing = False
         self._busy = False
@@ -168,11 +173,13 @@ class Context:
                     self._run([Part(seq, start + at, ids[at:end], outputs[at:end])])
                     for index in np.flatnonzero(outputs[at:end]).tolist():
                         found[seq, at + index] = index if end == len(ids) else self._core.row(index).copy()
-            self._ledger.append(seq, ids)
-            self._publish(found, {seq: len(ids)})
+                self._ledger.append(seq, ids)
+                self._publish(found, {seq: len(ids)})
 
     def step(self, feeds: Sequence[Feed]) -> None:
         """Append to several sequences in one native step of at most `n_batch` tokens: all, or none."""
+        if not all(isinstance(feed, Feed) for feed in feeds):
+            raise InvalidInputError("a step takes Feed(seq, tokens) for each sequence")
         checked = [(feed.seq, self._check_tokens(feed.tokens), feed.rows) for feed in feeds]
         if len({seq for seq, _, _ in checked}) != len(checked):
             raise SequenceError("a step takes each sequence once")
@@ -191,16 +198,16 @@ class Context:
             parts.sort(key=lambda part: part.seq)
             self._begin()
             marks = {part.seq: self._mark(part.seq, len(part.tokens)) for part in parts}
-            with self._undoing(marks):
-                self._run(parts)
             found: dict[tuple[int, int], int | NDArray[np.float32]] = {}
             at = 0
-            for part in parts:
-                self._ledger.append(part.seq, part.tokens)
-                for index in np.flatnonzero(part.outputs).tolist():
-                    found[part.seq, index] = at + index
-                at += len(part.tokens)
-            self._publish(found, {part.seq: len(part.tokens) for part in parts})
+            with self._undoing(marks):
+                self._run(parts)
+                for part in parts:
+                    self._ledger.append(part.seq, part.tokens)
+                    for index in np.flatnonzero(part.outputs).tolist():
+                        found[part.seq, index] = at + index
+                    at += len(part.tokens)
+                self._publish(found, {part.seq: len(part.tokens) for part in parts})
 
     def logits(self, row: int = -1, seq: int | None = None) -> LogitsView:
         """The logits after token `row` of the last decode; below 0 counts from its end.
@@ -254,7 +261,7 @@ class Context:
         """Keep the first `length` tokens of `seq`."""
         with self._turn(seq):
             held = self._ledger.length(seq)
-            if not 0 <= length <= held:
+            if not _is_whole(length) or not 0 <= length <= held:
                 raise InvalidInputError(f"sequence {seq} holds {held} tokens, cannot keep {length}")
             if 0 < length < held and not self.memory.can_cut(length, oldest := self._core.oldest(seq)):
                 reachable = self.memory.shortest_cut(held, oldest)
@@ -266,9 +273,10 @@ class Context:
                 )
             self._begin()
             if length < held:
-                self._core.remove(seq, length)
-                self._confirm(seq, length)
-                self._ledger.cut(seq, length)
+                with self._undoing({seq: _Mark(length)}):
+                    self._core.remove(seq, length)
+                    self._confirm(seq, length)
+                    self._ledger.cut(seq, length)
 
     def fork(self, src: int, dst: int) -> None:
         """Make `dst`, whatever it held, a copy of `src`."""
@@ -276,41 +284,51 @@ class Context:
             if src == dst:
                 raise SequenceError(f"sequence {src} cannot be forked into itself")
             self._begin()
-            self._core.remove(dst, 0)
-            self._ledger.cut(dst, 0)
-            if length := self._ledger.length(src):
-                self._core.copy(src, dst)
-                self._confirm(dst, length)
-                self._ledger.copy(src, dst)
+            with self._undoing({dst: _EMPTY}):
+                self._core.remove(dst, 0)
+                self._ledger.cut(dst, 0)
+                if length := self._ledger.length(src):
+                    self._core.copy(src, dst)
+                    self._confirm(dst, length)
+                    self._ledger.copy(src, dst)
 
     def clear(self, seq: int | None = None) -> None:
         """Forget `seq`; with none named, everything, as if the context were new."""
         with self._turn(*(() if seq is None else (seq,))):
             self._begin()
-            if seq is None:
-                self._core.clear()
-            else:
-                self._core.remove(seq, 0)
-            for each in range(self.n_seq) if seq is None else (seq,):
-                self._confirm(each, 0)
-                self._ledger.cut(each, 0)
+            seqs = range(self.n_seq) if seq is None else (seq,)
+            with self._undoing(dict.fromkeys(seqs, _EMPTY)):
+                if seq is None:
+                    self._core.clear()
+                else:
+                    self._core.remove(seq, 0)
+                for each in seqs:
+                    self._confirm(each, 0)
+                    self._ledger.cut(each, 0)
 
     def adapt(self, adapters: Mapping[Adapter, float]) -> None:
         """Use these adapters at these scales from now on; none for the model as it is.
 
         What the sequences hold was computed with other weights, so all of them are cleared.
         """
+        if not isinstance(adapters, Mapping):
+            raise InvalidInputError(f"adapt takes adapters with their scales, got {adapters!r}")
+        for adapter, scale in adapters.items():
+            if not isinstance(scale, (int, float, np.number)) or not abs(scale) <= _LARGEST_SCALE:
+                raise InvalidInputError(f"the scale of {adapter!r} must be a finite number, got {scale!r}")
         with self._turn():
-            for adapter, scale in adapters.items():
-                if not np.isfinite(scale):
-                    raise InvalidInputError(f"the scale of {adapter!r} must be a finite number, got {scale}")
             self._begin()
-            if not self._core.adapt(adapters):
+            with self._undoing(dict.fromkeys(range(self.n_seq), _EMPTY)):
+                if accepted := self._core.adapt(adapters):
+                    named = sorted(f"{each.digest}*{float(scale)!r}" for each, scale in adapters.items())
+                    self._adapters = ",".join(named) or "none"
+                    self._identity = None
+                    self._core.clear()
+                    for seq in range(self.n_seq):
+                        self._confirm(seq, 0)
+                        self._ledger.cut(seq, 0)
+            if not accepted:
                 raise EngineError("the engine refused these adapters; the context is as before")
-            self.clear()
-            named = sorted(f"{adapter.digest}*{float(scale)!r}" for adapter, scale in adapters.items())
-            self._adapters = ",".join(named) or "none"
-            self._identity = None
 
     # State.
 
@@ -327,21 +345,17 @@ class Context:
             found = saved.unpack(state, self.identity)
             tokens = found.tokens
             if not 0 < len(tokens) <= self.n_ctx:
-                raise ContextOverflow(
-                    f"saved state holds {len(tokens)} tokens, {self.n_ctx} fit",
-                    needed=len(tokens),
-                    fits=self.n_ctx,
-                )
+                raise _overflow(len(tokens), self.n_ctx, "so the saved state says")
             self._check_tokens(tokens)
             self._begin()
-            # Emptied first: the engine may refuse and keep a part of what was there.
-            self._core.remove(seq, 0)
-            self._ledger.cut(seq, 0)
-            if not self._core.write(seq, found.payload, partial=False):
+            with self._undoing({seq: _EMPTY}):
+                # Emptied first: the engine may refuse and keep a part of what was there.
                 self._core.remove(seq, 0)
-                raise EngineError(f"the engine refused a verified state; sequence {seq} is now empty")
-            self._confirm(seq, len(tokens))
-            self._ledger.replace(seq, tokens)
+                self._ledger.cut(seq, 0)
+                if not self._core.write(seq, found.payload, partial=False):
+                    raise EngineError(f"the engine refused a verified state; sequence {seq} is now empty")
+                self._confirm(seq, len(tokens))
+                self._ledger.replace(seq, tokens)
 
     def checkpoint(self, seq: int = 0) -> Checkpoint:
         """A point to `restore` later, small where the memory can be cut."""
@@ -357,6 +371,8 @@ class Context:
 
         A recurrent memory is whole in its checkpoint, so there the sequence may hold anything.
         """
+        if not isinstance(checkpoint, Checkpoint):
+            raise InvalidInputError(f"restore takes a checkpoint, got {type(checkpoint).__name__}")
         with self._turn(seq):
             if checkpoint.identity != self.identity.digest:
                 raise IncompatibleStateError("this checkpoint is of another model, build or layout")
@@ -367,12 +383,12 @@ class Context:
                     "load a saved state, or decode them again",
                     field="tokens",
                 )
+            self._check_tokens(checkpoint.tokens)
             self._begin()
-            kept = self._return_to(seq, _Mark(checkpoint.length, checkpoint.state))
-            if kept != checkpoint.length:
-                self._ledger.cut(seq, kept)
-                raise EngineError(f"the engine refused a checkpoint; sequence {seq} now holds {kept} tokens")
-            self._ledger.replace(seq, checkpoint.tokens)
+            with self._undoing({seq: _EMPTY}):
+                if not self._return_to(seq, _Mark(checkpoint.length, checkpoint.state)):
+                    raise EngineError(f"the engine refused a checkpoint; sequence {seq} is now empty")
+                self._ledger.replace(seq, checkpoint.tokens)
 
     # Its own life.
 
@@ -414,13 +430,17 @@ class Context:
         with self._lock:
             if self._closing:
                 raise ClosedError("this context is closed")
+            if self._unfinished:
+                self._undo()
             for seq in seqs:
-                if not isinstance(seq, (int, np.integer)) or not 0 <= seq < self.n_seq:
+                if not _is_whole(seq) or not 0 <= seq < self.n_seq:
                     raise SequenceError(f"sequences run from 0 to {self.n_seq - 1}, got {seq!r}")
             yield
 
     def _check_tokens(self, tokens: Tokens) -> NDArray[np.int32]:
         try:
+            if len(tokens) > self.n_ctx:
+                raise _overflow(len(tokens), self.n_ctx, "too many tokens for any sequence")
             given = np.asarray(tokens)
         except (ValueError, TypeError, OverflowError) as error:
             raise TokenError(f"tokens are a flat list of ids: {error}") from None
@@ -436,12 +456,7 @@ class Context:
     def _check_room(self, seq: int, count: int) -> int:
         held = self._ledger.length(seq)
         if held + count > self.n_ctx:
-            raise ContextOverflow(
-                f"sequence {seq} needs {held + count} tokens, {self.n_ctx} fit: it holds {held} and got "
-                f"{count} more. Open the context with a larger n_ctx, or drop some tokens",
-                needed=held + count,
-                fits=self.n_ctx,
-            )
+            raise _overflow(held + count, self.n_ctx, f"sequence {seq} holds {held} and got {count} more")
         return held
 
     def _held(self, seq: int) -> NDArray[np.int32]:
@@ -538,13 +553,7 @@ class Context:
         # Native code in the main thread would hold Ctrl-C back until it returns.
         if self._runner is None:
             self._runner = ThreadPoolExecutor(1, thread_name_prefix="perdure-decode")
-        future = self._runner.submit(self._core.decode, self._batch)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            self._core.stop()
-            _wait_out(future)
-            raise
+        return self._runner.submit(self._core.decode, self._batch).result()
 
     def _mark(self, seq: int, count: int) -> _Mark:
         """Where `seq` stands, with what it takes to come back after `count` tokens went wrong."""
@@ -558,12 +567,21 @@ class Context:
 
     @contextmanager
     def _undoing(self, marks: Mapping[int, _Mark]) -> Iterator[None]:
-        """Run a decode; on any failure put every sequence back to its mark, and say what that left."""
+        """Change the cache and the ledger; on any failure take every sequence to its mark, and say so.
+
+        Ctrl-C can strike anywhere, even here. What it leaves unfinished, the next call undoes.
+        """
+        # A cancel that came late was not meant for this call.
+        self._stopping = False
+        if not self._closing:
+            self._core.rearm()
+        self._unfinished = marks
         self._busy = True
         try:
             yield
+            self._unfinished = {}
         except BaseException as error:
-            kept = self._undo(marks)
+            kept = self._undo()
             if isinstance(error, _Failure):
                 raise self._explain(error.outcome, marks, kept) from None
             raise
@@ -572,17 +590,27 @@ class Context:
             if not self._closing:
                 self._core.rearm()
 
-    def _undo(self, marks: Mapping[int, _Mark]) -> dict[int, int]:
+    def _undo(self) -> dict[int, int]:
         kept: dict[int, int] = {}
-        while len(kept) < len(marks):
+        while self._unfinished:
             try:
-                for seq, mark in marks.items():
-                    kept[seq] = self._return_to(seq, mark)
-                    self._ledger.cut(seq, kept[seq])
+                self._wait_for_runner()
+                self._rows, self._lengths = {}, {}
+                for seq, mark in self._unfinished.items():
+                    length = self._return_to(seq, mark)
+                    self._ledger.cut(seq, length)
+                    kept[seq] = length
+                self._unfinished = {}
             except KeyboardInterrupt:
                 # A second Ctrl-C must not leave the ledger and the cache apart.
                 continue
         return kept
+
+    def _wait_for_runner(self) -> None:
+        """End what an interrupted decode may have left running: a task after it has the runner to itself."""
+        if self._runner is not None:
+            self._core.stop()
+            self._runner.submit(int).result()
 
     def _return_to(self, seq: int, mark: _Mark) -> int:
         """Bring the cache of `seq` to `mark`, or empty it where that is impossible. The length kept."""
@@ -628,15 +656,19 @@ def _outputs(rows: Rows, count: int) -> NDArray[np.int8]:
             raise RowError(f"rows is 'last', 'all', 'none' or places in the tokens, got {rows!r}")
         return marks
     for row in rows:
-        if not isinstance(row, (int, np.integer)) or not -count <= row < count:
+        if not _is_whole(row) or not -count <= row < count:
             raise RowError(f"rows of {count} tokens run from 0 to {count - 1}, got {row!r}")
         marks[row] = 1
     return marks
 
 
-def _wait_out(future: Future[Outcome]) -> None:
-    while not future.done():
-        try:
-            wait([future])
-        except KeyboardInterrupt:
-            continue
+def _is_whole(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _overflow(needed: int, fits: int, why: str) -> ContextOverflow:
+    return ContextOverflow(
+        f"needed {needed} tokens, {fits} fit: {why}. Open the context with a larger n_ctx, or drop some",
+        needed=needed,
+        fits=fits,
+    )
