@@ -105,7 +105,8 @@ class LogitsView(NDArrayOperatorsMixin):
     def _own(self, result: Any) -> Any:
         """`result` with anything that lies over engine memory replaced by a copy."""
         if isinstance(result, np.ndarray):
-            return result.copy() if np.may_share_memory(result, self._row) else result
+            # An empty slice shares nothing, but the row is still its base.
+            return result.copy() if not result.size or np.may_share_memory(result, self._row) else result
         if isinstance(result, LogitsView):
             return result.copy()
         if isinstance(result, tuple) and hasattr(result, "_fields"):
@@ -149,6 +150,10 @@ class LogitsView(NDArrayOperatorsMixin):
             raise ValueError("logits cannot be had without a copy; use view.borrow()")
         return self._read(lambda row: np.array(row, dtype=dtype, copy=True))
 
+    def __reduce__(self) -> Any:
+        # Pickling and the copy module make an array: a view means nothing away from its step.
+        return self.copy().__reduce__()
+
     def copy(self) -> Floats:
         """The row in an array of its own."""
         return self._read(lambda row: row.copy())
@@ -174,14 +179,14 @@ class LogitsView(NDArrayOperatorsMixin):
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         views: list[LogitsView] = []
-        _collect((args, kwargs), views)
+        private = _collect((args, kwargs), views)
         with ExitStack() as held:
             # One order for all threads, so that two views of two contexts cannot deadlock.
             for step in sorted({view._step for view in views}, key=id):
                 held.enter_context(step.lock)
             for view in views:
                 view._read(len)
-            result = func(*_bare(args), **_bare(kwargs))
+            result = func(*_bare(args, private), **_bare(kwargs, private))
             for view in views:
                 result = view._own(result)
             return result
@@ -206,7 +211,10 @@ class LogitsView(NDArrayOperatorsMixin):
 
     def logprobs(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """The natural log probabilities of `tokens`."""
-        ids = np.asarray(tokens, dtype=np.int64).reshape(-1)
+        ids = np.asarray(tokens).reshape(-1)
+        if ids.dtype.kind not in "iu" and ids.size:
+            raise TokenError(f"token ids are integers, got {ids.dtype}")
+        ids = ids.astype(np.int64)
         if ids.size and (ids.min() < 0 or ids.max() >= self.size):
             raise TokenError(f"token ids run from 0 to {self.size - 1}, got {ids.min()} to {ids.max()}")
         return self._read(lambda row: row[ids].astype(np.float64) - self._log_norm(row))
@@ -300,25 +308,34 @@ def _kth_largest(row: Floats, k: int) -> float:
     return float(np.partition(pool, len(pool) - k)[len(pool) - k])
 
 
-def _collect(value: Any, into: list[LogitsView]) -> None:
+_VALUES = frozenset({bool, int, float, complex, str, bytes, slice, type(None), type(...)})
+
+
+def _collect(value: Any, into: list[LogitsView]) -> bool:
+    """Gather the views in `value`; whether all else in it is known not to keep the arrays it meets.
+
+    A callback, an array subclass or another library's array is handed its neighbours by NumPy.
+    """
+    kind = type(value)
     if isinstance(value, LogitsView):
         into.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _collect(item, into)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, into)
+        return True
+    if kind in (tuple, list, dict):
+        harmless = True
+        for item in value.values() if kind is dict else value:
+            harmless = _collect(item, into) and harmless
+        return harmless
+    if isinstance(value, type):
+        return value in _VALUES or issubclass(value, np.generic)
+    return kind is np.ndarray or kind in _VALUES or isinstance(value, (np.generic, np.dtype))
 
 
-def _bare(value: Any) -> Any:
-    """`value` with each view replaced by its array."""
+def _bare(value: Any, private: bool) -> Any:
+    """`value` with each view replaced by its array: the live one only where nobody could keep it."""
     if isinstance(value, LogitsView):
-        return value._row
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_bare(item) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_bare(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _bare(item) for key, item in value.items()}
+        return value._row if private else value._row.copy()
+    if type(value) in (tuple, list):
+        return type(value)(_bare(item, private) for item in value)
+    if type(value) is dict:
+        return {key: _bare(item, private) for key, item in value.items()}
     return value

@@ -36,6 +36,11 @@ class Checkpoint:
     tokens: NDArray[np.int32]
     state: NDArray[np.uint8] | None
 
+    def __post_init__(self) -> None:
+        for part in (self.tokens, self.state):
+            if part is not None:
+                part.flags.writeable = False
+
     @property
     def length(self) -> int:
         return len(self.tokens)
