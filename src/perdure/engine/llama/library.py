@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 log = logging.getLogger("perdure.llama")
+# Without this, Python prints the lines of a program that never set up logging to stderr.
+log.addHandler(logging.NullHandler())
 # A library is silent unless its user asks to hear it.
 log.addHandler(logging.NullHandler())
 
