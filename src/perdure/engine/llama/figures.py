@@ -1,0 +1,44 @@
+"""Figures in a model's file on which the library would end the process, refused before it reads them."""
+
+from __future__ import annotations
+
+import math
+
+from perdure.errors import ModelFileError
+from perdure.models import Header, Strings
+
+MAX_LAYERS = 512
+
+
+def check_figures(header: Header) -> None:
+    """Raise `ModelFileError` where the library is known to abort instead of refusing the file."""
+    name = header.path.name
+    architecture = header.text("general.architecture")
+    layers = header.integer(f"{architecture}.block_count")
+    if layers is not None and not 1 <= layers <= MAX_LAYERS:
+        raise ModelFileError(f"{name} says that it has {layers} layers; 1 to {MAX_LAYERS} can be used")
+    for key, value in header.metadata.items():
+        if key.endswith("epsilon") and isinstance(value, float) and not 0 <= value < math.inf:
+            raise ModelFileError(f"{name} is damaged: {key} is {value}")
+    turned = header.integer(f"{architecture}.rope.dimension_count") or 0
+    head = header.integer(f"{architecture}.attention.key_length") or turned
+    if turned % 2 or turned > head:
+        raise ModelFileError(f"{name} is damaged: it rotates {turned} of the {head} values of a head")
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, Strings) and (twice := _repeated(tokens)):
+        raise ModelFileError(f"{name} is damaged: its vocabulary has {twice!r} twice")
+
+
+def _repeated(tokens: Strings) -> bytes | None:
+    """A token that is there twice. The library reads each up to its first NUL, and names empty ones."""
+    seen = set(tokens)
+    if len(seen) == len(tokens) and not any("\0" in token for token in seen):
+        return None
+    words: set[bytes] = set()
+    for index in range(len(tokens)):
+        word = tokens.raw(index).split(b"\0", 1)[0]
+        if word in words:
+            return word
+        if word:
+            words.add(word)
+    return None
