@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ class LlamaAdapter:
         self.path = path
         self.digest = content_digest(path)
         self.weights = weights
-        self.handle: Any = library.load().llama_adapter_lora_init(weights.handle, str(path).encode())
+        self.handle: Any = library.load().llama_adapter_lora_init(weights.handle, os.fsencode(path))
         if not self.handle:
             raise ModelLoadError(
                 f"{path.name} is no adapter for this model: {library.last_error()}. "

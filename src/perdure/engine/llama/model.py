@@ -15,9 +15,10 @@ from perdure.engine.contract import Capabilities, Memory, MemoryKind
 from perdure.engine.llama import library
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.core import LlamaCore
+from perdure.engine.llama.figures import check_figures
 from perdure.engine.llama.vocabulary import Vocabulary
 from perdure.engine.llama.weights import Weights
-from perdure.errors import ClosedError, InvalidInputError, ModelLoadError, OutOfMemoryError
+from perdure.errors import ClosedError, InvalidInputError, ModelFileError, ModelLoadError, OutOfMemoryError
 from perdure.identity import Identity, content_digest
 from perdure.models.parts import part_names
 
@@ -28,6 +29,8 @@ _ROWS = 64
 _TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
 _BITS = dict(zip(_TYPES, (32.0, 16.0, 16.0, 8.5, 6.0, 5.5, 5.0, 4.5), strict=True))
 _PLAIN = ("f32", "f16", "bf16")
+_LARGEST = 3.4e38
+"""The library's floats end here."""
 
 
 class Model:
@@ -44,6 +47,9 @@ class Model:
         progress: Callable[[float], bool] | None = None,
     ) -> None:
         self.path: Path = models.path(source)
+        check_figures(models.read_header(self.path))
+        self._files = [self.path.with_name(name) for name in part_names(self.path.name)]
+        self._versions = [_version(file) for file in self._files]
         weights = Weights(self.path, gpu_layers=gpu_layers, progress=progress)
         lib = library.load()
         if not lib.llama_model_has_decoder(weights.handle) or lib.llama_model_has_encoder(weights.handle):
@@ -65,11 +71,13 @@ class Model:
         """The file's own description, values as text; long lists are cut short by the library."""
         return MappingProxyType(self._open().metadata())
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """The SHA-256 of the file's content (of all its parts, in order), paid once a file."""
-        names = part_names(self.path.name)
-        return "+".join(content_digest(self.path.with_name(name)) for name in names)
+        digest = "+".join(content_digest(file) for file in self._files if file.exists())
+        if [_version(file) for file in self._files] != self._versions:
+            raise ModelFileError(f"{self.path} was changed since it was loaded; load it again to keep state")
+        return digest
 
     @property
     def n_ctx_train(self) -> int:
@@ -141,8 +149,8 @@ class Model:
         """
         weights = self._open()
         threads = library.default_threads() if threads is None else threads
-        _check("n_ctx", n_ctx, 1, (1 << 31) // max(1, n_seq) - 256)
         _check("n_seq", n_seq, 1, MAX_SEQUENCES)
+        _check("n_ctx", n_ctx, 1, (1 << 31) // n_seq - 256)
         _check("n_batch", n_batch, 1, 1 << 16)
         _check("threads", threads, 1, MAX_THREADS)
         for name, value in (("k_type", k_type), ("v_type", v_type)):
@@ -151,7 +159,7 @@ class Model:
         if v_type not in _PLAIN and not flash:
             raise InvalidInputError(f"v_type {v_type} needs flash attention; leave flash on")
         for name, number in (("rope_freq_base", rope_freq_base), ("rope_freq_scale", rope_freq_scale)):
-            if not 0.0 <= number < float("inf"):
+            if not 0.0 <= number <= _LARGEST:
                 raise InvalidInputError(f"{name} is 0 (the model's own) or above, got {number}")
         self._check_memory(n_ctx * n_seq, k_type, v_type)
 
@@ -264,6 +272,15 @@ def _memory(lib: Any, weights: Weights) -> Memory:
     else:
         kind = MemoryKind.SLIDING if window else MemoryKind.FULL
     return Memory(kind=kind, window=window)
+
+
+def _version(file: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written or replaced."""
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def _check(name: str, value: int, low: int, high: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ class Weights:
         if progress is not None:
             callback = lib.llama_progress_callback(lambda done, _: progress(done))
             params.progress_callback = callback
-        self.handle = lib.llama_model_load_from_file(str(path).encode(), params)
+        self.handle = lib.llama_model_load_from_file(os.fsencode(path), params)
         if not self.handle:
             raise ModelLoadError(
                 f"{library.build()} refused {path.name}: {library.last_error()}. "
