@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from perdure import __version__
-from perdure.cli import inspect, models
+from perdure.cli import chat, inspect, models, run
 
 app = typer.Typer(
     name="perdure",
@@ -36,5 +36,7 @@ def root(
     pass
 
 
+app.command(name="chat")(chat.chat)
+app.command(name="run")(run.run)
 app.command(name="inspect")(inspect.inspect)
 app.add_typer(models.app, name="models")

@@ -1,0 +1,109 @@
+"""What the commands that run a model share: opening it, and text for a terminal or a pipe."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from perdure import Job, Model
+
+_PATIENCE = 0.5
+"""Seconds of loading that need no bar."""
+_INSISTENCE = 2.0
+"""Seconds after which a second Ctrl-C means that the first did not help."""
+_CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")}, "\ufffd")
+
+
+def load(name: str | None) -> Model:
+    """The model of that name, or the default one: fetched if need be, with bars for whoever watches."""
+    from perdure import Model, models
+    from perdure.cli.progress import fetching
+
+    with fetching(name or "the default model") as progress:
+        path = models.path(name, progress)
+    left = threading.Event()
+    with _loading(path) as report, ThreadPoolExecutor(1) as loader:
+        # Native code in the main thread would hold Ctrl-C back until it returns.
+        loading = loader.submit(Model, path, progress=lambda done: report(done) and not left.is_set())
+        try:
+            return loading.result()
+        finally:
+            left.set()
+
+
+@contextmanager
+def stopped_by_ctrl_c(job: Job) -> Iterator[threading.Event]:
+    """While this is open, Ctrl-C cancels `job` and sets the event; one much later is as usual.
+
+    An exception could strike between taking a piece of text and showing it, and lose it.
+    """
+    pressed = threading.Event()
+    since = 0.0
+
+    def press(number: int, frame: FrameType | None) -> None:
+        nonlocal since
+        if not pressed.is_set():
+            since = time.monotonic()
+            pressed.set()
+            job.cancel()
+        elif time.monotonic() - since > _INSISTENCE:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def write(text: str) -> None:
+    """Put a model's text on standard output at once. A terminal sees none of its control characters."""
+    out = sys.stdout
+    shown = text.translate(_CONTROLS) if out.isatty() else text
+    try:
+        out.write(shown)
+    except UnicodeEncodeError:
+        out.write(shown.encode(out.encoding, "replace").decode(out.encoding))
+    out.flush()
+
+
+def note(text: str) -> None:
+    """A line on standard error, as errors are told."""
+    print(f"perdure: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _loading(path: Path) -> Iterator[Callable[[float], bool]]:
+    from rich import progress as rich_progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    bar = rich_progress.Progress("Loading {task.description}", rich_progress.BarColumn(), console=console)
+    started = time.monotonic()
+    task: rich_progress.TaskID | None = None
+
+    def report(done: float) -> bool:
+        nonlocal task
+        if task is not None:
+            bar.update(task, completed=done)
+        elif console.is_terminal and time.monotonic() - started > _PATIENCE:
+            bar.start()
+            task = bar.add_task(path.name, total=1.0, completed=done)
+        return True
+
+    try:
+        yield report
+    finally:
+        if task is not None:
+            bar.stop()
