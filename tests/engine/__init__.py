@@ -1,0 +1,1 @@
+"""Both engines, by one contract."""

@@ -1,0 +1,94 @@
+"""The models that engine tests run over, toys of both engines, and how exactly each repeats itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import zoo
+from perdure import Context, MemoryKind, Model
+from perdure.engine.toy import ToyModel
+
+Row = NDArray[np.float32]
+
+TOYS = {f"toy-{kind.value}": kind for kind in MemoryKind}
+NAMES = [*TOYS, *zoo.names()]
+
+# The KL that other batch shapes and other cells make by rounding, at most (docs/exactness.md): for steps of
+# fewer than 64 tokens, and for longer ones. The toy engine does not round.
+NOISE = {
+    **dict.fromkeys(TOYS, (0.0, 0.0)),
+    "llama": (2e-5, 1e-4),
+    "qwen3": (2e-5, 1e-4),
+    "qwen3moe": (2e-5, 1e-4),
+    "deepseek2": (2e-5, 1e-4),
+    "gemma3": (5e-5, 1e-4),
+    "mamba": (1e-9, 1e-9),
+    "jamba": (1e-5, 1e-4),
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model. `noise` bounds the KL between equal tokens at unequal shapes; `tiled_noise` does where
+    a step has 64 tokens or more, for which the engine computes attention in another way."""
+
+    name: str
+    model: ToyModel | Model
+    noise: float
+    tiled_noise: float
+
+    @property
+    def kind(self) -> MemoryKind:
+        return self.model.memory.kind
+
+    @property
+    def toy(self) -> bool:
+        return isinstance(self.model, ToyModel)
+
+    def context(self, **settings: Any) -> Context:
+        """A small context: three sequences of 96 tokens, in batches of 8."""
+        return self.model.context(**{"n_ctx": 96, "n_seq": 3, "n_batch": 8, "threads": 1, **settings})
+
+    def tokens(self, count: int, seed: int = 0) -> list[int]:
+        """Tokens that look like nothing in particular, and are always the same."""
+        return [int(token) for token in np.random.default_rng([seed, 7]).integers(0, 256, count)]
+
+    def cold(self, chunks: list[list[int]], **settings: Any) -> Row:
+        """The last row of a fresh context that is given `chunks`, one native step or more each."""
+        with self.context(**{"n_seq": 1, **settings}) as ctx:
+            for chunk in chunks:
+                ctx.decode(chunk)
+            return ctx.logits().copy()
+
+
+def find(name: str, zoo_path: Callable[[str], Path]) -> Subject:
+    model = ToyModel(TOYS[name]) if name in TOYS else Model(zoo_path(name))
+    return Subject(name, model, *NOISE[name])
+
+
+def divergence(one: Row, other: Row) -> float:
+    """KL in nats of `other` from `one`; exactly 0 for the same bits."""
+    if one.tobytes() == other.tobytes():
+        return 0.0
+    left, right = _logp(one), _logp(other)
+    # Rounding can take a tiny sum of signed terms below 0.
+    return abs(float(np.sum(np.exp(left) * (left - right))))
+
+
+def _logp(row: Row) -> NDArray[np.float64]:
+    scores = row.astype(np.float64)
+    scores -= scores.max()
+    logp: NDArray[np.float64] = scores - np.log(np.exp(scores).sum())
+    return logp
+
+
+def check(warm: Row, cold: Row, bound: float = 0.0) -> None:
+    """Warm equals cold: the same bits, or within `bound` where that is above 0."""
+    found = divergence(cold, warm)
+    assert found <= bound, f"warm is not cold: KL {found:.3g}, at most {bound:.3g} is noise"
