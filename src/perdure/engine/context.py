@@ -21,6 +21,7 @@ from perdure.engine.batch import Batch, Part
 from perdure.engine.contract import (
     Adapter,
     Capabilities,
+    Capture,
     Core,
     Memory,
     MemoryKind,
@@ -389,6 +390,37 @@ class Context:
                 if not self._return_to(seq, _Mark(checkpoint.length, checkpoint.state)):
                     raise EngineError(f"the engine refused a checkpoint; sequence {seq} is now empty")
                 self._ledger.replace(seq, checkpoint.tokens)
+
+    def capture(self, seq: int = 0) -> Capture:
+        """The state of `seq` in parts that can be kept apart; cut its rows before the context is used again."""
+        with self._turn(seq):
+            self._held(seq)
+            return self._core.capture(seq)
+
+    def assemble(
+        self,
+        tokens: Tokens,
+        pieces: Sequence[NDArray[np.uint8]],
+        rest: NDArray[np.uint8] | None,
+        seq: int = 0,
+    ) -> None:
+        """Replace `seq` by `tokens`, whose state is these rows and this rest, captured here before.
+
+        Nothing of them is verified: that is for whoever kept them.
+        """
+        ids = self._check_tokens(tokens)
+        rows = sum(len(piece) for piece in pieces)
+        if len(ids) > self.n_ctx or (pieces and rows != len(ids)):
+            raise InvalidInputError(f"{rows} rows for {len(ids)} tokens, where {self.n_ctx} fit")
+        with self._turn(seq):
+            self._begin()
+            self._core.remove(seq, 0)
+            self._ledger.cut(seq, 0)
+            if not self._core.assemble(seq, pieces, rest):
+                self._core.remove(seq, 0)
+                raise EngineError(f"the engine refused rows that it gave; sequence {seq} is now empty")
+            self._confirm(seq, len(ids))
+            self._ledger.replace(seq, ids)
 
     # Its own life.
 

@@ -117,6 +117,28 @@ class Adapter(Protocol):
     def digest(self) -> str: ...
 
 
+class TokenRows(Protocol):
+    """The part of a state that has a row for each token. It is valid until the core is used again."""
+
+    @property
+    def row_bytes(self) -> int: ...
+    def __len__(self) -> int: ...
+    def cut(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """The rows of tokens `start` to `stop`, one a token, in an array of their own."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A sequence's state in its parts: rows by token, and the rest, which belongs to its end.
+
+    A memory that can be cut anywhere has no rest; one that cannot be cut at all has no rows.
+    """
+
+    rows: TokenRows | None
+    rest: NDArray[np.uint8] | None
+
+
 class Core(Protocol):
     """One native context. It checks nothing and remembers nothing: `Context` does both.
 
@@ -162,6 +184,14 @@ class Core(Protocol):
 
     def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
         """Replace the state of `seq`. False: refused, and `seq` is then empty or as it was."""
+        ...
+
+    def capture(self, seq: int) -> Capture:
+        """The state of `seq` in its parts."""
+        ...
+
+    def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
+        """Replace the state of `seq` by rows and a rest that were captured. False as for `write`."""
         ...
 
     def adapt(self, adapters: Mapping[Adapter, float]) -> bool:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.batch import Batch
-from perdure.engine.contract import Adapter, Floats, Outcome, Sampler, Stage
-from perdure.engine.llama import library
+from perdure.engine.contract import Adapter, Capture, Floats, MemoryKind, Outcome, Sampler, Stage
+from perdure.engine.llama import layout, library
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.sampler import LlamaSampler
 from perdure.engine.llama.weights import Weights
@@ -19,12 +19,14 @@ from perdure.errors import ClosedError, EngineError, OutOfMemoryError
 
 _OUTCOMES = {0: Outcome.DONE, 1: Outcome.FULL, 2: Outcome.ABORTED, -1: Outcome.REJECTED}
 _PARTIAL = 1
+_OPENING = 8
+"""The bytes with which every state starts: a mark and the sequence."""
 
 
 class LlamaCore:
     """Owns one `llama_context`, and keeps the weights it uses alive."""
 
-    def __init__(self, weights: Weights, params: Any) -> None:
+    def __init__(self, weights: Weights, params: Any, kind: MemoryKind) -> None:
         self._lib = library.load()
         self._weights = weights
         self.n_vocab = weights.n_vocab
@@ -43,6 +45,11 @@ class LlamaCore:
         self._memory = self._lib.llama_get_memory(self._context)
         self._row = ctypes.c_float * self.n_vocab
         self._streams = not params.kv_unified and params.n_seq_max > 1
+        self._n_streams = params.n_seq_max if self._streams else 1
+        self._kind = kind
+        self._layout: layout.Layout | None = None
+        self._layout_known = False
+        self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._native: tuple[Batch, Any] | None = None
 
     def decode(self, batch: Batch) -> Outcome:
@@ -129,6 +136,44 @@ class LlamaCore:
 
     def can_shift(self) -> bool:
         return bool(self._lib.llama_memory_can_shift(self._memory))
+
+    def capture(self, seq: int) -> Capture:
+        state = self._read_into_scratch(seq)
+        if self._kind is MemoryKind.RECURRENT:
+            return Capture(None, state.copy())
+        rest = None
+        if self._kind is not MemoryKind.FULL:
+            rest = self.read(seq, partial=True)[_OPENING:]
+        if not self._layout_known:
+            # Nothing is cut before the layout has been proved on real bytes of this very context.
+            self._layout = layout.discover(state, rest, seq, self._n_streams)
+            self._layout_known = True
+        rows = self._layout.rows(state) if self._layout else None
+        if rows is None:
+            return Capture(None, state.copy())
+        return Capture(rows, rest)
+
+    def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
+        if not pieces:
+            return rest is not None and self.write(seq, rest, partial=False)
+        if self._layout is None:
+            return False
+        size = self._layout.size(sum(len(piece) for piece in pieces)) + (0 if rest is None else len(rest))
+        return self.write(seq, self._layout.build(seq, pieces, rest, self._room(size)), partial=False)
+
+    def _read_into_scratch(self, seq: int) -> NDArray[np.uint8]:
+        size = int(self._lib.llama_state_seq_get_size_ext(self._context, seq, 0))
+        state = self._room(size)
+        wrote = self._lib.llama_state_seq_get_data_ext(self._context, _bytes_at(state, 0), size, seq, 0)
+        if not size or wrote != size:
+            raise EngineError(f"the engine gave {wrote} bytes of state for sequence {seq}, not {size}")
+        return state
+
+    def _room(self, size: int) -> NDArray[np.uint8]:
+        """Memory for a state in passing, kept: fresh pages cost more than the copy into them."""
+        if len(self._scratch) < size:
+            self._scratch = np.empty(size + size // 4, np.uint8)
+        return self._scratch[:size]
 
     def stop(self) -> None:
         self._flag[0] = b"x"

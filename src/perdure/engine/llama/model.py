@@ -179,7 +179,7 @@ class Model:
         params.rope_freq_base = rope_freq_base
         params.rope_freq_scale = rope_freq_scale
         params.no_perf = True
-        core = LlamaCore(weights, params)
+        core = LlamaCore(weights, params, self._memory.kind)
         memory = Memory(kind=self._memory.kind, window=self._memory.window, keeps_window=swa_full)
         streams = 1 if shared else n_seq
 

@@ -8,12 +8,14 @@ that comes after it.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from perdure.engine.contract import Memory, MemoryKind
+from perdure.engine.contract import Capture, Memory, MemoryKind
 
 _MASK = (1 << 64) - 1
 _POISON = 0xBADC0FFEE0DDF00D
@@ -96,6 +98,21 @@ class Cells:
     def _drop(self, pos: int) -> None:
         if cell := self._at.pop(pos, None):
             self.total -= cell.value
+
+
+class CellRows:
+    """Packed cells, a row each."""
+
+    row_bytes = _CELL.itemsize
+
+    def __init__(self, cells: bytes) -> None:
+        self._cells = np.frombuffer(cells, np.uint8).reshape(-1, self.row_bytes)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def cut(self, start: int, stop: int) -> NDArray[np.uint8]:
+        return self._cells[start:stop].copy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +227,22 @@ class Held:
         except (struct.error, ValueError):
             return False
         return not data
+
+    def capture(self) -> Capture:
+        """The base cells as rows; the window or the rolling state as the rest."""
+        rest = None
+        if self._memory.kind is not MemoryKind.FULL:
+            rest = np.frombuffer(self.pack(partial=True), np.uint8)
+        return Capture(None if self.base is None else CellRows(self.base.pack()[4:]), rest)
+
+    def assemble(self, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
+        parts = [self._head()]
+        if self.base is not None:
+            cells = b"".join(piece.tobytes() for piece in pieces)
+            parts += [struct.pack("<I", len(cells) // _CELL.itemsize), cells]
+        if rest is not None:
+            parts.append(rest.tobytes()[_HEAD.size :])
+        return self.unpack(memoryview(b"".join(parts)), partial=False)
 
     def _head(self) -> bytes:
         return _HEAD.pack(_MAGIC, list(MemoryKind).index(self._memory.kind), self._reach)

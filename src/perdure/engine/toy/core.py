@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.batch import Batch
-from perdure.engine.contract import Adapter, Floats, Memory, Outcome, Sampler, Stage
+from perdure.engine.contract import Adapter, Capture, Floats, Memory, Outcome, Sampler, Stage
 from perdure.engine.toy.cells import Held, mix
 from perdure.engine.toy.faults import Faults, Mishap, Trouble
 from perdure.engine.toy.sampler import ToySampler
@@ -208,6 +208,16 @@ class ToyCore:
     def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
         held = self._at(seq)
         if self.faults.write() or not held.unpack(memoryview(state.tobytes()), partial=partial):
+            self._held[seq] = Held(self._memory)
+            return False
+        return True
+
+    def capture(self, seq: int) -> Capture:
+        return self._at(seq).capture()
+
+    def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
+        held = self._at(seq)
+        if self.faults.write() or not held.assemble(pieces, rest):
             self._held[seq] = Held(self._memory)
             return False
         return True
