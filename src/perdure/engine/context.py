@@ -148,6 +148,11 @@ class Context:
         with self._turn(seq):
             return self._ledger.length(seq)
 
+    def common_prefix(self, tokens: NDArray[np.int32], seq: int = 0) -> int:
+        """How many of `tokens` `seq` starts with."""
+        with self._turn(seq):
+            return self._ledger.common_prefix(seq, tokens)
+
     def shortest_cut(self, seq: int = 0) -> int:
         """The shortest length above 0 that `truncate` can reach now without a checkpoint."""
         with self._turn(seq):
@@ -392,7 +397,7 @@ class Context:
                 self._ledger.replace(seq, checkpoint.tokens)
 
     def capture(self, seq: int = 0) -> Capture:
-        """The state of `seq` in parts that can be kept apart; cut its rows before the context is used again."""
+        """The state of `seq` in parts; cut its rows before the context is used again."""
         with self._turn(seq):
             self._held(seq)
             return self._core.capture(seq)

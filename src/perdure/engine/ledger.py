@@ -33,6 +33,12 @@ class Ledger:
         held = self._tokens[seq]
         return len(prefix) <= len(held) and held[: len(prefix)].tobytes() == prefix.tobytes()
 
+    def common_prefix(self, seq: int, tokens: NDArray[np.int32]) -> int:
+        count = min(len(tokens), len(self._tokens[seq]))
+        held = np.frombuffer(self._tokens[seq][:count], np.int32) if count else tokens[:0]
+        different = np.flatnonzero(held != tokens[:count])
+        return int(different[0]) if len(different) else count
+
     def append(self, seq: int, tokens: NDArray[np.int32]) -> None:
         self._tokens[seq].frombytes(tokens.tobytes())
 

@@ -143,10 +143,11 @@ class LlamaCore:
             return Capture(None, state.copy())
         rest = None
         if self._kind is not MemoryKind.FULL:
-            rest = self.read(seq, partial=True)[_OPENING:]
+            rest = self.read(seq, partial=True)
         if not self._layout_known:
             # Nothing is cut before the layout has been proved on real bytes of this very context.
-            self._layout = layout.discover(state, rest, seq, self._n_streams)
+            tail = None if rest is None else rest[_OPENING:]
+            self._layout = layout.discover(state, tail, seq, self._n_streams)
             self._layout_known = True
         rows = self._layout.rows(state) if self._layout else None
         if rows is None:
@@ -158,8 +159,9 @@ class LlamaCore:
             return rest is not None and self.write(seq, rest, partial=False)
         if self._layout is None:
             return False
-        size = self._layout.size(sum(len(piece) for piece in pieces)) + (0 if rest is None else len(rest))
-        return self.write(seq, self._layout.build(seq, pieces, rest, self._room(size)), partial=False)
+        tail = None if rest is None else rest[_OPENING:]
+        size = self._layout.size(sum(len(piece) for piece in pieces)) + (0 if tail is None else len(tail))
+        return self.write(seq, self._layout.build(seq, pieces, tail, self._room(size)), partial=False)
 
     def _read_into_scratch(self, seq: int) -> NDArray[np.uint8]:
         size = int(self._lib.llama_state_seq_get_size_ext(self._context, seq, 0))

@@ -1,0 +1,96 @@
+"""A block: a run of tokens with its state, named by everything that the state depends on."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import NewType
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from perdure.errors import CorruptStateError, InvalidInputError
+from perdure.identity import Identity
+
+BlockId = NewType("BlockId", bytes)
+
+BLOCK = 64
+"""Tokens in a whole block."""
+_OVERHEAD = 512
+"""What a block costs besides its bytes: objects, table entries."""
+
+
+def root_id(identity: Identity, *, block_size: int, mode: str, namespace: str) -> BlockId:
+    """Where every chain starts: what the state depends on besides the tokens, and whose it is."""
+    if block_size < 1 or not mode:
+        raise InvalidInputError(f"a chain needs a block size and a mode, got {block_size} and {mode!r}")
+    digest = hashlib.sha256(b"perdure/block/1\0" + identity.digest)
+    for text in (str(block_size), mode, namespace):
+        data = text.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return BlockId(digest.digest())
+
+
+def block_id(parent: BlockId, tokens: NDArray[np.int32]) -> BlockId:
+    """The name of the block that follows `parent` with `tokens`."""
+    return BlockId(hashlib.sha256(parent + tokens.astype("<i4").tobytes()).digest())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Tokens `start` to `end` of a sequence, with the rows of their state.
+
+    `rest` is the part of the state that cannot be cut by token, as it was at `end`; where a kind of memory
+    has such a part, a sequence can be put back only to the end of a block that has it. A block shorter
+    than its siblings is the tail of a sequence.
+    """
+
+    id: BlockId
+    parent: BlockId
+    start: int
+    tokens: NDArray[np.int32]
+    rows: NDArray[np.uint8] | None
+    rest: NDArray[np.uint8] | None
+    checksum: bytes
+
+    @classmethod
+    def make(
+        cls,
+        parent: BlockId,
+        start: int,
+        tokens: NDArray[np.int32],
+        rows: NDArray[np.uint8] | None,
+        rest: NDArray[np.uint8] | None,
+    ) -> Block:
+        checksum = _checksum(rows, rest)
+        return cls(block_id(parent, tokens), parent, start, tokens, rows, rest, checksum)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """What keeping it costs."""
+        return _OVERHEAD + self.tokens.nbytes + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(part.nbytes for part in (self.rows, self.rest) if part is not None)
+
+    def verify(self) -> None:
+        """Raise unless every byte is as it was when the block was made, its own name included."""
+        if _checksum(self.rows, self.rest) != self.checksum:
+            raise CorruptStateError(f"the state of tokens {self.start} to {self.end} is damaged")
+        if block_id(self.parent, self.tokens) != self.id:
+            raise CorruptStateError(f"the block of tokens {self.start} to {self.end} is not what it is named")
+
+
+def _checksum(rows: NDArray[np.uint8] | None, rest: NDArray[np.uint8] | None) -> bytes:
+    digest = xxhash.xxh3_128()
+    for part in (rows, rest):
+        digest.update(b"\0" if part is None else b"\1" + part.nbytes.to_bytes(8, "little"))
+        if part is not None:
+            digest.update(part.data)
+    return digest.digest()
