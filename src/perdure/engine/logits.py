@@ -77,15 +77,16 @@ class LogitsView(NDArrayOperatorsMixin):
     Arithmetic and NumPy functions read the live memory and return arrays of their own.
     """
 
-    __slots__ = ("__weakref__", "_norm", "_row", "_step")
+    __slots__ = ("__weakref__", "_live", "_norm", "_row", "_step")
     __array_priority__ = 100.0
 
     dtype = np.dtype(np.float32)
     ndim = 1
 
     def __init__(self, row: Floats, step: Step) -> None:
-        row.flags.writeable = False
-        self._row = row
+        self._live = row
+        self._row = row.view()
+        self._row.flags.writeable = False
         self._step = step
         self._norm: float | None = None
 
@@ -195,7 +196,8 @@ class LogitsView(NDArrayOperatorsMixin):
 
     def argmax(self) -> int:
         """The likeliest token."""
-        return int(self._read(lambda row: row.argmax()))
+        # NumPy's argmax copies an array that it may not write to.
+        return int(self._read(lambda _: self._live.argmax()))
 
     def max(self) -> np.float32:
         return self._read(lambda row: row.max())
