@@ -25,7 +25,7 @@ def run(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PROMPT]",
+            metavar="PROMPT",
             help="The text to go on from, as it is. Without one, or as -, standard input is read; "
             "with both, standard input follows the prompt after an empty line.",
         ),
@@ -57,11 +57,29 @@ def run(
             "--temperature", "-t", help="0 always takes the likeliest token.", rich_help_panel=_Sampling
         ),
     ] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p", rich_help_panel=_Sampling)] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", rich_help_panel=_Sampling)] = None,
-    min_p: Annotated[float | None, typer.Option("--min-p", rich_help_panel=_Sampling)] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p",
+            help="Draw from the likeliest tokens that make up this much.",
+            rich_help_panel=_Sampling,
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            "--top-k", help="Draw from the K likeliest tokens; 0 from all.", rich_help_panel=_Sampling
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            "--min-p", help="Drop tokens below this share of the likeliest.", rich_help_panel=_Sampling
+        ),
+    ] = None,
     repeat_penalty: Annotated[
-        float | None, typer.Option("--repeat-penalty", rich_help_panel=_Sampling)
+        float | None,
+        typer.Option("--repeat-penalty", help="Above 1, less of what was there.", rich_help_panel=_Sampling),
     ] = None,
     seed: Annotated[
         int | None,

@@ -96,10 +96,10 @@ def _loading(path: Path) -> Iterator[Callable[[float], bool]]:
     def report(done: float) -> bool:
         nonlocal task
         if task is not None:
-            bar.update(task, completed=done)
+            bar.update(task, completed=100 * done)
         elif console.is_terminal and time.monotonic() - started > _PATIENCE:
             bar.start()
-            task = bar.add_task(path.name, total=1.0, completed=done)
+            task = bar.add_task(path.name, total=100, completed=int(100 * done))
         return True
 
     try:
