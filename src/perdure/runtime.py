@@ -34,7 +34,11 @@ class Runtime:
         self.model = model
         self._own_model = own_model
         self._context = model.context(n_ctx=n_ctx, n_seq=slots, **context)
-        self._scheduler = Scheduler(model, self._context, exact=exact, queue=queue)
+        try:
+            self._scheduler = Scheduler(model, self._context, exact=exact, queue=queue)
+        except BaseException:
+            self._context.close()
+            raise
 
     @property
     def n_ctx(self) -> int:
@@ -56,7 +60,7 @@ class Runtime:
         prompt: str | Sequence[int],
         *,
         max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         sampling: Sampling | None = None,
         grammar: Grammar | None = None,
         schema: Any = None,
@@ -86,7 +90,7 @@ class Runtime:
                 prompt=tokens,
                 max_tokens=max_tokens,
                 sampling=sampling or Sampling(**settings),
-                stops=(stop,) if isinstance(stop, str) else tuple(stop),
+                stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
                 grammar=given[0] if given else None,
                 n=n,
                 logprobs=logprobs,
@@ -106,12 +110,8 @@ class Runtime:
             job.cancel()
 
     def stream(self, prompt: str | Sequence[int], **request: Any) -> Iterator[Delta]:
-        """The reply piece by piece. Leaving the loop early cancels the rest."""
-        job = self.submit(prompt, **request)
-        try:
-            yield from job
-        finally:
-            job.cancel()
+        """The reply piece by piece. It is queued at once; leaving the loop early cancels the rest."""
+        return _deltas(self.submit(prompt, **request))
 
     async def agenerate(self, prompt: str | Sequence[int], **request: Any) -> Reply:
         """Like `generate`, for asyncio."""
@@ -121,14 +121,9 @@ class Runtime:
         finally:
             job.cancel()
 
-    async def astream(self, prompt: str | Sequence[int], **request: Any) -> AsyncIterator[Delta]:
+    def astream(self, prompt: str | Sequence[int], **request: Any) -> AsyncIterator[Delta]:
         """Like `stream`, for asyncio."""
-        job = self.submit(prompt, **request)
-        try:
-            async for delta in job:
-                yield delta
-        finally:
-            job.cancel()
+        return _adeltas(self.submit(prompt, **request))
 
     def score(self, prompt: str | Sequence[int], *, top: int = 0) -> Reply:
         """The log probabilities of a prompt's own tokens, and its perplexity."""
@@ -148,6 +143,21 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _deltas(job: Job) -> Iterator[Delta]:
+    try:
+        yield from job
+    finally:
+        job.cancel()
+
+
+async def _adeltas(job: Job) -> AsyncIterator[Delta]:
+    try:
+        async for delta in job:
+            yield delta
+    finally:
+        job.cancel()
 
 
 def open(  # noqa: A001

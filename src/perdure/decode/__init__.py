@@ -6,5 +6,6 @@ grammar     structured output: schemas, regexes, grammars
 request     what is asked for, and what comes back
 job         one request on its way: deltas for whoever waits, in threads or asyncio
 run         one reply being made: its script of tokens, and the choice of the next
+group       the samples of one request
 scheduler   one engine thread for all of them
 """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import llguidance
 import numpy as np
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from perdure.engine.contract import Model
 from perdure.errors import GrammarError
 
+GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
+
+_KINDS: tuple[str, ...] = get_args(GrammarKind)
 _KEPT = 256
 """Compiled grammars that a model remembers."""
 
@@ -24,7 +27,7 @@ _KEPT = 256
 class Grammar:
     """What a reply must look like: a JSON schema, a regex, or a Lark or GBNF grammar."""
 
-    kind: Literal["json_schema", "regex", "lark", "gbnf"]
+    kind: GrammarKind
     text: str
 
     @classmethod
@@ -72,16 +75,22 @@ class Grammars:
             return Matcher(self._compiled(grammar).deep_copy(), self._model.n_vocab)
 
     def _compile(self, grammar: Grammar) -> Any:
+        if grammar.kind not in _KINDS:
+            raise GrammarError(f"a grammar is one of {', '.join(_KINDS)}, got {grammar.kind!r}")
         if not isinstance(grammar.text, str):
             raise GrammarError(f"a {grammar.kind} is a text, got {type(grammar.text).__name__}")
         try:
             definition = llguidance.grammar_from(grammar.kind, grammar.text)
+            native = llguidance.LLMatcher(self._tokenizer, definition, log_level=0)
         except ValueError as error:
             raise GrammarError(f"this {grammar.kind} does not compile: {error}") from None
-        matcher = llguidance.LLMatcher(self._tokenizer, definition, log_level=0)
-        if matcher.is_error():
-            raise GrammarError(f"this {grammar.kind} does not compile: {matcher.get_error().strip()}")
-        return matcher
+        if native.is_error():
+            raise GrammarError(f"this {grammar.kind} does not compile: {_reason(native)}")
+        try:
+            Matcher(native.deep_copy(), self._model.n_vocab).mask()
+        except GrammarError:
+            raise GrammarError(f"this {grammar.kind} allows no reply at all") from None
+        return native
 
 
 class Matcher:
@@ -99,15 +108,28 @@ class Matcher:
     def mask(self) -> NDArray[np.uint8]:
         """One bit a token: whether it may come next. GrammarError where none may."""
         self._native.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        if self._native.is_error():
-            raise GrammarError(f"the grammar came to an end of its own: {self._native.get_error().strip()}")
-        if not self._mask.any():
-            raise GrammarError("the grammar came to a dead end: no token of this vocabulary may follow")
+        if self._native.is_error() or not self._mask.any():
+            raise GrammarError(
+                f"the grammar came to a dead end: no token may follow ({_reason(self._native)})"
+            )
         return self._mask
 
     def consume(self, token: int) -> None:
         if not self._native.consume_token(token):
-            raise GrammarError(f"the grammar refused token {token}: {self._native.get_error().strip()}")
+            raise GrammarError(f"the grammar refused token {token}: {_reason(self._native)}")
+
+
+def bits(tokens: Iterable[int], n_vocab: int) -> NDArray[np.uint8]:
+    """One bit a token, as in a mask, set for `tokens`."""
+    chosen = np.zeros(-(-n_vocab // 32) * 32, np.bool_)
+    chosen[list(tokens)] = True
+    return np.packbits(chosen, bitorder="little")
+
+
+def _reason(native: Any) -> str:
+    """The library's own words, without the dump of its state that follows them."""
+    words, _, _ = (native.get_error() or "").partition("<state>")
+    return words.strip() or "no reason was given"
 
 
 class _Words:

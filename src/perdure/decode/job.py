@@ -106,9 +106,14 @@ class Job:
         box = self._outbox
         while True:
             await self._until(lambda box: box.deltas or box.finished)
-            if not box.deltas:
+            with box.changed:
+                # Another reader of the same job may have been faster.
+                delta = box.deltas.popleft() if box.deltas else None
+                over = box.finished
+            if delta is not None:
+                yield delta
+            elif over:
                 break
-            yield box.deltas.popleft()
         self._result()
 
     async def _until(self, ready: Callable[[Outbox], Any]) -> None:

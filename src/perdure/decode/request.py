@@ -15,6 +15,9 @@ from perdure.decode.text import TextStream
 from perdure.engine.logits import Candidate, LogitsView
 from perdure.errors import InvalidInputError, TokenError
 
+MAX_SAMPLES = 1024
+"""Of one prompt. Each takes memory from the start."""
+
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
 
 Processor: TypeAlias = Callable[[Sequence[int], LogitsView], NDArray[np.float32]]
@@ -41,19 +44,29 @@ class Request:
     """Seconds from submission after which the request ends, wherever it is."""
 
     def __post_init__(self) -> None:
+        if not hasattr(self.prompt, "__len__"):
+            raise TokenError(f"a prompt is a list of token ids, got {type(self.prompt).__name__}")
         if not len(self.prompt):
             raise TokenError("a prompt needs at least one token")
-        for name, value, low in (("max_tokens", self.max_tokens, 1), ("n", self.n, 1)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-                raise InvalidInputError(f"{name} is a whole number of at least {low}, got {value!r}")
-        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise InvalidInputError(f"{name} is None or a whole number of at least 0, got {value!r}")
-        if self.timeout is not None and not self.timeout > 0:
+        if not _is_whole(self.n, 1) or self.n > MAX_SAMPLES:
+            raise InvalidInputError(f"n is a whole number from 1 to {MAX_SAMPLES}, got {self.n!r}")
+        for name, low in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0)):
+            value = getattr(self, name)
+            if value is not None and not _is_whole(value, low):
+                raise InvalidInputError(f"{name} is None or a whole number from {low}, got {value!r}")
+        if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
             raise InvalidInputError(f"timeout is a number of seconds above 0, got {self.timeout!r}")
+        if not isinstance(self.sampling, Sampling):
+            raise InvalidInputError(f"sampling is a Sampling, got {type(self.sampling).__name__}")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidInputError(f"grammar is a Grammar, got {type(self.grammar).__name__}")
         if not all(callable(processor) for processor in self.processors):
             raise InvalidInputError("processors are functions of the tokens and the logits")
         TextStream(self.stops)
+
+
+def _is_whole(value: object, low: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.decode.grammar import Matcher
+from perdure.decode.grammar import Matcher, bits
 from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
 from perdure.decode.sampling import Sampling
 from perdure.decode.text import TextStream
 from perdure.engine.context import Context
 from perdure.engine.contract import Model, Sampler
-from perdure.engine.logits import Candidate, LogitsView
-from perdure.errors import InvalidInputError
+from perdure.engine.logits import Candidate, LogitsView, Step
+from perdure.errors import GrammarError, InvalidInputError
 
 
 class Script(Sequence[int]):
@@ -81,6 +83,9 @@ class Run:
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
         self._end: int | None = None
+        steered = bool(request.processors) or matcher is not None
+        banned = sampling.banned if steered else []
+        self._possible = ~bits(banned, model.n_vocab) if banned else None
         self._prime()
 
     @property
@@ -124,19 +129,15 @@ class Run:
     def draw(self, context: Context, row: int, seq: int) -> None:
         """Choose the next token from a row of logits, and end the reply where it ends."""
         request = self.request
-        view = context.logits(row, seq)
         best: tuple[Candidate, ...] = ()
         norm, values = 0.0, None
         if request.logprobs is not None:
             # Of the model's own distribution, before anything changes the row.
+            view = context.logits(row, seq)
             norm = view.log_norm()
             best = tuple(view.top(min(request.logprobs, view.size))) if request.logprobs else ()
             values = view.copy() if request.processors else None
-        for processor in request.processors:
-            context.overwrite(_processed(processor(Script(self.script), view), context), row, seq)
-            view = context.logits(row, seq)
-        if self._matcher is not None:
-            context.rule_out(self._matcher.mask(), row, seq)
+        self._steer(context, row, seq)
         token = context.sample(self._sampler, row, seq)
         new: tuple[TokenLogprob, ...] = ()
         if request.logprobs is not None:
@@ -151,9 +152,9 @@ class Run:
             self._end = token
             self.finish("stop")
             return
+        text = self._text.push(self._model.piece(token))
         self.script.append(token)
         self._logprobs.extend(new)
-        text = self._text.push(self._model.piece(token))
         self._parts.append(text)
         if self._text.stopped is not None:
             reason: FinishReason = "stop"
@@ -165,6 +166,28 @@ class Run:
             self._put(Delta(text, (token,), new, self.index))
             return
         self.finish(reason, text, (token,), new)
+
+    def _steer(self, context: Context, row: int, seq: int) -> None:
+        """Let processors and the grammar change a row, and see that a token is left to draw."""
+        processors, matcher = self.request.processors, self._matcher
+        if not processors and matcher is None:
+            return
+        if processors:
+            values = context.logits(row, seq).copy()
+            for processor in processors:
+                with _lent(values) as view:
+                    values = _processed(processor(Script(self.script), view), context)
+            context.overwrite(values, row, seq)
+        allowed = None if matcher is None else matcher.mask()
+        if self._possible is not None:
+            allowed = self._possible if allowed is None else allowed & self._possible
+        if allowed is not None:
+            if not allowed.any():
+                raise GrammarError("the grammar came to a dead end: logit_bias rules out all that may follow")
+            context.rule_out(allowed, row, seq)
+            # An engine asked to draw from nothing draws anything.
+            if processors and context.logits(row, seq).max() == -np.inf:
+                raise InvalidInputError("processors, grammar and logit_bias together rule out every token")
 
     def finish(
         self,
@@ -220,8 +243,18 @@ def _logprob(view: LogitsView, token: int, top: int) -> TokenLogprob:
     return TokenLogprob(token, float(view.logprobs([token])[0]), best)
 
 
+@contextmanager
+def _lent(values: NDArray[np.float32]) -> Iterator[LogitsView]:
+    """A view of one call, over memory of its own: what a processor keeps of it pins nobody else."""
+    step = Step(threading.RLock(), values)
+    try:
+        yield LogitsView(values, step)
+    finally:
+        step.end()
+
+
 def _processed(values: object, context: Context) -> NDArray[np.float32]:
-    found = np.asarray(values, dtype=np.float32)
+    found = np.array(values, dtype=np.float32)
     if found.shape != (context.n_vocab,):
         raise InvalidInputError(
             f"a processor must return {context.n_vocab} logits, got an array of shape {found.shape}"

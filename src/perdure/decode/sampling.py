@@ -60,13 +60,22 @@ class Sampling:
             isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEED_LIMIT
         ):
             raise SamplingError(f"seed is None or a whole number from 0 to {SEED_LIMIT - 1}, got {seed!r}")
-        if not isinstance(self.dry_breakers, tuple) or not all(isinstance(b, str) for b in self.dry_breakers):
-            raise SamplingError("dry_breakers are a tuple of texts")
+        if 0 < self.temperature < _COLDEST:
+            raise SamplingError(f"temperature is 0 or at least {_COLDEST:g}, got {self.temperature!r}")
+        if not isinstance(self.dry_breakers, tuple) or not all(map(_is_breaker, self.dry_breakers)):
+            raise SamplingError("dry_breakers are a tuple of texts, none of them empty")
+        if not isinstance(self.logit_bias, Mapping):
+            raise SamplingError(f"logit_bias maps token ids to numbers, got {self.logit_bias!r}")
         for token, bias in self.logit_bias.items():
             if isinstance(token, bool) or not isinstance(token, int):
                 raise SamplingError(f"logit_bias maps token ids to numbers, got the key {token!r}")
-            if not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
-                raise SamplingError(f"the bias of token {token} must be a number or -inf, got {bias!r}")
+            if not isinstance(bias, (int, float)) or not (abs(bias) <= _STRONGEST or bias == -math.inf):
+                raise SamplingError(
+                    f"the bias of token {token} is -inf or a number from {-_STRONGEST:g} to {_STRONGEST:g}, "
+                    f"got {bias!r}"
+                )
+        # What was checked is what is kept, whatever the caller does to theirs.
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     @property
     def greedy(self) -> bool:
@@ -81,6 +90,11 @@ class Sampling:
         if self.dry_multiplier:
             spans.append(self.dry_last_n)
         return -1 if -1 in spans else max(spans)
+
+    @property
+    def banned(self) -> list[int]:
+        """The tokens that can never be drawn."""
+        return [token for token, bias in self.logit_bias.items() if bias == -math.inf]
 
     def seeded(self, offset: int = 0) -> Sampling:
         """The same with its seed settled, `offset` on for a further sample of one prompt."""
@@ -122,6 +136,10 @@ class Sampling:
         return [*stages, Stage("temp", (self.temperature,)), Stage("dist", (seed,))]
 
 
+# Beyond these a logit may leave the range of a float, and infinity less infinity is no number.
+_COLDEST = 1e-6
+_STRONGEST = 1e6
+
 _RANGES = (
     ("temperature", 0.0, 100.0),
     ("top_p", 0.0, 1.0),
@@ -138,6 +156,13 @@ _RANGES = (
     ("mirostat_eta", 1e-6, 1e6),
 )
 _WHOLE = (("top_k", 0), ("penalty_last_n", -1), ("dry_allowed_length", 1), ("dry_last_n", -1))
+
+
+def _is_breaker(text: object) -> bool:
+    try:
+        return isinstance(text, str) and b"\0" not in text.encode() and text != ""
+    except UnicodeEncodeError:
+        return False
 
 
 def _span(last_n: int, n_ctx: int) -> int:

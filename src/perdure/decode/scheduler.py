@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,18 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.decode.grammar import Grammars
+from perdure.decode.group import Group
 from perdure.decode.job import Job, Outbox
 from perdure.decode.request import Request
 from perdure.decode.run import Run
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Model, Rows
-from perdure.engine.state import Checkpoint
 from perdure.errors import (
     BusyError,
     ClosedError,
     ContextOverflow,
     DecodeCancelled,
     EngineError,
+    InvalidInputError,
     PerdureError,
     TokenError,
 )
@@ -39,7 +40,10 @@ class Placement(Protocol):
     """Which sequence a request gets, and how much of its prompt is already there."""
 
     def acquire(self, tokens: NDArray[np.int32]) -> tuple[int, int] | None:
-        """A free sequence that starts with the returned number of `tokens`; None if none is free."""
+        """A free sequence that holds the returned number of `tokens`, no more; None if none is free.
+
+        An error leaves the sequence free, and is that of the request.
+        """
         ...
 
     def release(self, seq: int) -> None: ...
@@ -57,38 +61,19 @@ class FreshPlaces:
             return None
         # The lowest: the engine batches neighbours together.
         seq = min(self._free)
-        self._free.remove(seq)
         self._context.clear(seq)
+        self._free.remove(seq)
         return seq, 0
 
     def release(self, seq: int) -> None:
         self._free.append(seq)
 
 
-@dataclass(slots=True, eq=False)
-class _Group:
-    """The samples of one request. The first reads the prompt; the others start where it ends."""
-
-    outbox: Outbox
-    runs: list[Run]
-    deadline: float | None
-    cancelled: bool = False
-    checkpoint: Checkpoint | None = None
-
-    @property
-    def done(self) -> bool:
-        return all(run.done for run in self.runs)
-
-    @property
-    def waiting(self) -> list[Run]:
-        return [run for run in self.runs if run.seq is None and not run.done]
-
-
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """A part of a step: the next `count` tokens of a run."""
 
-    group: _Group
+    group: Group
     run: Run
     count: int
 
@@ -111,16 +96,19 @@ class Scheduler:
         chunk: int = CHUNK,
         placement: Placement | None = None,
     ) -> None:
+        for name, value, low in (("queue", queue, 0), ("chunk", chunk, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise InvalidInputError(f"{name} is a whole number from {low}, got {value!r}")
         self._model = model
         self._context = context
         self._exact = exact
         self._limit = queue
-        self._chunk = max(1, min(chunk, context.n_batch))
+        self._chunk = min(chunk, context.n_batch)
         self._places = placement or FreshPlaces(context)
         self._grammars = Grammars(model)
         self._changed = threading.Condition()
-        self._waiting: deque[_Group] = deque()
-        self._active: list[_Group] = []
+        self._waiting: deque[Group] = deque()
+        self._active: list[Group] = []
         self._flying: frozenset[int] = frozenset()
         self._turn = 0
         self._closing = False
@@ -131,13 +119,15 @@ class Scheduler:
 
     def submit(self, request: Request) -> Job:
         """Queue a request. Whatever is wrong with it is raised here, before any work."""
+        self._check_thread()
         runs = self._prepare(request, outbox := Outbox())
         deadline = None if request.timeout is None else time.monotonic() + request.timeout
-        group = _Group(outbox, runs, deadline)
+        group = Group(outbox, runs, deadline)
         with self._changed:
             if self._closing:
                 raise ClosedError("this runtime is closed")
-            if len(self._waiting) >= self._limit:
+            free = self._context.n_seq - sum(each.placed for each in self._active)
+            if len(self._waiting) >= self._limit + free:
                 raise BusyError(
                     f"{len(self._waiting)} requests are waiting, {self._limit} may; try again later",
                     waiting=len(self._waiting),
@@ -155,18 +145,20 @@ class Scheduler:
 
     def close(self) -> None:
         """End every request as cancelled and stop the engine thread."""
+        self._check_thread()
         with self._changed:
             self._closing = True
             self._context.cancel()
             self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.join()
+
+    def _check_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise InvalidInputError("a processor cannot wait for the runtime that waits for it")
 
     def _prepare(self, request: Request, outbox: Outbox) -> list[Run]:
         context, model = self._context, self._model
-        ids = np.asarray(request.prompt)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= context.n_vocab:
-            raise TokenError(f"a prompt is a flat list of token ids from 0 to {context.n_vocab - 1}")
+        ids = _token_ids(request.prompt, context.n_vocab)
         # The last token that is written is never fed, so it needs no room.
         room = context.n_ctx - len(ids) + 1
         wanted = request.max_tokens or 1
@@ -200,7 +192,7 @@ class Scheduler:
     def _ends(self) -> list[int]:
         return [token for token in range(self._context.n_vocab) if self._model.is_end(token)]
 
-    def _cancel(self, group: _Group) -> None:
+    def _cancel(self, group: Group) -> None:
         with self._changed:
             group.cancelled = True
             # A step that serves nobody else need not be waited for.
@@ -235,9 +227,7 @@ class Scheduler:
             groups = [*self._waiting, *self._active]
         for group in groups:
             if group.cancelled or (group.deadline is not None and now >= group.deadline):
-                for run in group.runs:
-                    if not run.done:
-                        run.finish("cancelled")
+                group.cancel()
         self._collect()
 
     def _admit(self) -> None:
@@ -248,7 +238,14 @@ class Scheduler:
             if group is None:
                 return
             run = group.runs[0]
-            place = self._places.acquire(np.array(run.script, np.int32))
+            # At least one token is fed, so that there is a row to draw from; a scored prompt needs all rows.
+            known = run.script[:-1] if not run.scoring else ()
+            try:
+                place = self._places.acquire(np.array(known, np.int32))
+            except PerdureError as error:
+                group.fail(run, error)
+                self._collect()
+                continue
             if place is None:
                 return
             run.seq, run.cached = place
@@ -290,7 +287,8 @@ class Scheduler:
         """Prompts are cut at multiples of the chunk, replies at every token, whoever else is there."""
         if run.cached >= run.prompt_length:
             return 1
-        end = min((run.cached // self._chunk + 1) * self._chunk, run.prompt_length)
+        chunk = min(self._chunk, self._context.capabilities.max_outputs) if run.scoring else self._chunk
+        end = min((run.cached // chunk + 1) * chunk, run.prompt_length)
         return end - run.cached
 
     def _serve(self, step: Sequence[_Piece]) -> None:
@@ -301,17 +299,14 @@ class Scheduler:
             self._decode(step)
         except DecodeCancelled:
             self._recount(step)
-        except EngineError as error:
+        except PerdureError as error:
             self._recount(step)
             if len(step) > 1:
                 # Somebody's tokens, or bad luck: each gets another go, alone.
                 for piece in step:
                     self._serve([_Piece(piece.group, piece.run, min(piece.count, piece.run.remaining))])
             else:
-                step[0].run.finish("error", error=error)
-        except PerdureError as error:
-            for piece in step:
-                piece.run.finish("error", error=error)
+                step[0].group.fail(step[0].run, error)
         else:
             self._draw(step)
 
@@ -347,9 +342,8 @@ class Scheduler:
         read = []
         for piece in step:
             run = piece.run
-            with _own_errors(run):
-                if run.scoring:
-                    run.score(self._context, piece.count)
+            if run.scoring:
+                run.score(self._context, piece.count)
             run.cached += piece.count
             if run.remaining or run.done:
                 continue
@@ -377,20 +371,34 @@ class Scheduler:
                 context.overwrite(raw, row, reader.seq)
             self._draw_next(run, reader, row)
 
-    def _spread(self, group: _Group) -> None:
+    def _spread(self, group: Group) -> None:
         """Give the further samples sequences of their own, as far as some are free."""
         first = group.runs[0]
-        if not group.waiting or first.seq is None:
-            return
-        with _own_errors(*group.waiting):
-            group.checkpoint = self._context.checkpoint(first.seq)
+        assert first.seq is not None
         for run in group.waiting:
-            place = self._places.acquire(np.empty(0, np.int32))
-            if place is None:
-                return
-            run.seq = place[0]
             with _own_errors(run):
-                self._context.fork(first.seq, run.seq)
+                place = self._places.acquire(np.empty(0, np.int32))
+                if place is None:
+                    break
+                run.seq, run.cached = place
+                with suppress(PerdureError):
+                    self._context.fork(first.seq, run.seq)
+                    run.cached = first.cached
+        if group.waiting:
+            with suppress(PerdureError):
+                group.checkpoint = self._context.checkpoint(first.seq)
+
+    def _inherit(self, group: Group, heir: Run, seq: int) -> None:
+        """Give `heir` the sequence of a finished sample, back at the end of their prompt."""
+        heir.seq = seq
+        with _own_errors(heir):
+            if group.checkpoint is not None:
+                with suppress(PerdureError):
+                    self._context.restore(group.checkpoint, seq)
+                    return
+            # The long way: the prompt is read again.
+            self._context.clear(seq)
+            heir.cached = 0
 
     def _collect(self) -> None:
         """Hand the sequences of finished runs on, and finished requests back."""
@@ -398,20 +406,17 @@ class Scheduler:
             groups = [*self._active, *(group for group in self._waiting if group.done)]
         for group in groups:
             for run in group.runs:
-                if not run.done or run.seq is None:
-                    continue
-                seq, run.seq = run.seq, None
-                heirs = group.waiting
-                if heirs and group.checkpoint is not None:
-                    heirs[0].seq = seq
-                    with _own_errors(heirs[0]):
-                        self._context.restore(group.checkpoint, seq)
-                else:
-                    self._places.release(seq)
+                while run.done and run.seq is not None:
+                    seq, run.seq = run.seq, None
+                    if heirs := group.waiting:
+                        run = heirs[0]
+                        self._inherit(group, run, seq)
+                    else:
+                        self._places.release(seq)
             if group.done:
                 with self._changed:
                     (self._active if group in self._active else self._waiting).remove(group)
-                group.outbox.finish([run.reply() for run in group.runs])
+                group.deliver()
 
     def _fail_all(self, error: BaseException | None) -> None:
         with self._changed:
@@ -424,7 +429,15 @@ class Scheduler:
             for run in group.runs:
                 if not run.done:
                     run.finish("cancelled" if cause is None else "error", error=cause)
-            group.outbox.finish([run.reply() for run in group.runs])
+            group.deliver()
+
+
+def _token_ids(prompt: Sequence[int], n_vocab: int) -> NDArray[np.integer]:
+    with suppress(ValueError):
+        ids = np.asarray(prompt)
+        if ids.ndim == 1 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < n_vocab:
+            return ids
+    raise TokenError(f"a prompt is a flat list of token ids from 0 to {n_vocab - 1}")
 
 
 @contextmanager
@@ -432,7 +445,9 @@ def _own_errors(*runs: Run) -> Iterator[None]:
     """Whatever is raised here, also by a caller's own processor, ends these runs and no others."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        # A processor that calls sys.exit() ends its request, not the engine thread.
+        cause = error if isinstance(error, Exception) else EngineError(f"a processor raised {error!r}")
         for run in runs:
             if not run.done:
-                run.finish("error", error=error)
+                run.finish("error", error=cause)

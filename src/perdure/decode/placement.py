@@ -1,0 +1,92 @@
+"""Which sequence a request gets, and how much of its prompt is already there."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.engine.context import Context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReuseReport:
+    """Where the state of a prompt came from: tokens by tier, tokens computed, and why not fewer."""
+
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    computed: int
+    why: str
+
+    @property
+    def reused(self) -> int:
+        return sum(self.tiers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A sequence that starts with the first `cached` tokens of a prompt."""
+
+    seq: int
+    cached: int
+    report: ReuseReport
+
+
+class _Later(enum.Enum):
+    LATER = enum.auto()
+
+
+LATER: Final = _Later.LATER
+"""There is room, but another request is about to compute what this one needs."""
+Later: TypeAlias = Literal[_Later.LATER]
+
+
+class Placement(Protocol):
+    """Gives sequences to requests. Only the engine thread calls it, between steps."""
+
+    def acquire(
+        self, tokens: NDArray[np.int32], *, namespace: str = "", reuse: bool = True
+    ) -> Place | Later | None:
+        """A place for a prompt; None where all are taken."""
+        ...
+
+    def release(self, seq: int) -> None: ...
+
+    def chunk(self, seq: int, cached: int, count: int, prompt: int) -> int:
+        """How many of the next `count` tokens one step may take."""
+        ...
+
+    def reached(self, seq: int, length: int, prompt: int) -> None:
+        """A step has brought `seq` to `length` tokens, of which `prompt` are the prompt."""
+        ...
+
+
+class FreshPlaces:
+    """Every request starts from an empty sequence."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._free = list(range(context.n_seq))
+
+    def acquire(
+        self, tokens: NDArray[np.int32], *, namespace: str = "", reuse: bool = True
+    ) -> Place | Later | None:
+        if not self._free:
+            return None
+        # The lowest: the engine batches neighbours together.
+        seq = min(self._free)
+        self._free.remove(seq)
+        self._context.clear(seq)
+        return Place(seq, 0, ReuseReport(computed=len(tokens), why="nothing is kept between requests"))
+
+    def release(self, seq: int) -> None:
+        self._free.append(seq)
+
+    def chunk(self, seq: int, cached: int, count: int, prompt: int) -> int:
+        return count
+
+    def reached(self, seq: int, length: int, prompt: int) -> None:
+        pass
