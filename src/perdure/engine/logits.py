@@ -295,7 +295,8 @@ def _take_back(lent: Floats, alone: int) -> bool:
     # Here the argument is one more reference, and the caller's name another.
     if sys.getrefcount(lent) > alone + 2:
         return False
-    lent.__setstate__((1, (0,), np.dtype(np.float32), np.False_, b""))
+    nothing: Any = (1, (0,), np.dtype(np.float32), False, b"")
+    lent.__setstate__(nothing)
     return True
 
 
