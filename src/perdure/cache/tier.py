@@ -267,7 +267,7 @@ def _closest(
     return best, found
 
 
-def sound(tier: MemoryTier, match: Match) -> Match:
+def sound(tier: MemoryTier, match: Match, *, whole: bool) -> Match:
     """`match` up to the first block that is damaged; such a block is dropped with all that follow it."""
     for index, block in enumerate(match.blocks):
         try:
@@ -275,5 +275,7 @@ def sound(tier: MemoryTier, match: Match) -> Match:
         except CorruptStateError:
             tier.drop(block.id)
             kept = match.blocks[:index]
+            while whole and kept and kept[-1].rest is None:
+                kept = kept[:-1]
             return Match(kept, len(kept[-1].tokens)) if kept else Match()
     return match

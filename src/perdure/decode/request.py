@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.decode.grammar import Grammar
+from perdure.decode.placement import ReuseReport
 from perdure.decode.sampling import Sampling
 from perdure.decode.text import TextStream
 from perdure.engine.logits import Candidate, LogitsView
@@ -40,6 +41,8 @@ class Request:
     prompt_logprobs: int | None = None
     ignore_eos: bool = False
     processors: Sequence[Processor] = ()
+    namespace: str = ""
+    """Whose prompt it is: kept state is never shared between namespaces."""
     timeout: float | None = None
     """Seconds from submission after which the request ends, wherever it is."""
 
@@ -128,6 +131,7 @@ class Reply:
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
+    reuse: ReuseReport
     seed: int
     index: int = 0
     end: int | None = None

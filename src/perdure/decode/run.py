@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.decode.grammar import Matcher, bits
+from perdure.decode.placement import ReuseReport
 from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
 from perdure.decode.sampling import Sampling
 from perdure.decode.text import TextStream
@@ -64,7 +65,7 @@ class Run:
         self.script = array("i", request.prompt)
         self.prompt_length = len(self.script)
         self.cached = 0
-        self.reused = 0
+        self.report = ReuseReport(computed=len(self.script), why="not started")
         self.seq: int | None = None
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
@@ -213,15 +214,18 @@ class Run:
             tokens=tuple(self.script[self.prompt_length :]),
             finish_reason=self.finish_reason,
             usage=Usage(
-                prompt_tokens=self.prompt_length, completion_tokens=self.written, cached_tokens=self.reused
+                prompt_tokens=self.prompt_length,
+                completion_tokens=self.written,
+                cached_tokens=self.report.reused,
             ),
             timings=Timings(
                 queued=started - self.submitted,
                 prefill=first - started,
                 decode=self.finished - first,
-                prefilled_tokens=self.prompt_length - self.reused,
+                prefilled_tokens=self.prompt_length - self.report.reused,
                 decoded_tokens=self.written,
             ),
+            reuse=self.report,
             seed=self._sampling.seed or 0,
             index=self.index,
             end=self._end,

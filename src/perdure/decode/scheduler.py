@@ -6,10 +6,11 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from perdure.decode.grammar import Grammars
 from perdure.decode.group import Group
 from perdure.decode.job import Job, Outbox
+from perdure.decode.placement import FreshPlaces, Place, Placement
 from perdure.decode.request import Request
 from perdure.decode.run import Run
 from perdure.engine.context import Context, Feed
@@ -32,41 +34,10 @@ from perdure.errors import (
     TokenError,
 )
 
+T = TypeVar("T")
+
 CHUNK = 64
 """Prompt tokens a step while others wait: what a running reply can be held up by."""
-
-
-class Placement(Protocol):
-    """Which sequence a request gets, and how much of its prompt is already there."""
-
-    def acquire(self, tokens: NDArray[np.int32]) -> tuple[int, int] | None:
-        """A free sequence that holds the returned number of `tokens`, no more; None if none is free.
-
-        An error leaves the sequence free, and is that of the request.
-        """
-        ...
-
-    def release(self, seq: int) -> None: ...
-
-
-class FreshPlaces:
-    """Every request starts from an empty sequence."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._free = list(range(context.n_seq))
-
-    def acquire(self, tokens: NDArray[np.int32]) -> tuple[int, int] | None:
-        if not self._free:
-            return None
-        # The lowest: the engine batches neighbours together.
-        seq = min(self._free)
-        self._context.clear(seq)
-        self._free.remove(seq)
-        return seq, 0
-
-    def release(self, seq: int) -> None:
-        self._free.append(seq)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +80,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting: deque[Group] = deque()
         self._active: list[Group] = []
+        self._errands: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._flying: frozenset[int] = frozenset()
         self._turn = 0
         self._closing = False
@@ -136,6 +108,17 @@ class Scheduler:
             self._waiting.append(group)
             self._changed.notify_all()
         return Job(outbox, lambda: self._cancel(group))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run `function` in the engine thread, between two steps, and return what it returns."""
+        self._check_thread()
+        errand: Future[T] = Future()
+        with self._changed:
+            if self._closing:
+                raise ClosedError("this runtime is closed")
+            self._errands.append((function, errand))
+            self._changed.notify_all()
+        return errand.result()
 
     @property
     def load(self) -> tuple[int, int]:
@@ -206,10 +189,11 @@ class Scheduler:
         try:
             while True:
                 with self._changed:
-                    while not (self._waiting or self._active or self._closing):
+                    while not (self._waiting or self._active or self._errands or self._closing):
                         self._changed.wait()
                     if self._closing:
                         break
+                self._run_errands()
                 self._end_overdue()
                 self._admit()
                 for step in self._plan():
@@ -220,6 +204,15 @@ class Scheduler:
             self._fail_all(error)
             raise
         self._fail_all(None)
+
+    def _run_errands(self) -> None:
+        with self._changed:
+            errands, self._errands = self._errands, []
+        for function, errand in errands:
+            try:
+                errand.set_result(function())
+            except BaseException as error:
+                errand.set_exception(error)
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
@@ -232,28 +225,29 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give free sequences to those who wait, first come first served."""
-        while True:
-            with self._changed:
-                group = self._waiting[0] if self._waiting else None
-            if group is None:
-                return
+        with self._changed:
+            waiting = list(self._waiting)
+        for group in waiting:
             run = group.runs[0]
             # At least one token is fed, so that there is a row to draw from; a scored prompt needs all rows.
             known = run.script[:-1] if not run.scoring else ()
             try:
-                place = self._places.acquire(np.array(known, np.int32))
+                place = self._places.acquire(
+                    np.array(known, np.int32), namespace=run.request.namespace, reuse=not self._exact
+                )
             except PerdureError as error:
                 group.fail(run, error)
                 self._collect()
                 continue
             if place is None:
                 return
-            run.seq, run.cached = place
-            run.reused = run.cached
+            if not isinstance(place, Place):
+                continue
+            run.seq, run.cached, run.report = place.seq, place.cached, place.report
             for each in group.runs:
                 each.started = time.monotonic()
             with self._changed:
-                self._waiting.popleft()
+                self._waiting.remove(group)
                 self._active.append(group)
 
     def _plan(self) -> list[list[_Piece]]:
@@ -278,6 +272,8 @@ class Scheduler:
             count = min(run.remaining, budget, rows if run.scoring else budget)
             if count <= 0 or rows <= 0:
                 break
+            assert run.seq is not None
+            count = self._places.chunk(run.seq, run.cached, count, run.prompt_length)
             step.append(_Piece(group, run, count))
             budget -= count
             rows -= count if run.scoring else 1
@@ -339,7 +335,7 @@ class Scheduler:
 
     def _draw(self, step: Sequence[_Piece]) -> None:
         """Draw for every run whose script is wholly fed, then start the further samples."""
-        read = []
+        read: list[Group] = []
         for piece in step:
             run = piece.run
             if run.scoring:
@@ -352,6 +348,11 @@ class Scheduler:
             else:
                 read.append(piece.group)
                 self._draw_first(piece)
+        for piece in step:
+            run = piece.run
+            if run.seq is not None and run.cached <= run.prompt_length:
+                with suppress(PerdureError):
+                    self._places.reached(run.seq, run.cached, run.prompt_length)
         for group in read:
             self._spread(group)
 
@@ -366,7 +367,7 @@ class Scheduler:
         runs = [run for run in piece.group.runs if not run.done]
         raw = context.logits(row, reader.seq).copy() if len(runs) > 1 else None
         for run in runs:
-            run.cached, run.reused = reader.cached, reader.reused
+            run.cached, run.report = reader.cached, reader.report
             if raw is not None:
                 context.overwrite(raw, row, reader.seq)
             self._draw_next(run, reader, row)
@@ -377,10 +378,10 @@ class Scheduler:
         assert first.seq is not None
         for run in group.waiting:
             with _own_errors(run):
-                place = self._places.acquire(np.empty(0, np.int32))
-                if place is None:
+                place = self._places.acquire(np.empty(0, np.int32), reuse=False)
+                if not isinstance(place, Place):
                     break
-                run.seq, run.cached = place
+                run.seq, run.cached = place.seq, place.cached
                 with suppress(PerdureError):
                     self._context.fork(first.seq, run.seq)
                     run.cached = first.cached
@@ -424,6 +425,9 @@ class Scheduler:
             groups = [*self._waiting, *self._active]
             self._waiting.clear()
             self._active.clear()
+            errands, self._errands = self._errands, []
+        for _, errand in errands:
+            errand.set_exception(ClosedError("this runtime is closed"))
         cause = None if error is None else EngineError(f"the engine thread ended: {error!r}")
         for group in groups:
             for run in group.runs:
