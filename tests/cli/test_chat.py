@@ -134,12 +134,10 @@ warm = Conversation(model, system=None, ctx=8000, sampling=sampling)
 answer(warm, "the man")
 turns = list(warm.tokens)
 kept = answer(warm, "the other")
-assert kept.usage.cached_tokens > 20, kept.usage
 
 cold = Conversation(model, system=None, ctx=8000, sampling=sampling)
 cold.tokens = turns
 fresh = answer(cold, "the other")
-assert fresh.usage.cached_tokens == 0
 # Other chunks round differently in the last bits, which far on may tip a draw.
 assert kept.tokens[:8] == fresh.tokens[:8], (kept.tokens, fresh.tokens)
 """

@@ -11,10 +11,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from perdure import Context, Job, Model, Reply, Sampling
+    from perdure import Job, Model, Reply, Sampling
 
 _HELP = """\
 /reset   forget the conversation and start anew
@@ -66,18 +63,17 @@ class Conversation:
     """A chat as the tokens that the model has read and written.
 
     Only what is new is tokenised; a reply's own tokens stand for its text. A message that cannot be
-    answered is not part of it. The cache holds a beginning of `tokens`, so only the rest is read.
+    answered is not part of it.
     """
 
     def __init__(self, model: Model, *, system: str | None, ctx: int, sampling: Sampling) -> None:
-        from perdure.decode.scheduler import Scheduler
+        import perdure
 
         self._model = model
         self._sampling = sampling
         self._start, self._end = _marks(model)
         self._system = system
-        self._context = model.context(n_ctx=ctx)
-        self._scheduler = Scheduler(model, self._context, placement=Resident(self._context))
+        self._runtime = perdure.open(model, n_ctx=ctx, slots=1)
         self.ctx = ctx
         self.tokens: list[int] = []
         self.reset()
@@ -92,7 +88,6 @@ class Conversation:
     def say(self, message: str) -> tuple[Job, list[int]]:
         """The reply on its way, and the tokens that it answers."""
         from perdure import ContextOverflow
-        from perdure.decode.request import Request
 
         new = [*self._turn("user", message), self._start, *self._text("assistant\n")]
         prompt = self.tokens + new
@@ -103,47 +98,20 @@ class Conversation:
                 needed=len(prompt),
                 fits=self.ctx,
             )
-        return self._scheduler.submit(Request(prompt=prompt, sampling=self._sampling)), prompt
+        return self._runtime.submit(prompt, sampling=self._sampling), prompt
 
     def keep(self, prompt: list[int], reply: Reply) -> None:
         """Make a message and its reply, whole or not, part of the conversation."""
         self.tokens = [*prompt, *reply.tokens, self._end, *self._text("\n")]
 
     def close(self) -> None:
-        self._scheduler.close()
-        self._context.close()
+        self._runtime.close()
 
     def _turn(self, role: str, text: str) -> list[int]:
         return [self._start, *self._text(f"{role}\n{text}"), self._end, *self._text("\n")]
 
     def _text(self, text: str) -> list[int]:
         return self._model.tokenize(text, bos=False)
-
-
-class Resident:
-    """The one sequence of a conversation, kept from turn to turn."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._free = True
-
-    def acquire(self, tokens: NDArray[np.int32]) -> tuple[int, int] | None:
-        from perdure import CannotRewindError
-
-        if not self._free:
-            return None
-        self._free = False
-        # The last token is always read again: its logits are not kept.
-        shared = min(_common(self._context.tokens(0), tokens.tolist()), len(tokens) - 1)
-        try:
-            self._context.truncate(shared)
-        except CannotRewindError:
-            self._context.clear(0)
-            shared = 0
-        return 0, shared
-
-    def release(self, seq: int) -> None:
-        self._free = True
 
 
 def _marks(model: Model) -> tuple[int, int]:
@@ -160,11 +128,6 @@ def _marks(model: Model) -> tuple[int, int]:
             )
         found += ids
     return found[0], found[1]
-
-
-def _common(held: list[int], wanted: list[int]) -> int:
-    size = min(len(held), len(wanted))
-    return next((at for at in range(size) if held[at] != wanted[at]), size)
 
 
 def _answer(conversation: Conversation, message: str) -> bool:
