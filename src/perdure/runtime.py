@@ -7,6 +7,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.cache.book import Book
+from perdure.cache.working_set import WorkingSet
 from perdure.decode.grammar import Grammar
 from perdure.decode.job import Job
 from perdure.decode.request import Delta, Processor, Reply, Request
@@ -28,6 +33,7 @@ class Runtime:
         slots: int = 4,
         exact: bool = False,
         queue: int = 256,
+        cache: int | None = None,
         own_model: bool = False,
         **context: Any,
     ) -> None:
@@ -35,10 +41,17 @@ class Runtime:
         self._own_model = own_model
         self._context = model.context(n_ctx=n_ctx, n_seq=slots, **context)
         try:
-            self._scheduler = Scheduler(model, self._context, exact=exact, queue=queue)
+            budget = _default_budget() if cache is None else cache
+            if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
+                raise InvalidInputError(f"cache is a number of bytes, 0 for none, got {cache!r}")
+            places = WorkingSet(self._context, budget=budget)
+            self._scheduler = Scheduler(
+                model, self._context, exact=exact, queue=queue, placement=places if budget else None
+            )
         except BaseException:
             self._context.close()
             raise
+        self.cache = Book(places, read=self._read_only, call=self._scheduler.call)
 
     @property
     def n_ctx(self) -> int:
@@ -70,6 +83,7 @@ class Runtime:
         prompt_logprobs: int | None = None,
         ignore_eos: bool = False,
         processors: Sequence[Processor] = (),
+        namespace: str = "",
         timeout: float | None = None,
         **settings: Any,
     ) -> Job:
@@ -97,6 +111,7 @@ class Runtime:
                 prompt_logprobs=prompt_logprobs,
                 ignore_eos=ignore_eos,
                 processors=tuple(processors),
+                namespace=namespace,
                 timeout=timeout,
             )
         )
@@ -129,6 +144,10 @@ class Runtime:
         """The log probabilities of a prompt's own tokens, and its perplexity."""
         return self.generate(prompt, prompt_logprobs=top, max_tokens=1, temperature=0)
 
+    def _read_only(self, tokens: NDArray[np.int32], namespace: str) -> None:
+        """Have a prompt computed, for its state alone. The token after it is drawn and dropped."""
+        self.generate([*tokens.tolist(), int(tokens[-1])], max_tokens=1, temperature=0, namespace=namespace)
+
     def close(self) -> None:
         """End what is running as cancelled, and give everything back."""
         self._scheduler.close()
@@ -160,6 +179,12 @@ async def _adeltas(job: Job) -> AsyncIterator[Delta]:
         job.cancel()
 
 
+def _default_budget() -> int:
+    """An eighth of this machine's memory, 2 GiB at most."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(2 << 30, physical // 8)
+
+
 def open(  # noqa: A001
     model: str | os.PathLike[str] | ModelContract | None = None,
     *,
@@ -167,21 +192,21 @@ def open(  # noqa: A001
     slots: int = 4,
     exact: bool = False,
     queue: int = 256,
+    cache: int | None = None,
     **context: Any,
 ) -> Runtime:
     """A runtime on a model: a file, a name, a loaded model, or the default one.
 
     `n_ctx` is what one request can hold, `slots` how many are served at once; up to `queue` more wait.
-    With `exact`, a reply does not depend in the last bit on who else is served. Further keywords are
-    those of `Model.context`.
+    `cache` is how many bytes of state are kept between requests, 0 for none. With `exact`, a reply does not
+    depend in the last bit on who else is served. Further keywords are those of `Model.context`.
     """
+    settings = {"n_ctx": n_ctx, "slots": slots, "exact": exact, "queue": queue, "cache": cache, **context}
     if model is None or isinstance(model, (str, os.PathLike)):
         loaded: ModelContract = Model(model)
         try:
-            return Runtime(
-                loaded, n_ctx=n_ctx, slots=slots, exact=exact, queue=queue, own_model=True, **context
-            )
+            return Runtime(loaded, own_model=True, **settings)
         except BaseException:
             loaded.close()
             raise
-    return Runtime(model, n_ctx=n_ctx, slots=slots, exact=exact, queue=queue, **context)
+    return Runtime(model, **settings)

@@ -67,6 +67,8 @@ class WorkingSet:
         self._clock = 0
         self._cuts = context.memory.kind is MemoryKind.FULL
         self._whole = not self._cuts
+        self.reused: dict[str, int] = {}
+        self.computed = 0
         self._identities: dict[bytes, Identity] = {}
 
     # For the scheduler.
@@ -87,6 +89,9 @@ class WorkingSet:
         slot.busy, slot.used, slot.script, slot.namespace = True, self._clock, tokens, namespace
         why = self._why_not_more(tokens, namespace, reused) if reuse else "reuse was not wanted"
         tiers = {tier: reused} if reused else {}
+        if tokens.size:
+            self.reused[tier] = self.reused.get(tier, 0) + reused
+            self.computed += len(tokens) + 1 - reused
         report = ReuseReport(tiers=tiers, computed=len(tokens) + 1 - reused, why=why)
         return Place(slot.seq, reused, report)
 
@@ -129,6 +134,7 @@ class WorkingSet:
         """Drop everything, or what starts with `tokens` and does not lead to one of `spare`."""
         if tokens is None:
             self.tier.clear()
+            self.reused, self.computed = {}, 0
         else:
             kept = {block.id for other in spare for block in self._path(other, namespace)}
             for block in reversed(self._path(tokens, namespace)):

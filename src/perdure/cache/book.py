@@ -1,0 +1,119 @@
+"""Labelled prefixes that somebody asked to keep, and what is kept, told and cleared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.cache.working_set import WorkingSet
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A prefix that was warmed: its tokens, how many of them are kept, and the labels it carries."""
+
+    tokens: tuple[int, ...]
+    kept: int
+    labels: frozenset[str]
+    namespace: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """What is held now, and what has come of it so far."""
+
+    blocks: int
+    nbytes: int
+    state_bytes: int
+    budget: int
+    evicted: int
+    records: int
+    reused_tokens: dict[str, int]
+    computed_tokens: int
+
+
+class Book:
+    """`rt.cache`: warm a prefix, ask what is held, clear it again. Safe from any thread."""
+
+    def __init__(
+        self,
+        places: WorkingSet,
+        *,
+        read: Callable[[NDArray[np.int32], str], Any],
+        call: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        self._places = places
+        self._read = read
+        self._call = call
+        self._records: dict[tuple[str, bytes], Record] = {}
+
+    def warm(self, tokens: Iterable[int], *, labels: Iterable[str] = (), namespace: str = "") -> Record:
+        """Compute a prefix once and keep it. Warmed before, its record comes back with all its labels."""
+        ids = np.fromiter(tokens, np.int32)
+        if self._call(lambda: self._places.holds(ids, namespace)) < len(ids):
+            self._read(ids, namespace)
+        return self._call(lambda: self._note(ids, frozenset(labels), namespace))  # type: ignore[no-any-return]
+
+    def records(self, labels: Iterable[str] | None = None) -> list[Record]:
+        """The warmed prefixes, or those that carry one of `labels`."""
+        wanted = None if labels is None else set(labels)
+        found: list[Record] = self._call(lambda: list(self._records.values()))
+        return [record for record in found if wanted is None or wanted & record.labels]
+
+    def clear(self, labels: Iterable[str] | None = None) -> int:
+        """Drop the prefixes that carry one of `labels`, wherever they are kept; or everything. How many."""
+        wanted = None if labels is None else set(labels)
+        return self._call(lambda: self._clear(wanted))  # type: ignore[no-any-return]
+
+    def stats(self) -> CacheStats:
+        return self._call(self._stats)  # type: ignore[no-any-return]
+
+    # In the engine thread.
+
+    def _note(self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str) -> Record:
+        key = (namespace, ids.tobytes())
+        known = self._records.get(key)
+        kept = self._places.store(ids, namespace)
+        self._records[key] = record = Record(
+            tokens=tuple(ids.tolist()),
+            kept=kept,
+            labels=labels | (known.labels if known else frozenset()),
+            namespace=namespace,
+        )
+        return record
+
+    def _clear(self, wanted: set[str] | None) -> int:
+        if wanted is None:
+            count = len(self._records)
+            self._records.clear()
+            self._places.forget()
+            return count
+        gone = [key for key, record in self._records.items() if wanted & record.labels]
+        dropped = [self._records.pop(key) for key in gone]
+        for record in dropped:
+            spare = [
+                np.array(other.tokens, np.int32)
+                for other in self._records.values()
+                if other.namespace == record.namespace
+            ]
+            self._places.forget(np.array(record.tokens, np.int32), record.namespace, spare=spare)
+        return len(dropped)
+
+    def _stats(self) -> CacheStats:
+        tier = self._places.tier
+        return CacheStats(
+            blocks=len(tier),
+            nbytes=tier.nbytes,
+            state_bytes=tier.state_bytes,
+            budget=tier.budget,
+            evicted=tier.evicted,
+            records=len(self._records),
+            reused_tokens=dict(self._places.reused),
+            computed_tokens=self._places.computed,
+        )
