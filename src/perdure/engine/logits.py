@@ -21,6 +21,7 @@ from perdure.errors import InvalidInputError, PinnedError, StaleViewError, Token
 
 T = TypeVar("T")
 
+_READ_ONLY = "logits are read-only; change a copy: view.copy()"
 _BLOCK = 64
 """Values a block in `top`: one vectorised pass finds the block maxima, then few blocks are searched."""
 
@@ -140,7 +141,7 @@ class LogitsView(NDArrayOperatorsMixin):
         return self._read(lambda row: self._own(row[index]))
 
     def __setitem__(self, index: object, value: object) -> None:
-        raise ValueError("logits are read-only; change a copy: view.copy()")
+        raise ValueError(_READ_ONLY)
 
     def __iter__(self) -> Iterator[np.float32]:
         for index in range(len(self)):
@@ -171,6 +172,9 @@ class LogitsView(NDArrayOperatorsMixin):
     # NumPy's protocols.
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if method == "at" and isinstance(inputs[0], LogitsView):
+            # NumPy does not ask whether it may write here.
+            raise ValueError(_READ_ONLY)
         return self._call(getattr(ufunc, method), inputs, kwargs)
 
     def __array_function__(
@@ -181,6 +185,10 @@ class LogitsView(NDArrayOperatorsMixin):
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         views: list[LogitsView] = []
         private = _collect((args, kwargs), views)
+        # Refused at once, without waiting for a decode in flight to give the lock back.
+        for view in views:
+            if view.stale:
+                view._read(len)
         with ExitStack() as held:
             # One order for all threads, so that two views of two contexts cannot deadlock.
             for step in sorted({view._step for view in views}, key=id):
