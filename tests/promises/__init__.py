@@ -1,0 +1,1 @@
+"""Black-box tests of what the engine promises, by promise id."""
