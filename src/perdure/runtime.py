@@ -51,7 +51,7 @@ class Runtime:
         except BaseException:
             self._context.close()
             raise
-        self.cache = Book(places, read=self._read_only, call=self._scheduler.call)
+        self.cache = Book(places, tokenize=model.tokenize, read=self._read_only, call=self._scheduler.call)
 
     @property
     def n_ctx(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.working_set import WorkingSet
+from perdure.errors import TokenError
 
 T = TypeVar("T")
 
@@ -45,17 +46,21 @@ class Book:
         self,
         places: WorkingSet,
         *,
+        tokenize: Callable[[str], list[int]],
         read: Callable[[NDArray[np.int32], str], Any],
         call: Callable[[Callable[[], Any]], Any],
     ) -> None:
         self._places = places
+        self._tokenize = tokenize
         self._read = read
         self._call = call
         self._records: dict[tuple[str, bytes], Record] = {}
 
-    def warm(self, tokens: Iterable[int], *, labels: Iterable[str] = (), namespace: str = "") -> Record:
+    def warm(self, prompt: str | Iterable[int], *, labels: Iterable[str] = (), namespace: str = "") -> Record:
         """Compute a prefix once and keep it. Warmed before, its record comes back with all its labels."""
-        ids = np.fromiter(tokens, np.int32)
+        ids = np.fromiter(self._tokenize(prompt) if isinstance(prompt, str) else prompt, np.int32)
+        if not len(ids):
+            raise TokenError("a prefix to warm needs at least one token")
         if self._call(lambda: self._places.holds(ids, namespace)) < len(ids):
             self._read(ids, namespace)
         return self._call(lambda: self._note(ids, frozenset(labels), namespace))  # type: ignore[no-any-return]

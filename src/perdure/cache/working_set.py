@@ -114,6 +114,7 @@ class WorkingSet:
         slot = self._slots[seq]
         if length and all(known.length != length for known in slot.checkpoints):
             slot.checkpoints.append(self._context.checkpoint(seq))
+            self._thin_out()
 
     # For whoever asks about, or clears, what is kept.
 
@@ -149,6 +150,15 @@ class WorkingSet:
 
     def _leads(self, slot: _Slot, tokens: Ids, namespace: str) -> bool:
         return slot.namespace == namespace and self._context.common_prefix(tokens, slot.seq) == len(tokens)
+
+    def _thin_out(self) -> None:
+        """Keep the checkpoints of all sequences within their share of the budget: every second one goes."""
+        while sum(point.nbytes for slot in self._slots for point in slot.checkpoints) > self.tier.budget // 4:
+            slot = max(self._slots, key=lambda slot: sum(point.nbytes for point in slot.checkpoints))
+            if len(slot.checkpoints) < 2:
+                slot.checkpoints.clear()
+            # The newest stays: it is where the next regeneration starts.
+            slot.checkpoints = slot.checkpoints[::-1][::2][::-1]
 
     # Choosing.
 
@@ -218,7 +228,10 @@ class WorkingSet:
                     self._stash(slot)
                 self._bring(slot, option.length)
                 return option.length, "slot"
+            held = source.blocks if isinstance(source, Match) else ()
+            self.tier.pin(held)
             self._stash(slot)
+            self.tier.unpin(held)
             slot.checkpoints = []
             if isinstance(source, Match):
                 match = sound(self.tier, source, whole=self._whole)
