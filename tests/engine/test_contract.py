@@ -295,6 +295,22 @@ def test_b6_a_decode_stopped_at_any_step_leaves_the_state_before_it(
         check(ctx.logits().copy(), subject.cold([text, more]), subject.noise if shared else 0.0)
 
 
+def test_b6_a_decode_cut_into_steps_by_its_rows_is_undone_whole(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = subject.tokens(20)
+    with subject.context(n_ctx=200, n_batch=150, swa_full=False) as ctx:
+        more = subject.tokens(2 * ctx.capabilities.max_outputs + 1, 1)
+        ctx.decode(text)
+        with monkeypatch.context() as patch:
+            stop_at(patch, ctx, 3)
+            with pytest.raises(DecodeCancelled, match="nothing was changed"):
+                ctx.decode(more, rows="all")
+        assert holds(ctx, text)
+        ctx.decode([5])
+        check(ctx.logits().copy(), subject.cold([text, [5]]))
+
+
 def test_b6_a_stopped_step_leaves_each_sequence_before_it_or_says_what_is_left(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

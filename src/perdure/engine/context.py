@@ -172,10 +172,11 @@ class Context:
         with self._turn(seq):
             start = self._check_room(seq, len(ids))
             self._begin()
-            marks = {seq: self._mark(seq, len(ids))}
+            chunks = list(self._chunks(outputs))
+            marks = {seq: self._mark(seq, len(ids), steps=len(chunks))}
             found: dict[tuple[int, int], int | NDArray[np.float32]] = {}
             with self._undoing(marks):
-                for at, end in self._chunks(outputs):
+                for at, end in chunks:
                     self._run([Part(seq, start + at, ids[at:end], outputs[at:end])])
                     for index in np.flatnonzero(outputs[at:end]).tolist():
                         found[seq, at + index] = index if end == len(ids) else self._core.row(index).copy()
@@ -597,12 +598,12 @@ class Context:
             self._runner = ThreadPoolExecutor(1, thread_name_prefix="perdure-decode")
         return self._runner.submit(self._core.decode, self._batch).result()
 
-    def _mark(self, seq: int, count: int) -> _Mark:
+    def _mark(self, seq: int, count: int, *, steps: int = 1) -> _Mark:
         """Where `seq` stands, with what it takes to come back after `count` tokens went wrong."""
         length = self._ledger.length(seq)
         kind = self.memory.kind
         # One step of a sliding window only overwrites what no later token sees; several lose it.
-        loses = count > 1 if not self.memory.cuts else count > self.n_batch and not self.memory.keeps_window
+        loses = count > 1 if not self.memory.cuts else steps > 1 and not self.memory.keeps_window
         if length and kind is not MemoryKind.FULL and loses:
             return _Mark(length, self._core.read(seq, partial=True))
         return _Mark(length, None)
