@@ -97,9 +97,9 @@ class MemoryTier:
             return self._replace(known, block)
         if block.start and block.parent not in self._nodes:
             return False
-        with_room = self._make_room(block.nbytes, keep=block.parent)
-        if not with_room:
+        if not self._make_room(block.nbytes, keep=block.parent):
             return False
+        self._drop_beginnings(block)
         self._clock += 1
         node = self._nodes[block.id] = _Node(block, self._clock)
         self._siblings(block.parent).add(block.id)
@@ -143,6 +143,14 @@ class MemoryTier:
     def _siblings(self, parent: BlockId) -> set[BlockId]:
         node = self._nodes.get(parent)
         return node.children if node else self._roots.setdefault(parent, set())
+
+    def _drop_beginnings(self, block: Block) -> None:
+        """Tails whose tokens `block` starts with: they can be cut from it, so they need not be kept too."""
+        for sibling in list(self.children(block.parent)):
+            count = len(sibling.tokens)
+            useful = sibling.rest is not None or self._nodes[sibling.id].pins or count >= len(block.tokens)
+            if not useful and np.array_equal(sibling.tokens, block.tokens[:count]):
+                self.drop(sibling.id)
 
     def _touch(self, node: _Node) -> None:
         self._clock += 1
