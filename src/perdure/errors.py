@@ -21,6 +21,12 @@ PerdureError
 ├── StateError               saved state that cannot be used; nothing was changed
 │   ├── CorruptStateError        damaged or truncated bytes
 │   └── IncompatibleStateError   whole, but of another model, build or layout (.field)
+├── StoreError               a store folder could not be used; what it holds is untouched
+│   ├── StoreLockedError         another process writes to it
+│   ├── StoreReadOnlyError       it may only be read
+│   ├── StoreFullError           the disk, or the budget, has no room (.needed)
+│   ├── StoreVersionError        it was made by a newer perdure (.found, .known)
+│   └── StoreDamagedError        its index cannot be read; verify() rebuilds it
 └── ModelError               a model could not be found or fetched
     ├── ModelNotFoundError       no such name or file
     ├── ModelFileError           the file is not a whole GGUF model
@@ -137,6 +143,39 @@ class IncompatibleStateError(StateError):
     def __init__(self, message: str, *, field: str = "identity") -> None:
         super().__init__(message)
         self.field = field
+
+
+class StoreError(PerdureError):
+    """A store folder could not be used. What it holds is untouched."""
+
+
+class StoreLockedError(StoreError):
+    """Another process writes to this store."""
+
+
+class StoreReadOnlyError(StoreError):
+    """This store may only be read."""
+
+
+class StoreFullError(StoreError):
+    """The disk, or the store's budget, has no room."""
+
+    def __init__(self, message: str, *, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
+class StoreVersionError(StoreError):
+    """The store was made by a newer perdure."""
+
+    def __init__(self, message: str, *, found: int, known: int) -> None:
+        super().__init__(message)
+        self.found = found
+        self.known = known
+
+
+class StoreDamagedError(StoreError):
+    """The index of the store cannot be read."""
 
 
 class ModelError(PerdureError):

@@ -1,0 +1,13 @@
+"""Durable bytes, crash-safe.
+
+    STORE/index.sqlite       everything small, in SQLite
+    STORE/blocks/ab/abcd….   one file a block, named by its id
+    STORE/quarantine/        files that verify() found damaged
+    STORE/lock               held by the one process that writes
+
+durable       files that are there whole or not at all
+block_file    a block as bytes that describe and prove themselves
+index         what is there, and migrations
+disk          the tier of the block cache on disk
+writer        writing behind the reply
+"""
