@@ -19,8 +19,11 @@ from perdure.errors import GrammarError
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
 
 _KINDS: tuple[str, ...] = get_args(GrammarKind)
+_SPACE = r"( |\n( {0,40}|\t{0,10}))?"
 _KEPT = 256
 """Compiled grammars that a model remembers."""
+_LONGEST = 600
+"""Characters of the library's words in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,12 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
+        """White space is what people write: a space, or a new line with its indent."""
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
+            if parsed is True or (isinstance(parsed, dict) and "x-guidance" not in parsed):
+                # Endless white space is valid JSON too, and small models get lost in it.
+                parsed = {**({} if parsed is True else parsed), "x-guidance": {"whitespace_pattern": _SPACE}}
             text = json.dumps(parsed, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:
             raise GrammarError(f"a JSON schema must be valid JSON: {error}") from None
@@ -83,7 +90,7 @@ class Grammars:
             definition = llguidance.grammar_from(grammar.kind, grammar.text)
             native = llguidance.LLMatcher(self._tokenizer, definition, log_level=0)
         except ValueError as error:
-            raise GrammarError(f"this {grammar.kind} does not compile: {error}") from None
+            raise GrammarError(f"this {grammar.kind} does not compile: {_brief(str(error))}") from None
         if native.is_error():
             raise GrammarError(f"this {grammar.kind} does not compile: {_reason(native)}")
         try:
@@ -128,8 +135,13 @@ def bits(tokens: Iterable[int], n_vocab: int) -> NDArray[np.uint8]:
 
 def _reason(native: Any) -> str:
     """The library's own words, without the dump of its state that follows them."""
-    words, _, _ = (native.get_error() or "").partition("<state>")
-    return words.strip() or "no reason was given"
+    return _brief((native.get_error() or "no reason was given").partition("<state>")[0])
+
+
+def _brief(words: str) -> str:
+    """An error quotes what it is about, which may be a megabyte."""
+    words = words.strip()
+    return words if len(words) <= _LONGEST else f"{words[: _LONGEST // 2]} … {words[-_LONGEST // 2 :]}"
 
 
 class _Words:

@@ -50,7 +50,7 @@ class Placement(Protocol):
     def acquire(
         self, tokens: NDArray[np.int32], *, namespace: str = "", reuse: bool = True
     ) -> Place | Later | None:
-        """A place for a prompt; None where all are taken."""
+        """A place for a prompt; None where all are taken. After an error nothing is taken."""
         ...
 
     def release(self, seq: int) -> None: ...
@@ -78,8 +78,8 @@ class FreshPlaces:
             return None
         # The lowest: the engine batches neighbours together.
         seq = min(self._free)
-        self._free.remove(seq)
         self._context.clear(seq)
+        self._free.remove(seq)
         return Place(seq, 0, ReuseReport(computed=len(tokens), why="nothing is kept between requests"))
 
     def release(self, seq: int) -> None:

@@ -378,7 +378,9 @@ class Scheduler:
         assert first.seq is not None
         for run in group.waiting:
             with _own_errors(run):
-                place = self._places.acquire(np.empty(0, np.int32), reuse=False)
+                place = self._places.acquire(
+                    np.empty(0, np.int32), namespace=run.request.namespace, reuse=False
+                )
                 if not isinstance(place, Place):
                     break
                 run.seq, run.cached = place.seq, place.cached
