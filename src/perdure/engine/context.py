@@ -243,6 +243,8 @@ class Context:
 
     def overwrite(self, logits: NDArray[np.float32], row: int = -1, seq: int | None = None) -> None:
         """Put other values into a row of the last native step. Its views end."""
+        if np.shape(logits) != (self.n_vocab,):
+            raise RowError(f"a row has {self.n_vocab} values, got {np.shape(logits)}")
         with self._turn():
             index = self._live_row(row, seq)
             self._renew_views()
