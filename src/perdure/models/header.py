@@ -98,6 +98,8 @@ class Header:
 def read_header(path: str | os.PathLike[str]) -> Header:
     """Read and check the header of one GGUF file. The weights are not read, only measured."""
     place = Path(path)
+    if "\0" in str(place):
+        raise ModelNotFoundError(f"There is no file {str(place)!r}: a name cannot hold NUL")
     try:
         # Opening a pipe would wait for a writer, and a device has no size to check against.
         if not stat.S_ISREG(os.stat(place).st_mode):
