@@ -71,6 +71,10 @@ class Block:
         return self.start + len(self.tokens)
 
     @property
+    def has_rest(self) -> bool:
+        return self.rest is not None
+
+    @property
     def nbytes(self) -> int:
         """What keeping it costs."""
         return _OVERHEAD + self.tokens.nbytes + self.state_bytes

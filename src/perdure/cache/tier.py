@@ -8,42 +8,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from perdure.cache.block import Block, BlockId, block_id
-from perdure.errors import CorruptStateError
+from perdure.cache.block import Block, BlockId
 
 
-class Tier(Protocol):
-    """A place that keeps blocks. All tiers find prefixes the same way, by `get` and `children`."""
-
-    name: str
-
-    def get(self, block: BlockId) -> Block | None: ...
-    def children(self, parent: BlockId) -> Iterable[Block]: ...
-    def put(self, block: Block) -> bool: ...
-    def drop(self, block: BlockId) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A prefix that can be put back: whole blocks, and of the last one the first `keep` tokens."""
-
-    blocks: tuple[Block, ...] = ()
-    keep: int = 0
-
+class Named(Protocol):
     @property
-    def length(self) -> int:
-        return self.blocks[-1].start + self.keep if self.blocks else 0
-
-    @property
-    def pieces(self) -> list[NDArray[np.uint8]]:
-        rows = [block.rows for block in self.blocks if block.rows is not None]
-        return [*rows[:-1], rows[-1][: self.keep]] if rows else []
-
-    @property
-    def rest(self) -> NDArray[np.uint8] | None:
-        return self.blocks[-1].rest if self.blocks else None
+    def id(self) -> BlockId: ...
 
 
 @dataclass(slots=True)
@@ -117,12 +88,12 @@ class MemoryTier:
             self.drop(child)
         self._remove(node)
 
-    def pin(self, blocks: Iterable[Block]) -> None:
+    def pin(self, blocks: Iterable[Named]) -> None:
         """Keep these from being evicted until `unpin`."""
         for block in blocks:
             self._nodes[block.id].pins += 1
 
-    def unpin(self, blocks: Iterable[Block]) -> None:
+    def unpin(self, blocks: Iterable[Named]) -> None:
         for block in blocks:
             if node := self._nodes.get(block.id):
                 node.pins -= 1
@@ -221,69 +192,3 @@ class MemoryTier:
     def _count(self, block: Block, sign: int) -> None:
         self.nbytes += sign * block.nbytes
         self.state_bytes += sign * block.state_bytes
-
-
-def find(
-    tier: MemoryTier, root: BlockId, tokens: NDArray[np.int32], *, size: int, limit: int, whole: bool
-) -> Match:
-    """The longest prefix of `tokens`, at most `limit` long, that `tier` can put back.
-
-    Where a memory cannot be cut (`whole`), that is the end of a block with a rest; else any token.
-    """
-    path: list[Block] = []
-    best = Match()
-    parent, at = root, 0
-    while at < limit:
-        following = None
-        if at + size <= len(tokens):
-            following = tier.get(block_id(parent, tokens[at : at + size]))
-            # A hash names the tokens; the tokens themselves decide.
-            if following is not None and not np.array_equal(following.tokens, tokens[at : at + size]):
-                following = None
-        if following is None or following.end > limit:
-            shared, block = _closest(tier, parent, tokens[at:limit], whole)
-            if block is not None:
-                best = Match((*path, block), shared)
-            break
-        path.append(following)
-        parent, at = following.id, following.end
-        if not whole or following.rest is not None:
-            best = Match(tuple(path), len(following.tokens))
-        if whole:
-            # A tail may end further on than the last whole block with a rest.
-            shared, block = _closest(tier, parent, tokens[at:limit], whole)
-            if block is not None:
-                best = Match((*path, block), shared)
-    return best
-
-
-def _closest(
-    tier: MemoryTier, parent: BlockId, tokens: NDArray[np.int32], whole: bool
-) -> tuple[int, Block | None]:
-    """The child of `parent` that shares most of its first tokens with `tokens`."""
-    best, found = 0, None
-    for block in tier.children(parent):
-        count = min(len(tokens), len(block.tokens))
-        different = np.flatnonzero(block.tokens[:count] != tokens[:count])
-        shared = int(different[0]) if len(different) else count
-        if whole and (shared < len(block.tokens) or block.rest is None):
-            continue
-        if shared > best:
-            best, found = shared, block
-    if found is not None:
-        tier.get(found.id)
-    return best, found
-
-
-def sound(tier: MemoryTier, match: Match, *, whole: bool) -> Match:
-    """`match` up to the first block that is damaged; such a block is dropped with all that follow it."""
-    for index, block in enumerate(match.blocks):
-        try:
-            block.verify()
-        except CorruptStateError:
-            tier.drop(block.id)
-            kept = match.blocks[:index]
-            while whole and kept and kept[-1].rest is None:
-                kept = kept[:-1]
-            return Match(kept, len(kept[-1].tokens)) if kept else Match()
-    return match

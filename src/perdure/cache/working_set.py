@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import BLOCK, Block, BlockId, block_id, root_id
-from perdure.cache.tier import Match, MemoryTier, find, sound
+from perdure.cache.prefix import Found, LowerTier, Match, Tiers, common
+from perdure.cache.tier import MemoryTier
 from perdure.decode.placement import LATER, Later, Place, ReuseReport
 from perdure.engine.context import Context
 from perdure.engine.contract import MemoryKind
@@ -48,7 +49,7 @@ class _Option:
     slot: _Slot
     length: int
     cost: float
-    source: _Slot | Match | None
+    source: _Slot | Found | None
 
 
 class WorkingSet:
@@ -58,8 +59,17 @@ class WorkingSet:
     only shares a beginning with a conversation gets a copy, never its place; namespaces do not meet.
     """
 
-    def __init__(self, context: Context, *, budget: int, block_size: int = BLOCK, spacing: int = 256) -> None:
+    def __init__(
+        self,
+        context: Context,
+        *,
+        budget: int,
+        lower: LowerTier | None = None,
+        block_size: int = BLOCK,
+        spacing: int = 256,
+    ) -> None:
         self.tier = MemoryTier(budget)
+        self.tiers = Tiers(self.tier, lower)
         self._context = context
         self._size = block_size
         self._spacing = spacing
@@ -78,19 +88,20 @@ class WorkingSet:
         if not idle:
             return None
         limit = len(tokens) if reuse else 0
-        match = self._find(tokens, namespace, limit) if limit else Match()
-        options = self._options(idle, tokens, namespace, limit, match)
+        found = self._find(tokens, namespace, limit) if limit else Found()
+        options = self._options(idle, tokens, namespace, limit, found)
         best = min(options, key=lambda option: (option.cost, option.slot.used, option.slot.seq))
         if limit and self._soon(tokens, namespace) - best.length >= _WORTH_WAITING:
             return LATER
         slot = best.slot
-        reused, tier = self._move_in(best, tokens)
+        tiers = self._move_in(best, tokens)
+        reused = sum(tiers.values())
         self._clock += 1
         slot.busy, slot.used, slot.script, slot.namespace = True, self._clock, tokens, namespace
         why = self._why_not_more(tokens, namespace, reused) if reuse else "reuse was not wanted"
-        tiers = {tier: reused} if reused else {}
         if tokens.size:
-            self.reused[tier] = self.reused.get(tier, 0) + reused
+            for tier, count in tiers.items():
+                self.reused[tier] = self.reused.get(tier, 0) + count
             self.computed += len(tokens) + 1 - reused
         report = ReuseReport(tiers=tiers, computed=len(tokens) + 1 - reused, why=why)
         return Place(slot.seq, reused, report)
@@ -134,14 +145,14 @@ class WorkingSet:
     def forget(self, tokens: Ids | None = None, namespace: str = "", *, spare: Iterable[Ids] = ()) -> None:
         """Drop everything, or what starts with `tokens` and does not lead to one of `spare`."""
         if tokens is None:
-            self.tier.clear()
+            self.tiers.clear()
             self.reused, self.computed = {}, 0
         else:
-            kept = {block.id for other in spare for block in self._path(other, namespace)}
+            kept = {block for other in spare for block in self._path(other, namespace)}
             for block in reversed(self._path(tokens, namespace)):
-                if block.id in kept:
+                if block in kept:
                     break
-                self.tier.drop(block.id)
+                self.tiers.drop(block)
         for slot in self._slots:
             if slot.busy or (tokens is not None and not self._leads(slot, tokens, namespace)):
                 continue
@@ -163,7 +174,7 @@ class WorkingSet:
     # Choosing.
 
     def _options(
-        self, idle: list[_Slot], tokens: Ids, namespace: str, limit: int, match: Match
+        self, idle: list[_Slot], tokens: Ids, namespace: str, limit: int, found: Found
     ) -> Iterator[_Option]:
         reach = {
             slot.seq: self._reach(slot, tokens, limit) if slot.namespace == namespace and limit else 0
@@ -174,9 +185,9 @@ class WorkingSet:
             cost = len(tokens) - here + self._displaced(slot, here)
             yield _Option(slot, here, cost, slot if here else None)
             moved = self._displaced(slot, 0)
-            if match.length:
-                cost = len(tokens) - match.length + match.length * _PUT_BACK
-                yield _Option(slot, match.length, cost + moved, match)
+            if found.length:
+                cost = len(tokens) - found.length + found.length * _PUT_BACK
+                yield _Option(slot, found.length, cost + moved, found)
             for other in self._slots:
                 there = reach[other.seq]
                 if other is not slot and there:
@@ -208,9 +219,7 @@ class WorkingSet:
         for slot in self._slots:
             if not slot.busy or slot.namespace != namespace:
                 continue
-            count = min(len(tokens), len(slot.script))
-            different = np.flatnonzero(slot.script[:count] != tokens[:count])
-            shared = int(different[0]) if len(different) else count
+            shared = common(slot.script, tokens)
             if not self._cuts and shared < len(slot.script):
                 shared -= shared % self._spacing
             if shared > self._context.length(slot.seq):
@@ -219,7 +228,8 @@ class WorkingSet:
 
     # Moving.
 
-    def _move_in(self, option: _Option, tokens: Ids) -> tuple[int, str]:
+    def _move_in(self, option: _Option, tokens: Ids) -> dict[str, int]:
+        """Bring a prefix into its slot; how many tokens of it came from which tier."""
         slot, source = option.slot, option.source
         context = self._context
         try:
@@ -227,29 +237,31 @@ class WorkingSet:
                 if option.length < context.length(slot.seq):
                     self._stash(slot)
                 self._bring(slot, option.length)
-                return option.length, "slot"
-            held = source.blocks if isinstance(source, Match) else ()
+                return {"slot": option.length}
+            held = (
+                [each for each in source.entries if each.id in self.tier] if isinstance(source, Found) else []
+            )
             self.tier.pin(held)
             self._stash(slot)
             self.tier.unpin(held)
             slot.checkpoints = []
-            if isinstance(source, Match):
-                match = sound(self.tier, source, whole=self._whole)
+            if isinstance(source, Found):
+                match = self.tiers.load(source, whole=self._whole)
                 if match.length:
                     context.assemble(tokens[: match.length], match.pieces, match.rest, slot.seq)
                     slot.checkpoints = self._checkpoints(match)
-                    return match.length, self.tier.name
+                    return _by_tier(match, self.tiers)
             elif source is not None:
                 context.fork(source.seq, slot.seq)
                 slot.checkpoints = list(source.checkpoints)
                 self._bring(slot, option.length)
-                return option.length, "slot"
+                return {"slot": option.length}
         except EngineError:
             # What could not be moved is computed; the ledger says what is there.
             pass
         context.clear(slot.seq)
         slot.checkpoints = []
-        return 0, "none"
+        return {}
 
     def _bring(self, slot: _Slot, length: int) -> None:
         """Cut `slot` to `length`, which `_reach` found that it can be cut to."""
@@ -291,6 +303,7 @@ class WorkingSet:
         if capture.rest is not None:
             points[len(tokens)] = capture.rest
         parent = self._root(slot.namespace)
+        new: list[Block] = []
         for start, end in ranges:
             ids = tokens[start:end]
             whole = end - start == self._size
@@ -299,10 +312,14 @@ class WorkingSet:
             rest = points.get(end)
             if known is None or (rest is not None and known.rest is None):
                 rows = None if capture.rows is None else capture.rows.cut(start, end)
-                if not self.tier.put(Block.make(parent, start, ids, rows, rest)) and whole:
-                    return
+                block = Block.make(parent, start, ids, rows, rest)
+                new.append(block)
+                if not self.tier.put(block) and whole:
+                    break
             if whole:
                 parent = name
+        if self.tiers.lower is not None:
+            self.tiers.lower.offer(new)
 
     def _is_partial(self) -> bool:
         return self._context.memory.kind is MemoryKind.RECURRENT
@@ -342,19 +359,19 @@ class WorkingSet:
         kind = self._context.memory.kind.value
         return root_id(identity, block_size=self._size, mode=kind, namespace=namespace)
 
-    def _find(self, tokens: Ids, namespace: str, limit: int) -> Match:
+    def _find(self, tokens: Ids, namespace: str, limit: int) -> Found:
         root = self._root(namespace)
-        return find(self.tier, root, tokens, size=self._size, limit=limit, whole=self._whole)
+        return self.tiers.find(root, tokens, size=self._size, limit=limit, whole=self._whole)
 
-    def _path(self, tokens: Ids, namespace: str) -> list[Block]:
+    def _path(self, tokens: Ids, namespace: str) -> list[BlockId]:
         """The kept blocks that hold `tokens` and nothing else."""
-        path, parent = [], self._root(namespace)
+        path: list[BlockId] = []
+        parent = self._root(namespace)
         for start in range(0, len(tokens), self._size):
-            block = self.tier.get(block_id(parent, tokens[start : start + self._size]))
-            if block is None:
+            parent = block_id(parent, tokens[start : start + self._size])
+            if not self.tiers.holds(parent):
                 break
-            path.append(block)
-            parent = block.id
+            path.append(parent)
         return path
 
     def _why_not_more(self, tokens: Ids, namespace: str, reused: int) -> str:
@@ -375,6 +392,13 @@ class WorkingSet:
         for identity in self._identities.values():
             field_name = self._context.identity.difference(identity)
             first = block_id(self._root_of(identity, namespace), tokens[: self._size])
-            if field_name and first in self.tier:
+            if field_name and self.tiers.holds(first):
                 return f"the identity changed in its {field_name}"
         return "nothing like it is held"
+
+
+def _by_tier(match: Match, tiers: Tiers) -> dict[str, int]:
+    found = {tiers.memory.name: match.length - match.lower}
+    if tiers.lower is not None:
+        found[tiers.lower.name] = match.lower
+    return {tier: count for tier, count in found.items() if count}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.engine.batch import Batch
+from perdure.engine.batch import Batch, Part
 from perdure.engine.contract import Adapter, Capture, Floats, MemoryKind, Outcome, Sampler, Stage
 from perdure.engine.llama import layout, library
 from perdure.engine.llama.adapter import LlamaAdapter
@@ -157,11 +157,23 @@ class LlamaCore:
     def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
         if not pieces:
             return rest is not None and self.write(seq, rest, partial=False)
+        if not self._layout_known:
+            self._prove_layout(seq)
         if self._layout is None:
             return False
         tail = None if rest is None else rest[_OPENING:]
         size = self._layout.size(sum(len(piece) for piece in pieces)) + (0 if tail is None else len(tail))
         return self.write(seq, self._layout.build(seq, pieces, tail, self._room(size)), partial=False)
+
+    def _prove_layout(self, seq: int) -> None:
+        """Find the layout on two tokens of our own: nothing has been captured here yet. `seq` is empty."""
+        probe = Batch(2)
+        probe.fill([Part(seq, 0, np.zeros(2, np.int32), np.zeros(2, np.int8))])
+        held, self._native = self._native, None
+        if self.decode(probe) is Outcome.DONE:
+            self.capture(seq)
+        self.remove(seq, 0)
+        self._native = held
 
     def _read_into_scratch(self, seq: int) -> NDArray[np.uint8]:
         size = int(self._lib.llama_state_seq_get_size_ext(self._context, seq, 0))

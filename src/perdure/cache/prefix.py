@@ -1,0 +1,190 @@
+"""The longest prefix that can be put back, over all the places that keep blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.cache.block import Block, BlockId, block_id
+from perdure.cache.tier import MemoryTier
+from perdure.errors import CorruptStateError
+
+Ids = NDArray[np.int32]
+
+
+class Entry(Protocol):
+    """What is known of a block without its state."""
+
+    @property
+    def id(self) -> BlockId: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def tokens(self) -> Ids: ...
+    @property
+    def has_rest(self) -> bool: ...
+
+
+class LowerTier(Protocol):
+    """A slower place behind the memory. It reads at once, and writes when it can."""
+
+    name: str
+
+    def entry(self, block: BlockId) -> Entry | None: ...
+    def children(self, parent: BlockId) -> Iterable[Entry]: ...
+    def get(self, block: BlockId) -> Block | None:
+        """The block, all of it verified; None where it is missing or damaged."""
+        ...
+
+    def offer(self, blocks: Sequence[Block]) -> None:
+        """Take blocks, parents before children, to be kept. It never waits."""
+        ...
+
+    def drop(self, blocks: Iterable[BlockId]) -> None: ...
+    def clear(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A prefix that is kept: whole blocks, and of the last one the first `keep` tokens."""
+
+    entries: tuple[Entry, ...] = ()
+    keep: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.entries[-1].start + self.keep if self.entries else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A prefix with its state, all of it verified."""
+
+    blocks: tuple[Block, ...] = ()
+    keep: int = 0
+    lower: int = 0
+    """Tokens of it that came from the lower tier."""
+
+    @property
+    def length(self) -> int:
+        return self.blocks[-1].start + self.keep if self.blocks else 0
+
+    @property
+    def pieces(self) -> list[NDArray[np.uint8]]:
+        rows = [block.rows for block in self.blocks if block.rows is not None]
+        return [*rows[:-1], rows[-1][: self.keep]] if rows else []
+
+    @property
+    def rest(self) -> NDArray[np.uint8] | None:
+        return self.blocks[-1].rest if self.blocks else None
+
+
+class Tiers:
+    """The memory, and behind it perhaps something slower, searched as one."""
+
+    def __init__(self, memory: MemoryTier, lower: LowerTier | None = None) -> None:
+        self.memory = memory
+        self.lower = lower
+
+    def find(self, root: BlockId, tokens: Ids, *, size: int, limit: int, whole: bool) -> Found:
+        """The longest prefix of `tokens`, at most `limit` long, that can be put back.
+
+        Where a memory cannot be cut (`whole`), that is the end of a block with a rest; else any token.
+        """
+        path: list[Entry] = []
+        best = Found()
+        parent, at = root, 0
+        while at < limit:
+            following = self._entry(block_id(parent, tokens[at : at + size])) if at + size <= limit else None
+            # A hash names the tokens; the tokens themselves decide.
+            if following is not None and not np.array_equal(following.tokens, tokens[at : at + size]):
+                following = None
+            if following is None or whole:
+                # A tail may end where no whole block does.
+                shared, entry = self._closest(parent, tokens[at:limit], whole)
+                if entry is not None:
+                    best = Found((*path, entry), shared)
+            if following is None:
+                break
+            path.append(following)
+            parent, at = following.id, following.end
+            if not whole or following.has_rest:
+                best = Found(tuple(path), len(following.tokens))
+        return best
+
+    def load(self, found: Found, *, whole: bool) -> Match:
+        """The blocks of `found`, up to the first that is damaged or gone; that one is dropped."""
+        blocks: list[Block] = []
+        lower = 0
+        for entry in found.entries:
+            block = self._verified(entry)
+            if block is None:
+                while whole and blocks and blocks[-1].rest is None:
+                    blocks.pop()
+                end = blocks[-1].end if blocks else 0
+                return Match(tuple(blocks), len(blocks[-1].tokens) if blocks else 0, min(lower, end))
+            if block is not entry:
+                lower += len(block.tokens) if entry is not found.entries[-1] else found.keep
+                self.memory.put(block)
+            blocks.append(block)
+        return Match(tuple(blocks), found.keep, lower)
+
+    def drop(self, block: BlockId) -> None:
+        self.memory.drop(block)
+        if self.lower is not None:
+            self.lower.drop([block])
+
+    def clear(self) -> None:
+        self.memory.clear()
+        if self.lower is not None:
+            self.lower.clear()
+
+    def holds(self, block: BlockId) -> bool:
+        return block in self.memory or (self.lower is not None and self.lower.entry(block) is not None)
+
+    def _entry(self, block: BlockId) -> Entry | None:
+        return self.memory.get(block) or (self.lower.entry(block) if self.lower else None)
+
+    def _children(self, parent: BlockId) -> Iterator[Entry]:
+        yield from self.memory.children(parent)
+        if self.lower is not None:
+            yield from (entry for entry in self.lower.children(parent) if entry.id not in self.memory)
+
+    def _closest(self, parent: BlockId, tokens: Ids, whole: bool) -> tuple[int, Entry | None]:
+        """The child of `parent` that shares most of its first tokens with `tokens`."""
+        best, found = 0, None
+        for entry in self._children(parent):
+            shared = common(entry.tokens, tokens)
+            if whole and (shared < len(entry.tokens) or not entry.has_rest):
+                continue
+            if shared > best:
+                best, found = shared, entry
+        if found is not None:
+            self.memory.get(found.id)
+        return best, found
+
+    def _verified(self, entry: Entry) -> Block | None:
+        if not isinstance(entry, Block):
+            block = self.lower.get(entry.id) if self.lower else None
+            if block is None and self.lower is not None:
+                self.lower.drop([entry.id])
+            return block
+        try:
+            entry.verify()
+        except CorruptStateError:
+            self.memory.drop(entry.id)
+            return None
+        return entry
+
+
+def common(first: Ids, second: Ids) -> int:
+    """How many tokens two lists start with alike."""
+    count = min(len(first), len(second))
+    different = np.flatnonzero(first[:count] != second[:count])
+    return int(different[0]) if len(different) else count
