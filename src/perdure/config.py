@@ -18,6 +18,11 @@ class Settings:
     def models(self) -> Path:
         return self.home / "models"
 
+    @property
+    def store(self) -> Path:
+        """Where the commands keep state between runs."""
+        return self.home / "store"
+
 
 def settings() -> Settings:
     """The settings of this moment, from `PERDURE_HOME` and `PERDURE_MODEL`."""

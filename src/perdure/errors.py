@@ -118,7 +118,7 @@ class OutOfMemoryError(EngineError):
 
 
 class DecodeError(EngineError):
-    """A decode failed. `kept` maps each sequence of the call to the tokens it still holds."""
+    """A decode failed. `kept` maps the sequences that it touched to the tokens they still hold."""
 
     def __init__(self, message: str, *, kept: Mapping[int, int]) -> None:
         super().__init__(message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,9 @@ from perdure.decode.scheduler import Scheduler
 from perdure.engine.contract import Model as ModelContract
 from perdure.engine.llama.model import Model
 from perdure.errors import InvalidInputError
+from perdure.store.disk import DiskTier
+from perdure.store.records import Records
+from perdure.store.writer import WriteBehind
 
 
 class Runtime:
@@ -34,24 +38,39 @@ class Runtime:
         exact: bool = False,
         queue: int = 256,
         cache: int | None = None,
+        store: str | os.PathLike[str] | None = None,
+        store_bytes: int = 16 << 30,
         own_model: bool = False,
         **context: Any,
     ) -> None:
         self.model = model
         self._own_model = own_model
+        self._disk: WriteBehind | None = None
         self._context = model.context(n_ctx=n_ctx, n_seq=slots, **context)
         try:
+            if store is not None:
+                self._disk = WriteBehind(DiskTier(Path(store), budget=store_bytes))
             budget = _default_budget() if cache is None else cache
             if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
                 raise InvalidInputError(f"cache is a number of bytes, 0 for none, got {cache!r}")
-            places = WorkingSet(self._context, budget=budget)
+            if store is not None and not budget:
+                raise InvalidInputError("a store needs a cache: leave cache out, or give it some bytes")
+            self._places = places = WorkingSet(self._context, budget=budget, lower=self._disk)
             self._scheduler = Scheduler(
                 model, self._context, exact=exact, queue=queue, placement=places if budget else None
             )
         except BaseException:
             self._context.close()
+            if self._disk is not None:
+                self._disk.close()
             raise
-        self.cache = Book(places, tokenize=model.tokenize, read=self._read_only, call=self._scheduler.call)
+        self.cache = Book(
+            places,
+            tokenize=model.tokenize,
+            read=self._read_only,
+            call=self._scheduler.call,
+            keeper=Records(self._disk.disk) if self._disk else None,
+        )
 
     @property
     def n_ctx(self) -> int:
@@ -151,7 +170,11 @@ class Runtime:
     def close(self) -> None:
         """End what is running as cancelled, and give everything back."""
         self._scheduler.close()
+        if self._disk is not None and not self._context.closed:
+            self._places.store_all()
         self._context.close()
+        if self._disk is not None:
+            self._disk.close()
         if self._own_model:
             self.model.close()
 
@@ -193,15 +216,24 @@ def open(  # noqa: A001
     exact: bool = False,
     queue: int = 256,
     cache: int | None = None,
+    store: str | os.PathLike[str] | None = None,
     **context: Any,
 ) -> Runtime:
     """A runtime on a model: a file, a name, a loaded model, or the default one.
 
     `n_ctx` is what one request can hold, `slots` how many are served at once; up to `queue` more wait.
-    `cache` is how many bytes of state are kept between requests, 0 for none. With `exact`, a reply does not
-    depend in the last bit on who else is served. Further keywords are those of `Model.context`.
+    `cache` is how many bytes of state are kept between requests, 0 for none; `store` is a folder where that
+    state outlives the process. With `exact`, a reply does not depend in the last bit on who else is served.
+    Further keywords are those of `Model.context`.
     """
-    settings = {"n_ctx": n_ctx, "slots": slots, "exact": exact, "queue": queue, "cache": cache, **context}
+    settings: dict[str, Any] = {
+        "n_ctx": n_ctx,
+        "slots": slots,
+        "exact": exact,
+        "queue": queue,
+        "cache": cache,
+    }
+    settings |= {"store": store, **context}
     if model is None or isinstance(model, (str, os.PathLike)):
         loaded: ModelContract = Model(model)
         try:

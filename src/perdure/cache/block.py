@@ -63,8 +63,8 @@ class Block:
         rows: NDArray[np.uint8] | None,
         rest: NDArray[np.uint8] | None,
     ) -> Block:
-        checksum = _checksum(rows, rest)
-        return cls(block_id(parent, tokens), parent, start, tokens, rows, rest, checksum)
+        name = block_id(parent, tokens)
+        return cls(name, parent, start, tokens, rows, rest, _checksum(name, start, rows, rest))
 
     @property
     def end(self) -> int:
@@ -85,14 +85,17 @@ class Block:
 
     def verify(self) -> None:
         """Raise unless every byte is as it was when the block was made, its own name included."""
-        if _checksum(self.rows, self.rest) != self.checksum:
+        if _checksum(self.id, self.start, self.rows, self.rest) != self.checksum:
             raise CorruptStateError(f"the state of tokens {self.start} to {self.end} is damaged")
         if block_id(self.parent, self.tokens) != self.id:
             raise CorruptStateError(f"the block of tokens {self.start} to {self.end} is not what it is named")
 
 
-def _checksum(rows: NDArray[np.uint8] | None, rest: NDArray[np.uint8] | None) -> bytes:
-    digest = xxhash.xxh3_128()
+def _checksum(
+    name: BlockId, start: int, rows: NDArray[np.uint8] | None, rest: NDArray[np.uint8] | None
+) -> bytes:
+    # The name is in it, so that whole bytes under another block's name do not pass either.
+    digest = xxhash.xxh3_128(name + start.to_bytes(8, "little", signed=True))
     for part in (rows, rest):
         digest.update(b"\0" if part is None else b"\1" + part.nbytes.to_bytes(8, "little"))
         if part is not None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure.cache.block import BlockId
 from perdure.cache.working_set import WorkingSet
 from perdure.errors import TokenError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +22,12 @@ class Record:
     kept: int
     labels: frozenset[str]
     namespace: str = ""
+    leaf: BlockId
+    """The last block of it that is kept."""
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        return self.namespace, self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,14 @@ class CacheStats:
     computed_tokens: int
 
 
+class Keeper(Protocol):
+    """Where records outlive the process."""
+
+    def all(self) -> list[Record]: ...
+    def put(self, record: Record) -> None: ...
+    def remove(self, records: Iterable[Record]) -> None: ...
+
+
 class Book:
     """`rt.cache`: warm a prefix, ask what is held, clear it again. Safe from any thread."""
 
@@ -49,12 +62,14 @@ class Book:
         tokenize: Callable[[str], list[int]],
         read: Callable[[NDArray[np.int32], str], Any],
         call: Callable[[Callable[[], Any]], Any],
+        keeper: Keeper | None = None,
     ) -> None:
         self._places = places
         self._tokenize = tokenize
         self._read = read
         self._call = call
-        self._records: dict[tuple[str, bytes], Record] = {}
+        self._keeper = keeper
+        self._records = {record.key: record for record in (keeper.all() if keeper else ())}
 
     def warm(self, prompt: str | Iterable[int], *, labels: Iterable[str] = (), namespace: str = "") -> Record:
         """Compute a prefix once and keep it. Warmed before, its record comes back with all its labels."""
@@ -82,25 +97,33 @@ class Book:
     # In the engine thread.
 
     def _note(self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str) -> Record:
-        key = (namespace, ids.tobytes())
-        known = self._records.get(key)
-        kept = self._places.store(ids, namespace)
-        self._records[key] = record = Record(
-            tokens=tuple(ids.tolist()),
+        tokens = tuple(ids.tolist())
+        known = self._records.get((namespace, tokens))
+        kept, leaf = self._places.store(ids, namespace)
+        record = Record(
+            tokens=tokens,
             kept=kept,
             labels=labels | (known.labels if known else frozenset()),
             namespace=namespace,
+            leaf=leaf,
         )
+        self._records[record.key] = record
+        if self._keeper is not None:
+            self._keeper.put(record)
         return record
 
     def _clear(self, wanted: set[str] | None) -> int:
         if wanted is None:
             count = len(self._records)
+            if self._keeper is not None:
+                self._keeper.remove(self._records.values())
             self._records.clear()
             self._places.forget()
             return count
         gone = [key for key, record in self._records.items() if wanted & record.labels]
         dropped = [self._records.pop(key) for key in gone]
+        if self._keeper is not None:
+            self._keeper.remove(dropped)
         for record in dropped:
             spare = [
                 np.array(other.tokens, np.int32)

@@ -8,8 +8,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
+
+
+_REMEMBERED = 4096
+"""Evicted blocks whose names are kept, so that a reply can say why it was computed again."""
 
 
 class Named(Protocol):
@@ -19,6 +24,10 @@ class Named(Protocol):
 
 @dataclass(slots=True)
 class _Node:
+    """A place in the tree. It has its own copy of the names: those in a damaged block may be wrong."""
+
+    id: BlockId
+    parent: BlockId
     block: Block
     used: int
     children: set[BlockId] = field(default_factory=set)
@@ -51,12 +60,25 @@ class MemoryTier:
         node = self._nodes.get(block)
         if node is None:
             return None
+        if node.block.id != block:
+            self.drop(block)
+            return None
         self._touch(node)
         return node.block
 
     def children(self, parent: BlockId) -> Iterator[Block]:
-        for child in self._siblings(parent):
+        for child in self._children(parent):
             yield self._nodes[child].block
+
+    def covers(self, parent: BlockId, tokens: NDArray[np.int32]) -> bool:
+        """Whether the state of `tokens` after `parent` can be cut from a longer block."""
+        count = len(tokens)
+        for sibling in self.children(parent):
+            longer = len(sibling.tokens) > count and sibling.rows is not None
+            if longer and np.array_equal(sibling.tokens[:count], tokens):
+                self._touch(self._nodes[sibling.id])
+                return True
+        return False
 
     def put(self, block: Block) -> bool:
         """Keep a block whose parent is kept, or which starts a chain. False: there is no room for it."""
@@ -68,12 +90,15 @@ class MemoryTier:
             return self._replace(known, block)
         if block.start and block.parent not in self._nodes:
             return False
-        if not self._make_room(block.nbytes, keep=block.parent):
+        if block.rest is None and self.covers(block.parent, block.tokens):
+            return True
+        if not self.make_room(block.nbytes, keep=block.parent):
             return False
         self._drop_beginnings(block)
         self._clock += 1
-        node = self._nodes[block.id] = _Node(block, self._clock)
-        self._siblings(block.parent).add(block.id)
+        node = self._nodes[block.id] = _Node(block.id, block.parent, block, self._clock)
+        above = self._nodes.get(block.parent)
+        (above.children if above else self._roots.setdefault(block.parent, set())).add(block.id)
         self._gone.pop(block.id, None)
         self._count(block, 1)
         self._offer(node)
@@ -81,12 +106,11 @@ class MemoryTier:
 
     def drop(self, block: BlockId) -> None:
         """Forget a block and all that follow it."""
-        node = self._nodes.get(block)
-        if node is None:
-            return
-        for child in tuple(node.children):
-            self.drop(child)
-        self._remove(node)
+        doomed = [block] if block in self._nodes else []
+        for each in doomed:
+            doomed += self._nodes[each].children
+        for each in reversed(doomed):
+            self._remove(self._nodes[each])
 
     def pin(self, blocks: Iterable[Named]) -> None:
         """Keep these from being evicted until `unpin`."""
@@ -98,6 +122,21 @@ class MemoryTier:
             if node := self._nodes.get(block.id):
                 node.pins -= 1
                 self._offer(node)
+
+    def make_room(self, size: int, keep: BlockId) -> bool:
+        """Evict until `size` more bytes fit, but not the block `keep`. False: they cannot."""
+        if size > self.budget:
+            return False
+        while self.nbytes + size > self.budget:
+            victim = self._oldest_leaf(keep)
+            if victim is None:
+                return False
+            self._remove(victim)
+            self.evicted += 1
+            self._gone[victim.id] = None
+            if len(self._gone) > _REMEMBERED:
+                self._gone.pop(next(iter(self._gone)))
+        return True
 
     def was_evicted(self, block: BlockId) -> bool:
         return block in self._gone
@@ -111,13 +150,18 @@ class MemoryTier:
 
     # Inside.
 
-    def _siblings(self, parent: BlockId) -> set[BlockId]:
+    def _children(self, parent: BlockId) -> list[BlockId]:
+        """The names of the blocks that follow `parent`; those whose block lost its own are dropped."""
         node = self._nodes.get(parent)
-        return node.children if node else self._roots.setdefault(parent, set())
+        names = list(node.children if node else self._roots.get(parent, ()))
+        for name in names:
+            if self._nodes[name].block.id != name:
+                self.drop(name)
+        return [name for name in names if name in self._nodes]
 
     def _drop_beginnings(self, block: Block) -> None:
         """Tails whose tokens `block` starts with: they can be cut from it, so they need not be kept too."""
-        for sibling in list(self.children(block.parent)):
+        for sibling in self.children(block.parent):
             count = len(sibling.tokens)
             useful = sibling.rest is not None or self._nodes[sibling.id].pins or count >= len(block.tokens)
             if not useful and np.array_equal(sibling.tokens, block.tokens[:count]):
@@ -130,24 +174,10 @@ class MemoryTier:
 
     def _offer(self, node: _Node) -> None:
         if not node.children and not node.pins:
-            heapq.heappush(self._queue, (node.used, node.block.id))
+            heapq.heappush(self._queue, (node.used, node.id))
             if len(self._queue) > 64 + 4 * len(self._nodes):
                 self._queue = [(n.used, i) for i, n in self._nodes.items() if not n.children and not n.pins]
                 heapq.heapify(self._queue)
-
-    def _make_room(self, size: int, keep: BlockId) -> bool:
-        if size > self.budget:
-            return False
-        while self.nbytes + size > self.budget:
-            victim = self._oldest_leaf(keep)
-            if victim is None:
-                return False
-            self._remove(victim)
-            self.evicted += 1
-            self._gone[victim.block.id] = None
-            if len(self._gone) > 4096:
-                self._gone.pop(next(iter(self._gone)))
-        return True
 
     def _oldest_leaf(self, keep: BlockId) -> _Node | None:
         spared: list[tuple[int, BlockId]] = []
@@ -169,7 +199,7 @@ class MemoryTier:
     def _replace(self, node: _Node, block: Block) -> bool:
         """The same tokens with more of their state."""
         node.pins += 1
-        fits = self._make_room(block.nbytes - node.block.nbytes, keep=block.id)
+        fits = self.make_room(block.nbytes - node.block.nbytes, keep=block.id)
         node.pins -= 1
         if fits:
             self._count(node.block, -1)
@@ -179,15 +209,15 @@ class MemoryTier:
         return fits
 
     def _remove(self, node: _Node) -> None:
-        block = node.block
-        del self._nodes[block.id]
-        siblings = self._siblings(block.parent)
-        siblings.discard(block.id)
-        self._count(block, -1)
-        if parent := self._nodes.get(block.parent):
+        del self._nodes[node.id]
+        self._count(node.block, -1)
+        if parent := self._nodes.get(node.parent):
+            parent.children.discard(node.id)
             self._offer(parent)
-        elif not siblings:
-            self._roots.pop(block.parent, None)
+        elif siblings := self._roots.get(node.parent):
+            siblings.discard(node.id)
+            if not siblings:
+                del self._roots[node.parent]
 
     def _count(self, block: Block, sign: int) -> None:
         self.nbytes += sign * block.nbytes

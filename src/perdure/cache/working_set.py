@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -135,12 +136,19 @@ class WorkingSet:
         slots = [slot for slot in self._slots if slot.namespace == namespace]
         return max([found, *(self._reach(slot, tokens, len(tokens)) for slot in slots)])
 
-    def store(self, tokens: Ids, namespace: str) -> int:
-        """Put the state of `tokens`, if a sequence holds it, into the memory tier. How many are kept."""
+    def store(self, tokens: Ids, namespace: str) -> tuple[int, BlockId]:
+        """Put the state of `tokens`, if a sequence holds it, into the tiers. How many are kept, and where."""
         for slot in self._slots:
             if slot.namespace == namespace and self._context.common_prefix(tokens, slot.seq) == len(tokens):
                 self._stash(slot)
-        return self._find(tokens, namespace, len(tokens)).length
+        found = self._find(tokens, namespace, len(tokens))
+        return found.length, found.entries[-1].id if found.entries else BlockId(b"")
+
+    def store_all(self) -> None:
+        """Put what every idle sequence holds into the tiers."""
+        for slot in self._slots:
+            if not slot.busy:
+                self._stash(slot)
 
     def forget(self, tokens: Ids | None = None, namespace: str = "", *, spare: Iterable[Ids] = ()) -> None:
         """Drop everything, or what starts with `tokens` and does not lead to one of `spare`."""
@@ -314,7 +322,7 @@ class WorkingSet:
                 rows = None if capture.rows is None else capture.rows.cut(start, end)
                 block = Block.make(parent, start, ids, rows, rest)
                 new.append(block)
-                if not self.tier.put(block) and whole:
+                if not self.tier.put(block) and whole and self.tiers.lower is None:
                     break
             if whole:
                 parent = name
@@ -357,6 +365,9 @@ class WorkingSet:
 
     def _root_of(self, identity: Identity, namespace: str) -> BlockId:
         kind = self._context.memory.kind.value
+        if not self._whole:
+            # Rows by token are the same in however many streams.
+            identity = dataclasses.replace(identity, layout="by token")
         return root_id(identity, block_size=self._size, mode=kind, namespace=namespace)
 
     def _find(self, tokens: Ids, namespace: str, limit: int) -> Found:

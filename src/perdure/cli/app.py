@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from perdure import __version__
-from perdure.cli import chat, inspect, models, run
+from perdure.cli import cache, chat, inspect, models, run
 
 app = typer.Typer(
     name="perdure",
@@ -40,3 +40,4 @@ app.command(name="chat")(chat.chat)
 app.command(name="run")(run.run)
 app.command(name="inspect")(inspect.inspect)
 app.add_typer(models.app, name="models")
+app.add_typer(cache.app, name="cache")

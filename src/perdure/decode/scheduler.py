@@ -98,11 +98,13 @@ class Scheduler:
         with self._changed:
             if self._closing:
                 raise ClosedError("this runtime is closed")
+            # Those who came a moment ago and will find a free sequence do not count as waiting.
             free = self._context.n_seq - sum(each.placed for each in self._active)
-            if len(self._waiting) >= self._limit + free:
+            waiting = len(self._waiting) - free
+            if waiting >= self._limit:
                 raise BusyError(
-                    f"{len(self._waiting)} requests are waiting, {self._limit} may; try again later",
-                    waiting=len(self._waiting),
+                    f"{waiting} requests are waiting, {self._limit} may; try again later",
+                    waiting=waiting,
                     limit=self._limit,
                 )
             self._waiting.append(group)

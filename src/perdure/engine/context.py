@@ -117,6 +117,7 @@ class Context:
         self._runner: ThreadPoolExecutor | None = None
         self._unfinished: Mapping[int, _Mark] = {}
         self._stopping = False
+        self._stoppable = True
         self._closing = False
         self._busy = False
         self._closed = False
@@ -261,10 +262,13 @@ class Context:
             np.copyto(self._core.row(index), -np.inf, where=allowed == 0)
 
     def cancel(self) -> None:
-        """Stop the decode in flight in another thread, if there is one: it raises `DecodeCancelled`."""
+        """Stop the decode in flight in another thread, if there is one: it raises `DecodeCancelled`.
+
+        A step of several sequences on a recurrent memory is not stopped once it has begun.
+        """
         if self._busy:
             self._stopping = True
-            self._core.stop()
+            self._halt()
 
     # Going back, copying, clearing.
 
@@ -582,11 +586,16 @@ class Context:
             at, done = end, int(rows[end - 1])
 
     def _run(self, parts: Sequence[Part]) -> None:
+        # For a step of several sequences a recurrent memory moves states about, also those of others.
+        # Cut short, it loses them.
+        self._stoppable = self.memory.cuts or len(parts) == 1
         if self._stopping or self._closing:
             raise _Failure(Outcome.ABORTED)
         self._batch.fill(parts)
         outcome = self._decode_batch()
         if outcome is not Outcome.DONE:
+            if outcome in (Outcome.ABORTED, Outcome.FAILED) and not self._stoppable:
+                self._doubt_all()
             raise _Failure(outcome)
         for part in parts:
             if self._core.newest(part.seq) != part.start + len(part.tokens) - 1:
@@ -626,9 +635,10 @@ class Context:
             yield
             self._unfinished = {}
         except BaseException as error:
+            before = {seq: self._ledger.length(seq) for seq in self._unfinished}
             kept = self._undo()
             if isinstance(error, _Failure):
-                raise self._explain(error.outcome, marks, kept) from None
+                raise self._explain(error.outcome, before, kept) from None
             raise
         finally:
             self._busy = self._stopping = False
@@ -654,8 +664,18 @@ class Context:
     def _wait_for_runner(self) -> None:
         """End what an interrupted decode may have left running: a task after it has the runner to itself."""
         if self._runner is not None:
-            self._core.stop()
+            self._halt()
             self._runner.submit(int).result()
+
+    def _halt(self) -> None:
+        """Stop the native step in flight, where that harms no sequence but its own."""
+        if self._stoppable:
+            self._core.stop()
+
+    def _doubt_all(self) -> None:
+        """Plan to empty every sequence, but for those whose state was kept before the step."""
+        sure = {seq: mark for seq, mark in self._unfinished.items() if mark.state is not None}
+        self._unfinished = {**dict.fromkeys(range(self.n_seq), _EMPTY), **sure}
 
     def _return_to(self, seq: int, mark: _Mark) -> int:
         """Bring the cache of `seq` to `mark`, or empty it where that is impossible. The length kept."""
@@ -673,9 +693,8 @@ class Context:
         core.remove(seq, 0)
         return 0
 
-    def _explain(self, outcome: Outcome, marks: Mapping[int, _Mark], kept: dict[int, int]) -> Exception:
-        intact = all(kept[seq] == mark.length for seq, mark in marks.items())
-        left = "nothing was changed" if intact else f"tokens kept by sequence: {kept}"
+    def _explain(self, outcome: Outcome, before: Mapping[int, int], kept: dict[int, int]) -> Exception:
+        left = "nothing was changed" if kept == before else f"tokens kept by sequence: {kept}"
         if outcome is Outcome.ABORTED:
             if self._closing:
                 return ClosedError("this context was closed during the decode")

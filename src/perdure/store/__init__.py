@@ -9,5 +9,6 @@ durable       files that are there whole or not at all
 block_file    a block as bytes that describe and prove themselves
 index         what is there, and migrations
 disk          the tier of the block cache on disk
+records       labelled prefixes
 writer        writing behind the reply
 """

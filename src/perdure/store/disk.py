@@ -75,25 +75,31 @@ class DiskTier:
             self._make_folders()
             self._take_lock()
         try:
-            self._index = Index(folder / "index.sqlite", readonly=readonly)
+            self.index = Index(folder / "index.sqlite", readonly=readonly)
         except BaseException:
             self._let_go()
             raise
-        self._clock = int(self._index.rows("SELECT coalesce(max(used), 0) FROM block")[0][0])
+        self._clock = int(self.index.rows("SELECT coalesce(max(used), 0) FROM block")[0][0])
         self._touched: dict[BlockId, int] = {}
-        self.nbytes = int(self._index.rows("SELECT coalesce(sum(nbytes), 0) FROM block")[0][0])
+        self.nbytes = int(self.index.rows("SELECT coalesce(sum(nbytes), 0) FROM block")[0][0])
 
     def __len__(self) -> int:
-        return int(self._index.rows("SELECT count(*) FROM block")[0][0])
+        return int(self.index.rows("SELECT count(*) FROM block")[0][0])
 
     # Reading.
 
     def entry(self, block: BlockId) -> Entry | None:
-        found = self._index.rows(f"{_SELECT} WHERE id = ?", block)
+        found = self.index.rows(f"{_SELECT} WHERE id = ?", block)
         return _entry(found[0]) if found else None
 
+    def ancestry(self, block: BlockId) -> Iterator[BlockId]:
+        """`block` and the blocks before it, as far as they are kept, the last first."""
+        while (found := self.entry(block)) is not None:
+            yield block
+            block = found.parent
+
     def children(self, parent: BlockId) -> Iterator[Entry]:
-        for row in self._index.rows(f"{_SELECT} WHERE parent = ?", parent):
+        for row in self.index.rows(f"{_SELECT} WHERE parent = ?", parent):
             yield _entry(row)
 
     def get(self, block: BlockId) -> Block | None:
@@ -130,30 +136,30 @@ class DiskTier:
             folders.add(path.parent)
         for folder in sorted(folders):
             sync_folder(folder)
-        with self._index.writing():
+        with self.index.writing():
             self._flush_touches()
             for block in fitting:
                 self._clock += 1
                 self._enter(block, sizes[block.id], self._clock)
-        self.nbytes = int(self._index.rows("SELECT coalesce(sum(nbytes), 0) FROM block")[0][0])
+        self.nbytes = int(self.index.rows("SELECT coalesce(sum(nbytes), 0) FROM block")[0][0])
         return len(fitting)
 
     def drop(self, blocks: Iterable[BlockId]) -> None:
         """Forget blocks and all that follow them."""
         doomed = list(blocks)
         gone: list[BlockId] = []
-        with self._index.writing():
+        with self.index.writing():
             while doomed:
                 block = doomed.pop()
-                doomed += [row[0] for row in self._index.rows("SELECT id FROM block WHERE parent = ?", block)]
-                self._index.run("DELETE FROM block WHERE id = ?", block)
+                doomed += [row[0] for row in self.index.rows("SELECT id FROM block WHERE parent = ?", block)]
+                self.index.run("DELETE FROM block WHERE id = ?", block)
                 gone.append(block)
         for block in gone:
             self._path(block).unlink(missing_ok=True)
-        self.nbytes = int(self._index.rows("SELECT coalesce(sum(nbytes), 0) FROM block")[0][0])
+        self.nbytes = int(self.index.rows("SELECT coalesce(sum(nbytes), 0) FROM block")[0][0])
 
     def clear(self) -> None:
-        self.drop([BlockId(row[0]) for row in self._index.rows("SELECT id FROM block WHERE start = 0")])
+        self.drop([BlockId(row[0]) for row in self.index.rows("SELECT id FROM block WHERE start = 0")])
 
     # Upkeep.
 
@@ -162,7 +168,7 @@ class DiskTier:
         if self.readonly:
             raise StoreReadOnlyError(f"the store {self.folder} was opened for reading")
         leftovers = self._delete_leftovers()
-        known = {BlockId(row[0]) for row in self._index.rows("SELECT id FROM block")}
+        known = {BlockId(row[0]) for row in self.index.rows("SELECT id FROM block")}
         files = sorted(self._blocks.glob("*/*"))
         there: dict[BlockId, tuple[Block, int]] = {}
         quarantined = 0
@@ -180,14 +186,14 @@ class DiskTier:
                 progress(number + 1, len(files))
         missing = known - set(there)
         adopted = 0
-        with self._index.writing():
+        with self.index.writing():
             for name in missing:
-                self._index.run("DELETE FROM block WHERE id = ?", name)
+                self.index.run("DELETE FROM block WHERE id = ?", name)
             for name, (block, size) in there.items():
                 if name not in known:
                     self._enter(block, size, 0)
                     adopted += 1
-        self.nbytes = int(self._index.rows("SELECT coalesce(sum(nbytes), 0) FROM block")[0][0])
+        self.nbytes = int(self.index.rows("SELECT coalesce(sum(nbytes), 0) FROM block")[0][0])
         return Findings(
             blocks=len(there),
             nbytes=self.nbytes,
@@ -199,9 +205,9 @@ class DiskTier:
 
     def close(self) -> None:
         if not self.readonly and self._touched:
-            with contextlib.suppress(Exception), self._index.writing():
+            with contextlib.suppress(Exception), self.index.writing():
                 self._flush_touches()
-        self._index.close()
+        self.index.close()
         self._let_go()
 
     # Inside.
@@ -235,7 +241,7 @@ class DiskTier:
         return self._blocks / name[:2] / name
 
     def _enter(self, block: Block, size: int, used: int) -> None:
-        self._index.run(
+        self.index.run(
             "INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?, ?, ?, ?)",
             block.id,
             block.parent,
@@ -248,7 +254,7 @@ class DiskTier:
 
     def _flush_touches(self) -> None:
         for block, used in self._touched.items():
-            self._index.run("UPDATE block SET used = ? WHERE id = ?", used, block)
+            self.index.run("UPDATE block SET used = ? WHERE id = ?", used, block)
         self._touched.clear()
 
     def _make_room(self, blocks: Sequence[Block]) -> list[Block]:
@@ -266,7 +272,7 @@ class DiskTier:
         return fitting
 
     def _evict_one(self, spared: set[BlockId]) -> bool:
-        leaves = self._index.rows(
+        leaves = self.index.rows(
             "SELECT id FROM block AS b WHERE NOT EXISTS (SELECT 1 FROM block WHERE parent = b.id)"
             " ORDER BY used LIMIT ?",
             len(spared) + 1,

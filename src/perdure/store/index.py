@@ -38,6 +38,7 @@ MIGRATIONS: Sequence[str] = (
         namespace TEXT NOT NULL,
         tokens BLOB NOT NULL,
         kept INTEGER NOT NULL,
+        leaf BLOB NOT NULL,
         UNIQUE (namespace, tokens)
     );
     CREATE TABLE label (

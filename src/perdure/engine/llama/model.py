@@ -69,7 +69,7 @@ class Model:
     @functools.cached_property
     def metadata(self) -> Mapping[str, str]:
         """The file's own description, values as text; long lists are cut short by the library."""
-        return MappingProxyType(self._open().metadata())
+        return MappingProxyType(self._open().metadata)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -192,7 +192,7 @@ class Model:
                 k_type=k_type,
                 v_type=v_type,
                 attention="flash" if flash else "plain",
-                rope=f"{rope_freq_base}/{rope_freq_scale}/{self._rope_reach(n_ctx)}",
+                rope=f"{rope_freq_base}/{rope_freq_scale}/{_rope_reach(weights.metadata, n_ctx)}",
                 window=f"{memory.kind.value}/{memory.window}/{'all' if swa_full else 'window'}",
                 layout=f"{streams} streams",
                 engine=library.build(),
@@ -239,13 +239,6 @@ class Model:
         assert self._words is not None
         return self._words
 
-    def _rope_reach(self, n_ctx: int) -> str:
-        """Models with two sets of RoPE factors choose by the context's size."""
-        for key, value in self.metadata.items():
-            if key.endswith(".rope.scaling.original_context_length"):
-                return "long" if n_ctx > int(value) else "short"
-        return "one"
-
     def _check_memory(self, cells: int, k_type: str, v_type: str) -> None:
         """Refuse what the machine could never hold: the engine would touch it all and be killed."""
         handle = self._open().handle
@@ -272,6 +265,14 @@ def _memory(lib: Any, weights: Weights) -> Memory:
     else:
         kind = MemoryKind.SLIDING if window else MemoryKind.FULL
     return Memory(kind=kind, window=window)
+
+
+def _rope_reach(metadata: Mapping[str, str], n_ctx: int) -> str:
+    """Models with two sets of RoPE factors choose by the context's size."""
+    for key, value in metadata.items():
+        if key.endswith(".rope.scaling.original_context_length"):
+            return "long" if n_ctx > int(value) else "short"
+    return "one"
 
 
 def _version(file: Path) -> tuple[int, int, int] | None:

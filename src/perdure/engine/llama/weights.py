@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,7 @@ class Weights:
             self._lib.llama_model_free(self.handle)
             self.handle = None
 
+    @functools.cached_property
     def metadata(self) -> dict[str, str]:
         lib = self._lib
         found = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -170,6 +170,11 @@ class Held:
     def spoil(self, pos: int, token: int) -> None:
         """What an interrupted computation leaves where it cannot be undone: the position, not the value."""
         self._put(pos, Cell(token, _POISON))
+
+    def mislay(self) -> None:
+        """Lose a rolling state, but not its position."""
+        if self.rolling is not None:
+            self.rolling = replace(self.rolling, value=mix(self.rolling.value, _POISON))
 
     def _put(self, pos: int, cell: Cell) -> None:
         if self.base is not None:

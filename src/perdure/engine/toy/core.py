@@ -95,13 +95,13 @@ class ToyCore:
         for index, (seq, pos, token) in enumerate(entries):
             outcome = self._interruption(mishap, index)
             if outcome is not Outcome.DONE:
-                self._leave(entries[index:])
+                self._leave(entries, index)
                 return outcome
             value = self._held[seq].compute(pos, token, self._salt)
             if index in self._places:
                 self._buffer[self._places[index]] = self._logits(value)
         if mishap and mishap.outcome is not Outcome.DONE:
-            self._leave(entries[-1:])
+            self._leave(entries, len(entries) - 1)
             return mishap.outcome
         return Outcome.DONE
 
@@ -159,11 +159,18 @@ class ToyCore:
             self._stop.wait(self.faults.pace)
         return Outcome.ABORTED if self._stop.is_set() else Outcome.DONE
 
-    def _leave(self, rest: list[tuple[int, int, int]]) -> None:
-        """What an interrupted decode leaves: the tokens before it, and of a rolling state no good one."""
-        for seq, pos, token in rest:
+    def _leave(self, entries: list[tuple[int, int, int]], done: int) -> None:
+        """What an interrupted decode leaves: the tokens before it, and of a rolling state no good one.
+
+        Rolling states are moved about for a step of several sequences, so it can hit any of them.
+        """
+        for seq, pos, token in entries[done:]:
             if self._held[seq].rolling is not None:
                 self._held[seq].spoil(pos, token)
+        touched = {seq for seq, _, _ in entries}
+        for seq, held in enumerate(self._held):
+            if len(touched) > 1 and seq not in touched:
+                held.mislay()
 
     def _logits(self, value: int) -> Floats:
         bits = np.uint64(value) ^ self._ramp
