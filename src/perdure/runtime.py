@@ -226,14 +226,8 @@ def open(  # noqa: A001
     state outlives the process. With `exact`, a reply does not depend in the last bit on who else is served.
     Further keywords are those of `Model.context`.
     """
-    settings: dict[str, Any] = {
-        "n_ctx": n_ctx,
-        "slots": slots,
-        "exact": exact,
-        "queue": queue,
-        "cache": cache,
-    }
-    settings |= {"store": store, **context}
+    settings: dict[str, Any] = {"n_ctx": n_ctx, "slots": slots, "exact": exact, "queue": queue}
+    settings |= {"cache": cache, "store": store, **context}
     if model is None or isinstance(model, (str, os.PathLike)):
         loaded: ModelContract = Model(model)
         try:

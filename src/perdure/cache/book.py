@@ -76,9 +76,12 @@ class Book:
         ids = np.fromiter(self._tokenize(prompt) if isinstance(prompt, str) else prompt, np.int32)
         if not len(ids):
             raise TokenError("a prefix to warm needs at least one token")
-        if self._call(lambda: self._places.holds(ids, namespace)) < len(ids):
+        wanted = frozenset(labels)
+        record: Record = self._call(lambda: self._note(ids, wanted, namespace))
+        if record.kept < len(ids):
             self._read(ids, namespace)
-        return self._call(lambda: self._note(ids, frozenset(labels), namespace))  # type: ignore[no-any-return]
+            record = self._call(lambda: self._note(ids, wanted, namespace))
+        return record
 
     def records(self, labels: Iterable[str] | None = None) -> list[Record]:
         """The warmed prefixes, or those that carry one of `labels`."""

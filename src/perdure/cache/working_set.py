@@ -130,12 +130,6 @@ class WorkingSet:
 
     # For whoever asks about, or clears, what is kept.
 
-    def holds(self, tokens: Ids, namespace: str) -> int:
-        """How many of `tokens` could be put back now."""
-        found = self._find(tokens, namespace, len(tokens)).length
-        slots = [slot for slot in self._slots if slot.namespace == namespace]
-        return max([found, *(self._reach(slot, tokens, len(tokens)) for slot in slots)])
-
     def store(self, tokens: Ids, namespace: str) -> tuple[int, BlockId]:
         """Put the state of `tokens`, if a sequence holds it, into the tiers. How many are kept, and where."""
         for slot in self._slots:
