@@ -59,7 +59,7 @@ class Found:
 
     @property
     def length(self) -> int:
-        return self.entries[-1].start + self.keep if self.entries else 0
+        return sum(len(entry.tokens) for entry in self.entries[:-1]) + self.keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,8 @@ class Tiers:
         best = Found()
         parent, at = root, 0
         while at < limit:
-            following = self._entry(block_id(parent, tokens[at : at + size])) if at + size <= limit else None
+            name = block_id(parent, tokens[at : at + size])
+            following = self._entry(name) if at + size <= limit else None
             # A hash names the tokens; the tokens themselves decide.
             if following is not None and not np.array_equal(following.tokens, tokens[at : at + size]):
                 following = None
@@ -113,7 +114,7 @@ class Tiers:
             if following is None:
                 break
             path.append(following)
-            parent, at = following.id, following.end
+            parent, at = name, at + size
             if not whole or following.has_rest:
                 best = Found(tuple(path), len(following.tokens))
         return best

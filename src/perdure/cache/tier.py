@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
-
 
 _REMEMBERED = 4096
 """Evicted blocks whose names are kept, so that a reply can say why it was computed again."""
@@ -57,18 +56,16 @@ class MemoryTier:
         return block in self._nodes
 
     def get(self, block: BlockId) -> Block | None:
-        node = self._nodes.get(block)
-        if node is None:
-            return None
-        if node.block.id != block:
-            self.drop(block)
-            return None
-        self._touch(node)
-        return node.block
+        found = self._sound(block)
+        if found is not None:
+            self._touch(self._nodes[block])
+        return found
 
-    def children(self, parent: BlockId) -> Iterator[Block]:
-        for child in self._children(parent):
-            yield self._nodes[child].block
+    def children(self, parent: BlockId) -> list[Block]:
+        """The blocks that follow `parent`. One that no longer knows its own name is dropped."""
+        node = self._nodes.get(parent)
+        names = list(node.children if node else self._roots.get(parent, ()))
+        return [block for name in names if (block := self._sound(name)) is not None]
 
     def covers(self, parent: BlockId, tokens: NDArray[np.int32]) -> bool:
         """Whether the state of `tokens` after `parent` can be cut from a longer block."""
@@ -150,14 +147,12 @@ class MemoryTier:
 
     # Inside.
 
-    def _children(self, parent: BlockId) -> list[BlockId]:
-        """The names of the blocks that follow `parent`; those whose block lost its own are dropped."""
-        node = self._nodes.get(parent)
-        names = list(node.children if node else self._roots.get(parent, ()))
-        for name in names:
-            if self._nodes[name].block.id != name:
-                self.drop(name)
-        return [name for name in names if name in self._nodes]
+    def _sound(self, name: BlockId) -> Block | None:
+        node = self._nodes.get(name)
+        if node is not None and node.block.id != name:
+            self.drop(name)
+            return None
+        return node.block if node else None
 
     def _drop_beginnings(self, block: Block) -> None:
         """Tails whose tokens `block` starts with: they can be cut from it, so they need not be kept too."""
