@@ -12,6 +12,7 @@ from perdure import (
     Context,
     ContextOverflow,
     DecodeCancelled,
+    DecodeError,
     Feed,
     InvalidInputError,
     MemoryKind,
@@ -20,6 +21,8 @@ from perdure import (
     TokenError,
 )
 from subjects import Row, Subject, check
+
+from .failures import failing_decode
 
 N_BATCH = 8
 
@@ -311,26 +314,58 @@ def test_b6_a_decode_cut_into_steps_by_its_rows_is_undone_whole(
         check(ctx.logits().copy(), subject.cold([text, [5]]))
 
 
-def test_b6_a_stopped_step_leaves_each_sequence_before_it_or_says_what_is_left(
+@pytest.mark.parametrize("after", [0, 1, 2, 20, 60])
+def test_b6_a_failed_step_leaves_each_sequence_before_it_or_says_what_is_left(
+    subject: Subject, after: int
+) -> None:
+    texts = {seq: subject.tokens(9 + seq, seq) for seq in range(3)}
+    with subject.context(n_batch=3) as ctx:
+        for seq in (2, 1, 0):
+            ctx.decode(texts[seq], seq)
+        for feeds in ({0: [1], 1: [3, 4]}, {2: [5], 0: [6]}):
+            try:
+                with failing_decode(ctx, step=1, after=after):
+                    ctx.step([Feed(seq, tokens) for seq, tokens in feeds.items()])
+                texts = {seq: [*text, *feeds.get(seq, [])] for seq, text in texts.items()}
+            except DecodeError as error:
+                lost = {seq for seq, count in error.kept.items() if count != len(texts[seq])}
+                # One token more is not worth a copy of a recurrent state: it may have to be given up.
+                assert not lost or not ctx.memory.cuts
+                texts = {seq: [] if seq in lost else text for seq, text in texts.items()}
+            assert holds(ctx, *texts.values())
+        for seq, text in texts.items():
+            ctx.decode([5], seq)
+            check(ctx.logits().copy(), subject.cold([[*text, 5]], n_batch=3))
+
+
+def test_b6_cancelling_a_step_never_costs_a_sequence_that_is_no_part_of_it(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [subject.tokens(9 + seq, seq) for seq in range(3)]
-    with subject.context() as ctx:
-        for seq, text in enumerate(texts):
-            ctx.decode(text, seq)
-        with monkeypatch.context() as patch:
-            stop_at(patch, ctx, 1)
-            with pytest.raises(DecodeCancelled) as caught:
-                ctx.step([Feed(0, [1, 2]), Feed(1, [3])])
-        kept = caught.value.kept
-        assert kept[0] == len(texts[0])
-        # One token more is not worth a copy of a recurrent state: it may have to be given up.
-        assert kept[1] == len(texts[1]) or (kept[1] == 0 and not ctx.memory.cuts)
-        assert holds(ctx, texts[0], texts[1][: kept[1]], texts[2])
+    with subject.context(n_batch=3) as ctx:
+        for seq in (2, 1, 0):
+            ctx.decode(texts[seq], seq)
+        decode = ctx._core.decode
+
+        def cancelled(batch: Any) -> Any:
+            ctx.cancel()
+            return decode(batch)
+
+        monkeypatch.setattr(ctx._core, "decode", cancelled)
+        for pair in ((0, 2), (1, 2)):
+            feeds = [Feed(seq, [1]) for seq in pair]
+            if ctx.memory.cuts:
+                with pytest.raises(DecodeCancelled, match="nothing was changed"):
+                    ctx.step(feeds)
+            else:
+                ctx.step(feeds)
+                for seq in pair:
+                    texts[seq].append(1)
+        monkeypatch.undo()
+        assert holds(ctx, *texts)
         for seq, text in enumerate(texts):
             ctx.decode([5], seq)
-            held = text if seq != 1 else text[: kept[1]]
-            check(ctx.logits().copy(), subject.cold([held, [5]] if held else [[5]]))
+            check(ctx.logits().copy(), subject.cold([[*text, 5]], n_batch=3))
 
 
 def test_b6_a_failed_decode_into_an_empty_sequence_leaves_it_empty(

@@ -1,0 +1,73 @@
+"""Failures that a test can plant in either engine, in the midst of its own work."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from perdure import Context
+from perdure.engine.contract import Outcome
+from perdure.engine.llama import library
+from perdure.engine.llama.core import LlamaCore
+from perdure.engine.toy import ToyCore
+
+
+@contextmanager
+def failing_decode(
+    ctx: Context, *, step: int, after: int, outcome: Outcome = Outcome.ABORTED
+) -> Iterator[None]:
+    """Let the `step`-th native decode within the block end with `outcome`.
+
+    It ends in its midst: in the toy engine after so many tokens, in llama.cpp (always as if it had been
+    stopped) after so many nodes of its graph. A decode that is over sooner succeeds.
+    """
+    core = ctx._core
+    if isinstance(core, ToyCore):
+        core.faults.fail_decode(outcome, after=after, ahead=step)
+        yield
+        core.faults.forget()
+        return
+    assert isinstance(core, LlamaCore)
+    decode, calls = core.decode, iter(range(1, 1 << 30))
+
+    def fused(batch: Any) -> Outcome:
+        if next(calls) != step:
+            return decode(batch)
+        with _fuse(core, after):
+            return decode(batch)
+
+    with _replaced(core, "decode", fused):
+        yield
+
+
+@contextmanager
+def refused_write(ctx: Context) -> Iterator[None]:
+    """Let the engine refuse every state within the block."""
+    with _replaced(ctx._core, "write", lambda seq, state, *, partial: False):
+        yield
+
+
+@contextmanager
+def _replaced(core: object, name: str, call: Callable[..., object]) -> Iterator[None]:
+    setattr(core, name, call)
+    try:
+        yield
+    finally:
+        delattr(core, name)
+
+
+@contextmanager
+def _fuse(core: LlamaCore, after: int) -> Iterator[None]:
+    """Stop the computation at the node after `after` others."""
+    lib: Any = library.load()
+    nodes = iter(range(1 << 30))
+    fuse = lib.ggml_abort_callback(lambda _: next(nodes) >= after)
+    flag = ctypes.cast(core._flag, ctypes.c_void_p)
+    usual = ctypes.cast(ctypes.CDLL(None).strlen, lib.ggml_abort_callback)
+    lib.llama_set_abort_callback(core._context, fuse, None)
+    try:
+        yield
+    finally:
+        lib.llama_set_abort_callback(core._context, usual, flag)
