@@ -99,6 +99,8 @@ class WorkingSet:
         reused = sum(tiers.values())
         self._clock += 1
         slot.busy, slot.used, slot.script, slot.namespace = True, self._clock, tokens, namespace
+        if reused:
+            self.reached(slot.seq, reused, len(tokens) + 1)
         why = self._why_not_more(tokens, namespace, reused) if reuse else "reuse was not wanted"
         if tokens.size:
             for tier, count in tiers.items():
