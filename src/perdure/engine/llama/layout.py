@@ -14,14 +14,17 @@ reading under which every byte is accounted for, and proves it by rebuilding the
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+Rows = NDArray[np.void]
+"""An element is what one layer keeps of one token. Moved whole, it takes less than half the time."""
 
 _OPENING = struct.Struct("<II")
 _LAYER = struct.Struct("<iQ")
@@ -70,12 +73,7 @@ class Layout:
             order = np.argsort(positions)
             if not np.array_equal(positions[order], np.arange(counts)):
                 return None
-        parts = [cells[:, 8 : 8 + self.extension]] if self.extension else []
-        for _, size in self.regions:
-            at += _LAYER.size
-            parts.append(state[at : at + counts * size].reshape(counts, size))
-            at += counts * size
-        return TokenRows(tuple(parts), self.row_bytes, order)
+        return TokenRows(cells[:, 8 : 8 + self.extension], self._runs(state, at, counts), order)
 
     def build(self, seq: int, pieces: Sequence[Bytes], rest: Bytes | None, out: Bytes) -> Bytes:
         """The state of `seq` with the rows of `pieces`, in the front of `out`."""
@@ -99,41 +97,53 @@ class Layout:
         at += cells.size
         state[at : at + 8] = np.frombuffer(struct.pack("<II", 0, self.layers), np.uint8)
         at += 8
-        if self.extension:
-            _fill(cells[:, 8 : 8 + self.extension], pieces, 0)
-        column = self.extension
+        runs = self._runs(state, at, length)
+        first = 0
+        for piece in pieces:
+            last = first + len(piece)
+            cells[first:last, 8 : 8 + self.extension] = piece[:, : self.extension]
+            for run, columns in zip(runs, _columns(piece, self.extension, runs), strict=True):
+                run[:, first:last] = columns.T
+            first = last
         for kind, size in self.regions:
             state[at : at + _LAYER.size] = np.frombuffer(_LAYER.pack(kind, size), np.uint8)
-            at += _LAYER.size
-            _fill(state[at : at + length * size].reshape(length, size), pieces, column)
-            at += length * size
-            column += size
+            at += _LAYER.size + length * size
         after = 4 * (self.streams - 1 - home)
         state[at : at + after] = 0
         if rest is not None:
             state[at + after :] = rest
         return state
 
+    def _runs(self, state: Bytes, at: int, length: int) -> list[Rows]:
+        """The rows from `at` on, by region and token: a run for regions that follow evenly on each other."""
+        runs = []
+        for size, regions in itertools.groupby(size for _, size in self.regions):
+            count, step = len(list(regions)), _LAYER.size + length * size
+            runs.append(np.ndarray((count, length), f"V{size}", state, at + _LAYER.size, (step, size)))
+            at += count * step
+        return runs
+
 
 class TokenRows:
     """The rows of one state, over its bytes: cut what you need before those change."""
 
-    def __init__(self, parts: tuple[Bytes, ...], row_bytes: int, order: NDArray[np.intp] | None) -> None:
-        self._parts = parts
+    def __init__(self, extensions: Bytes, runs: Sequence[Rows], order: NDArray[np.intp] | None) -> None:
+        self._extensions = extensions
+        self._runs = runs
         self._order = order
-        self.row_bytes = row_bytes
+        self.row_bytes = extensions.shape[1] + sum(len(run) * run.itemsize for run in runs)
 
     def __len__(self) -> int:
-        return len(self._parts[0])
+        return len(self._extensions)
 
     def cut(self, start: int, stop: int) -> Bytes:
         """The rows of tokens `start` to `stop`, one a token, in an array of their own."""
         out = np.empty((stop - start, self.row_bytes), np.uint8)
         which = slice(start, stop) if self._order is None else self._order[start:stop]
-        column = 0
-        for part in self._parts:
-            out[:, column : column + part.shape[1]] = part[which]
-            column += part.shape[1]
+        extension = self._extensions.shape[1]
+        out[:, :extension] = self._extensions[which]
+        for run, columns in zip(self._runs, _columns(out, extension, self._runs), strict=True):
+            columns[...] = run[:, which].T
         return out
 
 
@@ -183,8 +193,9 @@ def _read(body: Bytes, streams: int, extension: int) -> Layout | None:
         return None
 
 
-def _fill(region: Bytes, pieces: Sequence[Bytes], column: int) -> None:
-    at = 0
-    for piece in pieces:
-        region[at : at + len(piece)] = piece[:, column : column + region.shape[1]]
-        at += len(piece)
+def _columns(piece: Bytes, column: int, runs: Sequence[Rows]) -> Iterator[Rows]:
+    """The rows of `piece` from `column` on, by token and region: one element a row, as in `runs`."""
+    for run in runs:
+        shape, strides = (len(piece), len(run)), (piece.shape[1], run.itemsize)
+        yield np.ndarray(shape, run.dtype, np.ascontiguousarray(piece), column, strides)
+        column += len(run) * run.itemsize
