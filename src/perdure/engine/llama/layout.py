@@ -58,15 +58,11 @@ class Layout:
 
     def rows(self, state: Bytes) -> TokenRows | None:
         """The rows of `state`, or None where its cells are not just the positions from 0 on."""
-        at = 12
-        counts = 0
-        while counts == 0:
-            if at + 4 > len(state):
-                return None
-            counts = int(state[at : at + 4].view("<u4")[0])
-            at += 4
-        cells = state[at : at + counts * self.cell_bytes].reshape(counts, self.cell_bytes)
-        at += cells.size + 8
+        cells, at = self._cells(state)
+        if cells is None:
+            return None
+        counts = len(cells)
+        at += 8
         positions = np.ascontiguousarray(cells[:, :4]).view("<i4").reshape(-1)
         order = None
         if not np.array_equal(positions, np.arange(counts)):
@@ -114,6 +110,30 @@ class Layout:
             state[at + after :] = rest
         return state
 
+    def _cells(self, state: Bytes) -> tuple[Bytes | None, int]:
+        """The cells of `state`, and where they end."""
+        counts = np.frombuffer(state[12 : 12 + 4 * self.streams].tobytes(), "<u4")
+        homes = np.flatnonzero(counts)
+        if not len(homes):
+            return None, 0
+        at, count = 16 + 4 * int(homes[0]), int(counts[homes[0]])
+        end = at + count * self.cell_bytes
+        return state[at:end].reshape(count, self.cell_bytes), end
+
+    def _proves(self, state: Bytes, rest: Bytes | None, seq: int) -> bool:
+        """Whether this layout accounts for every byte of `state`."""
+        rows = self.rows(state)
+        if rows is None:
+            return False
+        stored = rows.as_stored()
+        again = self.build(seq, [stored.cut(0, len(stored))], rest, np.empty(len(state), np.uint8))
+        theirs, ours = self._cells(state)[0], self._cells(again)[0]
+        assert theirs is not None
+        assert ours is not None
+        # Cells may lie in any order: their positions are all there, as `rows` found.
+        ours[:, :4] = theirs[:, :4]
+        return np.array_equal(again, state)
+
     def _runs(self, state: Bytes, at: int, length: int) -> list[Rows]:
         """The rows from `at` on, by region and token: a run for regions that follow evenly on each other."""
         runs = []
@@ -136,6 +156,10 @@ class TokenRows:
     def __len__(self) -> int:
         return len(self._extensions)
 
+    def as_stored(self) -> TokenRows:
+        """The same rows in the order in which their cells lie."""
+        return TokenRows(self._extensions, self._runs, None)
+
     def cut(self, start: int, stop: int) -> Bytes:
         """The rows of tokens `start` to `stop`, one a token, in an array of their own."""
         out = np.empty((stop - start, self.row_bytes), np.uint8)
@@ -153,19 +177,13 @@ def discover(state: Bytes, rest: Bytes | None, seq: int, streams: int) -> Layout
     if rest is not None and not np.array_equal(state[end:], rest):
         return None
     for extension in _EXTENSIONS:
-        layout = _read(state[:end], streams, extension)
-        if layout is None:
-            continue
-        rows = layout.rows(state)
-        if rows is None:
-            continue
-        again = layout.build(seq, [rows.cut(0, len(rows))], rest, np.empty(len(state), np.uint8))
-        if np.array_equal(again, state):
+        layout = _read(state[:end], seq, streams, extension)
+        if layout is not None and layout._proves(state, rest, seq):
             return layout
     return None
 
 
-def _read(body: Bytes, streams: int, extension: int) -> Layout | None:
+def _read(body: Bytes, seq: int, streams: int, extension: int) -> Layout | None:
     data = memoryview(body)  # type: ignore[arg-type]
     try:
         at = 8
@@ -186,7 +204,14 @@ def _read(body: Bytes, streams: int, extension: int) -> Layout | None:
             kind, size = _LAYER.unpack_from(data, at)
             at += _LAYER.size + count * size
             regions.append((kind, size))
-        if said != streams or transposed or at != end or not layers <= len(regions) <= 2 * layers:
+        elsewhere = seen != (seq + 1 if streams > 1 else 1)
+        if (
+            said != streams
+            or elsewhere
+            or transposed
+            or at != end
+            or not layers <= len(regions) <= 2 * layers
+        ):
             return None
         return Layout(bytes(data[:8]), streams, extension, layers, tuple(regions))
     except struct.error:
