@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -31,6 +30,7 @@ from perdure.engine.contract import (
     Stage,
     Tokens,
 )
+from perdure.engine.interrupt import stopped_by_ctrl_c
 from perdure.engine.ledger import Ledger
 from perdure.engine.logits import LogitsView, Step
 from perdure.engine.state import Checkpoint
@@ -114,7 +114,6 @@ class Context:
         self._step = Step(self._lock, core)
         self._rows: dict[tuple[int, int], int | NDArray[np.float32]] = {}
         self._lengths: dict[int, int] = {}
-        self._runner: ThreadPoolExecutor | None = None
         self._unfinished: Mapping[int, _Mark] = {}
         self._stopping = False
         self._stoppable = True
@@ -453,8 +452,6 @@ class Context:
                 raise
             self._closed = True
             self._core.close()
-            if self._runner is not None:
-                self._runner.shutdown(wait=False)
 
     def __enter__(self) -> Context:
         return self
@@ -602,12 +599,10 @@ class Context:
                 raise _Failure(Outcome.FAILED)
 
     def _decode_batch(self) -> Outcome:
-        if self._batch.size <= _DIRECT or threading.current_thread() is not threading.main_thread():
+        if self._batch.size <= _DIRECT:
             return self._core.decode(self._batch)
-        # Native code in the main thread would hold Ctrl-C back until it returns.
-        if self._runner is None:
-            self._runner = ThreadPoolExecutor(1, thread_name_prefix="perdure-decode")
-        return self._runner.submit(self._core.decode, self._batch).result()
+        with stopped_by_ctrl_c(self._halt):
+            return self._core.decode(self._batch)
 
     def _mark(self, seq: int, count: int, *, steps: int = 1) -> _Mark:
         """Where `seq` stands, with what it takes to come back after `count` tokens went wrong."""
@@ -649,7 +644,6 @@ class Context:
         kept: dict[int, int] = {}
         while self._unfinished:
             try:
-                self._wait_for_runner()
                 self._rows, self._lengths = {}, {}
                 for seq, mark in self._unfinished.items():
                     length = self._return_to(seq, mark)
@@ -660,12 +654,6 @@ class Context:
                 # A second Ctrl-C must not leave the ledger and the cache apart.
                 continue
         return kept
-
-    def _wait_for_runner(self) -> None:
-        """End what an interrupted decode may have left running: a task after it has the runner to itself."""
-        if self._runner is not None:
-            self._halt()
-            self._runner.submit(int).result()
 
     def _halt(self) -> None:
         """Stop the native step in flight, where that harms no sequence but its own."""

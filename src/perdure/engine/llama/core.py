@@ -28,6 +28,7 @@ class LlamaCore:
 
     def __init__(self, weights: Weights, params: Any, kind: MemoryKind) -> None:
         self._lib = library.load()
+        self._ears = library.ears()
         self._weights = weights
         self.n_vocab = weights.n_vocab
         # The abort callback is C's own strlen over this text: empty means go on. The engine asks it at
@@ -190,10 +191,14 @@ class LlamaCore:
         return self._scratch[:size]
 
     def stop(self) -> None:
+        # The library complains about being stopped. Python would hear that in the middle of native code,
+        # and raise a pending KeyboardInterrupt there, where it is lost.
+        self._ears.shut()
         self._flag[0] = b"x"
 
     def rearm(self) -> None:
         self._flag[0] = b"\0"
+        self._ears.open()
 
     def close(self) -> None:
         if self._context:

@@ -49,8 +49,32 @@ class _LogLines:
                 log.log(self._level, "%s", line.rstrip())
 
 
+class _Ears:
+    """The two functions that the library can send its lines to: ours, and one that ignores them.
+
+    Both are held for the life of the process: the library keeps only a pointer.
+    """
+
+    def __init__(self, lib: Any) -> None:
+        self._lib = lib
+        self._lines = lib.llama_log_callback(_lines)
+        self._nothing = ctypes.cast(ctypes.CDLL(None).getpid, lib.llama_log_callback)
+        self._open = False
+        # At exit Python can no longer be called.
+        atexit.register(self.shut)
+        self.open()
+
+    def open(self) -> None:
+        if not self._open:
+            self._open = True
+            self._lib.llama_log_set(self._lines, None)
+
+    def shut(self) -> None:
+        self._open = False
+        self._lib.llama_log_set(self._nothing, None)
+
+
 _lines = _LogLines()
-_held: list[Any] = []
 
 
 def last_error() -> str:
@@ -73,16 +97,17 @@ def load() -> Any:
     """llama-cpp-python's ctypes module, with the backends started."""
     from llama_cpp import llama_cpp as lib
 
-    callback = lib.llama_log_callback(_lines)
-    lib.llama_log_set(callback, None)
+    ears()
     lib.llama_backend_init()
-    # Held for the life of the process: the library keeps only the pointer.
-    _held.append(callback)
-    # At exit Python can no longer be called, so the last lines go to a function that ignores them.
-    silence = ctypes.cast(ctypes.CDLL(None).getpid, lib.llama_log_callback)
-    _held.append(silence)
-    atexit.register(lib.llama_log_set, silence, None)
     return lib
+
+
+@functools.cache
+def ears() -> _Ears:
+    """Where the library's lines go."""
+    from llama_cpp import llama_cpp as lib
+
+    return _Ears(lib)
 
 
 @functools.cache
