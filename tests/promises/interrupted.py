@@ -1,6 +1,7 @@
 """Ctrl-C in the middle of a long decode: `python -m promises.interrupted MODEL TOKENS AT`.
 
-The signal comes while native step AT runs, the main thread waiting for it.
+The signal comes while native step AT runs: the thread that sends it is let run only when the main one has
+gone into native code.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from promises.kinds import prompt
 
 def main(path: str, count: int, at: int) -> None:
     model = Model(path)
-    settings: dict[str, Any] = {"n_ctx": count + 64, "n_batch": 32, "threads": 1}
+    settings: dict[str, Any] = {"n_ctx": count + 64, "n_batch": 512, "threads": 1}
     before, probe = prompt(40), prompt(5, salt=1)
     with model.context(**settings) as ctx:
         ctx.decode(before)
@@ -29,27 +31,44 @@ def main(path: str, count: int, at: int) -> None:
         expected = ctx.logits().copy()
     ctx = model.context(**settings)
     ctx.decode(before)
-    native, calls = ctx._core.decode, 0
+    native, stop, calls, now, stopped = ctx._core.decode, ctx._core.stop, 0, threading.Event(), False
 
     def decode(batch: Batch) -> Outcome:
         nonlocal calls
         calls += 1
         if calls == at:
-            os.kill(os.getpid(), signal.SIGINT)
+            now.set()
         return native(batch)
 
+    def note_stop() -> None:
+        nonlocal stopped
+        stopped = now.is_set()
+        stop()
+
+    def send() -> None:
+        now.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    # Threads take turns only where one lets go: in native code, or waiting.
+    sys.setswitchinterval(1000)
+    sender = threading.Thread(target=send)
+    sender.start()
+
     ctx._core.decode = decode  # type: ignore[method-assign]
+    ctx._core.stop = note_stop  # type: ignore[method-assign]
     interrupted = False
     try:
         ctx.decode(prompt(count, salt=2))
     except KeyboardInterrupt:
         interrupted = True
+    sender.join()
     kept = ctx.tokens() == before
     ctx._core.decode = native  # type: ignore[method-assign]
     ctx.decode(probe)
     right = bool(np.array_equal(ctx.logits(), expected))
     ctx.close()
-    print(json.dumps({"interrupted": interrupted, "steps": calls, "kept": kept, "right": right}))
+    found = {"interrupted": interrupted, "stopped": stopped, "steps": calls, "kept": kept, "right": right}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -30,14 +30,14 @@ def _interrupt(path: Path, count: int, at: int) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba"])
 def test_b6_ctrl_c_stops_a_long_decode_and_leaves_what_was_there(name: str, zoo_path: ZooPath) -> None:
     found = _interrupt(zoo_path(name), 20_000, 3)
-    # 625 steps lay ahead; the one in flight is the last.
-    assert found == {"interrupted": True, "steps": 3, "kept": True, "right": True}
+    # 40 steps lay ahead: the one in flight is the last, and it is asked to stop.
+    assert found == {"interrupted": True, "stopped": True, "steps": 3, "kept": True, "right": True}
 
 
 @pytest.mark.model
 def test_b6_ctrl_c_on_the_default_model() -> None:
-    found = _interrupt(models.path(), 2000, 2)
-    assert found == {"interrupted": True, "steps": 2, "kept": True, "right": True}
+    found = _interrupt(models.path(), 2000, 1)
+    assert found == {"interrupted": True, "stopped": True, "steps": 1, "kept": True, "right": True}
 
 
 FIRST, OTHER = prompt(10), prompt(3, salt=1)

@@ -1,4 +1,4 @@
-"""What an engine is: the kinds of memory and their rules, and the calls that it must offer."""
+"""What an engine is: the calls that it must offer, in terms of memory, tokens and rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, NewType, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure.memory import Memory as Memory
+from perdure.memory import MemoryKind as MemoryKind
+
 if TYPE_CHECKING:
     from perdure.engine.batch import Batch
     from perdure.engine.context import Context
@@ -20,52 +23,6 @@ SeqId = NewType("SeqId", int)
 Floats: TypeAlias = NDArray[np.float32]
 Tokens: TypeAlias = "Sequence[int] | Sequence[TokenId] | NDArray[np.integer]"
 Rows: TypeAlias = "Literal['last', 'all', 'none'] | Sequence[int]"
-
-
-class MemoryKind(enum.Enum):
-    """How a model remembers, which decides how it can go back."""
-
-    FULL = "full"
-    """Every token has its own cells: a sequence can be cut anywhere."""
-    SLIDING = "sliding"
-    """Some layers keep only the last tokens: a cut is safe while the window before it is there."""
-    RECURRENT = "recurrent"
-    """One state for all tokens so far: it can only be cleared, or restored from a checkpoint."""
-    HYBRID = "hybrid"
-    """Attention and recurrent layers together: as strict as recurrent."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """A kind of memory with its figures. `keeps_window` says whether cells outside the window stay."""
-
-    kind: MemoryKind
-    window: int | None = None
-    keeps_window: bool = True
-
-    @property
-    def cuts(self) -> bool:
-        """Whether a sequence can ever be cut short without a checkpoint."""
-        return self.kind in (MemoryKind.FULL, MemoryKind.SLIDING)
-
-    def can_cut(self, keep: int, oldest: int) -> bool:
-        """Whether a sequence that holds the positions from `oldest` on can be cut to `keep` tokens.
-
-        The token after the cut sees `window - 1` tokens before it, so those must be there.
-        """
-        if self.kind is MemoryKind.FULL:
-            return True
-        if self.kind is MemoryKind.SLIDING and self.window is not None:
-            return oldest <= max(0, keep - self.window + 1)
-        return False
-
-    def shortest_cut(self, length: int, oldest: int) -> int:
-        """The shortest length that a sequence of `length` tokens can be cut to, short of clearing it."""
-        if not self.cuts:
-            return length
-        if self.kind is MemoryKind.FULL or self.window is None or oldest <= 0:
-            return 1
-        return min(length, oldest + self.window - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

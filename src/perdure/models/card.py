@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from perdure.engine.contract import MemoryKind
+from perdure.memory import MemoryKind
 from perdure.models.header import Header
 from perdure.models.parts import read_parts
 from perdure.models.quants import FILE_TYPES

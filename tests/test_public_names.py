@@ -1,0 +1,65 @@
+"""The public names are a promise: all there, all listed, and every error drawn in the tree."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import perdure
+from perdure import errors
+
+
+def error_classes() -> dict[str, type[BaseException]]:
+    return {
+        name: value
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, BaseException) and value.__module__ == errors.__name__
+    }
+
+
+def drawn() -> list[tuple[int, str]]:
+    """The tree at the top of errors.py: how deep each name stands, and the name."""
+    assert errors.__doc__ is not None
+    found = [re.match(r"^([│├└─ ]*)([A-Z]\w+)(?: |$)", line) for line in errors.__doc__.splitlines()]
+    return [(len(match[1]) // 4, match[2]) for match in found if match and match[2] in error_classes()]
+
+
+def test_all_names_are_sorted_once_and_can_be_imported() -> None:
+    names = perdure.__all__
+    assert names == sorted(names)
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert getattr(perdure, name) is not None
+
+
+def test_whatever_the_top_module_imports_is_public() -> None:
+    tree = ast.parse(Path(perdure.__file__).read_text())
+    imported = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__"
+        for alias in node.names
+    }
+    assert {name for name in imported if not name.startswith("_")} <= set(perdure.__all__)
+
+
+def test_every_error_is_exported_and_has_one_root() -> None:
+    for name, error in error_classes().items():
+        assert getattr(perdure, name) is error
+        assert name in perdure.__all__
+        assert issubclass(error, perdure.PerdureError)
+        assert error.__doc__
+
+
+def test_every_error_is_drawn_in_the_tree_where_it_stands() -> None:
+    tree = drawn()
+    assert sorted(name for _, name in tree) == sorted(error_classes())
+    path: list[str] = []
+    for depth, name in tree:
+        path = [*path[:depth], name]
+        parents = [
+            base.__name__ for base in error_classes()[name].__mro__[1:] if base.__name__ in error_classes()
+        ]
+        assert parents == path[:depth][::-1], name
