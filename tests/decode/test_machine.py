@@ -1,0 +1,124 @@
+"""Random lives of the scheduler: no token lost or doubled, no sequence leaked, every reply as alone.
+
+C10, B6 and H7 on every kind of memory of the toy engine, whose logits depend on the tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+from observed import (
+    Turnstile,
+    alone,
+    check_delivery,
+    check_idle,
+    check_ledger,
+    core,
+    open_toy,
+    outcome,
+    read,
+    trouble,
+)
+
+from machine import life
+from perdure import Context, MemoryKind
+from perdure.cache.working_set import WorkingSet
+from perdure.decode.placement import FreshPlaces
+from perdure.decode.run import Run
+from perdure.decode.scheduler import Scheduler
+
+every_kind = pytest.mark.parametrize("kind", list(MemoryKind), ids=lambda kind: kind.value)
+both_modes = pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
+
+
+def live(kind: MemoryKind, *, exact: bool, examples: int, steps: int = 40, derandomize: bool = False) -> None:
+    run_state_machine_as_test(
+        life(kind, exact=exact),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=derandomize,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@every_kind
+@both_modes
+def test_whatever_happens_each_reply_is_what_it_is_alone(kind: MemoryKind, exact: bool) -> None:
+    live(kind, exact=exact, examples=30)
+
+
+@pytest.mark.soak
+@every_kind
+@both_modes
+def test_whatever_happens_for_long_each_reply_is_what_it_is_alone(kind: MemoryKind, exact: bool) -> None:
+    live(kind, exact=exact, examples=600, steps=80)
+
+
+# Planted faults in our own loop, to show that the checks above would see them.
+
+
+def _forgetful(release: Callable[..., None]) -> Callable[..., None]:
+    def forget_the_first(places: object, seq: int) -> None:
+        if seq:
+            release(places, seq)
+
+    return forget_the_first
+
+
+def test_a_sequence_that_is_not_given_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for places in (WorkingSet, FreshPlaces):
+        monkeypatch.setattr(places, "release", _forgetful(places.release))
+    for cache in (0, 1 << 20):
+        with open_toy(slots=2, cache=cache) as rt:
+            rt.generate("a", max_tokens=3)
+            with pytest.raises(AssertionError, match="of 2 sequences are free"):
+                check_idle(rt)
+
+
+def test_a_token_that_is_drawn_but_not_delivered_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = Run.draw
+
+    def losing(run: Run, context: Context, row: int, seq: int) -> None:
+        put, run._put = run._put, (lambda delta: None) if run.written == 3 else run._put
+        draw(run, context, row, seq)
+        run._put = put
+
+    monkeypatch.setattr(Run, "draw", losing)
+    with open_toy() as rt:
+        job = rt.submit("a", max_tokens=9, temperature=0, ignore_eos=True)
+        with pytest.raises(AssertionError):
+            check_delivery(read(job).deltas, outcome(job), rt.model)
+
+
+def test_state_that_is_believed_after_a_failed_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the recount a recurrent sequence that lost its state is fed on as if it had it."""
+    settings: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+    def survives() -> bool:
+        gate = Turnstile()
+        with open_toy(MemoryKind.RECURRENT, gate=gate, cache=0) as rt:
+            jobs = [rt.submit(prompt, **settings) for prompt in ("one", "two")]
+            gate.pass_through(10)
+            trouble(rt).fail_decode(after=1)
+            gate.open()
+            return outcome(jobs[0])[0].tokens == alone(MemoryKind.RECURRENT, "one", **settings)[0].tokens
+
+    assert survives()
+    monkeypatch.setattr(Scheduler, "_recount", lambda self, step: None)
+    assert not survives()
+
+
+def test_an_engine_that_is_not_left_alone_is_seen() -> None:
+    """The ledger check reads the cells themselves."""
+    with open_toy() as rt:
+        rt.generate("some words", max_tokens=3, temperature=0)
+        core(rt)._held[0].remove(2)
+        with pytest.raises(AssertionError):
+            check_ledger(rt)
