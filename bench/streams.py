@@ -45,12 +45,13 @@ class Ours:
     def open(self, path: str, streams: int, n_ctx: int, threads: int, exact: bool = False) -> None:
         import perdure
 
-        self._runtime = perdure.open(path, n_ctx=n_ctx, slots=streams, threads=threads, exact=exact)
+        # Without a cache, so that every prompt is read as in the other loops.
+        self._runtime = perdure.open(path, n_ctx=n_ctx, slots=streams, threads=threads, exact=exact, cache=0)
 
     def write(
         self, prompts: Prompts, count: int, bias: dict[str, float] | None = None, schema: Any = None
     ) -> Written:
-        request = {
+        request: dict[str, Any] = {
             "max_tokens": count,
             "ignore_eos": schema is None,
             "schema": schema,
@@ -83,7 +84,7 @@ class Ours:
 
     def interrupt(self, prompt: Sequence[int], long: Sequence[int]) -> list[float]:
         """The gaps between tokens of a running reply from when a long prompt comes until it is read."""
-        request = {"ignore_eos": True, "seed": SEED}
+        request: dict[str, Any] = {"ignore_eos": True, "seed": SEED}
         gaps: list[float] = []
         running = self._runtime.submit(prompt, **request)
         deltas = iter(running)

@@ -143,7 +143,8 @@ def run(
         raise InvalidInputError("--stop needs a text that is not empty")
     text = _text(prompt)
     loaded = terminal.load(model)
-    with perdure.open(loaded, n_ctx=ctx, slots=min(samples, _SLOTS), exact=exact) as runtime:
+    # One prompt, so there is nothing to keep for later.
+    with perdure.open(loaded, n_ctx=ctx, slots=min(samples, _SLOTS), exact=exact, cache=0) as runtime:
         try:
             job = runtime.submit(
                 text,
