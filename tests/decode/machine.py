@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
-from observed import Clock, Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
 
+from decode.observed import Clock, Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
 from perdure import BusyError, ContextOverflow, Delta, EngineError, Job, MemoryKind, Reply, Runtime
 from perdure.decode import scheduler as module
 from perdure.engine.contract import Outcome

@@ -162,14 +162,12 @@ def check_idle(rt: Runtime) -> None:
 
 
 def check_ledger(rt: Runtime) -> None:
-    """B6: what the ledger says is what the cells hold."""
-    context = rt._context
-    held = core(rt)._held
+    """B6: what the ledger says is what the engine holds, on the toy engine cell by cell."""
+    native = rt._context._core
     for seq in range(rt.slots):
-        tokens = context.tokens(seq)
-        assert held[seq].newest() == len(tokens) - 1
-        base = held[seq].base
-        if base is not None:
+        tokens = rt._context.tokens(seq)
+        assert native.newest(seq) == len(tokens) - 1
+        if isinstance(native, ToyCore) and (base := native._held[seq].base) is not None:
             assert [base._at[pos].token for pos in sorted(base._at)] == tokens
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from observed import check_delivery, outcome, read, trouble
 
 import perdure
+from decode.observed import check_delivery, outcome, read, trouble
 from perdure import Grammar, GrammarError, InvalidInputError, Model, Reply, Runtime, models
 from perdure.decode.grammar import Grammars, Matcher
 from perdure.engine.toy import ToyModel

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from observed import (
+
+from decode.machine import life
+from decode.observed import (
     Turnstile,
     alone,
     check_delivery,
@@ -23,8 +25,6 @@ from observed import (
     read,
     trouble,
 )
-
-from machine import life
 from perdure import Context, MemoryKind
 from perdure.cache.working_set import WorkingSet
 from perdure.decode.placement import FreshPlaces

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from observed import check_delivery, outcome, read
 
 import perdure
+from decode.observed import check_delivery, outcome, read
 from perdure import (
     Context,
     InvalidInputError,
@@ -510,7 +510,9 @@ class Oops(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [Oops("mine"), SystemExit(3), KeyboardInterrupt(), MemoryError()])
+@pytest.mark.parametrize(
+    "error", [Oops("mine"), SystemExit(3), KeyboardInterrupt(), MemoryError(), StopIteration()]
+)
 def test_a_processor_that_raises_ends_its_own_request_only(rt: Runtime, error: BaseException) -> None:
     def fails(tokens: Sequence[int], logits: LogitsView) -> Row:
         if len(tokens) > 4 + len("Hello there"):
@@ -520,7 +522,7 @@ def test_a_processor_that_raises_ends_its_own_request_only(rt: Runtime, error: B
     other = rt.submit("Bye", max_tokens=20, temperature=0, ignore_eos=True)
     job = rt.submit("Hello there", processors=[fails], max_tokens=50, temperature=0, ignore_eos=True)
     seen = read(job)
-    assert type(seen.error) is (type(error) if isinstance(error, Exception) else perdure.EngineError)
+    assert type(seen.error) is (type(error) if isinstance(error, (Oops, MemoryError)) else InvalidInputError)
     check_delivery(seen.deltas, outcome(job), rt.model)
     assert other.reply().finish_reason == "length"
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from observed import (
+
+from decode.observed import (
     Clock,
     Turnstile,
     alone,
@@ -21,7 +22,6 @@ from observed import (
     read,
     trouble,
 )
-
 from perdure import (
     BusyError,
     ClosedError,

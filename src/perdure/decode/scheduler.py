@@ -195,17 +195,21 @@ class Scheduler:
                         self._changed.wait()
                     if self._closing:
                         break
-                self._run_errands()
-                self._end_overdue()
-                self._admit()
-                for step in self._plan():
-                    self._serve(step)
-                self._collect()
+                self._round()
         except BaseException as error:
             # A defect of our own: nobody may be left waiting for a thread that is gone.
             self._fail_all(error)
             raise
         self._fail_all(None)
+
+    def _round(self) -> None:
+        """One turn of the loop. Nothing of a request is left in its frame while the loop sleeps."""
+        self._run_errands()
+        self._end_overdue()
+        self._admit()
+        for step in self._plan():
+            self._serve(step)
+        self._collect()
 
     def _run_errands(self) -> None:
         with self._changed:
@@ -454,8 +458,12 @@ def _own_errors(*runs: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # A processor that calls sys.exit() ends its request, not the engine thread.
-        cause = error if isinstance(error, Exception) else EngineError(f"a processor raised {error!r}")
+        # A processor that calls sys.exit() ends its request, not the engine thread; and what would mean
+        # something else where it is raised again is named instead.
+        if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
+            cause = error
+        else:
+            cause = InvalidInputError(f"a processor raised {error!r}")
         for run in runs:
             if not run.done:
                 run.finish("error", error=cause)

@@ -1,0 +1,238 @@
+"""Asyncio: twins that await, tasks that are cancelled, loops that come, go, and are closed early."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from decode.observed import Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
+from perdure import BusyError, InvalidInputError, MemoryKind
+
+T = TypeVar("T")
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(main)
+
+
+async def _reached(gate: Turnstile) -> None:
+    await asyncio.to_thread(gate.reached.wait)
+
+
+def test_awaiting_gives_what_waiting_gives() -> None:
+    async def main() -> None:
+        with open_toy() as rt:
+            reply = await rt.agenerate("hello", max_tokens=20, **GREEDY)
+            assert reply.tokens == alone(MemoryKind.FULL, "hello", max_tokens=20, **GREEDY)[0].tokens
+            job = rt.submit("hello", max_tokens=20, n=2, seed=1)
+            deltas = [delta async for delta in job]
+            check_delivery(deltas, await job.areplies(), rt.model)
+            assert "".join([d.text async for d in rt.astream("hello", max_tokens=20, **GREEDY)]) == reply.text
+
+    run(main())
+
+
+def test_many_tasks_on_one_loop_each_get_their_own() -> None:
+    async def main() -> None:
+        with open_toy(slots=3) as rt:
+            replies = await asyncio.gather(
+                *(rt.agenerate(f"prompt {at}", max_tokens=10, **GREEDY) for at in range(20))
+            )
+        for at, reply in enumerate(replies):
+            assert reply.tokens == alone(MemoryKind.FULL, f"prompt {at}", max_tokens=10, **GREEDY)[0].tokens
+
+    run(main())
+
+
+def test_the_loop_goes_on_while_the_engine_works() -> None:
+    """The engine is held, and yet other tasks of the loop get their turns."""
+
+    async def main() -> None:
+        gate = Turnstile()
+        with open_toy(gate=gate) as rt:
+            waiting = asyncio.create_task(rt.agenerate("a", max_tokens=3, **GREEDY))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not waiting.done()
+            gate.open()
+            assert (await waiting).finish_reason == "length"
+
+    run(main())
+
+
+@pytest.mark.parametrize("way", ["agenerate", "astream"])
+@pytest.mark.parametrize("phase", ["reading", "writing"])
+def test_cancelling_the_task_cancels_the_request_within_one_step(way: str, phase: str) -> None:
+    async def main() -> None:
+        gate = Turnstile()
+        with open_toy(gate=gate, slots=1, n_batch=16) as rt:
+            prompt = [1 + at % 90 for at in range(200 if phase == "reading" else 5)]
+
+            async def consume() -> None:
+                if way == "agenerate":
+                    await rt.agenerate(prompt, max_tokens=50, **GREEDY)
+                else:
+                    async for _ in rt.astream(prompt, max_tokens=50, **GREEDY):
+                        pass
+
+            task = asyncio.create_task(consume())
+            await asyncio.sleep(0)
+            await _reached(gate)
+            gate.admit(30)
+            await _reached(gate)
+            steps = trouble(rt).n_decodes
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            gate.open()
+            await rt.agenerate("after", max_tokens=1)
+            check_idle(rt)
+            # The step in flight was stopped, "after" took one.
+            assert trouble(rt).n_decodes - steps <= 2
+
+    run(main())
+
+
+def test_leaving_an_async_stream_early_cancels_the_rest() -> None:
+    async def main() -> None:
+        with open_toy(slots=1) as rt:
+            stream = rt.astream("a", max_tokens=250, **GREEDY)
+            async for _ in stream:
+                break
+            await stream.aclose()  # type: ignore[attr-defined]
+            await rt.agenerate("b", max_tokens=1)
+            check_idle(rt)
+            assert trouble(rt).n_decodes < 240
+
+    run(main())
+
+
+def test_a_bad_request_is_refused_where_the_stream_is_asked_for() -> None:
+    async def main() -> None:
+        gate = Turnstile()
+        with open_toy(gate=gate, slots=1, queue=0) as rt:
+            with pytest.raises(InvalidInputError):
+                rt.astream("a", max_tokens=0)
+            held = rt.submit("a", max_tokens=2, **GREEDY)
+            with pytest.raises(BusyError):
+                rt.astream("b")
+            gate.open()
+            await held.areply()
+
+    run(main())
+
+
+def test_an_error_of_the_request_is_raised_where_it_is_awaited() -> None:
+    async def main() -> None:
+        with open_toy() as rt:
+            with pytest.raises(ZeroDivisionError):
+                await rt.agenerate("a", processors=[lambda tokens, logits: 1 / 0])
+            with pytest.raises(ZeroDivisionError):
+                async for _ in rt.astream("a", processors=[lambda tokens, logits: 1 / 0]):
+                    pass
+
+    run(main())
+
+
+def test_a_wait_with_a_time_limit_gives_up_and_cancels() -> None:
+    async def main() -> None:
+        gate = Turnstile()
+        with open_toy(gate=gate, slots=1) as rt:
+            job = rt.submit("a", max_tokens=50, **GREEDY)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(job.areply(), 0.01)
+            gate.open()
+            assert (await job.areply()).finish_reason == "cancelled"
+            check_idle(rt)
+
+    run(main())
+
+
+def test_two_loops_in_two_threads_share_a_runtime() -> None:
+    with open_toy(slots=2) as rt:
+        found: dict[int, list[tuple[int, ...]]] = {}
+
+        def serve(at: int) -> None:
+            async def main() -> list[tuple[int, ...]]:
+                replies = await asyncio.gather(
+                    *(rt.agenerate(f"loop {at} task {task}", max_tokens=8, **GREEDY) for task in range(6))
+                )
+                return [reply.tokens for reply in replies]
+
+            found[at] = run(main())
+
+        threads = [threading.Thread(target=serve, args=(at,)) for at in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for at in range(2):
+            assert found[at] == [
+                alone(MemoryKind.FULL, f"loop {at} task {task}", max_tokens=8, **GREEDY)[0].tokens
+                for task in range(6)
+            ]
+        check_idle(rt)
+
+
+def test_one_job_can_be_awaited_in_a_loop_and_waited_for_in_a_thread() -> None:
+    gate = Turnstile()
+    with open_toy(gate=gate) as rt:
+        job = rt.submit("a", max_tokens=5, **GREEDY)
+        found: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(job.reply())),
+            threading.Thread(target=lambda: found.append(run(job.areply()))),
+            threading.Thread(target=lambda: found.append(run(job.areply()))),
+        ]
+        for thread in threads:
+            thread.start()
+        gate.open()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 3
+        assert all(reply is found[0] for reply in found)
+
+
+def test_a_loop_that_is_closed_early_holds_nobody_up() -> None:
+    """The request that was awaited there goes on, and its wake-up finds nobody."""
+    gate = Turnstile()
+    with open_toy(gate=gate, slots=2) as rt:
+        job = rt.submit("a", max_tokens=20, **GREEDY)
+        loop = asyncio.new_event_loop()
+        waiting = job.areply()
+
+        async def begin() -> None:
+            # Up to its first wait, as a task would, but nothing of it is left to clean up.
+            waiting.send(None)
+
+        loop.run_until_complete(begin())
+        loop.close()
+        gate.open()
+        assert rt.generate("b", max_tokens=5, **GREEDY).finish_reason == "length"
+        assert outcome(job)[0].finish_reason == "length"
+        waiting.close()
+        check_idle(rt)
+
+
+def test_ending_a_loop_cancels_what_its_tasks_wait_for() -> None:
+    gate = Turnstile()
+    with open_toy(gate=gate, slots=1) as rt:
+
+        async def main() -> None:
+            for at in range(3):
+                task = asyncio.create_task(rt.agenerate(f"left {at}", max_tokens=100, **GREEDY))
+                tasks.append(task)
+            await asyncio.sleep(0)
+
+        tasks: list[asyncio.Task[Any]] = []
+        run(main())
+        assert all(task.cancelled() for task in tasks)
+        gate.open()
+        rt.generate("after", max_tokens=1)
+        check_idle(rt)
+        assert trouble(rt).n_decodes <= 4
