@@ -73,6 +73,8 @@ def test_b2_a_prompt_of_any_length_is_cut_and_placed(count: int, kind: Kind, mod
         assert positions(ctx, 0) == count
         pieces = [tokens[at : at + 16] for at in range(0, count, 16)]
         np.testing.assert_array_equal(ctx.logits(), row_after(kind, model, pieces))
+        # Uncut, the same up to rounding; in a mixture of experts that can be 0.15.
+        assert np.abs(ctx.logits() - row_after(kind, model, [tokens], n_batch=256)).max() < 0.3
 
 
 @pytest.mark.parametrize("rows", [[0], [0, 70, 159], [15, 16], list(range(160))])
@@ -403,8 +405,9 @@ def test_b6_a_failed_step_of_several_sequences_leaves_all_ledgers_true(
         with kind.open(model) as ctx:
             ctx.decode(prompt(40))
             ctx.decode(prompt(20, salt=1), seq=1)
-            if fail:
-                before = [ctx.tokens(0), ctx.tokens(1)]
+            before = [ctx.tokens(0), ctx.tokens(1)]
+            # A step that moves the states of several sequences is never stopped halfway: it goes through.
+            if fail and (failure != "cancelled" or ctx.memory.cuts):
                 mend = plant(ctx, 0, failure)
                 with pytest.raises((DecodeError, MemoryError, KeyboardInterrupt)):
                     ctx.step(feeds)
@@ -412,6 +415,8 @@ def test_b6_a_failed_step_of_several_sequences_leaves_all_ledgers_true(
                 for seq in (0, 1):
                     assert ctx.tokens(seq) == before[seq]
                     assert positions(ctx, seq) == len(before[seq])
+            elif fail:
+                plant(ctx, 0, failure)
             ctx.step(feeds)
             rows.append([ctx.logits(seq=seq).copy() for seq in (0, 1)])
     np.testing.assert_array_equal(rows[0], rows[1])
