@@ -32,6 +32,11 @@ def root_id(identity: Identity, *, block_size: int, mode: str, namespace: str) -
     return BlockId(digest.digest())
 
 
+def cost(count: int, row_bytes: int, rest_bytes: int) -> int:
+    """What keeping a block of `count` tokens costs in bytes."""
+    return _OVERHEAD + count * (4 + row_bytes) + rest_bytes
+
+
 def block_id(parent: BlockId, tokens: NDArray[np.int32]) -> BlockId:
     """The name of the block that follows `parent` with `tokens`."""
     return BlockId(hashlib.sha256(parent + tokens.astype("<i4").tobytes()).digest())
@@ -77,7 +82,7 @@ class Block:
     @property
     def nbytes(self) -> int:
         """What keeping it costs."""
-        return _OVERHEAD + self.tokens.nbytes + self.state_bytes
+        return cost(len(self.tokens), 0, self.state_bytes)
 
     @property
     def state_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,12 +23,12 @@ class Record:
     kept: int
     labels: frozenset[str]
     namespace: str = ""
-    leaf: BlockId
-    """The last block of it that is kept."""
+    root: BlockId
+    """Where its chain of blocks starts: what its state depends on besides the tokens."""
 
     @property
-    def key(self) -> tuple[str, tuple[int, ...]]:
-        return self.namespace, self.tokens
+    def key(self) -> tuple[BlockId, tuple[int, ...]]:
+        return self.root, self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,13 @@ class Keeper(Protocol):
     """Where records outlive the process."""
 
     def all(self) -> list[Record]: ...
-    def put(self, record: Record) -> None: ...
-    def remove(self, records: Iterable[Record]) -> None: ...
+    def put(self, record: Record) -> None:
+        """Return when the record and its state will outlive the process."""
+        ...
+
+    def remove(self, records: Iterable[Record]) -> None:
+        """Drop records, with the state that only they need."""
+        ...
 
 
 class Book:
@@ -69,6 +75,7 @@ class Book:
         self._read = read
         self._call = call
         self._keeper = keeper
+        self._keeping = threading.Lock()
         self._records = {record.key: record for record in (keeper.all() if keeper else ())}
 
     def warm(self, prompt: str | Iterable[int], *, labels: Iterable[str] = (), namespace: str = "") -> Record:
@@ -81,6 +88,12 @@ class Book:
         if record.kept < len(ids):
             self._read(ids, namespace)
             record = self._call(lambda: self._note(ids, wanted, namespace))
+        if self._keeper is not None:
+            # Here, not in the engine thread: nobody's reply waits for the disk.
+            with self._keeping:
+                latest = self._call(lambda: self._records.get(record.key))
+                if latest is not None:
+                    self._keeper.put(latest)
         return record
 
     def records(self, labels: Iterable[str] | None = None) -> list[Record]:
@@ -92,7 +105,8 @@ class Book:
     def clear(self, labels: Iterable[str] | None = None) -> int:
         """Drop the prefixes that carry one of `labels`, wherever they are kept; or everything. How many."""
         wanted = None if labels is None else set(labels)
-        return self._call(lambda: self._clear(wanted))  # type: ignore[no-any-return]
+        with self._keeping:
+            return self._call(lambda: self._clear(wanted))  # type: ignore[no-any-return]
 
     def stats(self) -> CacheStats:
         return self._call(self._stats)  # type: ignore[no-any-return]
@@ -101,18 +115,16 @@ class Book:
 
     def _note(self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str) -> Record:
         tokens = tuple(ids.tolist())
-        known = self._records.get((namespace, tokens))
-        kept, leaf = self._places.store(ids, namespace)
+        kept, root = self._places.store(ids, namespace)
+        known = self._records.get((root, tokens))
         record = Record(
             tokens=tokens,
             kept=kept,
             labels=labels | (known.labels if known else frozenset()),
             namespace=namespace,
-            leaf=leaf,
+            root=root,
         )
         self._records[record.key] = record
-        if self._keeper is not None:
-            self._keeper.put(record)
         return record
 
     def _clear(self, wanted: set[str] | None) -> int:
@@ -140,9 +152,9 @@ class Book:
         tier = self._places.tier
         return CacheStats(
             blocks=len(tier),
-            nbytes=tier.nbytes,
+            nbytes=self._places.nbytes,
             state_bytes=tier.state_bytes,
-            budget=tier.budget,
+            budget=self._places.budget,
             evicted=tier.evicted,
             records=len(self._records),
             reused_tokens=dict(self._places.reused),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,7 +39,7 @@ class LowerTier(Protocol):
     def entry(self, block: BlockId) -> Entry | None: ...
     def children(self, parent: BlockId) -> Iterable[Entry]: ...
     def get(self, block: BlockId) -> Block | None:
-        """The block, all of it verified; None where it is missing or damaged."""
+        """The block, all of it verified; None where it is missing or damaged, and is then forgotten."""
         ...
 
     def offer(self, blocks: Sequence[Block]) -> None:
@@ -124,7 +124,7 @@ class Tiers:
         blocks: list[Block] = []
         lower = 0
         for entry in found.entries:
-            block = self._verified(entry)
+            block = self.block(entry)
             if block is None:
                 while whole and blocks and blocks[-1].rest is None:
                     blocks.pop()
@@ -136,6 +136,26 @@ class Tiers:
             blocks.append(block)
         return Match(tuple(blocks), found.keep, lower)
 
+    def block(self, entry: Entry) -> Block | None:
+        """The block of `entry`, verified; None where it is damaged or gone, and is then dropped."""
+        if not isinstance(entry, Block):
+            block = self.lower.get(entry.id) if self.lower else None
+            # What an index says of a block may be wrong; the block itself is verified.
+            return block if block is not None and block.has_rest >= entry.has_rest else None
+        try:
+            entry.verify()
+        except CorruptStateError:
+            self.memory.drop(entry.id)
+            return None
+        return entry
+
+    def children(self, parent: BlockId) -> list[Entry]:
+        """The blocks that follow `parent`, in whatever tier they are."""
+        found: list[Entry] = list(self.memory.children(parent))
+        if self.lower is not None:
+            found += [entry for entry in self.lower.children(parent) if entry.id not in self.memory]
+        return found
+
     def drop(self, block: BlockId) -> None:
         self.memory.drop(block)
         if self.lower is not None:
@@ -146,21 +166,13 @@ class Tiers:
         if self.lower is not None:
             self.lower.clear()
 
-    def holds(self, block: BlockId) -> bool:
-        return block in self.memory or (self.lower is not None and self.lower.entry(block) is not None)
-
     def _entry(self, block: BlockId) -> Entry | None:
         return self.memory.get(block) or (self.lower.entry(block) if self.lower else None)
-
-    def _children(self, parent: BlockId) -> Iterator[Entry]:
-        yield from self.memory.children(parent)
-        if self.lower is not None:
-            yield from (entry for entry in self.lower.children(parent) if entry.id not in self.memory)
 
     def _closest(self, parent: BlockId, tokens: Ids, whole: bool) -> tuple[int, Entry | None]:
         """The child of `parent` that shares most of its first tokens with `tokens`."""
         best, found = 0, None
-        for entry in self._children(parent):
+        for entry in self.children(parent):
             shared = common(entry.tokens, tokens)
             if whole and (shared < len(entry.tokens) or not entry.has_rest):
                 continue
@@ -169,19 +181,6 @@ class Tiers:
         if found is not None:
             self.memory.get(found.id)
         return best, found
-
-    def _verified(self, entry: Entry) -> Block | None:
-        if not isinstance(entry, Block):
-            block = self.lower.get(entry.id) if self.lower else None
-            if block is None and self.lower is not None:
-                self.lower.drop([entry.id])
-            return block
-        try:
-            entry.verify()
-        except CorruptStateError:
-            self.memory.drop(entry.id)
-            return None
-        return entry
 
 
 def common(first: Ids, second: Ids) -> int:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import BLOCK, Block, BlockId, block_id, root_id
+from perdure.cache.archive import Archive
+from perdure.cache.block import BLOCK, BlockId
 from perdure.cache.prefix import Found, LowerTier, Match, Tiers, common
 from perdure.cache.tier import MemoryTier
 from perdure.decode.placement import LATER, Later, Place, ReuseReport
 from perdure.engine.context import Context
 from perdure.engine.contract import MemoryKind
 from perdure.engine.state import Checkpoint
-from perdure.errors import EngineError
-from perdure.identity import Identity
+from perdure.errors import EngineError, PerdureError
 
 Ids = NDArray[np.int32]
 
@@ -27,6 +27,8 @@ _PUT_BACK = 0.001
 _TAKE_OUT = 0.002
 _LOST = 0.5
 """A token whose state nobody keeps may be asked for again, or not."""
+_PLACE = 16.0
+"""Taking the place of a conversation that may go on, even where it can be moved out and back."""
 _WORTH_WAITING = 32
 """Tokens that another request must be about to compute before it pays to wait for it."""
 
@@ -41,6 +43,8 @@ class _Slot:
     namespace: str = ""
     script: Ids = field(default_factory=lambda: np.empty(0, np.int32))
     checkpoints: list[Checkpoint] = field(default_factory=list)
+    forget: bool = False
+    """What it holds was cleared while it was busy: it goes when that is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +73,24 @@ class WorkingSet:
         block_size: int = BLOCK,
         spacing: int = 256,
     ) -> None:
-        self.tier = MemoryTier(budget)
+        self._cuts = context.memory.kind is MemoryKind.FULL
+        self.budget = budget
+        # A memory that cannot be cut has checkpoints besides blocks: both keep to one budget.
+        self._points_budget = 0 if self._cuts else budget // 4
+        self.tier = MemoryTier(budget - self._points_budget)
         self.tiers = Tiers(self.tier, lower)
+        self.reused: dict[str, int] = {}
+        self.computed = 0
+        self._archive = Archive(context, self.tiers, block_size=block_size)
         self._context = context
-        self._size = block_size
         self._spacing = spacing
         self._slots = [_Slot(seq) for seq in range(context.n_seq)]
         self._clock = 0
-        self._cuts = context.memory.kind is MemoryKind.FULL
-        self._whole = not self._cuts
-        self.reused: dict[str, int] = {}
-        self.computed = 0
-        self._identities: dict[bytes, Identity] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept besides the sequences themselves."""
+        return self.tier.nbytes + self._points_bytes()
 
     # For the scheduler.
 
@@ -88,20 +98,25 @@ class WorkingSet:
         idle = [slot for slot in self._slots if not slot.busy]
         if not idle:
             return None
-        limit = len(tokens) if reuse else 0
-        found = self._find(tokens, namespace, limit) if limit else Found()
-        options = self._options(idle, tokens, namespace, limit, found)
+        wanted = tokens if reuse else tokens[:0]
+        found = self._archive.find(wanted, namespace)
+        options = list(self._options(idle, tokens, wanted, namespace, found))
         best = min(options, key=lambda option: (option.cost, option.slot.used, option.slot.seq))
-        if limit and self._soon(tokens, namespace) - best.length >= _WORTH_WAITING:
+        if self._soon(wanted, namespace) - best.length >= _WORTH_WAITING:
             return LATER
+        reach = max(option.length for option in options)
+        shared = self._shared(wanted, namespace)
         slot = best.slot
-        tiers = self._move_in(best, tokens)
+        tiers, trouble = self._move_in(best, tokens, namespace)
         reused = sum(tiers.values())
         self._clock += 1
         slot.busy, slot.used, slot.script, slot.namespace = True, self._clock, tokens, namespace
         if reused:
-            self.reached(slot.seq, reused, len(tokens) + 1)
-        why = self._why_not_more(tokens, namespace, reused) if reuse else "reuse was not wanted"
+            with suppress(EngineError):
+                self.reached(slot.seq, reused, len(tokens) + 1)
+        why = "reuse was not wanted"
+        if reuse:
+            why = trouble or self._why_not_more(tokens, namespace, reused, reach, shared)
         if tokens.size:
             for tier, count in tiers.items():
                 self.reused[tier] = self.reused.get(tier, 0) + count
@@ -113,6 +128,8 @@ class WorkingSet:
         self._clock += 1
         slot = self._slots[seq]
         slot.busy, slot.used = False, self._clock
+        if slot.forget:
+            self._empty(slot)
 
     def chunk(self, seq: int, cached: int, count: int, prompt: int) -> int:
         """Where a memory cannot be cut, steps end at the places that are worth coming back to."""
@@ -126,19 +143,23 @@ class WorkingSet:
         if self._cuts or (length % self._spacing and length != prompt - 1):
             return
         slot = self._slots[seq]
-        if length and all(known.length != length for known in slot.checkpoints):
-            slot.checkpoints.append(self._context.checkpoint(seq))
+        points = self._points(slot)
+        if length and all(known.length != length for known in points):
+            # Room first: the next one is about as large as the last.
+            self._thin_out(points[-1].nbytes if points else 0)
+            slot.checkpoints = [*self._points(slot), self._context.checkpoint(seq)]
             self._thin_out()
 
     # For whoever asks about, or clears, what is kept.
 
     def store(self, tokens: Ids, namespace: str) -> tuple[int, BlockId]:
-        """Put the state of `tokens`, if a sequence holds it, into the tiers. How many are kept, and where."""
+        """Put the state of `tokens`, if a sequence holds it, into the tiers. How many are kept, and where
+        their chain starts."""
         for slot in self._slots:
-            if slot.namespace == namespace and self._context.common_prefix(tokens, slot.seq) == len(tokens):
+            if self._leads(slot, tokens, namespace):
                 self._stash(slot)
-        found = self._find(tokens, namespace, len(tokens))
-        return found.length, found.entries[-1].id if found.entries else BlockId(b"")
+        found = self._archive.find(tokens, namespace)
+        return found.length, self._archive.root(namespace)
 
     def store_all(self) -> None:
         """Put what every idle sequence holds into the tiers."""
@@ -146,44 +167,68 @@ class WorkingSet:
             if not slot.busy:
                 self._stash(slot)
 
-    def forget(self, tokens: Ids | None = None, namespace: str = "", *, spare: Iterable[Ids] = ()) -> None:
+    def forget(self, tokens: Ids | None = None, namespace: str = "", *, spare: Sequence[Ids] = ()) -> None:
         """Drop everything, or what starts with `tokens` and does not lead to one of `spare`."""
         if tokens is None:
             self.tiers.clear()
             self.reused, self.computed = {}, 0
         else:
-            kept = {block for other in spare for block in self._path(other, namespace)}
-            for block in reversed(self._path(tokens, namespace)):
-                if block in kept:
-                    break
-                self.tiers.drop(block)
+            self._archive.forget(tokens, namespace, spare=spare)
         for slot in self._slots:
-            if slot.busy or (tokens is not None and not self._leads(slot, tokens, namespace)):
-                continue
-            self._context.clear(slot.seq)
-            slot.checkpoints.clear()
+            if tokens is not None:
+                needed = any(
+                    len(other) >= len(tokens) and self._leads(slot, other, namespace) for other in spare
+                )
+                if needed or not self._leads(slot, tokens, namespace):
+                    continue
+            if slot.busy:
+                slot.forget = True
+            else:
+                self._empty(slot)
 
     def _leads(self, slot: _Slot, tokens: Ids, namespace: str) -> bool:
         return slot.namespace == namespace and self._context.common_prefix(tokens, slot.seq) == len(tokens)
 
-    def _thin_out(self) -> None:
+    def _empty(self, slot: _Slot) -> None:
+        slot.checkpoints, slot.forget = [], False
+        with suppress(EngineError):
+            self._context.clear(slot.seq)
+
+    # Checkpoints.
+
+    def _points(self, slot: _Slot) -> list[Checkpoint]:
+        """The checkpoints that belong to what `slot` holds now."""
+        if not slot.checkpoints:
+            return []
+        context, digest = self._context, self._context.identity.digest
+        return [
+            point
+            for point in slot.checkpoints
+            if point.identity == digest and context.common_prefix(point.tokens, slot.seq) == point.length
+        ]
+
+    def _points_bytes(self) -> int:
+        return sum(point.nbytes for slot in self._slots for point in slot.checkpoints)
+
+    def _thin_out(self, room: int = 0) -> None:
         """Keep the checkpoints of all sequences within their share of the budget: every second one goes."""
-        while sum(point.nbytes for slot in self._slots for point in slot.checkpoints) > self.tier.budget // 4:
+        while self._points_bytes() + room > self._points_budget:
             slot = max(self._slots, key=lambda slot: sum(point.nbytes for point in slot.checkpoints))
-            if len(slot.checkpoints) < 2:
-                slot.checkpoints.clear()
+            if not slot.checkpoints:
+                return
             # The newest stays: it is where the next regeneration starts.
-            slot.checkpoints = slot.checkpoints[::-1][::2][::-1]
+            slot.checkpoints = slot.checkpoints[::-1][::2][::-1] if len(slot.checkpoints) > 1 else []
 
     # Choosing.
 
     def _options(
-        self, idle: list[_Slot], tokens: Ids, namespace: str, limit: int, found: Found
+        self, idle: list[_Slot], tokens: Ids, wanted: Ids, namespace: str, found: Found
     ) -> Iterator[_Option]:
         reach = {
-            slot.seq: self._reach(slot, tokens, limit) if slot.namespace == namespace and limit else 0
-            for slot in self._slots
+            slot.seq: self._reach(slot, wanted) if slot.namespace == namespace else 0 for slot in self._slots
         }
+        # A copy between streams moves all their cells, whatever they hold; in a pool it moves none.
+        copied = 0.0 if self._context.capabilities.shared else self._context.n_ctx * _PUT_BACK
         for slot in idle:
             here = reach[slot.seq]
             cost = len(tokens) - here + self._displaced(slot, here)
@@ -195,27 +240,32 @@ class WorkingSet:
             for other in self._slots:
                 there = reach[other.seq]
                 if other is not slot and there:
-                    # A copy between streams moves all their cells, whatever they hold.
-                    cost = len(tokens) - there + self._context.n_ctx * _PUT_BACK
-                    yield _Option(slot, there, cost + moved, other)
+                    yield _Option(slot, there, len(tokens) - there + copied + moved, other)
 
-    def _reach(self, slot: _Slot, tokens: Ids, limit: int) -> int:
+    def _reach(self, slot: _Slot, tokens: Ids) -> int:
         """The longest prefix of `tokens` that `slot` can be brought to."""
         held = self._context.length(slot.seq)
-        shared = min(self._context.common_prefix(tokens, slot.seq), limit)
+        shared = self._context.common_prefix(tokens, slot.seq)
         if shared in (0, held) or self._cuts:
             return shared
         if self._context.shortest_cut(slot.seq) <= shared:
             return shared
-        return max((point.length for point in slot.checkpoints if point.length <= shared), default=0)
+        return max((point.length for point in self._points(slot) if point.length <= shared), default=0)
 
     def _displaced(self, slot: _Slot, kept: int) -> float:
         """The cost of what `slot` holds beyond `kept`: moving it out, or losing it."""
         held = self._context.length(slot.seq)
         if held <= kept:
             return 0.0
-        fits = self.tier.budget > 0
-        return held * (_TAKE_OUT + _PUT_BACK) if fits else (held - kept) * _LOST
+        if self._archive.fits(held):
+            return _PLACE + held * (_TAKE_OUT + _PUT_BACK)
+        return _PLACE + (held - kept) * _LOST
+
+    def _shared(self, tokens: Ids, namespace: str) -> int:
+        """How many of `tokens` are held anywhere, whether or not anything can be brought to there."""
+        slots = [slot for slot in self._slots if slot.namespace == namespace]
+        held = [self._context.common_prefix(tokens, slot.seq) for slot in slots]
+        return max([self._archive.shared(tokens, namespace), *held])
 
     def _soon(self, tokens: Ids, namespace: str) -> int:
         """The longest prefix of `tokens` that a running request is about to have computed."""
@@ -232,40 +282,56 @@ class WorkingSet:
 
     # Moving.
 
-    def _move_in(self, option: _Option, tokens: Ids) -> dict[str, int]:
-        """Bring a prefix into its slot; how many tokens of it came from which tier."""
+    def _move_in(self, option: _Option, tokens: Ids, namespace: str) -> tuple[dict[str, int], str]:
+        """Bring a prefix into its slot: how many tokens of it came from which tier, and what went wrong."""
         slot, source = option.slot, option.source
-        context = self._context
+        trouble = ""
         try:
             if source is slot:
-                if option.length < context.length(slot.seq):
+                if option.length < self._context.length(slot.seq):
                     self._stash(slot)
                 self._bring(slot, option.length)
-                return {"slot": option.length}
-            held = (
-                [each for each in source.entries if each.id in self.tier] if isinstance(source, Found) else []
-            )
-            self.tier.pin(held)
-            self._stash(slot)
-            self.tier.unpin(held)
-            slot.checkpoints = []
-            if isinstance(source, Found):
-                match = self.tiers.load(source, whole=self._whole)
-                if match.length:
-                    context.assemble(tokens[: match.length], match.pieces, match.rest, slot.seq)
-                    slot.checkpoints = self._checkpoints(match)
-                    return _by_tier(match, self.tiers)
-            elif source is not None:
-                context.fork(source.seq, slot.seq)
-                slot.checkpoints = list(source.checkpoints)
+                return {"slot": option.length}, ""
+            self._move_out(slot, source)
+            slot.namespace = namespace
+            if isinstance(source, _Slot):
+                self._context.fork(source.seq, slot.seq)
+                slot.checkpoints = self._points(source)
                 self._bring(slot, option.length)
-                return {"slot": option.length}
-        except EngineError:
+                return {"slot": option.length}, ""
+            if source is not None:
+                tiers, trouble = self._put_back(slot, source, tokens)
+                if tiers:
+                    return tiers, trouble
+        except PerdureError as error:
             # What could not be moved is computed; the ledger says what is there.
-            pass
-        context.clear(slot.seq)
+            trouble = f"what was held could not be brought in place: {error}"
         slot.checkpoints = []
-        return {}
+        self._context.clear(slot.seq)
+        return {}, trouble
+
+    def _move_out(self, slot: _Slot, source: _Slot | Found | None) -> None:
+        """Empty `slot`, keeping what it holds in the tiers, and there what is about to take its place."""
+        held = [each for each in source.entries if each.id in self.tier] if isinstance(source, Found) else []
+        self.tier.pin(held)
+        try:
+            self._stash(slot)
+        finally:
+            self.tier.unpin(held)
+        slot.checkpoints = []
+        self._context.clear(slot.seq)
+
+    def _put_back(self, slot: _Slot, found: Found, tokens: Ids) -> tuple[dict[str, int], str]:
+        match = self.tiers.load(found, whole=self._archive.whole)
+        trouble = ""
+        if match.length < found.length:
+            trouble = f"what was kept from token {match.length} on was damaged or is gone"
+        if not match.length:
+            return {}, trouble
+        self._context.assemble(tokens[: match.length], match.pieces, match.rest, slot.seq)
+        slot.checkpoints = self._checkpoints(match)
+        self._thin_out()
+        return _by_tier(match, self.tiers), trouble
 
     def _bring(self, slot: _Slot, length: int) -> None:
         """Cut `slot` to `length`, which `_reach` found that it can be cut to."""
@@ -274,9 +340,9 @@ class WorkingSet:
             if self._cuts or length == 0 or context.shortest_cut(slot.seq) <= length:
                 context.truncate(length, slot.seq)
             else:
-                point = next(point for point in slot.checkpoints if point.length == length)
+                point = next(point for point in self._points(slot) if point.length == length)
                 context.restore(point, slot.seq)
-        slot.checkpoints = [point for point in slot.checkpoints if point.length <= length]
+        slot.checkpoints = self._points(slot)
 
     def _checkpoints(self, match: Match) -> list[Checkpoint]:
         """The points on the way that a sequence put back from blocks can go back to."""
@@ -291,116 +357,27 @@ class WorkingSet:
         return points
 
     def _stash(self, slot: _Slot) -> None:
-        """Copy what `slot` holds into the memory tier, as far as it is not there and there is room."""
-        context = self._context
-        if not self.tier.budget or not context.length(slot.seq):
-            return
-        tokens = np.array(context.tokens(slot.seq), np.int32)
-        points = {point.length: point.state for point in slot.checkpoints if point.state is not None}
-        ranges = list(self._ranges(len(tokens), points))
-        if self._has_all(slot.namespace, tokens, ranges, points):
-            return
-        capture = context.capture(slot.seq)
-        self._whole = capture.rest is not None
-        if capture.rows is None and not self._is_partial():
-            points = {}
-        if capture.rest is not None:
-            points[len(tokens)] = capture.rest
-        parent = self._root(slot.namespace)
-        new: list[Block] = []
-        for start, end in ranges:
-            ids = tokens[start:end]
-            whole = end - start == self._size
-            name = block_id(parent, ids)
-            known = self.tier.get(name)
-            rest = points.get(end)
-            if known is None or (rest is not None and known.rest is None):
-                rows = None if capture.rows is None else capture.rows.cut(start, end)
-                block = Block.make(parent, start, ids, rows, rest)
-                new.append(block)
-                if not self.tier.put(block) and whole and self.tiers.lower is None:
-                    break
-            if whole:
-                parent = name
-        if self.tiers.lower is not None:
-            self.tiers.lower.offer(new)
+        """Copy what `slot` holds into the tiers. What cannot be copied is computed again one day."""
+        with suppress(EngineError):
+            self._archive.keep(slot.seq, slot.namespace, self._points(slot))
 
-    def _is_partial(self) -> bool:
-        return self._context.memory.kind is MemoryKind.RECURRENT
+    # Explaining.
 
-    def _ranges(self, length: int, points: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """The blocks of a sequence: at each place the tails that end there, then the whole block."""
-        ends = sorted({*points, length})
-        for start in range(0, length, self._size):
-            for end in ends:
-                if start < end < start + self._size:
-                    yield start, end
-            if start + self._size <= length:
-                yield start, start + self._size
-
-    def _has_all(
-        self, namespace: str, tokens: Ids, ranges: list[tuple[int, int]], points: dict[int, NDArray[np.uint8]]
-    ) -> bool:
-        parent = self._root(namespace)
-        for start, end in ranges:
-            name = block_id(parent, tokens[start:end])
-            known = self.tier.get(name)
-            needs = end in points or (end == len(tokens) and self._whole)
-            if known is None or (needs and known.rest is None):
-                return False
-            if end - start == self._size:
-                parent = name
-        return True
-
-    # Finding.
-
-    def _root(self, namespace: str) -> BlockId:
-        identity = self._context.identity
-        self._identities.setdefault(identity.digest, identity)
-        return self._root_of(identity, namespace)
-
-    def _root_of(self, identity: Identity, namespace: str) -> BlockId:
-        kind = self._context.memory.kind.value
-        if not self._whole:
-            # Rows by token are the same in however many streams.
-            identity = dataclasses.replace(identity, layout="by token")
-        return root_id(identity, block_size=self._size, mode=kind, namespace=namespace)
-
-    def _find(self, tokens: Ids, namespace: str, limit: int) -> Found:
-        root = self._root(namespace)
-        return self.tiers.find(root, tokens, size=self._size, limit=limit, whole=self._whole)
-
-    def _path(self, tokens: Ids, namespace: str) -> list[BlockId]:
-        """The kept blocks that hold `tokens` and nothing else."""
-        path: list[BlockId] = []
-        parent = self._root(namespace)
-        for start in range(0, len(tokens), self._size):
-            parent = block_id(parent, tokens[start : start + self._size])
-            if not self.tiers.holds(parent):
-                break
-            path.append(parent)
-        return path
-
-    def _why_not_more(self, tokens: Ids, namespace: str, reused: int) -> str:
+    def _why_not_more(self, tokens: Ids, namespace: str, reused: int, reach: int, shared: int) -> str:
         if reused >= len(tokens):
             return "all but the last token, whose logits are needed"
-        slots = [slot for slot in self._slots if slot.namespace == namespace]
-        shared = max([0, *(self._context.common_prefix(tokens, slot.seq) for slot in slots)])
-        if shared > reused and not self._cuts:
-            kind = self._context.memory.kind.value
-            return f"a {kind} memory could not go back to token {shared}: the window or checkpoint is gone"
-        parent, start = self._root(namespace), reused - reused % self._size
-        for at in range(0, start, self._size):
-            parent = block_id(parent, tokens[at : at + self._size])
-        if self.tier.was_evicted(block_id(parent, tokens[start : start + self._size])):
-            return f"the block from token {start} on was evicted: the budget is {self.tier.budget} bytes"
+        if reach > reused:
+            return f"moving {reach} tokens from elsewhere costs more than computing them"
+        kind = self._context.memory.kind.value
+        if shared > reused:
+            went = f"it went back to {reused}" if reused else "nothing before it is left to go back to"
+            return f"a {kind} memory has no checkpoint at token {shared}: {went}"
+        if self._archive.was_evicted(tokens, namespace, shared):
+            return f"what followed token {shared} was evicted: the budget is {self.budget} bytes"
         if reused:
             return f"first difference at token {reused}"
-        for identity in self._identities.values():
-            field_name = self._context.identity.difference(identity)
-            first = block_id(self._root_of(identity, namespace), tokens[: self._size])
-            if field_name and self.tiers.holds(first):
-                return f"the identity changed in its {field_name}"
+        if field_name := self._archive.changed(tokens, namespace):
+            return f"the identity changed in its {field_name}"
         return "nothing like it is held"
 
 

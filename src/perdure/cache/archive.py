@@ -1,0 +1,206 @@
+"""Sequences in the tiers: cut into blocks, found by their tokens, forgotten again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.cache.block import Block, BlockId, block_id, cost, root_id
+from perdure.cache.prefix import Entry, Found, Tiers, common
+from perdure.engine.context import Context
+from perdure.engine.contract import Capture, MemoryKind
+from perdure.engine.state import Checkpoint
+from perdure.identity import Identity
+
+Ids = NDArray[np.int32]
+
+
+class Archive:
+    """What the tiers hold of one context, by namespace and tokens.
+
+    Always holds: a block is found only under the identity with which its state was computed, in the
+    namespace that it was computed for; room is made before bytes are copied.
+    """
+
+    def __init__(self, context: Context, tiers: Tiers, *, block_size: int) -> None:
+        self.tiers = tiers
+        self.whole = context.memory.kind is not MemoryKind.FULL
+        """Whether a sequence can be put back only to where a block has a rest."""
+        self._context = context
+        self._size = block_size
+        self._row_bytes = self._rest_bytes = 0
+        self._identities: dict[bytes, Identity] = {}
+
+    # Keeping.
+
+    def fits(self, length: int) -> bool:
+        """Whether the state of so many tokens has room in the tiers, as far as is known."""
+        needed = cost(length, self._row_bytes, self._rest_bytes)
+        return self.tiers.lower is not None or needed <= self.tiers.memory.budget
+
+    def keep(self, seq: int, namespace: str, checkpoints: Sequence[Checkpoint]) -> None:
+        """Copy what `seq` holds, and how it was at its checkpoints, as far as it is new and there is room."""
+        memory, lower = self.tiers.memory, self.tiers.lower
+        tokens = np.array(self._context.tokens(seq), np.int32)
+        if not memory.budget or not len(tokens):
+            return
+        points = {point.length: point.state for point in checkpoints if point.state is not None}
+        if self._has_all(namespace, tokens, points):
+            return
+        capture = self._capture(seq)
+        if capture.rows is None and self._context.memory.kind is not MemoryKind.RECURRENT:
+            # The state comes in one piece, of which a checkpoint is only a part.
+            points = {}
+        if capture.rest is not None:
+            points[len(tokens)] = capture.rest
+        new: list[Block] = []
+        for parent, start, end in self._ranges(namespace, tokens, points):
+            ids, rest = tokens[start:end], points.get(end)
+            if self._has(parent, ids, needs_rest=rest is not None):
+                continue
+            room = cost(end - start, self._row_bytes, 0 if rest is None else rest.nbytes)
+            if not memory.make_room(room, keep=parent) and lower is None:
+                if end - start == self._size:
+                    break
+                continue
+            rows = None if capture.rows is None else capture.rows.cut(start, end)
+            new.append(Block.make(parent, start, ids.copy(), rows, rest))
+            memory.put(new[-1])
+        if lower is not None:
+            lower.offer(new)
+
+    def _capture(self, seq: int) -> Capture:
+        capture = self._context.capture(seq)
+        self.whole = capture.rest is not None
+        self._row_bytes = 0 if capture.rows is None else capture.rows.row_bytes
+        self._rest_bytes = 0 if capture.rest is None else capture.rest.nbytes
+        return capture
+
+    def _ranges(
+        self, namespace: str, tokens: Ids, points: Iterable[int]
+    ) -> Iterator[tuple[BlockId, int, int]]:
+        """The blocks of a sequence, each after its parent: at each place first the tails that end there."""
+        ends = sorted({*points, len(tokens)})
+        parent = self.root(namespace)
+        for start in range(0, len(tokens), self._size):
+            for end in ends:
+                if start < end < start + self._size:
+                    yield parent, start, end
+            if start + self._size <= len(tokens):
+                yield parent, start, start + self._size
+                parent = block_id(parent, tokens[start : start + self._size])
+
+    def _has_all(self, namespace: str, tokens: Ids, points: Iterable[int]) -> bool:
+        ends = {*points, *([len(tokens)] if self.whole else [])}
+        return all(
+            self._has(parent, tokens[start:end], needs_rest=end in ends)
+            for parent, start, end in self._ranges(namespace, tokens, points)
+        )
+
+    def _has(self, parent: BlockId, tokens: Ids, *, needs_rest: bool) -> bool:
+        memory = self.tiers.memory
+        known = memory.get(block_id(parent, tokens))
+        if known is None:
+            return not needs_rest and len(tokens) < self._size and memory.covers(parent, tokens)
+        return known.has_rest or not needs_rest
+
+    # Finding.
+
+    def root(self, namespace: str) -> BlockId:
+        identity = self._context.identity
+        self._identities.setdefault(identity.digest, identity)
+        return self._root_of(identity, namespace)
+
+    def _root_of(self, identity: Identity, namespace: str) -> BlockId:
+        kind = self._context.memory.kind.value
+        if not self.whole:
+            # Rows by token are the same in however many streams.
+            identity = dataclasses.replace(identity, layout="by token")
+        return root_id(identity, block_size=self._size, mode=kind, namespace=namespace)
+
+    def find(self, tokens: Ids, namespace: str) -> Found:
+        """The longest prefix of `tokens` that can be put back."""
+        return self._search(tokens, namespace, whole=self.whole)
+
+    def shared(self, tokens: Ids, namespace: str) -> int:
+        """How many of `tokens` are kept, whether or not a sequence could be put back to there."""
+        return self._search(tokens, namespace, whole=False).length
+
+    def _search(self, tokens: Ids, namespace: str, *, whole: bool) -> Found:
+        root = self.root(namespace)
+        return self.tiers.find(root, tokens, size=self._size, limit=len(tokens), whole=whole)
+
+    def was_evicted(self, tokens: Ids, namespace: str, at: int) -> bool:
+        """Whether a block that went on with `tokens` where `at` lies had to go."""
+        memory = self.tiers.memory
+        if not memory.evicted:
+            return False
+        parent, start = self.root(namespace), at - at % self._size
+        for before in range(0, start, self._size):
+            parent = block_id(parent, tokens[before : before + self._size])
+        ends = range(at + 1, min(start + self._size, len(tokens)) + 1)
+        return any(memory.was_evicted(block_id(parent, tokens[start:end])) for end in ends)
+
+    def changed(self, tokens: Ids, namespace: str) -> str | None:
+        """The field in which the identity differs from one under which these tokens are kept."""
+        here = self._context.identity
+        for identity in self._identities.values():
+            following = self.tiers.children(self._root_of(identity, namespace))
+            if identity != here and any(common(entry.tokens, tokens) for entry in following):
+                return here.difference(identity)
+        return None
+
+    # Forgetting.
+
+    def forget(self, tokens: Ids, namespace: str, *, spare: Sequence[Ids] = ()) -> None:
+        """Drop what goes on from `tokens` and what leads only there; what leads to one of `spare` stays."""
+        path, following = self._ways_on(tokens, namespace)
+        needed: dict[BlockId, int] = {}
+        for other in spare:
+            theirs, ends = self._ways_on(other, namespace)
+            for name in (*theirs, *(entry.id for entry in ends)):
+                needed[name] = max(needed.get(name, 0), len(other))
+        kept: list[Entry] = []
+        for entry in (doomed := list(following)):
+            if entry.id in needed:
+                kept.append(entry)
+                doomed += self.tiers.children(entry.id)
+            else:
+                self.tiers.drop(entry.id)
+        for entry in reversed(kept):
+            if needed[entry.id] < len(tokens):
+                self._shorten(entry, needed[entry.id])
+        for name in reversed(path):
+            if name in needed or self.tiers.children(name):
+                break
+            self.tiers.drop(name)
+
+    def _ways_on(self, tokens: Ids, namespace: str) -> tuple[list[BlockId], list[Entry]]:
+        """The blocks that `tokens` fill, and those that hold their end and perhaps more."""
+        path, parent = [], self.root(namespace)
+        # The last block is among those that may go on, also where it is full.
+        last = (len(tokens) - 1) // self._size * self._size
+        for start in range(0, last, self._size):
+            parent = block_id(parent, tokens[start : start + self._size])
+            path.append(parent)
+        tail = tokens[last:]
+        return path, [
+            entry for entry in self.tiers.children(parent) if common(entry.tokens, tail) == len(tail)
+        ]
+
+    def _shorten(self, entry: Entry, length: int) -> None:
+        """Keep of a last block only what a prefix of `length` tokens needs, where it can be cut."""
+        if entry.has_rest or self.tiers.children(entry.id):
+            return
+        block = self.tiers.block(entry)
+        self.tiers.drop(entry.id)
+        if block is not None and block.rows is not None:
+            count = length - block.start
+            rows = block.rows[:count].copy()
+            beginning = Block.make(block.parent, block.start, block.tokens[:count].copy(), rows, None)
+            self.tiers.memory.put(beginning)
+            if self.tiers.lower is not None:
+                self.tiers.lower.offer([beginning])
