@@ -236,11 +236,10 @@ class Scheduler:
         for group in waiting:
             run = group.runs[0]
             # At least one token is fed, so that there is a row to draw from; a scored prompt needs all rows.
-            known = run.script[:-1] if not run.scoring else ()
+            known = np.array(run.script[:-1], np.int32)
+            reuse = not self._exact and not run.scoring
             try:
-                place = self._places.acquire(
-                    np.array(known, np.int32), namespace=run.request.namespace, reuse=not self._exact
-                )
+                place = self._places.acquire(known, namespace=run.request.namespace, reuse=reuse)
             except PerdureError as error:
                 group.fail(run, error)
                 self._collect()
