@@ -80,10 +80,8 @@ class Book:
 
     def warm(self, prompt: str | Iterable[int], *, labels: Iterable[str] = (), namespace: str = "") -> Record:
         """Compute a prefix once and keep it. Warmed before, its record comes back with all its labels."""
-        ids = np.fromiter(self._tokenize(prompt) if isinstance(prompt, str) else prompt, np.int32)
-        if not len(ids):
-            raise TokenError("a prefix to warm needs at least one token")
-        wanted = frozenset(labels)
+        ids = _token_ids(self._tokenize(prompt) if isinstance(prompt, str) else prompt)
+        wanted = _names(labels)
         record: Record = self._call(lambda: self._note(ids, wanted, namespace))
         if record.kept < len(ids):
             self._read(ids, namespace)
@@ -98,13 +96,13 @@ class Book:
 
     def records(self, labels: Iterable[str] | None = None) -> list[Record]:
         """The warmed prefixes, or those that carry one of `labels`."""
-        wanted = None if labels is None else set(labels)
+        wanted = None if labels is None else _names(labels)
         found: list[Record] = self._call(lambda: list(self._records.values()))
         return [record for record in found if wanted is None or wanted & record.labels]
 
     def clear(self, labels: Iterable[str] | None = None) -> int:
         """Drop the prefixes that carry one of `labels`, wherever they are kept; or everything. How many."""
-        wanted = None if labels is None else set(labels)
+        wanted = None if labels is None else _names(labels)
         with self._keeping:
             return self._call(lambda: self._clear(wanted))  # type: ignore[no-any-return]
 
@@ -127,7 +125,7 @@ class Book:
         self._records[record.key] = record
         return record
 
-    def _clear(self, wanted: set[str] | None) -> int:
+    def _clear(self, wanted: frozenset[str] | None) -> int:
         if wanted is None:
             count = len(self._records)
             if self._keeper is not None:
@@ -160,3 +158,17 @@ class Book:
             reused_tokens=dict(self._places.reused),
             computed_tokens=self._places.computed,
         )
+
+
+def _names(labels: Iterable[str]) -> frozenset[str]:
+    """One label may be given by itself."""
+    return frozenset([labels] if isinstance(labels, str) else labels)
+
+
+def _token_ids(tokens: Iterable[int]) -> NDArray[np.int32]:
+    ids = np.asarray(list(tokens))
+    if not ids.size:
+        raise TokenError("a prefix to warm needs at least one token")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= 1 << 31:
+        raise TokenError("a prefix to warm is a text, or a flat list of token ids")
+    return ids.astype(np.int32)
