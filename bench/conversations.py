@@ -168,7 +168,9 @@ class LlamaServer:
         params.n_ctx, params.n_parallel = N_CTX * SLOTS, SLOTS
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         self._server = xllamacpp.Server(params)
-        self._client = httpx.Client(base_url=self._server.listening_address, timeout=600)
+        # It closes a connection that was idle for a while, as all are while the other sides have their turn.
+        once = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(base_url=self._server.listening_address, timeout=600, limits=once)
 
     def reply(self, conversation: int, prompt: Sequence[int], count: int) -> Said:
         body = {
