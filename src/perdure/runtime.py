@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -46,31 +47,29 @@ class Runtime:
         self.model = model
         self._own_model = own_model
         self._disk: WriteBehind | None = None
-        self._context = model.context(n_ctx=n_ctx, n_seq=slots, **context)
-        try:
+        budget = _bytes("cache", _default_budget() if cache is None else cache)
+        if store is not None and not budget:
+            raise InvalidInputError("a store needs a cache: leave cache out, or give it some bytes")
+        _bytes("store_bytes", store_bytes)
+        with ExitStack() as undo:
+            self._context = model.context(n_ctx=n_ctx, n_seq=slots, **context)
+            undo.callback(self._context.close)
             if store is not None:
                 self._disk = WriteBehind(DiskTier(Path(store), budget=store_bytes))
-            budget = _default_budget() if cache is None else cache
-            if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
-                raise InvalidInputError(f"cache is a number of bytes, 0 for none, got {cache!r}")
-            if store is not None and not budget:
-                raise InvalidInputError("a store needs a cache: leave cache out, or give it some bytes")
+                undo.callback(self._disk.close)
             self._places = places = WorkingSet(self._context, budget=budget, lower=self._disk)
             self._scheduler = Scheduler(
                 model, self._context, exact=exact, queue=queue, placement=places if budget else None
             )
-        except BaseException:
-            self._context.close()
-            if self._disk is not None:
-                self._disk.close()
-            raise
-        self.cache = Book(
-            places,
-            tokenize=model.tokenize,
-            read=self._read_only,
-            call=self._scheduler.call,
-            keeper=Records(self._disk.disk) if self._disk else None,
-        )
+            undo.callback(self._scheduler.close)
+            self.cache = Book(
+                places,
+                tokenize=model.tokenize,
+                read=self._read_only,
+                call=self._scheduler.call,
+                keeper=Records(self._disk.disk, behind=self._disk) if self._disk else None,
+            )
+            undo.pop_all()
 
     @property
     def n_ctx(self) -> int:
@@ -169,14 +168,15 @@ class Runtime:
 
     def close(self) -> None:
         """End what is running as cancelled, and give everything back."""
-        self._scheduler.close()
-        if self._disk is not None and not self._context.closed:
-            self._places.store_all()
-        self._context.close()
-        if self._disk is not None:
-            self._disk.close()
-        if self._own_model:
-            self.model.close()
+        with ExitStack() as ending:
+            if self._own_model:
+                ending.callback(self.model.close)
+            if self._disk is not None:
+                ending.callback(self._disk.close)
+            ending.callback(self._context.close)
+            self._scheduler.close()
+            if self._disk is not None and not self._context.closed:
+                self._places.store_all()
 
     def __enter__(self) -> Runtime:
         return self
@@ -200,6 +200,12 @@ async def _adeltas(job: Job) -> AsyncIterator[Delta]:
             yield delta
     finally:
         job.cancel()
+
+
+def _bytes(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidInputError(f"{name} is a number of bytes, 0 for none, got {value!r}")
+    return value
 
 
 def _default_budget() -> int:

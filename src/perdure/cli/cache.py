@@ -110,14 +110,7 @@ def verify(store: Store = None, as_json: Json = False) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from perdure.errors import StoreDamagedError
-    from perdure.store.disk import rebuild
-
-    try:
-        disk = _open(store, readonly=False)
-    except StoreDamagedError:
-        rebuild(_folder(store))
-        disk = _open(store, readonly=False)
+    disk = _open(store, readonly=False, rebuild=True)
     try:
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("Reading", total=None)
@@ -129,8 +122,11 @@ def verify(store: Store = None, as_json: Json = False) -> None:
     else:
         typer.echo(
             f"{found.blocks} blocks, {found.nbytes} bytes: {found.missing} missing, {found.adopted} adopted, "
-            f"{found.quarantined} damaged and moved aside, {found.leftovers} leftovers deleted"
+            f"{found.mended} entries mended, {found.quarantined} damaged and moved aside, "
+            f"{found.leftovers} leftovers deleted"
         )
+        if found.rebuilt:
+            typer.echo("the index was damaged and has been rebuilt; labels were lost with it")
     if not found.sound:
         raise typer.Exit(1)
 
@@ -141,14 +137,14 @@ def _folder(store: Path | None) -> Path:
     return store or settings().store
 
 
-def _open(store: Path | None, *, readonly: bool) -> DiskTier:
+def _open(store: Path | None, *, readonly: bool, rebuild: bool = False) -> DiskTier:
     from perdure.errors import StoreError
     from perdure.store.disk import DiskTier
 
     folder = _folder(store)
     if not (folder / "blocks").is_dir():
         raise StoreError(f"there is no store at {folder}: `perdure cache warm` makes one")
-    return DiskTier(folder, budget=16 << 30, readonly=readonly)
+    return DiskTier(folder, budget=16 << 30, readonly=readonly, rebuild=rebuild)
 
 
 def _plain(record: Record) -> dict[str, object]:

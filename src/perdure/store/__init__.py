@@ -3,6 +3,7 @@
     STORE/index.sqlite       everything small, in SQLite
     STORE/blocks/ab/abcd….   one file a block, named by its id
     STORE/quarantine/        files that verify() found damaged
+    STORE/unlisted           there while the index is made anew from the files
     STORE/lock               held by the one process that writes
 
 durable       files that are there whole or not at all

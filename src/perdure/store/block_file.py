@@ -25,14 +25,16 @@ _CHECKSUM = slice(_HEAD.size - 16, _HEAD.size)
 _NONE = 2**64 - 1
 
 
+def size(block: Block) -> int:
+    """How long the file of `block` is."""
+    return _HEAD.size + 4 * len(block.tokens) + block.state_bytes
+
+
 def pack(block: Block) -> list[bytes | memoryview]:
     """The parts of the file of `block`, in order."""
     rows, rest = block.rows, block.rest
     words: list[bytes | memoryview] = [block.tokens.astype("<i4").tobytes()]
-    if rows is not None:
-        words.append(memoryview(np.ascontiguousarray(rows).reshape(-1)))  # type: ignore[arg-type]
-    if rest is not None:
-        words.append(memoryview(np.ascontiguousarray(rest)))  # type: ignore[arg-type]
+    words += [part.reshape(-1).data for part in (rows, rest) if part is not None]
     head = _HEAD.pack(
         MAGIC,
         VERSION,
@@ -53,7 +55,7 @@ def pack(block: Block) -> list[bytes | memoryview]:
 
 def unpack(data: bytes | memoryview, expected: BlockId | None = None) -> Block:
     """The block in `data`, all of it verified; `expected` is the id that it must have."""
-    view = memoryview(data).cast("B")
+    view = memoryview(data)
     if len(view) < _HEAD.size or view[:8] != MAGIC:
         raise CorruptStateError(f"not a block file: {len(view)} bytes without its mark at the start")
     fields = _HEAD.unpack_from(view)
@@ -71,6 +73,8 @@ def unpack(data: bytes | memoryview, expected: BlockId | None = None) -> Block:
     tokens = np.frombuffer(view[_HEAD.size : _HEAD.size + 4 * n_tokens], "<i4").astype(np.int32)
     if block_id(BlockId(parent), tokens) != name or (expected is not None and name != expected):
         raise CorruptStateError("a block file is not the block that it is named")
+    if not n_tokens or start >= 2**63:
+        raise CorruptStateError(f"a block file of {n_tokens} tokens from token {start} on cannot be")
     rows = rest = None
     if has_rows:
         body = view[_HEAD.size + 4 * n_tokens : rows_end]

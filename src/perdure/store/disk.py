@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
+import itertools
 import os
-import shutil
+import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from perdure.cache.block import Block, BlockId
-from perdure.errors import CorruptStateError, StoreDamagedError, StoreLockedError, StoreReadOnlyError
+from perdure.cache.block import Block, BlockId, block_id
+from perdure.errors import (
+    CorruptStateError,
+    StoreDamagedError,
+    StoreError,
+    StoreLockedError,
+    StoreReadOnlyError,
+)
 from perdure.store import block_file
 from perdure.store.durable import TEMPORARY, explained, sync_folder, write_file
 from perdure.store.index import Index
+
+_NAME = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,74 +55,84 @@ class Findings:
     blocks: int
     nbytes: int
     missing: int
-    """Entries without a file, dropped."""
+    """Entries without a whole file, dropped."""
     adopted: int
     """Whole files without an entry, entered."""
+    mended: int
+    """Entries that said something else than their files, put right."""
     quarantined: int
     """Damaged files, moved aside."""
     leftovers: int
     """Temporary files of writers that are gone, deleted."""
+    rebuilt: bool
+    """Whether the index could not be used, and was made anew from the files."""
 
     @property
     def sound(self) -> bool:
-        return not (self.missing or self.quarantined)
+        return not (self.missing or self.quarantined or self.mended or self.rebuilt)
 
 
 class DiskTier:
-    """Blocks in a folder, within a byte budget.
+    """Blocks in a folder, within a byte budget. For any thread.
 
     Always holds: an entry is committed only after its file and the file's name are on the disk, and its
-    file goes only after the entry is gone. So a crash leaves at worst a file without an entry.
+    file goes only after the entry is gone. So a crash leaves at worst files without entries, which are
+    deleted when the store is next opened for writing. A block is entered only after the one before it.
     """
 
     name = "disk"
 
-    def __init__(self, folder: Path, *, budget: int, readonly: bool = False) -> None:
+    def __init__(self, folder: Path, *, budget: int, readonly: bool = False, rebuild: bool = False) -> None:
+        """With `rebuild`, an index that cannot be read is made anew from the files."""
         self.folder = folder
         self.budget = budget
         self.readonly = readonly
         self._blocks = folder / "blocks"
+        self._aside = folder / "quarantine"
         self._lock: FileLock | None = None
-        if not readonly:
-            self._make_folders()
-            self._take_lock()
-        try:
-            self.index = Index(folder / "index.sqlite", readonly=readonly)
-        except BaseException:
-            self._let_go()
-            raise
-        self._clock = int(self.index.rows("SELECT coalesce(max(used), 0) FROM block")[0][0])
+        self._changing = threading.RLock()
         self._touched: dict[BlockId, int] = {}
-        self.nbytes = int(self.index.rows("SELECT coalesce(sum(nbytes), 0) FROM block")[0][0])
+        self._durable_folders: set[Path] = set()
+        self.rebuilt = False
+        with ExitStack() as undo:
+            undo.callback(self._let_go)
+            if not readonly:
+                self._make_folders()
+                self._take_lock()
+            interrupted = self._log.exists()
+            if not readonly and not self._has_index() and next(self._files(), None) is not None:
+                self._mark_unlisted()
+            try:
+                self._open_index()
+            except StoreDamagedError:
+                if readonly or not rebuild:
+                    raise
+                self._set_index_aside()
+                self._open_index()
+            undo.callback(self.index.close)
+            if not readonly:
+                self._recover(interrupted)
+            undo.pop_all()
 
     def __len__(self) -> int:
-        return int(self.index.rows("SELECT count(*) FROM block")[0][0])
+        return self._figure("count(*)")
 
     # Reading.
 
     def entry(self, block: BlockId) -> Entry | None:
-        found = self.index.rows(f"{_SELECT} WHERE id = ?", block)
-        return _entry(found[0]) if found else None
-
-    def ancestry(self, block: BlockId) -> Iterator[BlockId]:
-        """`block` and the blocks before it, as far as they are kept, the last first."""
-        while (found := self.entry(block)) is not None:
-            yield block
-            block = found.parent
+        return next(_entries(self.index.rows(f"{_SELECT} WHERE id = ?", block)), None)
 
     def children(self, parent: BlockId) -> Iterator[Entry]:
-        for row in self.index.rows(f"{_SELECT} WHERE parent = ?", parent):
-            yield _entry(row)
+        return _entries(self.index.rows(f"{_SELECT} WHERE parent = ?", parent))
 
     def get(self, block: BlockId) -> Block | None:
         """A block from its file, all of it verified; None where it is missing or damaged."""
         try:
-            data = self._path(block).read_bytes()
-            found = block_file.unpack(data, block)
-        except (OSError, CorruptStateError):
+            found = self._read(self._path(block))
+        except StoreError:
             return None
-        self._clock += 1
-        self._touched[block] = self._clock
+        if found is not None:
+            self._touched[block] = next(self._clock)
         return found
 
     # Writing.
@@ -118,201 +140,368 @@ class DiskTier:
     def put(self, blocks: Sequence[Block]) -> int:
         """Make blocks durable, parents before children; how many are now kept.
 
-        When this returns they are on the disk. Those that no longer fit the budget are left out.
+        When this returns they are on the disk. Left out are those that no longer fit the budget, and those
+        whose parent is not there.
         """
-        if self.readonly:
-            raise StoreReadOnlyError(f"the store {self.folder} was opened for reading")
-        fitting = self._make_room(blocks)
-        folders = set()
-        sizes: dict[BlockId, int] = {}
-        for block in fitting:
-            path = self._path(block.id)
-            parts = block_file.pack(block)
-            if not path.parent.is_dir():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                folders.add(self._blocks)
-            write_file(path, parts)
-            sizes[block.id] = sum(len(part) for part in parts)
-            folders.add(path.parent)
-        for folder in sorted(folders):
-            sync_folder(folder)
-        with self.index.writing():
-            self._flush_touches()
-            for block in fitting:
-                self._clock += 1
-                self._enter(block, sizes[block.id], self._clock)
-        self.nbytes = int(self.index.rows("SELECT coalesce(sum(nbytes), 0) FROM block")[0][0])
-        return len(fitting)
+        self._check_writable()
+        with self._changing:
+            fitting = self._make_room(self._rooted(blocks))
+            if not fitting:
+                return 0
+            new = {block.id for block in fitting if self.entry(block.id) is None}
+            try:
+                self._write(fitting)
+                with self.index.writing():
+                    self._flush_touches()
+                    for block in fitting:
+                        self._enter(block, block_file.size(block), next(self._clock))
+            except BaseException:
+                # What has no entry would fill the disk uncounted.
+                for name in new:
+                    with suppress(OSError):
+                        self._path(name).unlink(missing_ok=True)
+                raise
+            self.nbytes = self._figure("sum(nbytes)")
+            return len(fitting)
 
-    def drop(self, blocks: Iterable[BlockId]) -> None:
-        """Forget blocks and all that follow them."""
+    def drop(self, blocks: Iterable[BlockId], *, then: Callable[[], None] | None = None) -> None:
+        """Forget blocks and all that follow them. `then` is part of the same transaction."""
         doomed = list(blocks)
-        gone: list[BlockId] = []
-        with self.index.writing():
-            while doomed:
-                block = doomed.pop()
-                doomed += [row[0] for row in self.index.rows("SELECT id FROM block WHERE parent = ?", block)]
-                self.index.run("DELETE FROM block WHERE id = ?", block)
-                gone.append(block)
-        for block in gone:
-            self._path(block).unlink(missing_ok=True)
-        self.nbytes = int(self.index.rows("SELECT coalesce(sum(nbytes), 0) FROM block")[0][0])
+        with self._changing:
+            gone: list[BlockId] = []
+            with self.index.writing():
+                while doomed:
+                    block = doomed.pop()
+                    doomed += [
+                        row[0] for row in self.index.rows("SELECT id FROM block WHERE parent = ?", block)
+                    ]
+                    self.index.run("DELETE FROM block WHERE id = ?", block)
+                    gone.append(block)
+                if then is not None:
+                    then()
+            self.nbytes = self._figure("sum(nbytes)")
+            self._delete(itertools.chain.from_iterable((self._path(b), self._aside / b.hex()) for b in gone))
 
     def clear(self) -> None:
-        self.drop([BlockId(row[0]) for row in self.index.rows("SELECT id FROM block WHERE start = 0")])
+        """Forget every block, and whatever else lies about."""
+        with self._changing:
+            with self.index.writing():
+                self.index.run("DELETE FROM block")
+            self.nbytes = 0
+            self._delete([*self._files(), *self._aside.glob("*")])
+
+    def forget(self, blocks: Iterable[BlockId]) -> None:
+        """Let go of blocks that are damaged or gone. What follows them stays: they may be computed again."""
+        self._check_writable()
+        with self._changing:
+            for block in blocks:
+                path = self._path(block)
+                if self._read(path) is None:
+                    with self.index.writing():
+                        self.index.run("DELETE FROM block WHERE id = ?", block)
+                    self._quarantine(path)
+            self.nbytes = self._figure("sum(nbytes)")
 
     # Upkeep.
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> Findings:
-        """Walk everything: drop entries without files, enter whole files, move damaged ones aside."""
-        if self.readonly:
-            raise StoreReadOnlyError(f"the store {self.folder} was opened for reading")
-        leftovers = self._delete_leftovers()
-        known = {BlockId(row[0]) for row in self.index.rows("SELECT id FROM block")}
-        files = sorted(self._blocks.glob("*/*"))
-        there: dict[BlockId, tuple[Block, int]] = {}
-        quarantined = 0
-        for number, path in enumerate(files):
+        """Walk everything: make the index say what the files say, and move damaged files aside."""
+        self._check_writable()
+        with self._changing:
             try:
-                block = block_file.unpack(path.read_bytes(), BlockId(bytes.fromhex(path.name)))
-            except (CorruptStateError, ValueError):
-                self._quarantine(path)
-                quarantined += 1
-            else:
-                # The state itself is not kept here: a store may be larger than memory.
-                bare = Block(block.id, block.parent, block.start, block.tokens, None, block.rest, b"")
-                there[block.id] = (bare, path.stat().st_size)
-            if progress is not None:
-                progress(number + 1, len(files))
-        missing = known - set(there)
-        adopted = 0
-        with self.index.writing():
-            for name in missing:
-                self.index.run("DELETE FROM block WHERE id = ?", name)
-            for name, (block, size) in there.items():
-                if name not in known:
-                    self._enter(block, size, 0)
-                    adopted += 1
-        self.nbytes = int(self.index.rows("SELECT coalesce(sum(nbytes), 0) FROM block")[0][0])
-        return Findings(
-            blocks=len(there),
-            nbytes=self.nbytes,
-            missing=len(missing),
-            adopted=adopted,
-            quarantined=quarantined,
-            leftovers=leftovers,
-        )
+                self.index.check()
+                return self._walk(progress)
+            except StoreDamagedError:
+                self.index.close()
+                self._set_index_aside()
+                self._open_index()
+                findings = self._walk(progress)
+                self._delete([self._unlisted])
+                return findings
 
     def close(self) -> None:
         if not self.readonly and self._touched:
-            with contextlib.suppress(Exception), self.index.writing():
+            with suppress(StoreError), self.index.writing():
                 self._flush_touches()
         self.index.close()
         self._let_go()
 
-    # Inside.
+    # Opening.
+
+    @property
+    def _index(self) -> Path:
+        return self.folder / "index.sqlite"
+
+    @property
+    def _unlisted(self) -> Path:
+        """There while the index is made anew from the files."""
+        return self.folder / "unlisted"
+
+    @property
+    def _log(self) -> Path:
+        """There only while somebody writes, or did so when he was interrupted."""
+        return self.folder / "index.sqlite-wal"
+
+    def _open_index(self) -> None:
+        self.index = Index(self._index, readonly=self.readonly)
+        try:
+            self._clock = itertools.count(1 + self._figure("max(used)"))
+            self.nbytes = self._figure("sum(nbytes)")
+        except BaseException:
+            self.index.close()
+            raise
 
     def _make_folders(self) -> None:
-        try:
+        with explained(self.folder):
             self._blocks.mkdir(parents=True, exist_ok=True)
-            sync_folder(self.folder)
-        except OSError as error:
-            raise explained(error, self.folder, 0) from error
+        sync_folder(self.folder)
 
     def _take_lock(self) -> None:
-        # The system drops it with the process, however that ends.
-        lock = FileLock(self.folder / "lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise StoreLockedError(
-                f"another process writes to {self.folder}: close it, or open the store for reading"
-            ) from None
-        except OSError as error:
-            raise explained(error, self.folder / "lock", 0) from error
+        # The system drops it with the process, however that ends. Any thread may close what another opened.
+        lock = FileLock(self.folder / "lock", thread_local=False)
+        with explained(self.folder / "lock"):
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                raise StoreLockedError(
+                    f"{self.folder} is being written, by another process or another runtime of this one: "
+                    "close that one, or open the store for reading"
+                ) from None
         self._lock = lock
 
     def _let_go(self) -> None:
         if self._lock is not None:
             self._lock.release()
 
+    def _has_index(self) -> bool:
+        return self._index.exists() and self._index.stat().st_size > 0
+
+    def _mark_unlisted(self) -> None:
+        """Note that there are files which the index does not list, yet are not to be deleted."""
+        write_file(self._unlisted, [])
+        sync_folder(self.folder)
+
+    def _recover(self, interrupted: bool) -> None:
+        """Put right what a crash, or the loss of the index, has left behind."""
+        if self._unlisted.exists():
+            self._walk(None)
+            self._delete([self._unlisted])
+            self.rebuilt = True
+        elif interrupted:
+            known = {row[0] for row in self.index.rows("SELECT id FROM block")}
+            for path in self._files():
+                ours = _NAME.fullmatch(path.name) and bytes.fromhex(path.name) not in known
+                if ours or path.name.endswith(TEMPORARY):
+                    with suppress(OSError):
+                        path.unlink(missing_ok=True)
+
+    def _set_index_aside(self) -> None:
+        self._mark_unlisted()
+        with explained(self._index):
+            self._aside.mkdir(exist_ok=True)
+            for path in (self._index, self._log, self.folder / "index.sqlite-shm"):
+                if path.exists():
+                    os.replace(path, self._aside / path.name)
+        self.rebuilt = True
+
+    # Inside.
+
+    def _check_writable(self) -> None:
+        if self.readonly:
+            raise StoreReadOnlyError(f"the store {self.folder} was opened for reading")
+
+    def _figure(self, what: str) -> int:
+        found = self.index.rows(f"SELECT {what} FROM block")[0][0]
+        return found if isinstance(found, int) else 0
+
     def _path(self, block: BlockId) -> Path:
         name = block.hex()
         return self._blocks / name[:2] / name
 
-    def _enter(self, block: Block, size: int, used: int) -> None:
+    def _files(self) -> Iterator[Path]:
+        """Whatever lies where block files are. One that may not be seen is not taken for gone."""
+        with explained(self._blocks):
+            for folder in self._blocks.iterdir():
+                if folder.is_dir():
+                    yield from folder.iterdir()
+
+    def _read(self, path: Path) -> Block | None:
+        """The block of a file; None where it is gone or damaged. One that may not be read is neither."""
+        with explained(path):
+            try:
+                return block_file.unpack(path.read_bytes(), BlockId(bytes.fromhex(path.name)))
+            except (FileNotFoundError, IsADirectoryError, CorruptStateError):
+                return None
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                return None
+
+    def _write(self, blocks: Sequence[Block]) -> None:
+        """Put the files and their names onto the disk."""
+        folders = {self._path(block.id).parent for block in blocks}
+        for folder in folders:
+            with explained(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+        for block in blocks:
+            write_file(self._path(block.id), block_file.pack(block))
+        for folder in folders:
+            sync_folder(folder)
+        if not folders <= self._durable_folders:
+            sync_folder(self._blocks)
+            self._durable_folders |= folders
+
+    def _delete(self, paths: Iterable[Path]) -> None:
+        """Delete files for good: what was cleared must not come back, not even after a power cut."""
+        folders = set()
+        for path in paths:
+            with explained(path), suppress(FileNotFoundError):
+                path.unlink()
+                folders.add(path.parent)
+        for folder in folders:
+            sync_folder(folder)
+
+    def _enter(self, block: Block | Entry, size: int, used: int) -> None:
         self.index.run(
             "INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?, ?, ?, ?)",
             block.id,
             block.parent,
             block.start,
             block.tokens.astype("<i4").tobytes(),
-            block.rest is not None,
+            block.has_rest,
             size,
             used,
         )
 
     def _flush_touches(self) -> None:
-        for block, used in self._touched.items():
+        touched, self._touched = self._touched, {}
+        for block, used in touched.items():
             self.index.run("UPDATE block SET used = ? WHERE id = ?", used, block)
-        self._touched.clear()
+
+    def _rooted(self, blocks: Sequence[Block]) -> list[Block]:
+        """Those whose parent is there, or comes before them."""
+        coming: set[BlockId] = set()
+        rooted = []
+        for block in blocks:
+            if not block.start or block.parent in coming or self.entry(block.parent) is not None:
+                coming.add(block.id)
+                rooted.append(block)
+        return rooted
 
     def _make_room(self, blocks: Sequence[Block]) -> list[Block]:
         """The blocks, from the first on, for which there is room once old leaves are gone."""
-        spared = {block.parent for block in blocks} | {block.id for block in blocks}
-        fitting: list[Block] = []
-        needed = 0
+        needed, ends = 0, []
         for block in blocks:
-            size = block.nbytes
-            while self.nbytes + needed + size > self.budget:
-                if not self._evict_one(spared):
-                    return fitting
-            needed += size
-            fitting.append(block)
-        return fitting
+            known = self.entry(block.id)
+            needed += block_file.size(block) - (known.nbytes if known else 0)
+            ends.append(needed)
+        if not blocks or self.nbytes + max(ends) <= self.budget:
+            return list(blocks)
+        spared = {block.parent for block in blocks} | {block.id for block in blocks}
+        victims: list[BlockId] = []
+        held = self.nbytes
+        count = 0
+        with self.index.writing():
+            # Who was read lately must be known before somebody is chosen.
+            self._flush_touches()
+            for block, end in zip(blocks, ends, strict=True):
+                while block_file.size(block) <= self.budget < held + end:
+                    leaf = self._oldest_leaf(spared)
+                    if leaf is None:
+                        break
+                    victims.append(leaf[0])
+                    held -= leaf[1]
+                    self.index.run("DELETE FROM block WHERE id = ?", leaf[0])
+                if held + end > self.budget:
+                    break
+                count += 1
+        for name in victims:
+            with explained(self._path(name)):
+                self._path(name).unlink(missing_ok=True)
+        self.nbytes = held
+        return list(blocks[:count])
 
-    def _evict_one(self, spared: set[BlockId]) -> bool:
+    def _oldest_leaf(self, spared: set[BlockId]) -> tuple[BlockId, int] | None:
         leaves = self.index.rows(
-            "SELECT id FROM block AS b WHERE NOT EXISTS (SELECT 1 FROM block WHERE parent = b.id)"
+            "SELECT id, nbytes FROM block AS b WHERE NOT EXISTS (SELECT 1 FROM block WHERE parent = b.id)"
             " ORDER BY used LIMIT ?",
             len(spared) + 1,
         )
-        for (name,) in leaves:
-            if BlockId(name) not in spared:
-                self.drop([BlockId(name)])
-                return True
-        return False
+        return next(((BlockId(name), size) for name, size in leaves if name not in spared), None)
 
-    def _delete_leftovers(self) -> int:
-        count = 0
-        for path in self._blocks.glob(f"*/*{TEMPORARY}"):
-            path.unlink(missing_ok=True)
-            count += 1
-        return count
+    def _walk(self, progress: Callable[[int, int], None] | None) -> Findings:
+        known: dict[Any, tuple[Any, ...]] = {row[0]: row for row in self.index.rows(_SELECT)}
+        there: dict[BlockId, Entry] = {}
+        quarantined = leftovers = 0
+        files = sorted(self._files())
+        for number, path in enumerate(files, 1):
+            if path.name.endswith(TEMPORARY):
+                with explained(path):
+                    path.unlink(missing_ok=True)
+                leftovers += 1
+            elif (entry := self._inspect(path)) is not None:
+                there[entry.id] = entry
+            else:
+                self._quarantine(path)
+                quarantined += 1
+            if progress is not None:
+                progress(number, len(files))
+        missing = [name for name in known if name not in there]
+        new = [entry for name, entry in there.items() if name not in known]
+        wrong = [entry for name, entry in there.items() if name in known and known[name] != _row(entry)]
+        with self.index.writing():
+            for name in missing:
+                self.index.run("DELETE FROM block WHERE id = ?", name)
+            for entry in [*new, *wrong]:
+                self._enter(entry, entry.nbytes, 0)
+        self.nbytes = self._figure("sum(nbytes)")
+        rebuilt, self.rebuilt = self.rebuilt, False
+        return Findings(
+            blocks=len(there),
+            nbytes=self.nbytes,
+            missing=len(missing),
+            adopted=len(new),
+            mended=len(wrong),
+            quarantined=quarantined,
+            leftovers=leftovers,
+            rebuilt=rebuilt,
+        )
+
+    def _inspect(self, path: Path) -> Entry | None:
+        """What the file of a block says of it, if it is whole. Its state is not kept: a store may be larger
+        than memory."""
+        if not _NAME.fullmatch(path.name) or path.parent.name != path.name[:2]:
+            return None
+        block = self._read(path)
+        if block is None:
+            return None
+        size = block_file.size(block)
+        return Entry(block.id, block.parent, block.start, block.tokens, block.has_rest, size)
 
     def _quarantine(self, path: Path) -> None:
-        aside = self.folder / "quarantine"
-        aside.mkdir(exist_ok=True)
-        shutil.move(path, aside / path.name)
+        with explained(path), suppress(FileNotFoundError):
+            self._aside.mkdir(exist_ok=True)
+            os.replace(path, self._aside / path.name)
 
 
 _SELECT = "SELECT id, parent, start, tokens, has_rest, nbytes FROM block"
 
 
-def _entry(row: tuple[bytes, bytes, int, bytes, int, int]) -> Entry:
-    name, parent, start, tokens, has_rest, nbytes = row
-    ids = np.frombuffer(tokens, "<i4").astype(np.int32)
-    return Entry(BlockId(name), BlockId(parent), start, ids, bool(has_rest), nbytes)
+def _row(entry: Entry) -> tuple[Any, ...]:
+    tokens = entry.tokens.astype("<i4").tobytes()
+    return entry.id, entry.parent, entry.start, tokens, int(entry.has_rest), entry.nbytes
 
 
-def rebuild(folder: Path) -> None:
-    """Set a damaged index aside, so that the next `verify` enters every whole file anew."""
-    for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
-        path = folder / name
-        if path.exists():
-            aside = folder / "quarantine"
-            aside.mkdir(exist_ok=True)
-            os.replace(path, aside / name)
+def _entries(rows: Iterable[tuple[Any, ...]]) -> Iterator[Entry]:
+    """The entries in `rows`. SQLite has no checksums: a row that does not prove itself is not believed."""
+    for name, parent, start, tokens, has_rest, nbytes in rows:
+        words = all(isinstance(value, bytes) for value in (name, parent, tokens))
+        numbers = all(isinstance(value, int) for value in (start, has_rest, nbytes))
+        if not words or not numbers or len(tokens) % 4:
+            continue
+        ids = np.frombuffer(tokens, "<i4").astype(np.int32)
+        if block_id(BlockId(parent), ids) == name:
+            yield Entry(BlockId(name), BlockId(parent), start, ids, bool(has_rest), nbytes)
 
 
-__all__ = ["DiskTier", "Entry", "Findings", "StoreDamagedError", "rebuild"]
+__all__ = ["DiskTier", "Entry", "Findings"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from perdure.errors import StoreError, StoreFullError, StoreReadOnlyError
@@ -18,39 +19,51 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
     The name is durable only once `sync_folder` was called for its folder.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
-    try:
-        with temporary.open("wb", buffering=0) as file:
-            for part in parts:
-                _write_all(file.fileno(), part)
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise explained(error, path, sum(len(part) for part in parts)) from error
+    with explained(path, sum(len(part) for part in parts)):
+        try:
+            with temporary.open("wb", buffering=0) as file:
+                for part in parts:
+                    _write_all(file.fileno(), part)
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
 
 
 def sync_folder(folder: Path) -> None:
     """Make the names in `folder` durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with explained(folder):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextmanager
+def explained(path: Path, needed: int = 0) -> Iterator[None]:
+    """Say what the system's errors mean for a store."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        yield
+    except OSError as error:
+        raise _meaning(error, path, needed) from error
 
 
-def explained(error: OSError, path: Path, needed: int) -> StoreError:
-    """What the system's error means for a store."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+def _meaning(error: OSError, path: Path, needed: int) -> StoreError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return StoreFullError(
-            f"no room for {needed} bytes at {path}: free some space, or give the store a smaller budget",
+            f"no room for {needed} bytes at {path} ({error.strerror}): free some space, or give the store a "
+            "smaller budget",
             needed=needed,
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return StoreReadOnlyError(f"cannot write {path}: {error.strerror}")
-    return StoreError(f"cannot write {path}: {error.strerror or error}")
+        return StoreReadOnlyError(f"{path} may not be used like this: {error.strerror}")
+    return StoreError(f"{path} cannot be used: {error.strerror or error}")
 
 
 def _write_all(handle: int, data: bytes | memoryview) -> None:
-    rest = memoryview(data).cast("B")
+    rest = memoryview(data)
     while rest:
         rest = rest[os.write(handle, rest) :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,8 @@ MIGRATIONS: Sequence[str] = (
         number INTEGER PRIMARY KEY,
         namespace TEXT NOT NULL,
         tokens BLOB NOT NULL,
-        kept INTEGER NOT NULL,
-        leaf BLOB NOT NULL,
-        UNIQUE (namespace, tokens)
+        root BLOB NOT NULL,
+        UNIQUE (root, tokens)
     );
     CREATE TABLE label (
         record INTEGER NOT NULL REFERENCES record (number) ON DELETE CASCADE,
@@ -51,36 +50,133 @@ MIGRATIONS: Sequence[str] = (
 
 
 class Index:
-    """One connection to the index, used by one thread at a time.
+    """The index of one store, for any thread.
 
-    A change is on the disk when `writing` ends, or it never happened.
+    A change is on the disk when `writing` ends, or it never happened. Reading waits for no writer: it has a
+    connection of its own, which sees what was there before the change until the change is whole.
     """
 
     def __init__(self, path: Path, *, readonly: bool) -> None:
         self._path = path
-        self._lock = threading.RLock()
+        self._reading = threading.Lock()
+        self._changing = threading.RLock()
+        self._changer: int | None = None
         self.readonly = readonly
-        mode = "ro" if readonly else "rwc"
+        self.created = False
+        """Whether there was no index before."""
         with self._typed():
-            self._db = sqlite3.connect(
-                f"{path.absolute().as_uri()}?mode={mode}",
-                uri=True,
-                check_same_thread=False,
-                isolation_level=None,
-                timeout=30,
-            )
+            self._writer = None if readonly else self._open_for_writing()
             try:
-                self._prepare()
+                self._reader = self._open_for_reading()
             except BaseException:
-                self._db.close()
+                if self._writer is not None:
+                    self._writer.close()
                 raise
 
-    def _prepare(self) -> None:
-        if not self.readonly:
-            self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")
-        self._db.execute("PRAGMA foreign_keys = ON")
-        found = int(self._db.execute("PRAGMA user_version").fetchone()[0])
+    # Use.
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A transaction: all of it, or on any error nothing."""
+        if self._writer is None:
+            raise StoreReadOnlyError(f"{self._path} was opened for reading")
+        with self._changing, self._typed():
+            self._writer.execute("BEGIN IMMEDIATE")
+            self._changer = threading.get_ident()
+            try:
+                yield
+                self._writer.execute("COMMIT")
+            finally:
+                self._changer = None
+                # Some errors end a transaction by themselves, others leave it open.
+                if self._writer.in_transaction:
+                    with suppress(sqlite3.Error):
+                        self._writer.execute("ROLLBACK")
+
+    def run(self, statement: str, *values: Any) -> None:
+        """One statement of the transaction that `writing` has open."""
+        if self._writer is None or self._changer != threading.get_ident():
+            raise StoreError("a change of the index belongs into a transaction")
+        with self._typed():
+            self._writer.execute(statement, values)
+
+    def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """What is there; inside a transaction, with its changes so far."""
+        with self._typed():
+            if self._writer is not None and self._changer == threading.get_ident():
+                return self._writer.execute(query, values).fetchall()
+            with self._reading:
+                return self._reader.execute(query, values).fetchall()
+
+    def check(self) -> None:
+        """Raise `StoreDamagedError` unless every page of the index is sound."""
+        found = self.rows("PRAGMA integrity_check(1)")
+        if found != [("ok",)]:
+            raise self._damaged(found[0][0] if found else "no answer")
+
+    def close(self) -> None:
+        with self._changing, self._reading:
+            self._reader.close()
+            if self._writer is not None:
+                self._writer.close()
+
+    # Opening.
+
+    def _open_for_writing(self) -> sqlite3.Connection:
+        db = self._connect("mode=rwc")
+        try:
+            # Looked at before anything is changed: it may not be ours.
+            found = self._version(db)
+            self.created = not found
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = FULL")
+            db.execute("PRAGMA foreign_keys = ON")
+            for number in range(found, len(MIGRATIONS)):
+                _migrate(db, number)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _open_for_reading(self) -> sqlite3.Connection:
+        if self._writer is not None:
+            return self._connect("mode=rw")
+        if not self._path.exists():
+            raise StoreError(f"there is no store at {self._path.parent}")
+        try:
+            return self._checked("mode=ro")
+        except sqlite3.OperationalError:
+            # Beside an index that nobody writes to, a folder that may not be written needs no log either.
+            if self._path.with_name(f"{self._path.name}-wal").exists():
+                raise
+            return self._checked("mode=ro&immutable=1")
+
+    def _checked(self, mode: str) -> sqlite3.Connection:
+        db = self._connect(mode)
+        try:
+            found = self._version(db)
+            if found < len(MIGRATIONS):
+                raise StoreReadOnlyError(f"{self._path} must be migrated first: open it once for writing")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        return sqlite3.connect(
+            f"{self._path.absolute().as_uri()}?{mode}",
+            uri=True,
+            check_same_thread=False,
+            isolation_level=None,
+            timeout=30,
+        )
+
+    def _version(self, db: sqlite3.Connection) -> int:
+        [(mark,)] = db.execute("PRAGMA application_id")
+        [(found,)] = db.execute("PRAGMA user_version")
+        [(things,)] = db.execute("SELECT count(*) FROM sqlite_master")
+        if mark != APPLICATION and (mark or found or things):
+            raise StoreError(f"{self._path} is a database, but not of a perdure store")
         known = len(MIGRATIONS)
         if found > known:
             raise StoreVersionError(
@@ -88,58 +184,44 @@ class Index:
                 found=found,
                 known=known,
             )
-        mark = int(self._db.execute("PRAGMA application_id").fetchone()[0])
-        if found and mark != APPLICATION:
-            raise StoreError(f"{self._path} is a database, but not of a perdure store")
-        if self.readonly and found < known:
-            raise StoreReadOnlyError(f"{self._path} must be migrated first: open it once for writing")
-        for number in range(found, known):
-            with self.writing():
-                for statement in MIGRATIONS[number].split(";"):
-                    self._db.execute(statement)
-                self._db.execute(f"PRAGMA application_id = {APPLICATION}")
-                self._db.execute(f"PRAGMA user_version = {number + 1}")
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """A transaction: all of it, or on any error nothing."""
-        if self.readonly:
-            raise StoreReadOnlyError(f"{self._path} was opened for reading")
-        with self._lock, self._typed():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
-
-    def run(self, statement: str, *values: Any) -> None:
-        """One statement of the transaction that `writing` has open."""
-        with self._lock, self._typed():
-            self._db.execute(statement, values)
-
-    def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        with self._lock, self._typed():
-            return self._db.execute(query, values).fetchall()
-
-    def close(self) -> None:
-        with self._lock:
-            self._db.close()
+        return int(found)
 
     @contextmanager
     def _typed(self) -> Iterator[None]:
         try:
             yield
+        except sqlite3.ProgrammingError as error:
+            raise StoreError(f"the index {self._path} cannot be used: {error}") from error
         except sqlite3.Error as error:
-            name = getattr(error, "sqlite_errorname", "") or ""
+            name = getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
             if name.startswith("SQLITE_FULL"):
                 raise StoreFullError(f"no room left for {self._path}: free some space", needed=0) from error
             if name.startswith(("SQLITE_READONLY", "SQLITE_PERM", "SQLITE_CANTOPEN", "SQLITE_AUTH")):
                 raise StoreReadOnlyError(f"cannot open {self._path}: {error}") from error
-            if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-                raise StoreDamagedError(
-                    f"the index {self._path} is damaged ({error}): `perdure cache verify` rebuilds it from "
-                    "the files beside it"
-                ) from error
+            # Our statements are right, so one that makes no sense to SQLite met a table that is not.
+            if name in ("SQLITE_ERROR", "SQLITE_NOTADB") or name.startswith(
+                ("SQLITE_CORRUPT", "SQLITE_CONS")
+            ):
+                raise self._damaged(error) from error
             raise StoreError(f"the index {self._path} failed: {error}") from error
+
+    def _damaged(self, why: object) -> StoreDamagedError:
+        return StoreDamagedError(
+            f"the index {self._path} is damaged ({why}): `perdure cache verify` rebuilds it from the files "
+            "beside it"
+        )
+
+
+def _migrate(db: sqlite3.Connection, number: int) -> None:
+    """Take the index from version `number` to the next, or leave it."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        for statement in MIGRATIONS[number].split(";"):
+            db.execute(statement)
+        db.execute(f"PRAGMA application_id = {APPLICATION}")
+        db.execute(f"PRAGMA user_version = {number + 1}")
+        db.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):
+            db.execute("ROLLBACK")
+        raise

@@ -5,74 +5,136 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perdure.cache.block import BlockId
 from perdure.cache.book import Record
-from perdure.store.disk import DiskTier
+from perdure.cache.prefix import common
+from perdure.errors import InvalidInputError
+from perdure.store.disk import DiskTier, Entry
+from perdure.store.writer import WriteBehind
 
 
 class Records:
-    """The records of a store. A record's labels live and go with it."""
+    """The records of a store. A record's labels live and go with it.
 
-    def __init__(self, disk: DiskTier) -> None:
+    How much of a prefix is kept is not written down but looked up: blocks come and go without it.
+    """
+
+    def __init__(self, disk: DiskTier, *, behind: WriteBehind | None = None) -> None:
+        """`behind` is who writes the blocks to `disk`, if somebody does."""
         self._disk = disk
-        self._index = disk.index
+        self._behind = behind
 
     def all(self) -> list[Record]:
         labels: dict[int, set[str]] = {}
-        for number, name in self._index.rows("SELECT record, name FROM label"):
-            labels.setdefault(number, set()).add(name)
-        return [
-            Record(
-                tokens=tuple(np.frombuffer(tokens, "<i4").tolist()),
-                kept=kept,
-                labels=frozenset(labels.get(number, ())),
-                namespace=namespace,
-                leaf=BlockId(leaf),
+        for number, name in self._disk.index.rows("SELECT record, name FROM label"):
+            labels.setdefault(number, set()).add(str(name))
+        found = []
+        for number, namespace, tokens, root in self._disk.index.rows(
+            "SELECT number, namespace, tokens, root FROM record ORDER BY number"
+        ):
+            # SQLite has no checksums: what cannot be a record is not one.
+            if not isinstance(tokens, bytes) or not isinstance(root, bytes) or len(tokens) % 4:
+                continue
+            ids = np.frombuffer(tokens, "<i4").astype(np.int32)
+            found.append(
+                Record(
+                    tokens=tuple(ids.tolist()),
+                    kept=_kept(self._path(BlockId(root), ids), len(ids)),
+                    labels=frozenset(labels.get(number, ())),
+                    namespace=str(namespace),
+                    root=BlockId(root),
+                )
             )
-            for number, namespace, tokens, kept, leaf in self._index.rows(
-                "SELECT number, namespace, tokens, kept, leaf FROM record ORDER BY number"
-            )
-        ]
+        return found
 
     def put(self, record: Record) -> None:
-        key = (record.namespace, _packed(record))
-        with self._index.writing():
-            self._index.run(
-                "INSERT INTO record (namespace, tokens, kept, leaf) VALUES (?, ?, ?, ?)"
-                " ON CONFLICT (namespace, tokens) DO UPDATE SET kept = excluded.kept, leaf = excluded.leaf",
-                *key,
-                record.kept,
-                record.leaf,
-            )
-            [(number,)] = self._index.rows(
-                "SELECT number FROM record WHERE namespace = ? AND tokens = ?", *key
-            )
-            for name in record.labels:
-                self._index.run("INSERT OR IGNORE INTO label VALUES (?, ?)", number, name)
+        """Make a record durable, after its blocks."""
+        if self._behind is not None:
+            self._behind.flush()
+            kept = _kept(self._path(record.root, _ids(record)), len(record.tokens))
+            if kept < record.kept and self._behind.error is not None:
+                raise self._behind.error
+        index = self._disk.index
+        key = (record.root, _packed(record))
+        try:
+            with index.writing():
+                index.run(
+                    "INSERT OR IGNORE INTO record (root, tokens, namespace) VALUES (?, ?, ?)",
+                    *key,
+                    record.namespace,
+                )
+                [(number,)] = index.rows("SELECT number FROM record WHERE root = ? AND tokens = ?", *key)
+                for name in record.labels:
+                    index.run("INSERT OR IGNORE INTO label VALUES (?, ?)", number, name)
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"a label must be valid Unicode text: {error}") from None
 
     def remove(self, records: Iterable[Record]) -> None:
-        with self._index.writing():
-            for record in records:
-                self._index.run(
-                    "DELETE FROM record WHERE namespace = ? AND tokens = ?", record.namespace, _packed(record)
+        """Drop records, with the blocks that only they need and all that follow those."""
+        if self._behind is not None:
+            self._behind.flush()
+        gone = {record.key: record for record in records}
+        needed = {
+            entry.id
+            for record in self.all()
+            if record.key not in gone
+            for entry in _needed(self._path(record.root, _ids(record)), len(record.tokens))
+        }
+        doomed = [
+            entry.id
+            for record in gone.values()
+            for entry in self._path(record.root, _ids(record))
+            if entry.id not in needed
+        ]
+
+        def unlist() -> None:
+            for record in gone.values():
+                self._disk.index.run(
+                    "DELETE FROM record WHERE root = ? AND tokens = ?", record.root, _packed(record)
                 )
 
+        self._disk.drop(doomed, then=unlist)
+
     def clear(self, labels: Iterable[str]) -> int:
-        """Drop the records that carry one of `labels`, with the blocks that only they need. How many."""
+        """Drop the records that carry one of `labels`. How many."""
         wanted = set(labels)
-        every = self.all()
-        gone = [record for record in every if wanted & record.labels]
-        needed = {
-            block for record in every if record not in gone for block in self._disk.ancestry(record.leaf)
-        }
+        gone = [record for record in self.all() if wanted & record.labels]
         self.remove(gone)
-        for record in gone:
-            for block in self._disk.ancestry(record.leaf):
-                if block in needed or any(child.id in needed for child in self._disk.children(block)):
-                    break
-                self._disk.drop([block])
         return len(gone)
+
+    def _path(self, root: BlockId, tokens: NDArray[np.int32]) -> list[Entry]:
+        """The blocks that hold nothing but a beginning of `tokens`, and those that run on from its end."""
+        path: list[Entry] = []
+        level = [(root, 0)]
+        while level:
+            parent, at = level.pop()
+            for entry in self._disk.children(parent):
+                shared = common(entry.tokens, tokens[at:])
+                if shared < min(len(entry.tokens), len(tokens) - at):
+                    continue
+                path.append(entry)
+                if at + len(entry.tokens) < len(tokens):
+                    level.append((entry.id, at + len(entry.tokens)))
+        return path
+
+
+def _needed(path: list[Entry], length: int) -> list[Entry]:
+    """Of the blocks that run on, a prefix needs none if it is kept to its end without them."""
+    inside = [entry for entry in path if entry.end <= length]
+    return inside if any(entry.end == length for entry in inside) else path
+
+
+def _kept(path: list[Entry], length: int) -> int:
+    """How much of a prefix can be put back. Where a state has a rest, only to the end of a block with it."""
+    if any(entry.has_rest for entry in path):
+        path = [entry for entry in path if entry.has_rest and entry.end <= length]
+    return max((min(entry.end, length) for entry in path), default=0)
+
+
+def _ids(record: Record) -> NDArray[np.int32]:
+    return np.array(record.tokens, np.int32)
 
 
 def _packed(record: Record) -> bytes:

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from perdure.cache.block import Block, BlockId
-from perdure.errors import PerdureError
+from perdure.errors import StoreError
 from perdure.store.disk import DiskTier, Entry
 
 log = logging.getLogger("perdure.store")
+
+T = TypeVar("T")
 
 
 class WriteBehind:
     """A disk tier whose writes happen in a thread of their own, in the order in which they were offered.
 
     What waits to be written can be read already. Past `limit` bytes, offers are turned down instead of
-    waited for: they cost a computation later, not a pause now.
+    waited for: they cost a computation later, not a pause now. A store that fails costs a computation too,
+    never a reply: reading then finds nothing, and `error` says why.
     """
 
     def __init__(self, disk: DiskTier, *, limit: int = 256 << 20) -> None:
         self.disk = disk
         self.name = disk.name
         self.turned_down = 0
-        self.error: PerdureError | None = None
+        self.error: Exception | None = None
+        """What went wrong last, if nothing has been written since."""
         self._limit = limit
         self._changed = threading.Condition()
-        self._queue: list[Block] = []
         self._pending: dict[BlockId, Block] = {}
+        self._damaged: set[BlockId] = set()
         self._bytes = 0
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name="perdure-store", daemon=True)
@@ -39,34 +44,47 @@ class WriteBehind:
     def entry(self, block: BlockId) -> Entry | Block | None:
         with self._changed:
             waiting = self._pending.get(block)
-        return waiting or self.disk.entry(block)
+            if waiting is not None or block in self._damaged:
+                return waiting
+        return self._read(lambda: self.disk.entry(block), None)
 
     def children(self, parent: BlockId) -> Iterator[Entry | Block]:
         with self._changed:
             waiting = [block for block in self._pending.values() if block.parent == parent]
+            hidden = {block.id for block in waiting} | self._damaged
         yield from waiting
-        known = {block.id for block in waiting}
-        yield from (entry for entry in self.disk.children(parent) if entry.id not in known)
+        known: list[Entry] = self._read(lambda: list(self.disk.children(parent)), [])
+        yield from (entry for entry in known if entry.id not in hidden)
 
     def get(self, block: BlockId) -> Block | None:
+        """The block, all of it verified. One that is damaged or gone is forgotten."""
         with self._changed:
             waiting = self._pending.get(block)
-        return waiting or self.disk.get(block)
+        if waiting is not None:
+            return waiting
+        found = self.disk.get(block)
+        if found is None:
+            with self._changed:
+                if not self._closing:
+                    self._damaged.add(block)
+                    self._changed.notify_all()
+        return found
 
     def offer(self, blocks: Sequence[Block]) -> None:
-        with self._changed:
-            for block in blocks:
-                known = self.disk.entry(block.id)
-                if known is not None and known.has_rest >= block.has_rest:
-                    continue
-                if self._bytes + block.nbytes > self._limit or self._closing:
+        for block in blocks:
+            known = self.entry(block.id)
+            if known is not None and known.has_rest >= block.has_rest:
+                continue
+            with self._changed:
+                before = self._pending.get(block.id)
+                more = block.nbytes - (before.nbytes if before is not None else 0)
+                if self._bytes + more > self._limit or self._closing:
+                    # What follows it would be of no use without it.
                     self.turned_down += 1
-                    continue
-                if block.id not in self._pending:
-                    self._pending[block.id] = block
-                    self._queue.append(block)
-                    self._bytes += block.nbytes
-            self._changed.notify_all()
+                    return
+                self._pending[block.id] = block
+                self._bytes += more
+                self._changed.notify_all()
 
     def drop(self, blocks: Iterable[BlockId]) -> None:
         self.flush()
@@ -81,32 +99,57 @@ class WriteBehind:
     def flush(self) -> None:
         """Return when all that was offered is on the disk, or could not be put there (see `error`)."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._pending)
+            blocks, damaged = dict(self._pending), set(self._damaged)
+            self._changed.wait_for(
+                lambda: (
+                    not (
+                        damaged & self._damaged
+                        or any(self._pending.get(name) is block for name, block in blocks.items())
+                    )
+                )
+            )
 
     def close(self) -> None:
-        self.flush()
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
         self.disk.close()
 
+    # Inside.
+
+    def _read(self, question: Callable[[], T], nothing: T) -> T:
+        try:
+            return question()
+        except StoreError as error:
+            self._failed("kept state cannot be found", error)
+            return nothing
+
+    def _failed(self, what: str, error: Exception) -> None:
+        if str(error) != str(self.error):
+            log.warning("%s: %s", what, error)
+        self.error = error
+
     def _loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing)
-                if not self._queue:
-                    return
-                batch, self._queue = self._queue, []
+                self._changed.wait_for(lambda: self._pending or self._damaged or self._closing)
+                batch, damaged = list(self._pending.values()), set(self._damaged)
+            if not batch and not damaged:
+                return
             try:
+                self.disk.forget(damaged)
                 self.disk.put(batch)
                 self.error = None
-            except PerdureError as error:
+            except Exception as error:
                 # The state is still in memory, and the tokens with whoever asked: nothing is lost but time.
-                log.warning("blocks could not be kept: %s", error)
-                self.error = error
+                # Whatever it was, nobody may be left waiting for a thread that is gone.
+                self._failed("blocks could not be kept", error)
             with self._changed:
+                self._damaged -= damaged
                 for block in batch:
-                    del self._pending[block.id]
-                    self._bytes -= block.nbytes
+                    # A fuller one may have taken its place meanwhile.
+                    if self._pending.get(block.id) is block:
+                        del self._pending[block.id]
+                        self._bytes -= block.nbytes
                 self._changed.notify_all()
