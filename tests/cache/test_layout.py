@@ -210,8 +210,7 @@ def is_disordered(ctx: Context) -> bool:
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 def test_a_sequence_whose_cells_are_out_of_order_is_cut_by_token(rowed: Subject, first: bool) -> None:
     """Also when it is the first state that is ever taken apart."""
-    settings = {"n_seq": 3, "shared": True, "n_batch": 8}
-    with rowed.context(**settings) as ctx:
+    with rowed.context(n_seq=3, shared=True, n_batch=8) as ctx:
         if not first:
             ctx.decode([1, 2, 3])
             assert ctx.capture().rows is not None

@@ -161,22 +161,18 @@ class Archive:
         needed: dict[BlockId, int] = {}
         for other in spare:
             theirs, ends = self._ways_on(other, namespace)
-            for name in (*theirs, *(entry.id for entry in ends)):
+            for name in (*theirs, *(entry.id for entry in ends if not self.whole or entry.end == len(other))):
                 needed[name] = max(needed.get(name, 0), len(other))
-        kept: list[Entry] = []
-        for entry in (doomed := list(following)):
+        kept = [entry for name in path if (entry := self.tiers.entry(name)) is not None]
+        for entry in (going := list(following)):
             if entry.id in needed:
                 kept.append(entry)
-                doomed += self.tiers.children(entry.id)
+                going += self.tiers.children(entry.id)
             else:
                 self.tiers.drop(entry.id)
         for entry in reversed(kept):
-            if needed[entry.id] < len(tokens):
-                self._shorten(entry, needed[entry.id])
-        for name in reversed(path):
-            if name in needed or self.tiers.children(name):
-                break
-            self.tiers.drop(name)
+            if not self.tiers.children(entry.id):
+                self._shorten(entry, needed.get(entry.id, 0))
 
     def _ways_on(self, tokens: Ids, namespace: str) -> tuple[list[BlockId], list[Entry]]:
         """The blocks that `tokens` fill, and those that hold their end and perhaps more."""
@@ -193,9 +189,9 @@ class Archive:
 
     def _shorten(self, entry: Entry, length: int) -> None:
         """Keep of a last block only what a prefix of `length` tokens needs, where it can be cut."""
-        if entry.has_rest or self.tiers.children(entry.id):
+        if length >= entry.end or (entry.has_rest and length):
             return
-        block = self.tiers.block(entry)
+        block = self.tiers.block(entry) if length else None
         self.tiers.drop(entry.id)
         if block is not None and block.rows is not None:
             count = length - block.start

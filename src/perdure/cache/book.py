@@ -82,10 +82,10 @@ class Book:
         """Compute a prefix once and keep it. Warmed before, its record comes back with all its labels."""
         ids = _token_ids(self._tokenize(prompt) if isinstance(prompt, str) else prompt)
         wanted = _names(labels)
-        record: Record = self._call(lambda: self._note(ids, wanted, namespace))
-        if record.kept < len(ids):
+        kept, _ = self._call(lambda: self._places.store(ids, namespace))
+        if kept < len(ids):
             self._read(ids, namespace)
-            record = self._call(lambda: self._note(ids, wanted, namespace))
+        record: Record = self._call(lambda: self._note(ids, wanted, namespace))
         if self._keeper is not None:
             # Here, not in the engine thread: nobody's reply waits for the disk.
             with self._keeping:

@@ -102,7 +102,7 @@ class Tiers:
         parent, at = root, 0
         while at < limit:
             name = block_id(parent, tokens[at : at + size])
-            following = self._entry(name) if at + size <= limit else None
+            following = self.entry(name) if at + size <= limit else None
             # A hash names the tokens; the tokens themselves decide.
             if following is not None and not np.array_equal(following.tokens, tokens[at : at + size]):
                 following = None
@@ -136,6 +136,9 @@ class Tiers:
             blocks.append(block)
         return Match(tuple(blocks), found.keep, lower)
 
+    def entry(self, block: BlockId) -> Entry | None:
+        return self.memory.get(block) or (self.lower.entry(block) if self.lower else None)
+
     def block(self, entry: Entry) -> Block | None:
         """The block of `entry`, verified; None where it is damaged or gone, and is then dropped."""
         if not isinstance(entry, Block):
@@ -165,9 +168,6 @@ class Tiers:
         self.memory.clear()
         if self.lower is not None:
             self.lower.clear()
-
-    def _entry(self, block: BlockId) -> Entry | None:
-        return self.memory.get(block) or (self.lower.entry(block) if self.lower else None)
 
     def _closest(self, parent: BlockId, tokens: Ids, whole: bool) -> tuple[int, Entry | None]:
         """The child of `parent` that shares most of its first tokens with `tokens`."""

@@ -102,7 +102,9 @@ class WorkingSet:
         found = self._archive.find(wanted, namespace)
         options = list(self._options(idle, tokens, wanted, namespace, found))
         best = min(options, key=lambda option: (option.cost, option.slot.used, option.slot.seq))
-        if self._soon(wanted, namespace) - best.length >= _WORTH_WAITING:
+        # What a busy sequence has so far does not count: the rest of it is worth waiting for too.
+        sure = max(option.length for option in options if not _is_busy(option.source))
+        if self._soon(wanted, namespace) - sure >= _WORTH_WAITING:
             return LATER
         reach = max(option.length for option in options)
         shared = self._shared(wanted, namespace)
@@ -379,6 +381,10 @@ class WorkingSet:
         if field_name := self._archive.changed(tokens, namespace):
             return f"the identity changed in its {field_name}"
         return "nothing like it is held"
+
+
+def _is_busy(source: _Slot | Found | None) -> bool:
+    return isinstance(source, _Slot) and source.busy
 
 
 def _by_tier(match: Match, tiers: Tiers) -> dict[str, int]:

@@ -1,0 +1,155 @@
+"""A scheduler over a working set of small blocks, on any model: its every row is checked against cold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure import Context, Job, LogitsView, Reply, Sampling
+from perdure.cache.book import Book
+from perdure.cache.working_set import WorkingSet
+from perdure.decode.request import Request
+from perdure.decode.scheduler import Scheduler
+from subjects import Row, Subject, check
+
+BLOCK = 8
+SPACING = 16
+NARROW = 3
+"""Steps of so few tokens are computed alike whatever their number: any history compares exactly."""
+PLENTY = 64 << 20
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A reply, with the row of logits that each of its tokens was drawn from."""
+
+    prompt: list[int]
+    reply: Reply
+    rows: list[Row]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The conversation so far."""
+        return [*self.prompt, *self.reply.tokens]
+
+    @property
+    def reused(self) -> int:
+        return self.reply.reuse.reused
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        return dict(self.reply.reuse.tiers)
+
+    @property
+    def why(self) -> str:
+        return self.reply.reuse.why
+
+
+class Served:
+    """A runtime in all but the size of its blocks."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        *,
+        slots: int = 2,
+        budget: int = PLENTY,
+        block: int = BLOCK,
+        spacing: int = SPACING,
+        exact: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.subject = subject
+        self.settings: dict[str, Any] = {"n_ctx": 256, "n_batch": NARROW, **settings}
+        self.context: Context = subject.context(n_seq=slots, **self.settings)
+        self.places = WorkingSet(self.context, budget=budget, block_size=block, spacing=spacing)
+        self.scheduler = Scheduler(subject.model, self.context, exact=exact, placement=self.places)
+        self.book = Book(
+            self.places, tokenize=subject.model.tokenize, read=self._read, call=self.scheduler.call
+        )
+        narrow = self.context.n_batch <= NARROW and not settings.get("shared")
+        self.bound = 0.0 if narrow else subject.rounding.tiled
+        self.adapters: dict[Any, float] = {}
+
+    # Asking.
+
+    def submit(self, prompt: Sequence[int], rows: list[Row] | None = None, **request: Any) -> Job:
+        def record(_: Sequence[int], view: LogitsView) -> NDArray[np.float32]:
+            if rows is not None:
+                rows.append(view.copy())
+            return view.copy()
+
+        fields: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True, "sampling": Sampling(temperature=0)}
+        return self.scheduler.submit(
+            Request(prompt=list(prompt), processors=(record,), **{**fields, **request})
+        )
+
+    def say(self, prompt: Sequence[int], **request: Any) -> Answer:
+        """The answer to a prompt, every row of it checked against a fresh context."""
+        rows: list[Row] = []
+        reply = self.submit(prompt, rows, **request).reply()
+        answer = Answer(list(prompt), reply, rows)
+        self.check(answer)
+        return answer
+
+    def check(self, answer: Answer) -> None:
+        """W≡C for every row that a token was drawn from."""
+        for warm, cold in zip(answer.rows, self.cold(answer), strict=False):
+            check(warm, cold, self.bound)
+
+    def cold(self, answer: Answer) -> Iterator[Row]:
+        """What a fresh context says of the same tokens."""
+        with self.subject.context(n_seq=1, **self.settings) as ctx:
+            if self.adapters:
+                ctx.adapt(self.adapters)
+            ctx.decode(answer.prompt)
+            yield ctx.logits().copy()
+            for token in answer.reply.tokens:
+                if ctx.length() == ctx.n_ctx:
+                    return
+                ctx.decode([token])
+                yield ctx.logits().copy()
+
+    def adapt(self, adapters: dict[Any, float]) -> None:
+        self.adapters = adapters
+        self.scheduler.call(lambda: self.context.adapt(adapters))
+
+    @contextmanager
+    def counting(self) -> Iterator[Callable[[], int]]:
+        """How many tokens the engine computes within the block."""
+        core, count = self.context._core, 0
+        decode = core.decode
+
+        def counted(batch: Any) -> Any:
+            nonlocal count
+            count += batch.size
+            return decode(batch)
+
+        core.decode = counted  # type: ignore[method-assign]
+        try:
+            yield lambda: count
+        finally:
+            del core.decode
+
+    def _read(self, tokens: NDArray[np.int32], namespace: str) -> None:
+        self.submit([*tokens.tolist(), int(tokens[-1])], max_tokens=1, namespace=namespace).reply()
+
+    # Its own life.
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.context.close()
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
