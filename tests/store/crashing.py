@@ -1,0 +1,513 @@
+"""Kills processes at every change they make to a store: `python -m store.crashing SCENARIO FOLDER STEP`.
+
+Every STEP-th change, that is; 0 kills nobody. Runs with shim.c preloaded. Each scenario is prepared once;
+then, for each point, a copy of it is given to a child that is killed there, and what is left is checked by
+opening it again. What the child had told to be done before it died must have lasted; everything that is
+there must be whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from perdure.cache.block import Block, BlockId
+from perdure.cache.book import Record
+from perdure.engine.toy import ToyModel
+from perdure.memory import MemoryKind
+from perdure.runtime import Runtime
+from perdure.store import disk as disk_module
+from perdure.store.disk import DiskTier
+from perdure.store.index import APPLICATION, MIGRATIONS
+from perdure.store.records import Records
+from store.chains import block, chain, file_of, files, root, same, size
+
+PLENTY = 1 << 30
+Ack = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    prepare: Callable[[Path], None]
+    act: Callable[[Path, Ack], None]
+    check: Callable[[Path, set[str]], None]
+
+
+@contextmanager
+def opened(folder: Path, budget: int = PLENTY) -> Iterator[DiskTier]:
+    with closing(DiskTier(folder, budget=budget)) as disk:
+        yield disk
+
+
+def whole(disk: DiskTier, *candidates: Block) -> set[BlockId]:
+    """The blocks that are there, each of them whole and one of `candidates`, with no file besides."""
+    versions: dict[BlockId, list[Block]] = {}
+    for candidate in candidates:
+        versions.setdefault(candidate.id, []).append(candidate)
+    there = {BlockId(row[0]) for row in disk.index.rows("SELECT id FROM block")}
+    for name in there:
+        found = disk.get(name)
+        assert any(same(found, version) for version in versions[name]), name.hex()
+        entry = disk.entry(name)
+        assert entry is not None
+        assert found is not None
+        assert found.has_rest >= entry.has_rest
+    assert {path.name for path in files(disk.folder)} == {name.hex() for name in there}
+    findings = disk.verify()
+    # The file of a block that is being replaced may be the new one before its entry is.
+    assert findings.mended <= 1
+    nothing = {"missing": 0, "adopted": 0, "quarantined": 0, "leftovers": 0, "rebuilt": False}
+    assert {name: getattr(findings, name) for name in nothing} == nothing
+    again = disk.verify()
+    assert again.sound
+    assert disk.nbytes == sum(path.stat().st_size for path in files(disk.folder))
+    return there
+
+
+def names(*blocks: Block) -> set[BlockId]:
+    return {each.id for each in blocks}
+
+
+# A first opening, and migrations.
+
+
+def older(version: int) -> Scenario:
+    def prepare(folder: Path) -> None:
+        if version:
+            with closing(sqlite3.connect(folder / "index.sqlite")) as db:
+                for number in range(version):
+                    db.executescript(MIGRATIONS[number])
+                db.execute(f"PRAGMA application_id = {APPLICATION}")
+                db.execute(f"PRAGMA user_version = {version}")
+
+    def act(folder: Path, ack: Ack) -> None:
+        with opened(folder) as disk:
+            ack("opened")
+            disk.put(chain([1, 2]))
+            ack("put")
+
+    def check(folder: Path, acks: set[str]) -> None:
+        with opened(folder) as disk:
+            assert disk.index.rows("PRAGMA user_version") == [(len(MIGRATIONS),)]
+            there = whole(disk, *chain([1, 2]))
+            assert there or "put" not in acks
+
+    return Scenario(prepare, act, check)
+
+
+# Putting.
+
+OLD, NEW, MORE = chain(list(range(12)), "old"), chain(list(range(20)), "new"), chain([7] * 9, "more", rest=50)
+BARE, FULL = chain([1, 2, 3], "grows"), chain([1, 2, 3], "grows", rest=70)
+
+
+def put_prepare(folder: Path) -> None:
+    with opened(folder) as disk:
+        disk.put([*OLD, *BARE])
+
+
+def put_act(folder: Path, ack: Ack) -> None:
+    with opened(folder) as disk:
+        disk.put(NEW)
+        ack("new")
+        disk.put(FULL)
+        ack("full")
+        disk.put(MORE)
+        ack("more")
+    ack("closed")
+
+
+def put_check(folder: Path, acks: set[str]) -> None:
+    with opened(folder) as disk:
+        there = whole(disk, *OLD, *BARE, *FULL, *NEW, *MORE)
+        assert there >= names(*OLD, *BARE)
+        assert there >= names(*NEW) or "new" not in acks
+        assert there >= names(*MORE) or "more" not in acks
+        grown = disk.entry(FULL[0].id)
+        assert grown is not None
+        assert grown.has_rest or "full" not in acks
+
+
+# Evicting.
+
+HELD = [each for number in range(8) for each in chain([number] * 8, f"held {number}")]
+COMING = chain(list(range(40, 60)), "coming")
+TIGHT = size(HELD)
+
+
+def evict_prepare(folder: Path) -> None:
+    with opened(folder, TIGHT) as disk:
+        disk.put(HELD)
+
+
+def evict_act(folder: Path, ack: Ack) -> None:
+    with opened(folder, TIGHT) as disk:
+        disk.get(HELD[1].id)
+        disk.put(COMING[:2])
+        ack("some")
+        disk.put(COMING[2:])
+        ack("all")
+    ack("closed")
+
+
+def evict_check(folder: Path, acks: set[str]) -> None:
+    with opened(folder, TIGHT) as disk:
+        assert disk.nbytes <= TIGHT
+        there = whole(disk, *HELD, *COMING)
+        assert there >= names(*COMING[:2]) or "some" not in acks
+        assert there >= names(*COMING) or "all" not in acks
+        assert HELD[1].id in there
+        assert len(names(*HELD) - there) <= len(COMING)
+
+
+# Dropping, forgetting and clearing.
+
+STEM = chain(list(range(8)), "stem")
+SHOOTS = [block([number] * 3, STEM[-1]) for number in range(5)]
+ASIDE = chain(list(range(8)), "aside")
+
+
+def drop_prepare(folder: Path) -> None:
+    with opened(folder) as disk:
+        disk.put([*STEM, *SHOOTS, *ASIDE])
+
+
+def drop_act(folder: Path, ack: Ack) -> None:
+    with opened(folder) as disk:
+        disk.drop([SHOOTS[0].id])
+        ack("shoot")
+        disk.drop([STEM[1].id])
+        ack("stem")
+        disk.clear()
+        ack("all")
+    ack("closed")
+
+
+def drop_check(folder: Path, acks: set[str]) -> None:
+    with opened(folder) as disk:
+        there = whole(disk, *STEM, *SHOOTS, *ASIDE)
+        states = [
+            names(*STEM, *SHOOTS, *ASIDE),
+            names(*STEM, *SHOOTS[1:], *ASIDE),
+            names(STEM[0], *ASIDE),
+            set(),
+        ]
+        done = [name in acks for name in ("shoot", "stem", "all")].count(True)
+        # A step that had begun is done whole, or not at all.
+        assert there in states[done : done + 2]
+
+
+# Records.
+
+
+def record(tokens: list[int], *labels: str) -> Record:
+    return Record(tokens=tuple(tokens), kept=len(tokens), labels=frozenset(labels), root=root("records"))
+
+
+SHARED = list(range(8))
+FIRST, SECOND = [*SHARED, 1, 1, 1, 1, 1], [*SHARED, 2, 2]
+FIRST_BLOCKS, SECOND_BLOCKS = chain(FIRST, "records"), chain(SECOND, "records")
+
+
+def record_prepare(folder: Path) -> None:
+    with opened(folder) as disk:
+        disk.put([*FIRST_BLOCKS, *SECOND_BLOCKS])
+        Records(disk).put(record(SECOND, "b"))
+
+
+def record_act(folder: Path, ack: Ack) -> None:
+    with opened(folder) as disk:
+        records = Records(disk)
+        records.put(record(FIRST, "a", "both"))
+        ack("first")
+        records.put(record(SECOND, "both"))
+        ack("label")
+        records.clear(["a"])
+        ack("cleared")
+    ack("closed")
+
+
+def record_check(folder: Path, acks: set[str]) -> None:
+    with opened(folder) as disk:
+        there = whole(disk, *FIRST_BLOCKS, *SECOND_BLOCKS)
+        found = {each.tokens: each for each in Records(disk).all()}
+        first, second = found.get(tuple(FIRST)), found[tuple(SECOND)]
+        assert second.kept == len(SECOND)
+        assert second.labels == ({"b", "both"} if "label" in acks else second.labels & {"b", "both"} | {"b"})
+        assert there >= names(*SECOND_BLOCKS)
+        if first is not None:
+            assert first.labels == {"a", "both"}
+            assert first.kept == len(FIRST)
+            assert "cleared" not in acks
+        else:
+            assert "first" not in acks or "label" in acks
+        if "cleared" in acks:
+            assert there == names(*SECOND_BLOCKS)
+
+
+# Putting right.
+
+
+def mend_prepare(folder: Path) -> None:
+    with opened(folder) as disk:
+        disk.put([*OLD, *NEW, *MORE])
+        with disk.index.writing():
+            disk.index.run("DELETE FROM block WHERE id = ?", MORE[-1].id)
+            disk.index.run("UPDATE block SET nbytes = 3 WHERE id = ?", MORE[0].id)
+        file_of(folder, OLD[-1]).unlink()
+        path = file_of(folder, NEW[-1])
+        path.write_bytes(path.read_bytes()[:-1])
+        path.with_name(f"{path.name}.9.tmp").write_bytes(b"half")
+
+
+def mend_act(folder: Path, ack: Ack) -> None:
+    with opened(folder) as disk:
+        disk.verify()
+        ack("verified")
+        path = file_of(folder, NEW[-2])
+        os.truncate(path, 9)
+        ack("broken")
+        disk.forget(names(NEW[-2]))
+        ack("forgotten")
+
+
+def mend_check(folder: Path, acks: set[str]) -> None:
+    with opened(folder) as disk:
+        disk.verify()
+        there = whole(disk, *OLD, *NEW, *MORE)
+        assert there >= names(*OLD[:-1], *NEW[:-2], *MORE[:-1])
+        # Without an entry it was nobody's, until it was adopted.
+        assert MORE[-1].id in there or "verified" not in acks
+        assert not there & names(OLD[-1], NEW[-1])
+
+
+def rebuild_prepare(folder: Path) -> None:
+    put_prepare(folder)
+    (folder / "index.sqlite").write_bytes(b"no index any more" * 1000)
+
+
+def rebuild_act(folder: Path, ack: Ack) -> None:
+    with closing(DiskTier(folder, budget=PLENTY, rebuild=True)) as disk:
+        ack("rebuilt")
+        disk.verify()
+
+
+def rebuild_check(folder: Path, acks: set[str]) -> None:
+    with closing(DiskTier(folder, budget=PLENTY, rebuild=True)) as disk:
+        disk.verify()
+        assert whole(disk, *OLD, *BARE) == names(*OLD, *BARE)
+
+
+# A whole runtime.
+
+PROMPT, CONTINUED = "a prefix that is kept " * 9, "a prefix that is kept " * 9 + "and goes on"
+
+
+def cold(kind: MemoryKind) -> list[int]:
+    with Runtime(ToyModel(kind), n_ctx=512, slots=2) as runtime:
+        return list(runtime.generate(CONTINUED, max_tokens=6, temperature=0, ignore_eos=True).tokens)
+
+
+def life(kind: MemoryKind) -> Scenario:
+    def prepare(folder: Path) -> None:
+        pass
+
+    def act(folder: Path, ack: Ack) -> None:
+        runtime = Runtime(ToyModel(kind), n_ctx=512, slots=2, store=folder)
+        ack("opened")
+        runtime.cache.warm(PROMPT, labels=["kept"])
+        ack("warm")
+        runtime.generate(CONTINUED, max_tokens=6, temperature=0, ignore_eos=True)
+        runtime.close()
+        ack("closed")
+
+    expected = cold(kind)
+
+    def check(folder: Path, acks: set[str]) -> None:
+        with opened(folder) as disk:
+            assert disk.verify().sound
+        with Runtime(ToyModel(kind), n_ctx=512, slots=2, store=folder) as runtime:
+            reply = runtime.generate(CONTINUED, max_tokens=6, temperature=0, ignore_eos=True)
+            assert list(reply.tokens) == expected
+            if "warm" in acks:
+                [kept] = runtime.cache.records(["kept"])
+                assert kept.kept == len(PROMPT)
+                assert reply.reuse.tiers.get("disk", 0) >= len(PROMPT)
+            if "closed" in acks:
+                assert reply.reuse.tiers.get("disk", 0) == len(CONTINUED) - 1
+
+    return Scenario(prepare, act, check)
+
+
+SCENARIOS: dict[str, Callable[[], Scenario]] = {
+    **{f"version {number}": partial(older, number) for number in range(len(MIGRATIONS))},
+    "put": partial(Scenario, put_prepare, put_act, put_check),
+    "evict": partial(Scenario, evict_prepare, evict_act, evict_check),
+    "drop": partial(Scenario, drop_prepare, drop_act, drop_check),
+    "record": partial(Scenario, record_prepare, record_act, record_check),
+    "mend": partial(Scenario, mend_prepare, mend_act, mend_check),
+    "rebuild": partial(Scenario, rebuild_prepare, rebuild_act, rebuild_check),
+    **{f"runtime {kind.value}": partial(life, kind) for kind in MemoryKind},
+}
+
+
+# Faults planted on purpose: each must be found.
+
+
+def write_in_place() -> None:
+    disk_module.write_file = lambda path, parts: path.write_bytes(b"".join(parts))  # type: ignore[attr-defined,assignment]
+
+
+def enter_first() -> None:
+    put, write = DiskTier.put, DiskTier._write
+
+    def wrong(self: DiskTier, blocks: Sequence[Block]) -> int:
+        with patch.object(DiskTier, "_write"):
+            count = put(self, blocks)
+        write(self, blocks)
+        return count
+
+    DiskTier.put = wrong  # type: ignore[method-assign]
+
+
+def unlink_first() -> None:
+    drop = DiskTier.drop
+
+    def wrong(self: DiskTier, blocks: Iterable[BlockId], **options: Any) -> None:
+        doomed = list(blocks)
+        self._delete(self._path(name) for name in doomed)
+        drop(self, doomed, **options)
+
+    DiskTier.drop = wrong  # type: ignore[method-assign]
+
+
+def tell_early() -> None:
+    """The log is not synced: only the order of steps shows it."""
+    connect = sqlite3.connect
+
+    def lax(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        return connect(*arguments, **options, factory=Lax)
+
+    class Lax(sqlite3.Connection):
+        def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+            return super().execute(sql.replace("synchronous = FULL", "synchronous = NORMAL"), *values)
+
+    sqlite3.connect = lax  # type: ignore[assignment]
+
+
+def sweep_nothing() -> None:
+    DiskTier._recover = lambda self, interrupted: None  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
+    "files are written in place": ("put", write_in_place),
+    "entries come before files": ("put", enter_first),
+    "files go before entries": ("drop", unlink_first),
+    "nothing is swept": ("put", sweep_nothing),
+    "the log is not synced": ("put", tell_early),
+}
+
+
+class Shim:
+    """What is preloaded into this process."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None)
+        self._library.shim_arm.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_int]
+
+    def arm(self, folder: Path, at: int, torn: bool, diary: int) -> None:
+        self._library.shim_arm(os.fsencode(folder), at, torn, diary)
+
+    def note(self, text: str) -> None:
+        self._library.shim_note(text.encode())
+
+
+@dataclass(frozen=True)
+class End:
+    killed: bool
+    acks: set[str]
+    diary: list[str]
+
+
+def die_at(shim: Shim, scenario: Scenario, folder: Path, at: int, torn: bool) -> End:
+    """Run a scenario in a child that is killed at its `at`-th change; 0: at none."""
+    told, tell = os.pipe()
+    notes = folder.with_name("diary")
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.close(told)
+            diary = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND) if not at else -1
+
+            def ack(text: str) -> None:
+                shim.note(text)
+                os.write(tell, f"{text}\n".encode())
+
+            shim.arm(folder, at, torn, diary)
+            scenario.act(folder, ack)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(tell)
+    with os.fdopen(told) as pipe:
+        acks = set(pipe.read().split("\n")) - {""}
+    _, status = os.waitpid(child, 0)
+    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    assert killed or os.WEXITSTATUS(status) == 0, "the child failed before it was killed"
+    return End(killed, acks, [] if at else notes.read_text().splitlines())
+
+
+def main() -> None:
+    name, base, step = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    shim, scenario = Shim(), SCENARIOS[name]()
+    for fault in sys.argv[4:]:
+        FAULTS[fault][1]()
+    template, folder = base / "template", base / "store"
+    template.mkdir()
+    scenario.prepare(template)
+
+    def fresh() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(template, folder)
+
+    fresh()
+    end = die_at(shim, scenario, folder, 0, False)
+    assert not end.killed
+    scenario.check(folder, end.acks)
+    steps = [line for line in end.diary if not line.startswith("ack ")]
+    (base / "diary.json").write_text(json.dumps(end.diary))
+    points = torn_points = 0
+    for at in range(1, len(steps) + 1, step) if step else ():
+        for torn in [False, True] if steps[at - 1].startswith("write ") else [False]:
+            fresh()
+            end = die_at(shim, scenario, folder, at, torn)
+            try:
+                scenario.check(folder, end.acks)
+            except BaseException:
+                print(f"at {at}{' torn' if torn else ''}, {steps[at - 1]}, told {end.acks}", file=sys.stderr)
+                raise
+            points += end.killed
+            torn_points += end.killed and torn
+    kinds = Counter(line.split()[0] for line in steps)
+    print(json.dumps({"changes": len(steps), "points": points, "torn": torn_points, **kinds}))
+
+
+if __name__ == "__main__":
+    main()

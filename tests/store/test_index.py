@@ -1,0 +1,267 @@
+"""The index: migrations, refusals, transactions."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from perdure.errors import (
+    StoreDamagedError,
+    StoreError,
+    StoreFullError,
+    StoreReadOnlyError,
+    StoreVersionError,
+)
+from perdure.store import index as index_module
+from perdure.store.index import APPLICATION, MIGRATIONS, Index
+
+ADD = "INSERT INTO record (namespace, tokens, root) VALUES ('', ?, X'00')"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "index.sqlite"
+
+
+def tables(path: Path) -> dict[str, str]:
+    with closing(sqlite3.connect(path)) as db:
+        return dict(db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
+
+
+def tokens(index: Index) -> set[bytes]:
+    return {row[0] for row in index.rows("SELECT tokens FROM record")}
+
+
+def add(index: Index, *rows: bytes, error: BaseException | None = None) -> None:
+    with index.writing():
+        for row in rows:
+            index.run(ADD, row)
+        if error is not None:
+            raise error
+
+
+def at_version(path: Path, version: int) -> None:
+    """Write an index as the perdure that knew `version` migrations did."""
+    with closing(sqlite3.connect(path)) as db:
+        for number in range(version):
+            db.executescript(MIGRATIONS[number])
+        if version:
+            db.execute(f"PRAGMA application_id = {APPLICATION}")
+        db.execute(f"PRAGMA user_version = {version}")
+        db.commit()
+
+
+@pytest.mark.parametrize("version", range(len(MIGRATIONS) + 1))
+def test_an_index_of_any_older_version_is_brought_up_to_date(
+    path: Path, tmp_path: Path, version: int
+) -> None:
+    at_version(path, version)
+    with closing(Index(path, readonly=False)) as index:
+        assert index.created == (version == 0)
+        assert index.rows("PRAGMA user_version") == [(len(MIGRATIONS),)]
+        assert index.rows("PRAGMA application_id") == [(APPLICATION,)]
+        with index.writing():
+            index.run(ADD, b"kept")
+    fresh = tmp_path / "fresh.sqlite"
+    Index(fresh, readonly=False).close()
+    assert tables(path) == tables(fresh)
+    with closing(Index(path, readonly=False)) as index:
+        assert not index.created
+        assert tokens(index) == {b"kept"}
+
+
+def test_a_migration_that_fails_leaves_the_version_before_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Index(path, readonly=False)) as index, index.writing():
+        index.run(ADD, b"kept")
+    before = tables(path)
+    broken = (*MIGRATIONS, "CREATE TABLE more (x); INSERT INTO nowhere VALUES (1)")
+    with monkeypatch.context() as patch:
+        patch.setattr(index_module, "MIGRATIONS", broken)
+        with pytest.raises(StoreDamagedError):
+            Index(path, readonly=False)
+        with pytest.raises(StoreReadOnlyError, match="open it once for writing"):
+            Index(path, readonly=True)
+        # What could be read stays readable for the perdure that wrote it.
+    assert tables(path) == before
+    with closing(Index(path, readonly=False)) as index:
+        assert tokens(index) == {b"kept"}
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+def test_an_index_of_a_newer_perdure_is_refused_and_left_as_it_is(path: Path, readonly: bool) -> None:
+    Index(path, readonly=False).close()
+    newer = len(MIGRATIONS) + 3
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(f"PRAGMA user_version = {newer}")
+        db.execute("CREATE TABLE of_tomorrow (x)")
+    before = path.read_bytes()
+    with pytest.raises(StoreVersionError, match="update perdure") as raised:
+        Index(path, readonly=readonly)
+    assert (raised.value.found, raised.value.known) == (newer, len(MIGRATIONS))
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+@pytest.mark.parametrize(
+    "content", [b"not a database, but long enough to be read as one" * 9, b"\0" * 4096], ids=["text", "zeros"]
+)
+def test_what_is_no_database_is_damaged(path: Path, readonly: bool, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(StoreDamagedError, match="perdure cache verify"):
+        Index(path, readonly=readonly)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+@pytest.mark.parametrize(
+    "pragma",
+    ["user_version = 0", f"user_version = {len(MIGRATIONS)}", "user_version = 99", "application_id = 7"],
+)
+def test_somebody_elses_database_is_refused_and_left_as_it_is(
+    path: Path, readonly: bool, pragma: str
+) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(f"PRAGMA {pragma}")
+        db.execute("CREATE TABLE recipes (soup)")
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match="not of a perdure store") as raised:
+        Index(path, readonly=readonly)
+    assert type(raised.value) is StoreError
+    assert path.read_bytes() == before
+
+
+def test_no_index_at_all_cannot_be_read(path: Path) -> None:
+    with pytest.raises(StoreError, match="there is no store"):
+        Index(path, readonly=True)
+    assert not path.exists()
+
+
+def test_a_folder_name_may_have_any_characters(tmp_path: Path) -> None:
+    folder = tmp_path / "a?mode=ro&b#c%20 ü'\"\n;"
+    folder.mkdir()
+    with closing(Index(folder / "index.sqlite", readonly=False)) as index, index.writing():
+        index.run(ADD, b"kept")
+    with closing(Index(folder / "index.sqlite", readonly=True)) as index:
+        assert tokens(index) == {b"kept"}
+    assert (folder / "index.sqlite").exists()
+
+
+def test_an_index_opened_for_reading_takes_no_changes(path: Path) -> None:
+    Index(path, readonly=False).close()
+    with closing(Index(path, readonly=True)) as index:
+        with pytest.raises(StoreReadOnlyError), index.writing():
+            pass
+        with pytest.raises(StoreReadOnlyError):
+            index.rows("INSERT INTO record (namespace, tokens, root) VALUES ('', X'', X'') RETURNING number")
+
+
+def test_readers_see_whole_transactions_and_wait_for_none(path: Path) -> None:
+    with closing(Index(path, readonly=False)) as index, closing(Index(path, readonly=True)) as reader:
+        seen: dict[str, set[bytes]] = {}
+
+        def look() -> None:
+            seen["same process"] = tokens(index)
+            seen["reader"] = tokens(reader)
+
+        with index.writing():
+            index.run(ADD, b"new")
+            assert tokens(index) == {b"new"}
+            # Another thread is answered while the transaction is open: joining it shows that.
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join()
+        assert seen == {"same process": set(), "reader": set()}
+        assert tokens(index) == tokens(reader) == {b"new"}
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
+def test_an_error_undoes_the_whole_transaction(path: Path, error: BaseException) -> None:
+    with closing(Index(path, readonly=False)) as index:
+        with pytest.raises(type(error)):
+            add(index, b"first", b"second", error=error)
+        assert tokens(index) == set()
+        with index.writing():
+            index.run(ADD, b"third")
+        assert tokens(index) == {b"third"}
+
+
+def test_a_statement_that_fails_undoes_the_whole_transaction(path: Path) -> None:
+    with closing(Index(path, readonly=False)) as index:
+        with pytest.raises(StoreDamagedError):
+            add(index, b"first", b"first")
+        with index.writing():
+            index.run(ADD, b"second")
+        assert tokens(index) == {b"second"}
+
+
+def test_a_change_outside_of_a_transaction_is_refused(path: Path) -> None:
+    with closing(Index(path, readonly=False)) as index:
+        with pytest.raises(StoreError, match="transaction"):
+            index.run(ADD, b"first")
+        assert tokens(index) == set()
+
+
+def full_in_the_middle(index: Index) -> None:
+    index.rows("PRAGMA max_page_count")  # warms the reader; the limit is the writer's
+    with index.writing():
+        pages = index.rows("PRAGMA page_count")[0][0]
+        index.rows(f"PRAGMA max_page_count = {pages}")
+        for number in range(1000):
+            index.run(ADD, b"%d" % number * 100)
+
+
+def test_a_full_index_says_so_and_can_be_used_again(path: Path) -> None:
+    with closing(Index(path, readonly=False)) as index:
+        with index.writing():
+            index.run(ADD, b"before")
+        with pytest.raises(StoreFullError, match="free some space"):
+            full_in_the_middle(index)
+        assert tokens(index) == {b"before"}
+        with index.writing():
+            index.rows("PRAGMA max_page_count = 100000")
+            index.run(ADD, b"after")
+        assert tokens(index) == {b"before", b"after"}
+
+
+def test_use_after_close_is_a_typed_error(path: Path) -> None:
+    index = Index(path, readonly=False)
+    index.close()
+    index.close()
+    with pytest.raises(StoreError, match="cannot be used"):
+        index.rows("SELECT 1")
+    with pytest.raises(StoreError, match="cannot be used"), index.writing():
+        pass
+
+
+def overwrite(path: Path, change: Callable[[bytearray], None]) -> None:
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+
+
+def test_damage_in_the_middle_is_found_by_a_check(path: Path) -> None:
+    with closing(Index(path, readonly=False)) as index, index.writing():
+        for number in range(300):
+            index.run(ADD, b"%d" % number * 50)
+
+    def smash(data: bytearray) -> None:
+        data[8192:] = b"\xff" * (len(data) - 8192)
+
+    overwrite(path, smash)
+    with closing(Index(path, readonly=False)) as index:
+        with pytest.raises(StoreDamagedError, match="perdure cache verify"):
+            index.check()
+        with pytest.raises(StoreDamagedError):
+            index.rows("SELECT * FROM record ORDER BY namespace, tokens, root")
+
+
+def test_a_sound_index_passes_its_check(path: Path) -> None:
+    with closing(Index(path, readonly=False)) as index:
+        index.check()
