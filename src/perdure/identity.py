@@ -42,7 +42,7 @@ class Identity:
 
     @property
     def digest(self) -> bytes:
-        return hashlib.sha256(self.to_json()).digest()
+        return _digest(self)
 
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":")).encode()
@@ -61,6 +61,12 @@ class Identity:
             if getattr(self, field.name) != getattr(other, field.name):
                 return field.name
         return None
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(identity: Identity) -> bytes:
+    # Asked for several times a request.
+    return hashlib.sha256(identity.to_json()).digest()
 
 
 _CHUNK = 1 << 22
