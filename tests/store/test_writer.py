@@ -1,0 +1,344 @@
+"""Writing behind the reply: never in its way, never its end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from perdure.cache.block import Block, BlockId
+from perdure.engine.toy import ToyModel
+from perdure.errors import StoreError, StoreFullError
+from perdure.runtime import Runtime
+from perdure.store.disk import DiskTier, Entry
+from perdure.store.writer import WriteBehind
+from store import children
+from store.chains import block, chain, file_of, files, same
+
+PLENTY = 1 << 30
+
+
+class Gated(DiskTier):
+    """A disk whose writes wait until they are let through."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, budget=PLENTY)
+        self.gate = threading.Event()
+        self.reached = threading.Event()
+        self.batches: list[list[BlockId]] = []
+
+    def put(self, blocks: Sequence[Block]) -> int:
+        self.batches.append([each.id for each in blocks])
+        self.reached.set()
+        self.gate.wait()
+        return super().put(blocks)
+
+
+class Failing(DiskTier):
+    """A disk that is full, or broken, as long as it is told to be."""
+
+    def __init__(self, folder: Path, error: Exception | None, *, reading: bool = False) -> None:
+        super().__init__(folder, budget=PLENTY)
+        self.error = error
+        self.reading = reading
+
+    def put(self, blocks: Sequence[Block]) -> int:
+        if self.error is not None:
+            raise self.error
+        return super().put(blocks)
+
+    def entry(self, block: BlockId) -> Entry | None:
+        if self.reading and self.error is not None:
+            raise self.error
+        return super().entry(block)
+
+    def children(self, parent: BlockId) -> Iterator[Entry]:
+        if self.reading and self.error is not None:
+            raise self.error
+        return super().children(parent)
+
+
+@contextmanager
+def behind(disk: DiskTier, limit: int = PLENTY) -> Iterator[WriteBehind]:
+    writer = WriteBehind(disk, limit=limit)
+    try:
+        yield writer
+    finally:
+        if isinstance(disk, Gated):
+            disk.gate.set()
+        writer.close()
+
+
+def test_what_waits_to_be_written_can_be_read(tmp_path: Path) -> None:
+    blocks = chain(list(range(12)))
+    disk = Gated(tmp_path)
+    with behind(disk) as writer:
+        writer.offer(blocks)
+        assert disk.reached.wait(60)
+        assert files(tmp_path) == []
+        for each in blocks:
+            assert writer.get(each.id) is each
+            assert writer.entry(each.id) is each
+            assert [child.id for child in writer.children(each.parent)] == [each.id]
+
+
+def test_flush_returns_when_everything_is_on_the_disk(tmp_path: Path) -> None:
+    blocks = chain(list(range(40)))
+    with behind(DiskTier(tmp_path, budget=PLENTY)) as writer:
+        for each in blocks:
+            writer.offer([each])
+        writer.flush()
+        with closing(DiskTier(tmp_path, budget=0, readonly=True)) as reader:
+            assert all(same(reader.get(each.id), each) for each in blocks)
+        for each in blocks:
+            found = writer.entry(each.id)
+            assert isinstance(found, Entry)
+            assert [child.id for child in writer.children(each.parent)] == [each.id]
+
+
+def test_flush_waits_for_what_was_there_and_not_for_what_comes_after(tmp_path: Path) -> None:
+    first, second = chain([1, 2]), chain([3, 4])
+    disk = Gated(tmp_path)
+    with behind(disk) as writer:
+        writer.offer(first)
+        flushed = threading.Thread(target=writer.flush)
+        flushed.start()
+        assert disk.reached.wait(60)
+        assert flushed.is_alive()
+        disk.gate.set()
+        flushed.join(60)
+        disk.gate.clear()
+        disk.reached.clear()
+        writer.offer(second)
+        assert disk.reached.wait(60)
+        assert same(disk.get(first[0].id), first[0])
+
+
+def test_closing_writes_what_was_offered_first(tmp_path: Path) -> None:
+    blocks = chain(list(range(40)))
+    with behind(DiskTier(tmp_path, budget=PLENTY)) as writer:
+        writer.offer(blocks)
+    with closing(DiskTier(tmp_path, budget=PLENTY)) as disk:
+        assert len(disk) == len(blocks)
+    writer.offer(chain([9]))
+    assert writer.turned_down == 1
+
+
+def test_over_the_limit_offers_are_turned_down_with_all_that_follow_them(tmp_path: Path) -> None:
+    blocks = chain(list(range(40)))
+    short = block([1], blocks[-1])
+    disk = Gated(tmp_path)
+    with behind(disk, limit=3 * blocks[0].nbytes) as writer:
+        writer.offer([*blocks, short])
+        assert disk.reached.wait(60)
+        assert writer.turned_down == 1
+        assert [writer.entry(each.id) for each in [*blocks, short]] == blocks[:3] + [None] * 8
+        disk.gate.set()
+        writer.flush()
+        writer.offer([*blocks, short])
+        writer.flush()
+        assert len(disk) == 6
+        assert disk.batches[-1] == [each.id for each in blocks[3:6]]
+
+
+def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
+    blocks = chain(list(range(12)))
+    disk = Gated(tmp_path)
+    with behind(disk) as writer:
+        disk.gate.set()
+        writer.offer(blocks)
+        writer.flush()
+        writer.offer([*blocks, *chain([5])])
+        writer.flush()
+        assert [name for batch in disk.batches for name in batch] == [
+            *(each.id for each in blocks),
+            chain([5])[0].id,
+        ]
+
+
+@pytest.mark.parametrize("when", ["waiting", "being written", "written"])
+def test_a_block_that_gained_a_rest_is_written_with_it_whatever_happens_to_the_first(
+    tmp_path: Path, when: str
+) -> None:
+    bare, full = block([1, 2, 3]), block([1, 2, 3], rest=99)
+    other = chain([8, 8])
+    disk = Gated(tmp_path)
+    with behind(disk) as writer:
+        writer.offer(other if when == "waiting" else [bare])
+        assert disk.reached.wait(60)
+        if when == "waiting":
+            writer.offer([bare])
+        if when == "written":
+            disk.gate.set()
+            writer.flush()
+        writer.offer([full])
+        writer.offer([bare])
+        assert writer.get(full.id) is full
+        disk.gate.set()
+        writer.flush()
+        assert same(disk.get(full.id), full)
+        writer.flush()
+
+
+def test_dropping_and_clearing_reach_what_still_waits(tmp_path: Path) -> None:
+    blocks, others = chain(list(range(12))), chain(list(range(12)), "others")
+    with behind(DiskTier(tmp_path, budget=PLENTY)) as writer:
+        writer.offer(blocks + others)
+        writer.drop([blocks[1].id])
+        assert writer.get(blocks[1].id) is None
+        assert writer.get(blocks[2].id) is None
+        assert writer.get(others[2].id) is not None
+        writer.offer(chain([7]))
+        writer.clear()
+        assert files(tmp_path) == []
+        assert writer.entry(chain([7])[0].id) is None
+
+
+def test_s4_a_damaged_block_is_forgotten_and_can_be_written_again(tmp_path: Path) -> None:
+    blocks = chain(list(range(16)))
+    with behind(DiskTier(tmp_path, budget=PLENTY)) as writer:
+        writer.offer(blocks)
+        writer.flush()
+        file_of(tmp_path, blocks[1]).write_bytes(b"damaged")
+        file_of(tmp_path, blocks[2]).unlink()
+        assert writer.get(blocks[1].id) is None
+        assert writer.get(blocks[2].id) is None
+        assert writer.entry(blocks[1].id) is None
+        assert list(writer.children(blocks[0].id)) == []
+        writer.offer(blocks[:3])
+        writer.flush()
+        assert all(same(writer.disk.get(each.id), each) for each in blocks)
+        assert writer.disk.verify().sound
+
+
+@pytest.mark.parametrize("error", [StoreFullError("full", needed=9), RuntimeError("a defect of our own")])
+def test_c6_an_error_of_the_disk_ends_neither_the_caller_nor_the_writer(
+    tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocks = chain(list(range(12)))
+    disk = Failing(tmp_path, error)
+    with caplog.at_level(logging.WARNING, "perdure.store"), behind(disk) as writer:
+        for _ in range(3):
+            writer.offer(blocks)
+            writer.flush()
+            assert writer.error is error
+            assert writer.get(blocks[0].id) is None
+        assert [record.getMessage() for record in caplog.records] == [f"blocks could not be kept: {error}"]
+        disk.error = None
+        writer.offer(blocks)
+        writer.flush()
+        assert writer.error is None
+        assert same(writer.get(blocks[0].id), blocks[0])
+
+
+def test_c6_an_index_that_cannot_be_read_is_like_one_that_has_nothing(tmp_path: Path) -> None:
+    blocks = chain(list(range(12)))
+    disk = Failing(tmp_path, None, reading=True)
+    with behind(disk) as writer:
+        writer.offer(blocks)
+        writer.flush()
+        disk.error = StoreError("gone")
+        assert writer.entry(blocks[0].id) is None
+        assert list(writer.children(blocks[0].parent)) == []
+        assert writer.error is disk.error
+        disk.error = None
+        assert writer.entry(blocks[0].id) is not None
+
+
+# With a runtime in front.
+
+PROMPT = "a prompt that is longer than a block of tokens, and then some more of it to be kept. " * 2
+
+
+def runtime_on(disk: Callable[[Path], DiskTier], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    monkeypatch.setattr("perdure.runtime.DiskTier", lambda path, budget: disk(path))
+    return Runtime(ToyModel(), n_ctx=512, slots=1, store=folder)
+
+
+def answer(runtime: Runtime, prompt: str = PROMPT) -> list[int]:
+    reply = runtime.generate(prompt, max_tokens=8, temperature=0, ignore_eos=True)
+    assert reply.finish_reason == "length"
+    return list(reply.tokens)
+
+
+@pytest.fixture
+def cold() -> dict[str, list[int]]:
+    with Runtime(ToyModel(), n_ctx=512, slots=1, cache=0) as runtime:
+        return {text: answer(runtime, text) for text in (PROMPT, "another")}
+
+
+@pytest.mark.parametrize("reading", [False, True])
+def test_c6_the_reply_comes_whatever_the_disk_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reading: bool, cold: dict[str, list[int]]
+) -> None:
+    error = StoreFullError("full", needed=9)
+    with runtime_on(lambda path: Failing(path, error, reading=reading), tmp_path, monkeypatch) as runtime:
+        for _ in range(3):
+            # Two prompts on one slot: each goes out to the tiers, and comes back from memory.
+            assert answer(runtime) == cold[PROMPT]
+            assert answer(runtime, "another") == cold["another"]
+
+
+def test_c6_a_slow_disk_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold: dict[str, list[int]]
+) -> None:
+    disks: list[Gated] = []
+
+    def make(path: Path) -> DiskTier:
+        disks.append(Gated(path))
+        return disks[0]
+
+    with runtime_on(make, tmp_path, monkeypatch) as runtime:
+        for _ in range(3):
+            assert answer(runtime) == cold[PROMPT]
+            assert answer(runtime, "another") == cold["another"]
+        assert disks[0].reached.wait(60)
+        assert files(tmp_path) == []
+        disks[0].gate.set()
+    assert len(files(tmp_path)) > 0
+
+
+def test_warming_says_when_it_could_not_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disks: list[Failing] = []
+
+    def make(path: Path) -> DiskTier:
+        disks.append(Failing(path, StoreFullError("full", needed=9)))
+        return disks[0]
+
+    with runtime_on(make, tmp_path, monkeypatch) as runtime:
+        with pytest.raises(StoreFullError):
+            runtime.cache.warm(PROMPT, labels=["a"])
+        disks[0].error = None
+        # What is in memory by now is written all the same.
+        assert runtime.cache.warm(PROMPT, labels=["a"]).kept == len(PROMPT)
+    with Runtime(ToyModel(), n_ctx=512, slots=1, store=tmp_path) as runtime:
+        assert [record.kept for record in runtime.cache.records(["a"])] == [len(PROMPT)]
+
+
+FULL = """
+import logging, resource, sys
+from perdure.engine.toy import ToyModel
+from perdure.runtime import Runtime
+logging.disable()
+prompt = sys.argv[2]
+with Runtime(ToyModel(), n_ctx=512, slots=1, store=sys.argv[1]) as runtime:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
+    for text in (prompt, "another", prompt, "another"):
+        reply = runtime.generate(text, max_tokens=8, temperature=0, ignore_eos=True)
+        print(reply.finish_reason, *reply.tokens)
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 5_000, 60_000])
+def test_c6_the_reply_comes_also_when_nothing_can_be_written_at_all(
+    tmp_path: Path, limit: int, cold: dict[str, list[int]]
+) -> None:
+    lines = children.run(FULL, tmp_path, PROMPT, limit).splitlines()
+    expected = [" ".join(["length", *map(str, cold[text])]) for text in (PROMPT, "another")]
+    assert lines == expected * 2
+    with Runtime(ToyModel(), n_ctx=512, slots=1, store=tmp_path) as runtime:
+        assert answer(runtime) == cold[PROMPT]
