@@ -24,7 +24,7 @@ STATIONS = ("Bergen", "Porto", "Gdańsk", "Lyon", "Kraków", "Aarhus", "Turin", 
 ROLES = ("a clerk", "a surveyor", "a bookbinder", "a pilot", "a nurse", "a baker", "an archivist", "a tuner")
 TRAITS = ("patient", "exact", "cheerful", "stubborn", "curious", "quiet", "quick")
 WORDS = "^[A-Za-z][A-Za-z ,]{19,59}$"
-SAMPLE = '{"title":"Keeper of the northern records","place":"A small town by the sea","year":1987},'
+SAMPLE = '{"title":"Keeper of the northern records and maps","place":"A town by the cold sea","year":1987},'
 WARM = 3
 """Runs after which the process has its size."""
 
@@ -126,8 +126,6 @@ def resume(model: perdure.Model, size: int) -> dict[str, Any]:
         "properties": {"posts": {"type": "array", "items": post, "minItems": count, "maxItems": count}},
         "required": ["posts"],
         "additionalProperties": False,
-        # Small models can lose themselves in white space.
-        "x-guidance": {"whitespace_flexible": False},
     }
 
 

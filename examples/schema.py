@@ -16,8 +16,6 @@ PERSON = {
     },
     "required": ["name", "born", "fields"],
     "additionalProperties": False,
-    # Small models can lose themselves in white space.
-    "x-guidance": {"whitespace_flexible": False},
 }
 SUM = perdure.Grammar.lark(
     r"""
