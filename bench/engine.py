@@ -136,13 +136,13 @@ def fill(run: Run) -> Iterator[Figure]:
 
     from perdure import Model
     from perdure.engine.batch import Batch, Part
-    from perdure.engine.context import _outputs
+    from perdure.engine.rows import outputs
 
     context = Model(model_path()).context(n_ctx=STEP, threads=1)
     ours, peer = Batch(STEP), LlamaBatch(n_tokens=STEP, embd=0, n_seq_max=1, verbose=False)
 
     def fill_ours() -> None:
-        ours.fill([Part(0, 0, context._check_tokens(TOKENS), _outputs("last", STEP))])
+        ours.fill([Part(0, 0, context._check_tokens(TOKENS), outputs("last", STEP))])
 
     yield run.compare(
         f"filling a batch of {STEP} tokens",

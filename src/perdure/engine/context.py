@@ -32,7 +32,8 @@ from perdure.engine.contract import (
 )
 from perdure.engine.interrupt import stopped_by_ctrl_c
 from perdure.engine.ledger import Ledger
-from perdure.engine.logits import LogitsView, Step
+from perdure.engine.logits import LogitsView
+from perdure.engine.rows import Source, StepRows, outputs
 from perdure.engine.state import Checkpoint
 from perdure.errors import (
     CannotRewindError,
@@ -111,9 +112,7 @@ class Context:
         self._batch = Batch(n_batch)
         self._ledger = Ledger(n_seq)
         self._lock = threading.RLock()
-        self._step = Step(self._lock, core)
-        self._rows: dict[tuple[int, int], int | NDArray[np.float32]] = {}
-        self._lengths: dict[int, int] = {}
+        self._rows = StepRows(core, self._lock)
         self._unfinished: Mapping[int, _Mark] = {}
         self._stopping = False
         self._stoppable = True
@@ -168,20 +167,20 @@ class Context:
         given places in `tokens`. Rows are zero-copy in the last native step and copies before it.
         """
         ids = self._check_tokens(tokens)
-        outputs = _outputs(rows, len(ids))
+        wanted = outputs(rows, len(ids))
         with self._turn(seq):
             start = self._check_room(seq, len(ids))
-            self._begin()
-            chunks = list(self._chunks(outputs))
+            self._rows.end()
+            chunks = list(self._chunks(wanted))
             marks = {seq: self._mark(seq, len(ids), steps=len(chunks))}
-            found: dict[tuple[int, int], int | NDArray[np.float32]] = {}
+            found: dict[tuple[int, int], Source] = {}
             with self._undoing(marks):
                 for at, end in chunks:
-                    self._run([Part(seq, start + at, ids[at:end], outputs[at:end])])
-                    for index in np.flatnonzero(outputs[at:end]).tolist():
+                    self._run([Part(seq, start + at, ids[at:end], wanted[at:end])])
+                    for index in np.flatnonzero(wanted[at:end]).tolist():
                         found[seq, at + index] = index if end == len(ids) else self._core.row(index).copy()
                 self._ledger.append(seq, ids)
-                self._publish(found, {seq: len(ids)})
+                self._rows.publish(found, {seq: len(ids)})
 
     def step(self, feeds: Sequence[Feed]) -> None:
         """Append to several sequences in one native step of at most `n_batch` tokens: all, or none."""
@@ -193,19 +192,19 @@ class Context:
         total = sum(len(ids) for _, ids, _ in checked)
         if not 0 < total <= self.n_batch:
             raise InvalidInputError(f"a step holds 1 to {self.n_batch} tokens, got {total}")
-        wanted = [_outputs(rows, len(ids)) for _, ids, rows in checked]
-        if sum(int(outputs.sum()) for outputs in wanted) > self.capabilities.max_outputs:
+        wanted = [outputs(rows, len(ids)) for _, ids, rows in checked]
+        if sum(int(marks.sum()) for marks in wanted) > self.capabilities.max_outputs:
             raise RowError(f"a step gives at most {self.capabilities.max_outputs} rows; ask for fewer")
         with self._turn(*(seq for seq, _, _ in checked)):
             parts = [
-                Part(seq, self._check_room(seq, len(ids)), ids, outputs)
-                for (seq, ids, _), outputs in zip(checked, wanted, strict=True)
+                Part(seq, self._check_room(seq, len(ids)), ids, marks)
+                for (seq, ids, _), marks in zip(checked, wanted, strict=True)
             ]
             # The engine batches streams together only in rising order.
             parts.sort(key=lambda part: part.seq)
-            self._begin()
+            self._rows.end()
             marks = {part.seq: self._mark(part.seq, len(part.tokens)) for part in parts}
-            found: dict[tuple[int, int], int | NDArray[np.float32]] = {}
+            found: dict[tuple[int, int], Source] = {}
             at = 0
             with self._undoing(marks):
                 self._run(parts)
@@ -214,7 +213,7 @@ class Context:
                     for index in np.flatnonzero(part.outputs).tolist():
                         found[part.seq, index] = at + index
                     at += len(part.tokens)
-                self._publish(found, {part.seq: len(part.tokens) for part in parts})
+                self._rows.publish(found, {part.seq: len(part.tokens) for part in parts})
 
     def logits(self, row: int = -1, seq: int | None = None) -> LogitsView:
         """The logits after token `row` of the last decode; below 0 counts from its end.
@@ -224,11 +223,7 @@ class Context:
         # Asked for at every token: a lock costs a fifth of a generator's context manager.
         with self._lock:
             self._ready()
-            key = self._row_key(row, seq)
-            view = self._step.views.get(key)
-            if view is None:
-                view = self._step.views[key] = LogitsView(self._row_array(key), self._step)
-            return view
+            return self._rows.view(row, seq)
 
     def sampler(self, stages: Sequence[Stage]) -> Sampler:
         """A chain of samplers for `sample`. It does not wait for a decode in flight."""
@@ -239,25 +234,25 @@ class Context:
     def sample(self, sampler: Sampler, row: int = -1, seq: int | None = None) -> int:
         """Draw a token from a row of the last native step."""
         with self._turn():
-            return self._core.sample(sampler, self._live_row(row, seq))
+            return self._core.sample(sampler, self._rows.live(row, seq))
 
     def overwrite(self, logits: NDArray[np.float32], row: int = -1, seq: int | None = None) -> None:
         """Put other values into a row of the last native step. Its views end."""
         if np.shape(logits) != (self.n_vocab,):
             raise RowError(f"a row has {self.n_vocab} values, got {np.shape(logits)}")
         with self._turn():
-            index = self._live_row(row, seq)
-            self._renew_views()
+            index = self._rows.live(row, seq)
+            self._rows.renew()
             self._core.row(index)[:] = logits
 
     def rule_out(self, mask: NDArray[np.uint8], row: int = -1, seq: int | None = None) -> None:
         """Make tokens whose bit in `mask` is 0 impossible in a row of the last native step. Its views end."""
         with self._turn():
-            index = self._live_row(row, seq)
+            index = self._rows.live(row, seq)
             allowed = np.unpackbits(mask, count=self.n_vocab, bitorder="little")
             if not allowed.any():
                 raise InvalidInputError("the mask rules out every token")
-            self._renew_views()
+            self._rows.renew()
             np.copyto(self._core.row(index), -np.inf, where=allowed == 0)
 
     def cancel(self) -> None:
@@ -285,7 +280,7 @@ class Context:
                     asked=length,
                     reachable=reachable,
                 )
-            self._begin()
+            self._rows.end()
             if length < held:
                 with self._undoing({seq: _Mark(length)}):
                     self._core.remove(seq, length)
@@ -297,7 +292,7 @@ class Context:
         with self._turn(src, dst):
             if src == dst:
                 raise SequenceError(f"sequence {src} cannot be forked into itself")
-            self._begin()
+            self._rows.end()
             with self._undoing({dst: _EMPTY}):
                 self._core.remove(dst, 0)
                 self._ledger.cut(dst, 0)
@@ -309,7 +304,7 @@ class Context:
     def clear(self, seq: int | None = None) -> None:
         """Forget `seq`; with none named, everything, as if the context were new."""
         with self._turn(*(() if seq is None else (seq,))):
-            self._begin()
+            self._rows.end()
             seqs = range(self.n_seq) if seq is None else (seq,)
             with self._undoing(dict.fromkeys(seqs, _EMPTY)):
                 if seq is None:
@@ -331,7 +326,7 @@ class Context:
             if not isinstance(scale, (int, float, np.number)) or not abs(scale) <= _LARGEST_SCALE:
                 raise InvalidInputError(f"the scale of {adapter!r} must be a finite number, got {scale!r}")
         with self._turn():
-            self._begin()
+            self._rows.end()
             with self._undoing(dict.fromkeys(range(self.n_seq), _EMPTY)):
                 if accepted := self._core.adapt(adapters):
                     named = sorted(f"{each.digest}*{float(scale)!r}" for each, scale in adapters.items())
@@ -361,7 +356,7 @@ class Context:
             if not 0 < len(tokens) <= self.n_ctx:
                 raise _overflow(len(tokens), self.n_ctx, "so the saved state says")
             self._check_tokens(tokens)
-            self._begin()
+            self._rows.end()
             with self._undoing({seq: _EMPTY}):
                 # Emptied first: the engine may refuse and keep a part of what was there.
                 self._core.remove(seq, 0)
@@ -398,7 +393,7 @@ class Context:
                     field="tokens",
                 )
             self._check_tokens(checkpoint.tokens)
-            self._begin()
+            self._rows.end()
             with self._undoing({seq: _EMPTY}):
                 if not self._return_to(seq, _Mark(checkpoint.length, checkpoint.state)):
                     raise EngineError(f"the engine refused a checkpoint; sequence {seq} is now empty")
@@ -426,14 +421,14 @@ class Context:
         if len(ids) > self.n_ctx or (pieces and rows != len(ids)):
             raise InvalidInputError(f"{rows} rows for {len(ids)} tokens, where {self.n_ctx} fit")
         with self._turn(seq):
-            self._begin()
-            self._core.remove(seq, 0)
-            self._ledger.cut(seq, 0)
-            if not self._core.assemble(seq, pieces, rest):
+            self._rows.end()
+            with self._undoing({seq: _EMPTY}):
                 self._core.remove(seq, 0)
-                raise EngineError(f"the engine refused rows that it gave; sequence {seq} is now empty")
-            self._confirm(seq, len(ids))
-            self._ledger.replace(seq, ids)
+                self._ledger.cut(seq, 0)
+                if not self._core.assemble(seq, pieces, rest):
+                    raise EngineError(f"the engine refused rows that it gave; sequence {seq} is now empty")
+                self._confirm(seq, len(ids))
+                self._ledger.replace(seq, ids)
 
     # Its own life.
 
@@ -445,7 +440,7 @@ class Context:
             if self._closed:
                 return
             try:
-                self._step.retire()
+                self._rows.retire()
             except BufferError:
                 self._closing = False
                 self._core.rearm()
@@ -463,8 +458,8 @@ class Context:
 
     def __del__(self) -> None:
         # The core goes with its last owner: this context, or an array borrowed from it.
-        if step := getattr(self, "_step", None):
-            step.end()
+        if rows := getattr(self, "_rows", None):
+            rows.abandon()
 
     # Inside: checks.
 
@@ -522,51 +517,6 @@ class Context:
             )
 
     # Inside: decoding.
-
-    def _begin(self) -> None:
-        """End the current step: from here on its views are stale."""
-        self._renew_views()
-        self._rows = {}
-        self._lengths = {}
-
-    def _row_key(self, row: int, seq: int | None) -> tuple[int, int]:
-        if not self._lengths:
-            raise RowError(
-                "there are no logits yet: a decode makes them, and every other change (truncate, "
-                "fork, load, clear) ends them. Decode at least one token first"
-            )
-        if seq is None:
-            if len(self._lengths) > 1:
-                raise RowError(f"the last step had sequences {sorted(self._lengths)}; name one")
-            seq = next(iter(self._lengths))
-        elif seq not in self._lengths:
-            raise RowError(f"the last step had sequences {sorted(self._lengths)}, not {seq}")
-        length = self._lengths[seq]
-        key = (seq, row + length if row < 0 else row)
-        if key not in self._rows:
-            had = sorted(index for owner, index in self._rows if owner == seq)
-            raise RowError(f"row {row} of {length} was not asked for; decode gave rows {had[:8]}")
-        return key
-
-    def _live_row(self, row: int, seq: int | None) -> int:
-        source = self._rows[self._row_key(row, seq)]
-        if not isinstance(source, int):
-            raise RowError(f"row {row} lies before the last native step; decode less at once to draw from it")
-        return source
-
-    def _renew_views(self) -> None:
-        self._step.retire()
-        self._step = Step(self._lock, self._core)
-
-    def _row_array(self, key: tuple[int, int]) -> NDArray[np.float32]:
-        source = self._rows[key]
-        return self._core.row(source) if isinstance(source, int) else source.view()
-
-    def _publish(
-        self, rows: dict[tuple[int, int], int | NDArray[np.float32]], lengths: dict[int, int]
-    ) -> None:
-        self._rows = rows
-        self._lengths = lengths
 
     def _chunks(self, outputs: NDArray[np.int8]) -> Iterator[tuple[int, int]]:
         """Cut a decode into native steps, none with more tokens or rows than one can hold."""
@@ -644,7 +594,7 @@ class Context:
         kept: dict[int, int] = {}
         while self._unfinished:
             try:
-                self._rows, self._lengths = {}, {}
+                self._rows.withdraw()
                 for seq, mark in self._unfinished.items():
                     length = self._return_to(seq, mark)
                     self._ledger.cut(seq, length)
@@ -695,23 +645,6 @@ class Context:
                 fits=held,
             )
         return DecodeError(f"the engine failed to decode ({outcome.value}); {left}", kept=kept)
-
-
-def _outputs(rows: Rows, count: int) -> NDArray[np.int8]:
-    marks = np.zeros(count, np.int8)
-    if isinstance(rows, str):
-        if rows == "last":
-            marks[-1] = 1
-        elif rows == "all":
-            marks[:] = 1
-        elif rows != "none":
-            raise RowError(f"rows is 'last', 'all', 'none' or places in the tokens, got {rows!r}")
-        return marks
-    for row in rows:
-        if not _is_whole(row) or not -count <= row < count:
-            raise RowError(f"rows of {count} tokens run from 0 to {count - 1}, got {row!r}")
-        marks[row] = 1
-    return marks
 
 
 def _is_whole(value: object) -> bool:
