@@ -110,6 +110,7 @@ class WorkingSet:
         shared = self._shared(wanted, namespace)
         slot = best.slot
         tiers, trouble = self._move_in(best, tokens, namespace)
+        self._thin_out()
         reused = sum(tiers.values())
         self._clock += 1
         slot.busy, slot.used, slot.script, slot.namespace = True, self._clock, tokens, namespace
@@ -332,7 +333,6 @@ class WorkingSet:
             return {}, trouble
         self._context.assemble(tokens[: match.length], match.pieces, match.rest, slot.seq)
         slot.checkpoints = self._checkpoints(match)
-        self._thin_out()
         return _by_tier(match, self.tiers), trouble
 
     def _bring(self, slot: _Slot, length: int) -> None:

@@ -1,0 +1,60 @@
+"""Random histories of a whole runtime, on every model, against W≡C."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+import subjects
+from perdure.engine.toy import ToyModel
+from subjects import Subject
+
+from .machine import RuntimeMachine
+
+Find = Callable[[str], Subject]
+SLIDING = ("toy-sliding", "gemma3")
+# Only where there is a window does it matter whether it is kept.
+WAYS = [(name, full) for name in subjects.NAMES for full in ((True, False) if name in SLIDING else (True,))]
+EXAMPLES = 2_000
+
+
+def run(subject: Subject, *, swa_full: bool, examples: int, steps: int, lora: Path) -> None:
+    """Look for a history after which warm is not cold."""
+    adapters: list[object] = []
+    if isinstance(subject.model, ToyModel):
+        adapters.append(subject.model.adapter("one"))
+    elif subject.name == "llama":
+        adapters.append(subject.model.adapter(lora))
+    fields = {"subject": subject, "swa_full": swa_full, "adapters": adapters, "known": {}}
+    run_state_machine_as_test(
+        type("Machine", (RuntimeMachine,), fields),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+        ),
+    )
+
+
+@pytest.mark.parametrize(("name", "swa_full"), WAYS)
+def test_no_short_history_of_a_runtime_makes_warm_differ_from_cold(
+    name: str, swa_full: bool, find_subject: Find, zoo_path: Callable[[str], Path]
+) -> None:
+    subject = find_subject(name)
+    examples = 40 if subject.toy else 15
+    run(subject, swa_full=swa_full, examples=examples, steps=25, lora=zoo_path("llama-lora"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "swa_full"), WAYS)
+def test_no_long_history_of_a_runtime_makes_warm_differ_from_cold(
+    name: str, swa_full: bool, find_subject: Find, zoo_path: Callable[[str], Path]
+) -> None:
+    examples = -(-EXAMPLES // len(WAYS))
+    run(find_subject(name), swa_full=swa_full, examples=examples, steps=50, lora=zoo_path("llama-lora"))
