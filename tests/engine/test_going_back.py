@@ -43,11 +43,12 @@ def go_on(subject: Subject, ctx: Context, tokens: list[int], seq: int = 0) -> No
     check(warm, cold(subject, [*tokens, 65]), subject.noise if ctx.capabilities.shared else 0.0)
 
 
-def test_steps_of_up_to_three_tokens_are_computed_alike(subject: Subject) -> None:
+@pytest.mark.parametrize("fine", [False, True])
+def test_steps_of_up_to_three_tokens_are_computed_alike(subject: Subject, fine: bool) -> None:
     """What the exact comparisons here stand on, besides the promise itself."""
     tokens = subject.tokens(LENGTH)
     for n_batch in (1, 2):
-        check(subject.cold([tokens], n_batch=n_batch), cold(subject, tokens))
+        check(subject.cold([tokens], n_batch=n_batch, fine=fine), cold(subject, tokens, fine=fine))
 
 
 # Cutting.
@@ -292,6 +293,25 @@ def test_k2_a_checkpoint_can_be_gone_back_to(
             with pytest.raises(RowError):
                 ctx.logits()
             go_on(subject, ctx, tokens)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_k2_a_checkpoint_brings_back_a_window_that_is_gone(subject: Subject, shared: bool) -> None:
+    """The engine gives up cells of a window only past 256."""
+    if subject.kind is not MemoryKind.SLIDING:
+        pytest.skip("no window")
+    tokens = subject.tokens(290)
+    with opened(subject, n_ctx=700, swa_full=False, shared=shared) as ctx:
+        ctx.decode(tokens)
+        point = ctx.checkpoint()
+        ctx.decode(subject.tokens(380, 1))
+        with pytest.raises(CannotRewindError):
+            ctx.truncate(290)
+        ctx.restore(point)
+        assert ctx.tokens() == tokens
+        ctx.decode([65])
+        bound = subject.noise if shared else 0.0
+        check(ctx.logits().copy(), cold(subject, [*tokens, 65], n_ctx=700, swa_full=False), bound)
 
 
 def test_a_checkpoint_of_a_memory_that_can_be_cut_is_small(subject: Subject) -> None:
