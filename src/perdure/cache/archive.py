@@ -43,20 +43,32 @@ class Archive:
 
     def keep(self, seq: int, namespace: str, checkpoints: Sequence[Checkpoint]) -> None:
         """Copy what `seq` holds, and how it was at its checkpoints, as far as it is new and there is room."""
-        memory, lower = self.tiers.memory, self.tiers.lower
         tokens = np.array(self._context.tokens(seq), np.int32)
-        if not memory.budget or not len(tokens):
+        if not self.tiers.memory.budget or not len(tokens):
             return
         points = {point.length: point.state for point in checkpoints if point.state is not None}
-        if self._has_all(namespace, tokens, points):
-            return
+        new: dict[BlockId, Block] = {}
+        if not self._has_all(namespace, tokens, points):
+            new = {block.id: block for block in self._copy(seq, namespace, tokens, points)}
+        if self.tiers.lower is not None:
+            # All of it: what the lower tier turned down or lost before, it may take now.
+            names = [
+                block_id(parent, tokens[a:b]) for parent, a, b in self._ranges(namespace, tokens, points)
+            ]
+            held = [new.get(name) or self.tiers.memory.get(name) for name in names]
+            self.tiers.lower.offer([block for block in held if block is not None])
+
+    def _copy(
+        self, seq: int, namespace: str, tokens: Ids, points: dict[int, NDArray[np.uint8]]
+    ) -> Iterator[Block]:
+        """Make the blocks of `seq` that are not in memory, and put them there as far as there is room."""
+        memory, lower = self.tiers.memory, self.tiers.lower
         capture = self._capture(seq)
         if capture.rows is None and self._context.memory.kind is not MemoryKind.RECURRENT:
             # The state comes in one piece, of which a checkpoint is only a part.
-            points = {}
+            points.clear()
         if capture.rest is not None:
             points[len(tokens)] = capture.rest
-        new: list[Block] = []
         for parent, start, end in self._ranges(namespace, tokens, points):
             ids, rest = tokens[start:end], points.get(end)
             if self._has(parent, ids, needs_rest=rest is not None):
@@ -67,10 +79,9 @@ class Archive:
                     break
                 continue
             rows = None if capture.rows is None else capture.rows.cut(start, end)
-            new.append(Block.make(parent, start, ids.copy(), rows, rest))
-            memory.put(new[-1])
-        if lower is not None:
-            lower.offer(new)
+            block = Block.make(parent, start, ids.copy(), rows, rest)
+            memory.put(block)
+            yield block
 
     def _capture(self, seq: int) -> Capture:
         capture = self._context.capture(seq)
