@@ -302,7 +302,10 @@ def test_c6_a_slow_disk_holds_nobody_up(
     assert len(files(tmp_path)) > 0
 
 
-def test_warming_says_when_it_could_not_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in its slot", "out of its slot"])
+def test_warming_says_when_it_could_not_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
     disks: list[Failing] = []
 
     def make(path: Path) -> DiskTier:
@@ -312,9 +315,12 @@ def test_warming_says_when_it_could_not_be_kept(tmp_path: Path, monkeypatch: pyt
     with runtime_on(make, tmp_path, monkeypatch) as runtime:
         with pytest.raises(StoreFullError):
             runtime.cache.warm(PROMPT, labels=["a"])
+        if elsewhere:
+            answer(runtime, "another")
         disks[0].error = None
         # What is in memory by now is written all the same.
         assert runtime.cache.warm(PROMPT, labels=["a"]).kept == len(PROMPT)
+    monkeypatch.undo()
     with Runtime(ToyModel(), n_ctx=512, slots=1, store=tmp_path) as runtime:
         assert [record.kept for record in runtime.cache.records(["a"])] == [len(PROMPT)]
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.archive import Archive
-from perdure.cache.block import BLOCK, BlockId
+from perdure.cache.block import BLOCK, Block, BlockId
 from perdure.cache.prefix import Found, LowerTier, Match, Tiers, common
 from perdure.cache.tier import MemoryTier
 from perdure.decode.placement import LATER, Later, Place, ReuseReport
@@ -162,6 +162,8 @@ class WorkingSet:
             if self._leads(slot, tokens, namespace):
                 self._stash(slot)
         found = self._archive.find(tokens, namespace)
+        if self.tiers.lower is not None:
+            self.tiers.lower.offer([entry for entry in found.entries if isinstance(entry, Block)])
         return found.length, self._archive.root(namespace)
 
     def store_all(self) -> None:
