@@ -41,6 +41,8 @@ class RuntimeMachine(RuleBasedStateMachine):
 
     subject: ClassVar[Subject]
     swa_full: ClassVar[bool]
+    prefix: ClassVar[int] = 0
+    """Tokens that every conversation starts with, for a window that is lost only where much came before."""
     adapters: ClassVar[list[Any]]
     known: ClassVar[dict[tuple[object, ...], Row]]
 
@@ -52,11 +54,12 @@ class RuntimeMachine(RuleBasedStateMachine):
     )
     def open(self, slots: int, budget: int, n_batch: int, shared: bool) -> None:
         self.budget = budget
+        self.longest = LONGEST + self.prefix
         self.served = Served(
             self.subject,
             slots=slots,
             budget=budget,
-            n_ctx=N_CTX,
+            n_ctx=N_CTX + self.prefix,
             n_batch=n_batch,
             shared=shared,
             swa_full=self.swa_full,
@@ -136,7 +139,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     @rule(system=st.sampled_from([0, 16, 21, 40]), text=texts, space=spaces)
     def create(self, system: int, text: tuple[int, int], space: str) -> None:
         talk = Talk([], space)
-        self.go_on(talk, [*self.subject.tokens(system, 99), *self.text(text)])
+        self.go_on(talk, [*self.subject.tokens(self.prefix + system, 99), *self.text(text)])
         self.talks.append(talk)
 
     @precondition(have_talks)
@@ -144,7 +147,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     def extend(self, talk: int, text: tuple[int, int], count: int) -> None:
         found = self.pick(talk)
         prompt = [*found.tokens, *self.text(text)]
-        if len(prompt) < LONGEST:
+        if len(prompt) < self.longest:
             self.go_on(found, prompt, max_tokens=count)
 
     @precondition(have_talks)
@@ -152,15 +155,16 @@ class RuntimeMachine(RuleBasedStateMachine):
     def branch(self, talk: int, at: int, text: tuple[int, int]) -> None:
         found = self.pick(talk)
         twin = dataclasses.replace(found)
-        self.go_on(twin, [*found.tokens[:at], *self.text(text)][:LONGEST])
+        kept = found.tokens[: self.prefix + at]
+        self.go_on(twin, [*kept, *self.text(text)][: self.longest])
         self.talks.append(twin)
 
     @precondition(have_talks)
-    @rule(talk=talks, back=st.one_of(st.integers(0, 9), st.integers(0, 70)), text=texts)
+    @rule(talk=talks, back=st.one_of(st.integers(0, 9), st.integers(0, 70), st.integers(0, 400)), text=texts)
     def rewind(self, talk: int, back: int, text: tuple[int, int]) -> None:
         found = self.pick(talk)
         kept = found.tokens[: max(0, len(found.tokens) - back)]
-        self.go_on(found, [*kept, *self.text(text)][:LONGEST])
+        self.go_on(found, [*kept, *self.text(text)][: self.longest])
 
     @precondition(have_talks)
     @rule(talk=talks)
@@ -178,7 +182,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         asked = []
         for talk in chosen:
             found = self.pick(talk)
-            prompt = [*found.tokens[: LONGEST - 30], *self.text(text)]
+            prompt = [*found.tokens[: self.longest - 30], *self.text(text)]
             rows: list[Row] = []
             asked.append((prompt, rows, found, self.served.submit(prompt, rows, namespace=found.space)))
         for prompt, _, found, _ in asked:
@@ -192,7 +196,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     @rule(talk=talks, text=texts)
     def sample_twice(self, talk: int, text: tuple[int, int]) -> None:
         found = self.pick(talk)
-        prompt = [*found.tokens[: LONGEST - 30], *self.text(text)]
+        prompt = [*found.tokens[: self.longest - 30], *self.text(text)]
         rows: list[Row] = []
         first, second = self.served.submit(prompt, rows, namespace=found.space, n=2, max_tokens=1).replies()
         assert first.tokens == second.tokens
@@ -204,7 +208,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     @rule(talk=talks)
     def score(self, talk: int) -> None:
         found = self.pick(talk)
-        answer = self.say(found.tokens[:LONGEST], found.space, prompt_logprobs=0, max_tokens=1)
+        answer = self.say(found.tokens[: self.longest], found.space, prompt_logprobs=0, max_tokens=1)
         assert answer.reused == 0
 
     # What goes wrong.
@@ -214,7 +218,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     def cancel(self, talk: int, text: tuple[int, int], step: int) -> None:
         """In the midst of a native step: of the prompt, or of the reply."""
         found = self.pick(talk)
-        prompt = [*found.tokens[: LONGEST - 40], *self.text(text), *self.text((9, 5))]
+        prompt = [*found.tokens[: self.longest - 40], *self.text(text), *self.text((9, 5))]
         self.interrupt(found, prompt, step, lambda job: job.cancel())
 
     @precondition(have_talks)
@@ -222,7 +226,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     def fail(self, talk: int, text: tuple[int, int], step: int) -> None:
         """A native step that says it failed, after it did its work."""
         found = self.pick(talk)
-        prompt = [*found.tokens[: LONGEST - 40], *self.text(text), *self.text((9, 5))]
+        prompt = [*found.tokens[: self.longest - 40], *self.text(text), *self.text((9, 5))]
         self.interrupt(found, prompt, step, None)
 
     def interrupt(self, talk: Talk, prompt: list[int], step: int, act: Callable[[Job], None] | None) -> None:
@@ -299,7 +303,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     def warm(self, talk: int, label: str) -> None:
         found = self.pick(talk)
         if found.tokens:
-            prefix = found.tokens[:LONGEST]
+            prefix = found.tokens[: self.longest]
             self.served.book.warm(prefix, labels=label, namespace=found.space)
             self.seen[found.space].append([*prefix, prefix[-1]])
 

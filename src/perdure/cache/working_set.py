@@ -232,8 +232,12 @@ class WorkingSet:
         reach = {
             slot.seq: self._reach(slot, wanted) if slot.namespace == namespace else 0 for slot in self._slots
         }
+        memory, shared = self._context.memory, self._context.capabilities.shared
+        # In a pool the cells of a lost window can be used again only while one sequence has them: two
+        # copies would keep each other from going on.
+        forks = not shared or memory.keeps_window or memory.kind is not MemoryKind.SLIDING
         # A copy between streams moves all their cells, whatever they hold; in a pool it moves none.
-        copied = 0.0 if self._context.capabilities.shared else self._context.n_ctx * _PUT_BACK
+        copied = 0.0 if shared else self._context.n_ctx * _PUT_BACK
         for slot in idle:
             here = reach[slot.seq]
             cost = len(tokens) - here + self._displaced(slot, here)
@@ -244,7 +248,7 @@ class WorkingSet:
                 yield _Option(slot, found.length, cost + moved, found)
             for other in self._slots:
                 there = reach[other.seq]
-                if other is not slot and there:
+                if other is not slot and there and forks:
                     yield _Option(slot, there, len(tokens) - there + copied + moved, other)
 
     def _reach(self, slot: _Slot, tokens: Ids) -> int:
