@@ -16,15 +16,22 @@ class Outbox:
     """Between the engine thread, which never waits here, and readers, which may be slow or gone."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        lock = threading.RLock()
+        self.changed = threading.Condition(lock)
+        self.ended = threading.Condition(lock)
         self.deltas: deque[Delta] = deque()
         self.replies: list[Reply] = []
         self.finished = False
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     def put(self, delta: Delta) -> None:
+        """Add a delta. Readers learn of it at the next `wake`."""
         with self.changed:
             self.deltas.append(delta)
+
+    def wake(self) -> None:
+        """Tell readers what is new. Those who wait for the whole reply sleep on."""
+        with self.changed:
             self._wake()
 
     def finish(self, replies: list[Reply]) -> None:
@@ -32,6 +39,7 @@ class Outbox:
             self.replies = replies
             self.finished = True
             self._wake()
+            self.ended.notify_all()
 
     def sleeper(self) -> asyncio.Future[None]:
         """A future that the next change ends; called with `changed` held."""
@@ -75,8 +83,8 @@ class Job:
 
     def replies(self, timeout: float | None = None) -> list[Reply]:
         """All samples, once all are finished."""
-        with self._outbox.changed:
-            if not self._outbox.changed.wait_for(lambda: self._outbox.finished, timeout):
+        with self._outbox.ended:
+            if not self._outbox.ended.wait_for(lambda: self._outbox.finished, timeout):
                 raise TimeoutError(f"no reply within {timeout} seconds")
         return self._result()
 

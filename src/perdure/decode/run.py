@@ -113,7 +113,9 @@ class Run:
     def written(self) -> int:
         return len(self.script) - self.prompt_length
 
-    def next_tokens(self, count: int) -> NDArray[np.int32]:
+    def next_tokens(self, count: int) -> list[int] | NDArray[np.int32]:
+        if count == 1:
+            return [self.script[self.cached]]
         return np.array(self.script[self.cached : self.cached + count], np.int32)
 
     def score(self, context: Context, count: int) -> None:

@@ -80,6 +80,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting: deque[Group] = deque()
         self._active: list[Group] = []
+        self._readers: list[Outbox] = []
         self._errands: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._flying: frozenset[int] = frozenset()
         self._turn = 0
@@ -324,12 +325,19 @@ class Scheduler:
             gone = self._closing or all(piece.group.cancelled for piece in step)
         try:
             if not gone:
+                # Readers wake while the engine computes, not while the next ones draw.
+                self._wake_readers()
                 self._context.step(feeds)
         finally:
             with self._changed:
                 self._flying = frozenset()
         if gone:
             raise DecodeCancelled("nobody waits for this step", kept={})
+
+    def _wake_readers(self) -> None:
+        readers, self._readers = self._readers, []
+        for outbox in readers:
+            outbox.wake()
 
     def _recount(self, step: Sequence[_Piece]) -> None:
         """After a failed step: what a sequence lost is fed again from the script."""
@@ -348,6 +356,7 @@ class Scheduler:
             run.cached += piece.count
             if run.remaining or run.done:
                 continue
+            self._readers.append(piece.group.outbox)
             if run.written:
                 self._draw_next(run, run, piece.count - 1)
             else:
@@ -363,8 +372,10 @@ class Scheduler:
 
     def _draw_next(self, run: Run, reader: Run, row: int) -> None:
         assert reader.seq is not None
-        with _own_errors(run):
+        try:
             run.draw(self._context, row, reader.seq)
+        except BaseException as error:
+            _end_by(error, run)
 
     def _draw_first(self, piece: _Piece) -> None:
         """All samples of a prompt draw their first token from its one row."""
@@ -457,12 +468,12 @@ def _own_errors(*runs: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # A processor that calls sys.exit() ends its request, not the engine thread; and what would mean
-        # something else where it is raised again is named instead.
-        if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
-            cause = error
-        else:
-            cause = InvalidInputError(f"a processor raised {error!r}")
-        for run in runs:
-            if not run.done:
-                run.finish("error", error=cause)
+        _end_by(error, *runs)
+
+
+def _end_by(error: BaseException, *runs: Run) -> None:
+    # A processor that calls sys.exit() ends its request, not the engine thread.
+    cause = error if isinstance(error, Exception) else EngineError(f"a processor raised {error!r}")
+    for run in runs:
+        if not run.done:
+            run.finish("error", error=cause)

@@ -44,6 +44,12 @@ class Batch:
         at = 0
         for part in parts:
             end = at + len(part.tokens)
+            if end - at == 1:
+                # Four numbers: cheaper one by one than as four arrays.
+                self.tokens[at], self.positions[at] = part.tokens[0], part.start
+                self.seqs[at], self.outputs[at] = part.seq, part.outputs[0]
+                at = end
+                continue
             self.tokens[at:end] = part.tokens
             np.add(self._ramp[: end - at], part.start, out=self.positions[at:end])
             self.seqs[at:end] = part.seq

@@ -7,7 +7,7 @@ then reports, and nothing else, is written to the ledger.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -33,7 +33,7 @@ from perdure.engine.contract import (
 from perdure.engine.interrupt import stopped_by_ctrl_c
 from perdure.engine.ledger import Ledger
 from perdure.engine.logits import LogitsView
-from perdure.engine.rows import Source, StepRows, outputs
+from perdure.engine.rows import Source, StepRows, marked, outputs
 from perdure.engine.state import Checkpoint
 from perdure.errors import (
     CannotRewindError,
@@ -177,7 +177,7 @@ class Context:
             with self._undoing(marks):
                 for at, end in chunks:
                     self._run([Part(seq, start + at, ids[at:end], wanted[at:end])])
-                    for index in np.flatnonzero(wanted[at:end]).tolist():
+                    for index in marked(wanted[at:end] if len(chunks) > 1 else wanted):
                         found[seq, at + index] = index if end == len(ids) else self._core.row(index).copy()
                 self._ledger.append(seq, ids)
                 self._rows.publish(found, {seq: len(ids)})
@@ -193,9 +193,12 @@ class Context:
         if not 0 < total <= self.n_batch:
             raise InvalidInputError(f"a step holds 1 to {self.n_batch} tokens, got {total}")
         wanted = [outputs(rows, len(ids)) for _, ids, rows in checked]
-        if sum(int(marks.sum()) for marks in wanted) > self.capabilities.max_outputs:
+        places = {seq: marked(marks) for (seq, _, _), marks in zip(checked, wanted, strict=True)}
+        if sum(map(len, places.values())) > self.capabilities.max_outputs:
             raise RowError(f"a step gives at most {self.capabilities.max_outputs} rows; ask for fewer")
-        with self._turn(*(seq for seq, _, _ in checked)):
+        with self._lock:
+            self._ready()
+            self._check_seqs(places)
             parts = [
                 Part(seq, self._check_room(seq, len(ids)), ids, marks)
                 for (seq, ids, _), marks in zip(checked, wanted, strict=True)
@@ -210,7 +213,7 @@ class Context:
                 self._run(parts)
                 for part in parts:
                     self._ledger.append(part.seq, part.tokens)
-                    for index in np.flatnonzero(part.outputs).tolist():
+                    for index in places[part.seq]:
                         found[part.seq, index] = at + index
                     at += len(part.tokens)
                 self._rows.publish(found, {part.seq: len(part.tokens) for part in parts})
@@ -233,7 +236,8 @@ class Context:
 
     def sample(self, sampler: Sampler, row: int = -1, seq: int | None = None) -> int:
         """Draw a token from a row of the last native step."""
-        with self._turn():
+        with self._lock:
+            self._ready()
             return self._core.sample(sampler, self._rows.live(row, seq))
 
     def overwrite(self, logits: NDArray[np.float32], row: int = -1, seq: int | None = None) -> None:
@@ -473,12 +477,20 @@ class Context:
     def _turn(self, *seqs: int) -> Iterator[None]:
         with self._lock:
             self._ready()
-            for seq in seqs:
-                if not _is_whole(seq) or not 0 <= seq < self.n_seq:
-                    raise SequenceError(f"sequences run from 0 to {self.n_seq - 1}, got {seq!r}")
+            self._check_seqs(seqs)
             yield
 
+    def _check_seqs(self, seqs: Iterable[int]) -> None:
+        for seq in seqs:
+            if not _is_whole(seq) or not 0 <= seq < self.n_seq:
+                raise SequenceError(f"sequences run from 0 to {self.n_seq - 1}, got {seq!r}")
+
     def _check_tokens(self, tokens: Tokens) -> NDArray[np.int32]:
+        # The usual case, at every token: NumPy would take ten times as long over one number.
+        if type(tokens) is list and len(tokens) == 1:
+            token = tokens[0]
+            if type(token) is int and 0 <= token < self.n_vocab:
+                return np.array(tokens, np.int32)
         try:
             if len(tokens) > self.n_ctx:
                 raise _overflow(len(tokens), self.n_ctx, "too many tokens for any sequence")

@@ -16,6 +16,13 @@ Source: TypeAlias = "int | NDArray[np.float32]"
 """A row's entry in the last batch, where its memory is live; or a copy, of a native step before that."""
 
 
+def marked(marks: NDArray[np.int8]) -> list[int]:
+    """The places of the rows that are wanted."""
+    if marks is _ONE:
+        return [0]
+    return np.flatnonzero(marks).tolist()
+
+
 class StepRows:
     """Rows by (sequence, place among the tokens that it was fed), good until the next change.
 
@@ -92,8 +99,14 @@ class StepRows:
         return key
 
 
+_ONE: NDArray[np.int8] = np.ones(1, np.int8)
+_ONE.flags.writeable = False
+
+
 def outputs(rows: Rows, count: int) -> NDArray[np.int8]:
     """A mark for each of `count` tokens: whether its row is wanted."""
+    if count == 1 and rows == "last":
+        return _ONE
     marks = np.zeros(count, np.int8)
     if isinstance(rows, str):
         if rows == "last":
