@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 from perdure.decode.request import Delta, Reply
+
+Sleeper: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]"
+"""A reader in an event loop, and what ends its wait."""
 
 
 class Outbox:
@@ -22,24 +25,29 @@ class Outbox:
         self.deltas: deque[Delta] = deque()
         self.replies: list[Reply] = []
         self.finished = False
-        self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._sleepers: list[Sleeper] = []
 
     def put(self, delta: Delta) -> None:
         """Add a delta. Readers learn of it at the next `wake`."""
         with self.changed:
             self.deltas.append(delta)
 
-    def wake(self) -> None:
-        """Tell readers what is new. Those who wait for the whole reply sleep on."""
+    def wake(self) -> list[Sleeper]:
+        """Tell readers what is new; those in event loops are returned, for `rouse`.
+
+        Those who wait for the whole reply sleep on.
+        """
         with self.changed:
-            self._wake()
+            self.changed.notify_all()
+            sleepers, self._sleepers = self._sleepers, []
+        return sleepers
 
     def finish(self, replies: list[Reply]) -> None:
         with self.changed:
             self.replies = replies
             self.finished = True
-            self._wake()
             self.ended.notify_all()
+        rouse(self.wake())
 
     def sleeper(self) -> asyncio.Future[None]:
         """A future that the next change ends; called with `changed` held."""
@@ -48,18 +56,22 @@ class Outbox:
         self._sleepers.append((loop, future))
         return future
 
-    def _wake(self) -> None:
-        self.changed.notify_all()
-        sleepers, self._sleepers = self._sleepers, []
-        for loop, future in sleepers:
-            # A loop that is closed has nobody left to wake.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_end, future)
+
+def rouse(sleepers: Iterable[Sleeper]) -> None:
+    """Wake readers in event loops: one call a loop, however many of them it has."""
+    loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for loop, future in sleepers:
+        loops.setdefault(loop, []).append(future)
+    for loop, futures in loops.items():
+        # A loop that is closed has nobody left to wake.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_end, futures)
 
 
-def _end(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def _end(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
 
 
 class Job:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from perdure.decode.grammar import Grammars
 from perdure.decode.group import Group
-from perdure.decode.job import Job, Outbox
+from perdure.decode.job import Job, Outbox, rouse
 from perdure.decode.placement import FreshPlaces, Place, Placement
 from perdure.decode.request import Request
 from perdure.decode.run import Run
@@ -336,8 +336,7 @@ class Scheduler:
 
     def _wake_readers(self) -> None:
         readers, self._readers = self._readers, []
-        for outbox in readers:
-            outbox.wake()
+        rouse([sleeper for outbox in readers for sleeper in outbox.wake()])
 
     def _recount(self, step: Sequence[_Piece]) -> None:
         """After a failed step: what a sequence lost is fed again from the script."""
