@@ -102,7 +102,7 @@ def test_the_checker_notices_a_checkpoint_that_is_not_written(
 
         monkeypatch.setattr(core, "write", forgetful)
     with pytest.raises((AssertionError, EngineError), match=r"warm is not cold|refused a checkpoint"):
-        bring_back(find_subject(name), False)
+        bring_back(find_subject(name), 290, False)
 
 
 @on("toy-full", "toy-hybrid", "llama")
