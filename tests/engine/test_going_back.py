@@ -115,6 +115,25 @@ def test_forks_go_their_own_ways(subject: Subject, shared: bool, swa_full: bool)
         go_on(subject, ctx, [], seq=0)
 
 
+def test_forks_of_a_long_sequence_all_have_room(subject: Subject) -> None:
+    """In one pool, the engine never gives up a cell of the window that two sequences share."""
+    if subject.kind is not MemoryKind.SLIDING:
+        pytest.skip("no window")
+    tokens = subject.tokens(250)
+    with opened(subject, n_ctx=330, n_batch=16, shared=True, swa_full=False) as ctx:
+        ctx.decode(tokens)
+        ctx.fork(0, 1)
+        ctx.fork(1, 2)
+        for seq in (2, 0, 1):
+            ctx.decode(subject.tokens(60, seq), seq)
+        for seq in (0, 2, 1):
+            tokens_now = [*tokens, *subject.tokens(60, seq), 65]
+            ctx.decode([65], seq)
+            assert ctx.tokens(seq) == tokens_now
+            warm = ctx.logits().copy()
+            check(warm, subject.cold([tokens_now], n_ctx=330, n_batch=16), subject.noise)
+
+
 def test_a_fork_can_be_saved_and_replaced_before_anything_is_decoded(subject: Subject) -> None:
     """The engine may put a copy off; what is read or written meanwhile must still be the copy."""
     tokens, other = subject.tokens(20), subject.tokens(11, 1)

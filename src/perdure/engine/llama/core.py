@@ -46,6 +46,8 @@ class LlamaCore:
         self._memory = self._lib.llama_get_memory(self._context)
         self._row = ctypes.c_float * self.n_vocab
         self._streams = not params.kv_unified and params.n_seq_max > 1
+        slides = self._lib.llama_model_n_swa(weights.handle) > 0 and not params.swa_full
+        self._sheds = slides and not self._streams
         self._n_streams = params.n_seq_max if self._streams else 1
         self._kind = kind
         self._layout: layout.Layout | None = None
@@ -85,6 +87,10 @@ class LlamaCore:
         self._lib.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
         if self._streams:
             self._settle(src, dst)
+        elif self._sheds and not self.write(dst, self.read(dst, partial=True), partial=True):
+            # The pool of a window gives up old cells, but never one that two sequences share: each needs
+            # a window of its own, or the pool fills up.
+            raise EngineError(f"the engine refused the window of sequence {src} for sequence {dst}")
 
     def _settle(self, src: int, dst: int) -> None:
         """Make the engine carry out a copy between streams now.
