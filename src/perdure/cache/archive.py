@@ -32,6 +32,7 @@ class Archive:
         self._context = context
         self._size = block_size
         self._row_bytes = self._rest_bytes = 0
+        self._captured = False
         self._identities: dict[bytes, Identity] = {}
 
     # Keeping.
@@ -86,6 +87,7 @@ class Archive:
     def _capture(self, seq: int) -> Capture:
         capture = self._context.capture(seq)
         self.whole = capture.rest is not None
+        self._captured = True
         self._row_bytes = 0 if capture.rows is None else capture.rows.row_bytes
         self._rest_bytes = 0 if capture.rest is None else capture.rest.nbytes
         return capture
@@ -134,7 +136,14 @@ class Archive:
 
     def find(self, tokens: Ids, namespace: str) -> Found:
         """The longest prefix of `tokens` that can be put back."""
-        return self._search(tokens, namespace, whole=self.whole)
+        found = self._search(tokens, namespace, whole=self.whole)
+        if not found.length and not self._captured and not self.whole and self.tiers.lower is not None:
+            # Whether this state can be cut by token shows when it is first captured, or here: by what an
+            # earlier process has kept of it.
+            self.whole = True
+            found = self._search(tokens, namespace, whole=True)
+            self.whole = found.length > 0
+        return found
 
     def shared(self, tokens: Ids, namespace: str) -> int:
         """How many of `tokens` are kept, whether or not a sequence could be put back to there."""
