@@ -191,15 +191,24 @@ class DiskTier:
             self._delete([*self._files(), *self._aside.glob("*")])
 
     def forget(self, blocks: Iterable[BlockId]) -> None:
-        """Let go of blocks that are damaged or gone. What follows them stays: they may be computed again."""
+        """Let go of blocks that are damaged or gone, and of those behind them that are so too.
+
+        Whole ones behind them stay: they are of use again once the gap is closed.
+        """
         self._check_writable()
         with self._changing:
-            for block in blocks:
-                path = self._path(block)
-                if self._read(path) is None:
-                    with self.index.writing():
-                        self.index.run("DELETE FROM block WHERE id = ?", block)
-                    self._quarantine(path)
+            suspects, gone = list(blocks), []
+            for name in suspects:
+                suspects += [entry.id for entry in self.children(name)]
+                if self._read(self._path(name)) is None:
+                    gone.append(name)
+            if not gone:
+                return
+            with self.index.writing():
+                for name in gone:
+                    self.index.run("DELETE FROM block WHERE id = ?", name)
+            for name in gone:
+                self._quarantine(self._path(name))
             self.nbytes = self._figure("sum(nbytes)")
 
     # Upkeep.

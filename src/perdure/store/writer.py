@@ -57,7 +57,8 @@ class WriteBehind:
         yield from (entry for entry in known if entry.id not in hidden)
 
     def get(self, block: BlockId) -> Block | None:
-        """The block, all of it verified. One that is damaged or gone is forgotten."""
+        """The block, all of it verified. One that is damaged or gone is forgotten, and the blocks behind it
+        are looked at."""
         with self._changed:
             waiting = self._pending.get(block)
         if waiting is not None:
@@ -73,9 +74,11 @@ class WriteBehind:
     def offer(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             known = self.entry(block.id)
-            if known is not None and known.has_rest >= block.has_rest:
-                continue
             with self._changed:
+                # While damage is being looked into, what is said to be there may be damaged too.
+                sure = isinstance(known, Block) or not self._damaged
+                if known is not None and known.has_rest + sure > block.has_rest:
+                    continue
                 before = self._pending.get(block.id)
                 more = block.nbytes - (before.nbytes if before is not None else 0)
                 if self._bytes + more > self._limit or self._closing:
