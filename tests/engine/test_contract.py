@@ -50,7 +50,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, ctx: Context, number: int) -> None:
 
 def rows_one_by_one(subject: Subject, tokens: list[int]) -> list[Row]:
     found = []
-    with subject.context(n_seq=1) as ctx:
+    with subject.context(fine=True, n_seq=1) as ctx:
         for token in tokens:
             ctx.decode([token])
             found.append(ctx.logits().copy())
@@ -63,21 +63,21 @@ def rows_one_by_one(subject: Subject, tokens: list[int]) -> list[Row]:
 @pytest.mark.parametrize("length", [1, N_BATCH - 1, N_BATCH, N_BATCH + 1, 3 * N_BATCH, 10 * N_BATCH])
 def test_b2_a_prompt_of_any_length_is_decoded_at_our_positions(subject: Subject, length: int) -> None:
     tokens = subject.tokens(length)
-    with subject.context() as ctx:
+    with subject.context(fine=True) as ctx:
         ctx.decode(tokens)
         assert holds(ctx, tokens, [], [])
         by_hand = [tokens[at : at + N_BATCH] for at in range(0, length, N_BATCH)]
-        check(ctx.logits().copy(), subject.cold(by_hand))
-        check(ctx.logits().copy(), rows_one_by_one(subject, tokens)[-1], subject.noise)
+        check(ctx.logits().copy(), subject.cold(by_hand, fine=True))
+        check(ctx.logits().copy(), rows_one_by_one(subject, tokens)[-1], subject.rounding.fine)
 
 
 def test_b2_a_prompt_in_pieces_is_the_same_prompt(subject: Subject) -> None:
     tokens = subject.tokens(40)
-    with subject.context() as ctx:
+    with subject.context(fine=True) as ctx:
         for at, end in [(0, 1), (1, 9), (9, 10), (10, 33), (33, 40)]:
             ctx.decode(tokens[at:end])
             assert holds(ctx, tokens[:end])
-        check(ctx.logits().copy(), subject.cold([tokens]), subject.noise)
+        check(ctx.logits().copy(), subject.cold([tokens], fine=True), subject.rounding.fine)
 
 
 @pytest.mark.parametrize("given", [tuple, np.array, lambda tokens: np.array(tokens, np.uint16)])
@@ -101,24 +101,24 @@ def test_the_same_tokens_at_the_same_shapes_give_the_same_bits(subject: Subject)
 
 def test_one_pool_of_cells_is_the_same_within_the_noise(subject: Subject) -> None:
     tokens = subject.tokens(30)
-    cold = subject.cold([tokens])
-    with subject.context(shared=True) as ctx:
+    cold = subject.cold([tokens], fine=True)
+    with subject.context(shared=True, fine=True) as ctx:
         for seq in (2, 0, 1):
             ctx.decode(tokens, seq)
-            check(ctx.logits().copy(), cold, subject.noise)
+            check(ctx.logits().copy(), cold, subject.rounding.fine)
         assert holds(ctx, tokens, tokens, tokens)
 
 
 def test_other_tokens_give_other_logits(subject: Subject) -> None:
     """What makes the bounds above mean something: one wrong token is far outside them."""
     tokens = subject.tokens(30)
-    cold = subject.cold([tokens])
+    cold = subject.cold([tokens], fine=True)
     for place in (0, 1, 15, 28, 29):
         with pytest.raises(AssertionError, match="warm is not cold"):
             check(
-                subject.cold([[*tokens[:place], 255 - tokens[place], *tokens[place + 1 :]]]),
+                subject.cold([[*tokens[:place], 255 - tokens[place], *tokens[place + 1 :]]], fine=True),
                 cold,
-                10 * subject.noise,
+                100 * subject.rounding.fine,
             )
 
 
@@ -128,32 +128,36 @@ def test_other_tokens_give_other_logits(subject: Subject) -> None:
 @pytest.mark.parametrize("length", [5, N_BATCH, 3 * N_BATCH + 2])
 def test_all_rows_are_those_of_decoding_one_by_one(subject: Subject, length: int) -> None:
     tokens = subject.tokens(length)
-    with subject.context() as ctx:
+    with subject.context(fine=True) as ctx:
         ctx.decode(tokens, rows="all")
         for index, row in enumerate(rows_one_by_one(subject, tokens)):
-            check(ctx.logits(index).copy(), row, subject.noise)
+            check(ctx.logits(index).copy(), row, subject.rounding.fine)
             assert ctx.logits(index - length) is ctx.logits(index)
 
 
 def test_more_rows_than_a_step_gives_still_all_arrive(subject: Subject) -> None:
-    with subject.context(n_batch=90) as ctx:
+    with subject.context(fine=True, n_batch=90) as ctx:
         limit = ctx.capabilities.max_outputs
         tokens = subject.tokens(limit + 10)
         ctx.decode(tokens, rows="all")
         for index in (0, limit - 1, limit, limit + 9):
-            check(ctx.logits(index).copy(), subject.cold([tokens[: index + 1]]), subject.rounding.tiled)
+            check(
+                ctx.logits(index).copy(),
+                subject.cold([tokens[: index + 1]], fine=True),
+                subject.rounding.fine,
+            )
 
 
 def test_rows_are_those_asked_for_also_in_earlier_steps(subject: Subject) -> None:
     tokens = subject.tokens(3 * N_BATCH)
-    with subject.context() as ctx:
+    with subject.context(fine=True) as ctx:
         ctx.decode(tokens, rows="all")
         every = [ctx.logits(index).copy() for index in range(len(tokens))]
         ctx.clear()
         ctx.decode(tokens, rows=[0, N_BATCH - 1, N_BATCH, -1])
         for index in (0, N_BATCH - 1, N_BATCH, len(tokens) - 1, -1):
             # How many rows a step gives is part of its shape.
-            check(ctx.logits(index).copy(), every[index], subject.noise)
+            check(ctx.logits(index).copy(), every[index], subject.rounding.fine)
         with pytest.raises(RowError, match=rf"row 1 of {len(tokens)}"):
             ctx.logits(1)
 
@@ -174,20 +178,20 @@ def test_no_rows_means_no_rows(subject: Subject) -> None:
 
 def test_a_step_serves_several_sequences_as_if_each_were_alone(subject: Subject) -> None:
     texts = [subject.tokens(12, seed) for seed in range(3)]
-    with subject.context() as ctx:
+    with subject.context(fine=True) as ctx:
         for at, end in [(0, 2), (2, 3), (3, 5)]:
             ctx.step([Feed(seq, texts[seq][at:end]) for seq in (2, 0, 1)])
         ctx.step([Feed(1, texts[1][5:11]), Feed(0, texts[0][5:6])])
         assert holds(ctx, texts[0][:6], texts[1][:11], texts[2][:5])
-        check(ctx.logits(seq=0).copy(), subject.cold([texts[0][:6]]), subject.noise)
-        check(ctx.logits(seq=1).copy(), subject.cold([texts[1][:11]]), subject.noise)
+        check(ctx.logits(seq=0).copy(), subject.cold([texts[0][:6]], fine=True), subject.rounding.fine)
+        check(ctx.logits(seq=1).copy(), subject.cold([texts[1][:11]], fine=True), subject.rounding.fine)
         ctx.decode(texts[2][5:], seq=2)
-        check(ctx.logits().copy(), subject.cold([texts[2]]), subject.noise)
+        check(ctx.logits().copy(), subject.cold([texts[2]], fine=True), subject.rounding.fine)
 
 
 def test_rows_of_a_step_are_named_by_sequence(subject: Subject) -> None:
     one, two = subject.tokens(3, 1), subject.tokens(4, 2)
-    with subject.context() as ctx:
+    with subject.context(fine=True) as ctx:
         ctx.step([Feed(1, two, rows="all"), Feed(0, one, rows=[0])])
         with pytest.raises(RowError, match=r"sequences \[0, 1\]; name one"):
             ctx.logits()
@@ -195,9 +199,13 @@ def test_rows_of_a_step_are_named_by_sequence(subject: Subject) -> None:
             ctx.logits(seq=2)
         with pytest.raises(RowError):
             ctx.logits(seq=0)
-        check(ctx.logits(0, seq=0).copy(), subject.cold([one[:1]]), subject.noise)
+        check(ctx.logits(0, seq=0).copy(), subject.cold([one[:1]], fine=True), subject.rounding.fine)
         for row in range(4):
-            check(ctx.logits(row, seq=1).copy(), subject.cold([two[: row + 1]]), subject.noise)
+            check(
+                ctx.logits(row, seq=1).copy(),
+                subject.cold([two[: row + 1]], fine=True),
+                subject.rounding.fine,
+            )
 
 
 def test_a_step_takes_each_sequence_once_and_no_more_than_a_batch(subject: Subject) -> None:
@@ -284,7 +292,7 @@ def test_b6_a_decode_stopped_at_any_step_leaves_the_state_before_it(
     subject: Subject, number: int, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, more = subject.tokens(20), subject.tokens(3 * N_BATCH + 1, 1)
-    with subject.context(shared=shared, swa_full=False) as ctx:
+    with subject.context(shared=shared, swa_full=False, fine=shared) as ctx:
         ctx.decode(text)
         with monkeypatch.context() as patch:
             stop_at(patch, ctx, number)
@@ -295,7 +303,8 @@ def test_b6_a_decode_stopped_at_any_step_leaves_the_state_before_it(
         with pytest.raises(RowError):
             ctx.logits()
         ctx.decode(more)
-        check(ctx.logits().copy(), subject.cold([text, more]), subject.noise if shared else 0.0)
+        cold = subject.cold([text, more], fine=shared)
+        check(ctx.logits().copy(), cold, subject.rounding.fine if shared else 0.0)
 
 
 def test_b6_a_decode_cut_into_steps_by_its_rows_is_undone_whole(
