@@ -16,7 +16,7 @@ from perdure import Job, PerdureError, Reply
 from perdure.engine.contract import Outcome
 from subjects import Row, Subject, check
 
-from .served import NARROW, PLENTY, Answer, Served
+from .served import EXPERTS, NARROW, PLENTY, Answer, Served
 
 N_CTX = 160
 LONGEST = N_CTX - 8
@@ -54,6 +54,8 @@ class RuntimeMachine(RuleBasedStateMachine):
     )
     def open(self, slots: int, budget: int, n_batch: int, shared: bool) -> None:
         self.budget = budget
+        if self.subject.name in EXPERTS:
+            n_batch, shared = NARROW, False
         self.longest = LONGEST + self.prefix
         self.served = Served(
             self.subject,

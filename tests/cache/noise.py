@@ -3,7 +3,7 @@
 For each model, over random texts: the largest KL between two fresh contexts that read the same tokens in
 other shapes (all at once, 64 at a time, 16, 3, one by one), every pair; the largest KL of a row that was
 drawn from after a random history of reuse, from a fresh context; and, for scale, the smallest KL that a
-single wrong token makes. The bounds of the tests stand in `subjects.py`.
+single wrong token makes. The bounds of the tests stand in `served.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zoo
 from subjects import Row, Subject, divergence, find
 
 from .machine import LONGEST, N_CTX
-from .served import Answer, Served
+from .served import BOUND, Answer, Served
 
 SHAPES = (N_CTX, 64, 16, 3, 1)
 
@@ -64,15 +64,16 @@ def reuse(subject: Subject, dice: np.random.Generator) -> float:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--trials", type=int, default=300)
+    options.add_argument("models", nargs="*", default=zoo.names())
     chosen = options.parse_args()
     print("| model | shapes | reuse | one wrong token | bound |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        for name in zoo.names():
+        for name in chosen.models:
             subject = find(name, lambda name: zoo.write(name, Path(folder)))
             dice = np.random.default_rng(5)
             found = [(*floor(subject, dice), reuse(subject, dice)) for _ in range(chosen.trials)]
             shapes, wrong, warm = zip(*found, strict=True)
-            cells = [max(shapes), max(warm), min(wrong), subject.rounding.tiled]
+            cells = [max(shapes), max(warm), min(wrong), BOUND[name]]
             print(f"| `{name}` | {' | '.join(f'{cell:.1e}' for cell in cells)} |", flush=True)
 
 

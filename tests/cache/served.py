@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure import Context, Job, LogitsView, Reply, Sampling
+from perdure import Context, Job, LogitsView, MemoryKind, Reply, Sampling
 from perdure.cache.book import Book
 from perdure.cache.working_set import WorkingSet
 from perdure.decode.request import Request
@@ -20,6 +20,18 @@ from subjects import Row, Subject, check
 
 BLOCK = 8
 SPACING = 16
+BOUND = {
+    "llama": 2.2e-4,
+    "qwen3": 2.1e-4,
+    "qwen3moe": 2e-2,
+    "deepseek2": 2e-2,
+    "gemma3": 2.3e-4,
+    "mamba": 1e-8,
+    "jamba": 2.1e-4,
+}
+"""The KL of a row from a fresh context's by rounding alone, at most, as measured: docs/exactness.md."""
+EXPERTS = ("qwen3moe", "deepseek2")
+"""Rounding can send a token to another expert, so that only equal shapes tell noise from error."""
 NARROW = 3
 """Steps of so few tokens are computed alike whatever their number: any history compares exactly."""
 PLENTY = 64 << 20
@@ -73,8 +85,12 @@ class Served:
         self.book = Book(
             self.places, tokenize=subject.model.tokenize, read=self._read, call=self.scheduler.call
         )
-        narrow = self.context.n_batch <= NARROW and not settings.get("shared")
-        self.bound = 0.0 if narrow else subject.rounding.tiled
+        # In a pool, and in a window that is not kept, other cells round otherwise.
+        elsewhere = settings.get("shared") or (
+            subject.kind is MemoryKind.SLIDING and not settings.get("swa_full", True)
+        )
+        narrow = self.context.n_batch <= NARROW and not elsewhere
+        self.bound = 0.0 if narrow or subject.toy else BOUND[subject.name]
         self.adapters: dict[Any, float] = {}
 
     # Asking.

@@ -18,6 +18,8 @@ from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.layout import Layout, discover
 from subjects import Subject, check
 
+from .served import BOUND
+
 LENGTH = 50
 OPENING = 8
 
@@ -226,7 +228,7 @@ def test_a_sequence_whose_cells_are_out_of_order_is_cut_by_token(rowed: Subject,
         assert sorted_rows is not None
         assert np.array_equal(sorted_rows.cut(0, len(tokens)), np.concatenate(pieces))
         ctx.decode([65], 2)
-        check(ctx.logits().copy(), rowed.cold([[*tokens, 65]]), rowed.noise)
+        check(ctx.logits().copy(), rowed.cold([[*tokens, 65]]), BOUND[rowed.name])
 
 
 @pytest.mark.parametrize("way", ["streams", "pool"])
@@ -246,7 +248,7 @@ def test_forks_and_cuts_leave_rows_that_can_be_put_back(rowed: Subject, way: str
         pieces = [capture.rows.cut(at, min(at + 8, len(held))) for at in range(0, len(held), 8)]
         ctx.assemble(held, pieces, capture.rest, 2)
         ctx.decode([65], 2)
-        bound = rowed.noise if way == "pool" else 0.0
+        bound = BOUND[rowed.name] if way == "pool" else 0.0
         check(ctx.logits().copy(), rowed.cold([[*held, 65]], n_batch=3), bound)
 
 
