@@ -211,6 +211,8 @@ class Scheduler:
         for step in self._plan():
             self._serve(step)
         self._collect()
+        if not self._active:
+            self._wake_readers()
 
     def _run_errands(self) -> None:
         with self._changed:
@@ -471,8 +473,12 @@ def _own_errors(*runs: Run) -> Iterator[None]:
 
 
 def _end_by(error: BaseException, *runs: Run) -> None:
-    # A processor that calls sys.exit() ends its request, not the engine thread.
-    cause = error if isinstance(error, Exception) else EngineError(f"a processor raised {error!r}")
+    # A processor that calls sys.exit() ends its request, not the engine thread; and what would mean
+    # something else where it is raised again is named instead.
+    if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
+        cause = error
+    else:
+        cause = InvalidInputError(f"a processor raised {error!r}")
     for run in runs:
         if not run.done:
             run.finish("error", error=cause)
