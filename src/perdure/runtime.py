@@ -168,13 +168,14 @@ class Runtime:
 
     def close(self) -> None:
         """End what is running as cancelled, and give everything back."""
+        # First, for it may refuse: a processor cannot close the runtime that waits for it.
+        self._scheduler.close()
         with ExitStack() as ending:
             if self._own_model:
                 ending.callback(self.model.close)
             if self._disk is not None:
                 ending.callback(self._disk.close)
             ending.callback(self._context.close)
-            self._scheduler.close()
             if self._disk is not None and not self._context.closed:
                 self._places.store_all()
 
