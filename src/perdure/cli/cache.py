@@ -60,8 +60,7 @@ def warm(
     from perdure.config import settings
     from perdure.runtime import Runtime
 
-    text = sys.stdin.read() if prompt in (None, "-") else prompt
-    assert text is not None
+    text = _piped() if prompt is None or prompt == "-" else prompt
     folder = store or settings().store
     with Runtime(load(model), n_ctx=ctx, slots=1, store=folder, own_model=True) as runtime:
         record = runtime.cache.warm(text, labels=labels or ())
@@ -79,6 +78,7 @@ def clear(
     everything: Annotated[bool, typer.Option("--all", help="Drop everything.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     store: Store = None,
+    as_json: Json = False,
 ) -> None:
     """Drop what is kept under a label, or everything."""
     from perdure.store.records import Records
@@ -91,20 +91,28 @@ def clear(
         before = disk.nbytes
         if everything:
             if not yes:
-                typer.confirm(f"Drop all {before} bytes of {disk.folder}?", abort=True)
-            count = len(records.all())
-            records.remove(records.all())
+                typer.confirm(f"Drop all {before} bytes of {disk.folder}?", abort=True, err=True)
+            every = records.all()
+            records.remove(every)
             disk.clear()
+            count = len(every)
         else:
             count = records.clear(labels or ())
-        typer.echo(f"dropped {count} records and {before - disk.nbytes} bytes")
+        freed = before - disk.nbytes
     finally:
         disk.close()
+    if as_json:
+        typer.echo(json.dumps({"records": count, "bytes": freed}))
+    else:
+        typer.echo(f"dropped {count} records and {freed} bytes")
 
 
 @app.command()
 def verify(store: Store = None, as_json: Json = False) -> None:
-    """Read everything that is kept, mend the index, and move damaged files aside."""
+    """Read everything that is kept, mend the index, and move damaged files aside.
+
+    The exit code is 1 if anything was wrong, and 0 when all is well.
+    """
     import dataclasses
 
     from rich.console import Console
@@ -112,7 +120,8 @@ def verify(store: Store = None, as_json: Json = False) -> None:
 
     disk = _open(store, readonly=False, rebuild=True)
     try:
-        with Progress(console=Console(stderr=True), transient=True) as bar:
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("Reading", total=None)
             found = disk.verify(lambda done, total: bar.update(task, completed=done, total=total))
     finally:
@@ -131,17 +140,25 @@ def verify(store: Store = None, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _folder(store: Path | None) -> Path:
-    from perdure.config import settings
+def _piped() -> str:
+    from perdure.errors import InvalidInputError
 
-    return store or settings().store
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        raise typer.BadParameter("give a text, or pipe one in", param_hint="PROMPT")
+    try:
+        text = sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"standard input is not UTF-8 text (byte {error.start})") from None
+    # The one newline that every pipe ends with is nobody's wish.
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _open(store: Path | None, *, readonly: bool, rebuild: bool = False) -> DiskTier:
+    from perdure.config import settings
     from perdure.errors import StoreError
     from perdure.store.disk import DiskTier
 
-    folder = _folder(store)
+    folder = store or settings().store
     if not (folder / "blocks").is_dir():
         raise StoreError(f"there is no store at {folder}: `perdure cache warm` makes one")
     return DiskTier(folder, budget=16 << 30, readonly=readonly, rebuild=rebuild)
@@ -158,13 +175,15 @@ def _plain(record: Record) -> dict[str, object]:
 
 def _table(facts: dict[str, object], records: list[Record]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
     for name, value in facts.items():
-        console.print(f"{name:<8} {value}", highlight=False, soft_wrap=True)
+        console.print(f"{name:<8} {value}", highlight=False, markup=False, soft_wrap=True)
     if records:
         table = Table("tokens", "kept", "labels")
         for record in records:
-            table.add_row(str(len(record.tokens)), str(record.kept), ", ".join(sorted(record.labels)))
+            labels = escape(", ".join(sorted(record.labels)))
+            table.add_row(str(len(record.tokens)), str(record.kept), labels)
         console.print(table)
