@@ -65,6 +65,8 @@ class Run:
         self.script = array("i", request.prompt)
         self.prompt_length = len(self.script)
         self.cached = 0
+        self.doubted = 0
+        """Up to here it is fed alone: a step of several has failed in these tokens."""
         self.report = ReuseReport(computed=len(self.script), why="not started")
         self.seq: int | None = None
         self.finish_reason: FinishReason | None = None

@@ -42,10 +42,11 @@ CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of a step: the next `count` tokens of a run."""
+    """A part of a step: the `count` tokens of a run that follow its first `start`."""
 
     group: Group
     run: Run
+    start: int
     count: int
 
 
@@ -262,14 +263,16 @@ class Scheduler:
         """The native steps of this round. Prompts take turns, a chunk each."""
         ready = [(group, run) for group in self._active for run in group.runs if run.seq is not None]
         ready = [(group, run) for group, run in ready if not run.done]
-        writers = [_Piece(group, run, 1) for group, run in ready if not run.reading]
+        doubted = [(group, run) for group, run in ready if run.cached < run.doubted]
+        ready = [(group, run) for group, run in ready if run.cached >= run.doubted]
+        writers = [_Piece(group, run, run.cached, 1) for group, run in ready if not run.reading]
         readers = [(group, run) for group, run in ready if run.reading]
         self._turn += 1
         if readers:
             first = self._turn % len(readers)
             readers = readers[first:] + readers[:first]
         if self._exact:
-            chunks = [_Piece(group, run, self._exact_count(run)) for group, run in readers[:1]]
+            chunks = [_Piece(group, run, run.cached, self._exact_count(run)) for group, run in readers[:1]]
             return [[piece] for piece in writers + chunks]
         context = self._context
         alone = not writers and len(readers) == 1
@@ -277,15 +280,23 @@ class Scheduler:
         rows = context.capabilities.max_outputs - len(writers)
         step = writers
         for group, run in readers:
-            count = min(run.remaining, budget, rows if run.scoring else budget)
-            if count <= 0 or rows <= 0:
+            if budget <= 0 or rows <= 0:
                 break
-            assert run.seq is not None
-            count = self._places.chunk(run.seq, run.cached, count, run.prompt_length)
-            step.append(_Piece(group, run, count))
-            budget -= count
-            rows -= count if run.scoring else 1
-        return [step] if step else []
+            piece = self._next(group, run, budget, rows)
+            step.append(piece)
+            budget -= piece.count
+            rows -= piece.count if run.scoring else 1
+        steps = [
+            [self._next(group, run, self._chunk, context.capabilities.max_outputs)] for group, run in doubted
+        ]
+        return [*steps, step] if step else steps
+
+    def _next(self, group: Group, run: Run, budget: int, rows: int) -> _Piece:
+        """The next tokens of a prompt, as many as fit a step that has room for `budget` and for `rows`."""
+        assert run.seq is not None
+        count = min(run.remaining, budget, rows if run.scoring else budget)
+        count = self._places.chunk(run.seq, run.cached, count, run.prompt_length)
+        return _Piece(group, run, run.cached, count)
 
     def _exact_count(self, run: Run) -> int:
         """Prompts are cut at multiples of the chunk, replies at every token, whoever else is there."""
@@ -296,19 +307,20 @@ class Scheduler:
         return end - run.cached
 
     def _serve(self, step: Sequence[_Piece]) -> None:
-        step = [piece for piece in step if not piece.run.done]
+        # Who lost state since the step was planned is planned for anew in the next round.
+        step = [piece for piece in step if not piece.run.done and piece.run.cached == piece.start]
         if not step:
             return
         try:
             self._decode(step)
         except DecodeCancelled:
-            self._recount(step)
+            self._recount()
         except PerdureError as error:
-            self._recount(step)
+            self._recount()
             if len(step) > 1:
-                # Somebody's tokens, or bad luck: each gets another go, alone.
+                # Somebody's tokens, or bad luck: each gets past this point alone, or ends.
                 for piece in step:
-                    self._serve([_Piece(piece.group, piece.run, min(piece.count, piece.run.remaining))])
+                    piece.run.doubted = piece.start + piece.count
             else:
                 step[0].group.fail(step[0].run, error)
         else:
@@ -340,12 +352,15 @@ class Scheduler:
         readers, self._readers = self._readers, []
         rouse([sleeper for outbox in readers for sleeper in outbox.wake()])
 
-    def _recount(self, step: Sequence[_Piece]) -> None:
-        """After a failed step: what a sequence lost is fed again from the script."""
-        for piece in step:
-            run = piece.run
-            assert run.seq is not None
-            run.cached = min(run.cached, self._context.length(run.seq))
+    def _recount(self) -> None:
+        """After a failure: what a sequence lost is fed again from the script.
+
+        A failed step can cost a sequence its state that was not even in it: a recurrent memory moves the
+        states of others about.
+        """
+        for run in (run for group in self._active for run in group.runs):
+            if run.seq is not None:
+                run.cached = min(run.cached, self._context.length(run.seq))
 
     def _draw(self, step: Sequence[_Piece]) -> None:
         """Draw for every run whose script is wholly fed, then start the further samples."""
