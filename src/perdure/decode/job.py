@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, TypeAlias
@@ -13,6 +15,8 @@ from perdure.decode.request import Delta, Reply
 
 Sleeper: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]"
 """A reader in an event loop, and what ends its wait."""
+
+_NAP = 0.2
 
 
 class Outbox:
@@ -68,6 +72,15 @@ def rouse(sleepers: Iterable[Sleeper]) -> None:
             loop.call_soon_threadsafe(_end, futures)
 
 
+def _waited(condition: threading.Condition, ready: Callable[[], Any], timeout: float | None = None) -> bool:
+    """Wait until `ready`, in short naps: Python may miss a Ctrl-C that comes just as a wait begins."""
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    while not condition.wait_for(ready, min(_NAP, end - time.monotonic())):
+        if time.monotonic() >= end:
+            return False
+    return True
+
+
 def _end(futures: list[asyncio.Future[None]]) -> None:
     for future in futures:
         if not future.done():
@@ -96,7 +109,7 @@ class Job:
     def replies(self, timeout: float | None = None) -> list[Reply]:
         """All samples, once all are finished."""
         with self._outbox.ended:
-            if not self._outbox.ended.wait_for(lambda: self._outbox.finished, timeout):
+            if not _waited(self._outbox.ended, lambda: self._outbox.finished, timeout):
                 raise TimeoutError(f"no reply within {timeout} seconds")
         return self._result()
 
@@ -115,7 +128,7 @@ class Job:
         box = self._outbox
         while True:
             with box.changed:
-                box.changed.wait_for(lambda: box.deltas or box.finished)
+                _waited(box.changed, lambda: box.deltas or box.finished)
                 if not box.deltas:
                     break
                 delta = box.deltas.popleft()
