@@ -1,90 +1,52 @@
-"""The runtime: a model, a context and a scheduler, opened and closed as one."""
+"""The runtime: everything that can be asked of one model."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from perdure.backend import Backend, LocalBackend
 from perdure.cache.book import Book
-from perdure.cache.working_set import WorkingSet
 from perdure.decode.grammar import Grammar
 from perdure.decode.job import Job
 from perdure.decode.request import Delta, Processor, Reply, Request
 from perdure.decode.sampling import Sampling
-from perdure.decode.scheduler import Scheduler
 from perdure.engine.contract import Model as ModelContract
+from perdure.engine.contract import Vocabulary
 from perdure.engine.llama.model import Model
 from perdure.errors import InvalidInputError
-from perdure.store.disk import DiskTier
-from perdure.store.records import Records
-from perdure.store.writer import WriteBehind
 
 
 class Runtime:
     """Many requests on one model. Safe from any thread and from asyncio; close it, or use `with`."""
 
-    def __init__(
-        self,
-        model: ModelContract,
-        *,
-        n_ctx: int = 4096,
-        slots: int = 4,
-        exact: bool = False,
-        queue: int = 256,
-        cache: int | None = None,
-        store: str | os.PathLike[str] | None = None,
-        store_bytes: int = 16 << 30,
-        own_model: bool = False,
-        **context: Any,
-    ) -> None:
-        self.model = model
-        self._own_model = own_model
-        self._disk: WriteBehind | None = None
-        budget = _bytes("cache", _default_budget() if cache is None else cache)
-        if store is not None and not budget:
-            raise InvalidInputError("a store needs a cache: leave cache out, or give it some bytes")
-        _bytes("store_bytes", store_bytes)
-        with ExitStack() as undo:
-            self._context = model.context(n_ctx=n_ctx, n_seq=slots, **context)
-            undo.callback(self._context.close)
-            if store is not None:
-                self._disk = WriteBehind(DiskTier(Path(store), budget=store_bytes))
-                undo.callback(self._disk.close)
-            self._places = places = WorkingSet(self._context, budget=budget, lower=self._disk)
-            self._scheduler = Scheduler(
-                model, self._context, exact=exact, queue=queue, placement=places if budget else None
-            )
-            undo.callback(self._scheduler.close)
-            self.cache = Book(
-                places,
-                tokenize=model.tokenize,
-                read=self._read_only,
-                call=self._scheduler.call,
-                keeper=Records(self._disk.disk, behind=self._disk) if self._disk else None,
-            )
-            undo.pop_all()
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    @property
+    def model(self) -> Vocabulary:
+        return self.backend.model
+
+    @property
+    def cache(self) -> Book:
+        return self.backend.cache
 
     @property
     def n_ctx(self) -> int:
         """What one request can hold."""
-        return self._context.n_ctx
+        return self.backend.n_ctx
 
     @property
     def slots(self) -> int:
         """How many requests are served at once."""
-        return self._context.n_seq
+        return self.backend.slots
 
     @property
     def load(self) -> tuple[int, int]:
         """Requests waiting, and being served."""
-        return self._scheduler.load
+        return self.backend.load
 
     def submit(
         self,
@@ -117,7 +79,7 @@ class Runtime:
         if len(given) > 1:
             raise InvalidInputError("give one of grammar, schema and regex")
         tokens = self.model.tokenize(prompt) if isinstance(prompt, str) else prompt
-        return self._scheduler.submit(
+        return self.backend.submit(
             Request(
                 prompt=tokens,
                 max_tokens=max_tokens,
@@ -162,22 +124,9 @@ class Runtime:
         """The log probabilities of a prompt's own tokens, and its perplexity."""
         return self.generate(prompt, prompt_logprobs=top, max_tokens=1, temperature=0)
 
-    def _read_only(self, tokens: NDArray[np.int32], namespace: str) -> None:
-        """Have a prompt computed, for its state alone. The token after it is drawn and dropped."""
-        self.generate([*tokens.tolist(), int(tokens[-1])], max_tokens=1, temperature=0, namespace=namespace)
-
     def close(self) -> None:
         """End what is running as cancelled, and give everything back."""
-        # First, for it may refuse: a processor cannot close the runtime that waits for it.
-        self._scheduler.close()
-        with ExitStack() as ending:
-            if self._own_model:
-                ending.callback(self.model.close)
-            if self._disk is not None:
-                ending.callback(self._disk.close)
-            ending.callback(self._context.close)
-            if self._disk is not None and not self._context.closed:
-                self._places.store_all()
+        self.backend.close()
 
     def __enter__(self) -> Runtime:
         return self
@@ -203,18 +152,6 @@ async def _adeltas(job: Job) -> AsyncIterator[Delta]:
         job.cancel()
 
 
-def _bytes(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidInputError(f"{name} is a number of bytes, 0 for none, got {value!r}")
-    return value
-
-
-def _default_budget() -> int:
-    """An eighth of this machine's memory, 2 GiB at most."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(2 << 30, physical // 8)
-
-
 def open(  # noqa: A001
     model: str | os.PathLike[str] | ModelContract | None = None,
     *,
@@ -238,8 +175,8 @@ def open(  # noqa: A001
     if model is None or isinstance(model, (str, os.PathLike)):
         loaded: ModelContract = Model(model)
         try:
-            return Runtime(loaded, own_model=True, **settings)
+            return Runtime(LocalBackend(loaded, own_model=True, **settings))
         except BaseException:
             loaded.close()
             raise
-    return Runtime(model, **settings)
+    return Runtime(LocalBackend(model, **settings))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
 
 from decode.observed import Clock, Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
+from inside import inside
 from perdure import BusyError, ContextOverflow, Delta, EngineError, Job, MemoryKind, Reply, Runtime
 from perdure.decode import scheduler as module
 from perdure.engine.contract import Outcome
@@ -63,7 +64,7 @@ class Life(RuleBasedStateMachine):
         self.rt = open_toy(
             self.kind, gate=self.gate, slots=slots, exact=self.exact, queue=QUEUE, cache=cache, n_batch=32
         )
-        self.rt._scheduler._chunk = CHUNK
+        inside(self.rt).scheduler._chunk = CHUNK
         self.faults = 0
         self.asked: list[Asked] = []
 
@@ -97,11 +98,14 @@ class Life(RuleBasedStateMachine):
     ) -> Asked:
         settings: dict[str, Any] = {"prompt": prompt, "n": n, "max_tokens": max_tokens, "stop": stop or None}
         asked = Asked(None, {**settings, **sampling, **extra})
+        refused: BusyError | None = None
         try:
             asked.job = self.rt.submit(**asked.settings, timeout=timeout)
-        except BusyError as busy:
+        except BusyError as error:
+            refused = error
+        if refused is not None:
             # Counted when it was refused: the engine goes on meanwhile.
-            assert busy.waiting >= busy.limit == QUEUE
+            assert refused.waiting >= refused.limit == QUEUE
             return asked
         asked.deadline = None if timeout is None else self.clock.now + timeout
         self.asked.append(asked)
@@ -210,7 +214,7 @@ def _content(reply: Reply) -> Any:
 def _waited_for(rt: Runtime) -> Iterator[None]:
     """Requests whose consumers vanished end within a step: an errand after that finds them gone."""
     while rt.load != (0, 0):
-        rt._scheduler.call(lambda: None)
+        inside(rt).scheduler.call(lambda: None)
     yield
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import perdure
+from inside import inside
 from perdure import Delta, Job, MemoryKind, Reply, Runtime
 from perdure.decode.placement import Place
 from perdure.decode.text import TextStream
@@ -73,7 +74,7 @@ def open_toy(
 
 
 def core(rt: Runtime) -> ToyCore:
-    found = rt._context._core
+    found = inside(rt).context._core
     assert isinstance(found, ToyCore)
     return found
 
@@ -144,7 +145,7 @@ def check_delivery(
 def check_idle(rt: Runtime) -> None:
     """Nobody is served, every sequence can be had again, and the ledger says what the engine holds."""
     assert rt.load == (0, 0)
-    places = rt._scheduler._places
+    places = inside(rt).scheduler._places
 
     def take_all() -> list[int]:
         taken: list[int] = []
@@ -158,14 +159,14 @@ def check_idle(rt: Runtime) -> None:
         return taken
 
     check_ledger(rt)
-    assert sorted(rt._scheduler.call(take_all)) == list(range(rt.slots))
+    assert sorted(inside(rt).scheduler.call(take_all)) == list(range(rt.slots))
 
 
 def check_ledger(rt: Runtime) -> None:
     """B6: what the ledger says is what the engine holds, on the toy engine cell by cell."""
-    native = rt._context._core
+    native = inside(rt).context._core
     for seq in range(rt.slots):
-        tokens = rt._context.tokens(seq)
+        tokens = inside(rt).context.tokens(seq)
         assert native.newest(seq) == len(tokens) - 1
         if isinstance(native, ToyCore) and (base := native._held[seq].base) is not None:
             assert [base._at[pos].token for pos in sorted(base._at)] == tokens

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 import perdure
 from decode.observed import check_delivery, check_idle, read
+from inside import inside
 from perdure import Job, LogitsView, Model, Reply, Runtime, models
 from perdure.decode.group import Group
 from perdure.decode.job import Outbox
@@ -322,7 +323,7 @@ def many_requests(model: Model, count: int, batch: int = 50) -> list[int]:
             del jobs, job, seen
             rt.generate("all before it are done or dropped", max_tokens=1)
             while rt.load != (0, 0):
-                rt._scheduler.call(lambda: None)
+                inside(rt).scheduler.call(lambda: None)
             check_idle(rt)
             assert living() == before
             memory.append(psutil.Process().memory_info().rss)

@@ -22,6 +22,7 @@ from decode.observed import (
     read,
     trouble,
 )
+from inside import inside
 from perdure import (
     BusyError,
     ClosedError,
@@ -222,7 +223,7 @@ def test_the_count_would_show_a_prompt_that_is_not_cut(monkeypatch: pytest.Monke
     """The checks above have teeth: a chunk as long as the prompt is seen."""
     steps, gate = Steps(monkeypatch), Turnstile()
     with open_toy(gate=gate, n_ctx=1024, n_batch=1024) as rt:
-        rt._scheduler._chunk = 1024
+        inside(rt).scheduler._chunk = 1024
         draws = serve_with_a_long_prompt(rt, steps, gate)
     assert max(steps.sizes[draws[0] : draws[-1]]) > 10 * CHUNK
 
@@ -412,7 +413,7 @@ def test_a_broken_loop_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) ->
         def broken(group: Any) -> None:
             raise RuntimeError("a defect")
 
-        monkeypatch.setattr(rt._scheduler, "_plan", broken)
+        monkeypatch.setattr(inside(rt).scheduler, "_plan", broken)
         gate.open()
         for job in jobs:
             seen = read(job)
@@ -420,7 +421,7 @@ def test_a_broken_loop_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) ->
             assert isinstance(seen.error, EngineError)
         with pytest.raises(ClosedError):
             rt.submit("more")
-        rt._scheduler._thread.join()
+        inside(rt).scheduler._thread.join()
     assert len(caught) == 1
 
 
@@ -527,7 +528,7 @@ def test_closing_from_many_threads_at_once_is_one_close() -> None:
     for thread in threads:
         thread.join()
     assert outcome(job)[0].finish_reason in ("cancelled", "length")
-    assert not rt._scheduler._thread.is_alive()
+    assert not inside(rt).scheduler._thread.is_alive()
 
 
 # Values that tell.

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 import perdure
 from cache.served import BOUND
+from inside import inside
 from perdure import LogitsView, Memory, MemoryKind, Model, Reply, Runtime
 from perdure.cache import working_set
 from perdure.cache.archive import Archive
@@ -84,11 +85,11 @@ class Desk:
 
     @property
     def tier(self) -> MemoryTier:
-        return self.rt._places.tier
+        return inside(self.rt).places.tier
 
     def raw(self, call: Callable[[], Any]) -> Any:
         """Something done in the engine thread, behind the runtime's back."""
-        return self.rt._scheduler.call(call)
+        return inside(self.rt).scheduler.call(call)
 
 
 def noise_of(kind: Kind) -> float:
@@ -205,7 +206,7 @@ def test_k4_a_sequence_holds_exactly_what_was_read_and_written(desk: Desk) -> No
         said = [*base, *desk.ask(base, max_tokens=5).tokens]
         for tokens in ([*said, 1, 2], [*base[:70], 3], prompt(90, 1), [*said, 4]):
             reply = desk.ask(tokens, max_tokens=3)
-            context = desk.rt._context
+            context = inside(desk.rt).context
             held = [context.tokens(seq) for seq in range(context.n_seq)]
             # The last token that is written is never fed.
             assert [*tokens, *reply.tokens[:-1]] in held
@@ -249,7 +250,7 @@ def test_k6_a_cleared_runtime_is_a_new_one(desk: Desk) -> None:
         patterns(desk)
         desk.rt.cache.warm(prompt(40), labels="a")
         desk.rt.cache.clear()
-        context = desk.rt._context
+        context = inside(desk.rt).context
         assert [context.tokens(seq) for seq in range(context.n_seq)] == [[], []]
         assert [positions(context, seq) for seq in range(context.n_seq)] == [0, 0]
         with Desk(desk.model, desk.settings, desk.noise) as new:
@@ -265,7 +266,7 @@ def test_k6_a_cleared_runtime_is_a_new_one(desk: Desk) -> None:
 
 def test_c5_low_level_calls_cannot_make_a_conversation_wrong(desk: Desk) -> None:
     with desk:
-        context = desk.rt._context
+        context = inside(desk.rt).context
 
         def overwrite(seq: int) -> None:
             context.clear(seq)
@@ -324,12 +325,12 @@ def test_c11_an_adapter_is_another_identity(llama: Model, zoo_path: Callable[[st
     with Desk(llama) as desk:
         plain = desk.ask(base, max_tokens=6)
         desk.rt.cache.warm(base)
-        desk.raw(lambda: desk.rt._context.adapt({adapter: 1.0}))
+        desk.raw(lambda: inside(desk.rt).context.adapt({adapter: 1.0}))
         adapted = desk.rt.generate(base, max_tokens=6, temperature=0, ignore_eos=True)
         assert adapted.reuse.reused == 0
         assert adapted.reuse.why == "the identity changed in its adapters"
         assert adapted.tokens != plain.tokens
-        desk.raw(lambda: desk.rt._context.adapt({}))
+        desk.raw(lambda: inside(desk.rt).context.adapt({}))
         assert desk.ask(base, max_tokens=6).tokens == plain.tokens
 
 

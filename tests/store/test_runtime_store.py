@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import perdure
 from perdure import MemoryKind
 from perdure.cache.working_set import WorkingSet
 from perdure.decode.request import Request
@@ -20,7 +21,6 @@ from perdure.errors import (
     StoreDamagedError,
     StoreLockedError,
 )
-from perdure.runtime import Runtime
 from perdure.store.disk import DiskTier
 from perdure.store.writer import WriteBehind
 from store import children
@@ -432,8 +432,8 @@ def test_a_runtime_that_cannot_open_keeps_no_lock(
 ) -> None:
     subject = find_subject("toy-full")
     with pytest.raises(InvalidInputError, match=said):
-        Runtime(subject.model, store=tmp_path, **{"n_ctx": 64, "slots": 1, **options})  # type: ignore[arg-type]
-    with Runtime(subject.model, store=tmp_path, n_ctx=64, slots=1):
+        perdure.open(subject.model, store=tmp_path, **{"n_ctx": 64, "slots": 1, **options})  # type: ignore[arg-type]
+    with perdure.open(subject.model, store=tmp_path, n_ctx=64, slots=1):
         pass
 
 
@@ -443,9 +443,9 @@ WRITE = """
 import sys
 from perdure.engine.toy import ToyModel
 from perdure.errors import StoreLockedError
-from perdure.runtime import Runtime
+import perdure
 try:
-    runtime = Runtime(ToyModel(), n_ctx=64, slots=1, store=sys.argv[1])
+    runtime = perdure.open(ToyModel(), n_ctx=64, slots=1, store=sys.argv[1])
 except StoreLockedError as error:
     print(error)
 else:
@@ -459,17 +459,17 @@ def test_a_second_process_is_told_who_writes_and_gets_in_when_the_first_is_gone(
     find_subject: Callable[[str], Subject], tmp_path: Path
 ) -> None:
     subject = find_subject("toy-full")
-    with Runtime(subject.model, store=tmp_path, n_ctx=64, slots=1) as runtime:
+    with perdure.open(subject.model, store=tmp_path, n_ctx=64, slots=1) as runtime:
         said = children.run(WRITE, tmp_path)
         assert str(tmp_path) in said
         assert "close that one, or open the store for reading" in said
         with pytest.raises(StoreLockedError):
-            Runtime(subject.model, store=tmp_path, n_ctx=64, slots=1)
+            perdure.open(subject.model, store=tmp_path, n_ctx=64, slots=1)
         runtime.cache.warm("from here", labels=["here"])
         with closing(DiskTier(tmp_path, budget=0, readonly=True)) as reader:
             assert len(reader) == 1
     assert children.run(WRITE, tmp_path) == "done\n"
-    with Runtime(subject.model, store=tmp_path, n_ctx=64, slots=1) as runtime:
+    with perdure.open(subject.model, store=tmp_path, n_ctx=64, slots=1) as runtime:
         assert {label for each in runtime.cache.records() for label in each.labels} == {"here", "elsewhere"}
 
 
@@ -478,10 +478,10 @@ def test_a_runtime_may_be_closed_twice_and_by_another_hand(
 ) -> None:
     import threading
 
-    runtime = Runtime(find_subject("toy-full").model, store=tmp_path, n_ctx=64, slots=1)
+    runtime = perdure.open(find_subject("toy-full").model, store=tmp_path, n_ctx=64, slots=1)
     thread = threading.Thread(target=runtime.close)
     thread.start()
     thread.join()
     runtime.close()
-    with Runtime(find_subject("toy-full").model, store=tmp_path, n_ctx=64, slots=1):
+    with perdure.open(find_subject("toy-full").model, store=tmp_path, n_ctx=64, slots=1):
         pass

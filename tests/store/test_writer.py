@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import perdure
 from perdure.cache.block import Block, BlockId
 from perdure.engine.toy import ToyModel
 from perdure.errors import StoreError, StoreFullError
@@ -256,7 +257,7 @@ PROMPT = "a prompt that is longer than a block of tokens, and then some more of 
 
 def runtime_on(disk: Callable[[Path], DiskTier], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setattr("perdure.runtime.DiskTier", lambda path, budget: disk(path))
-    return Runtime(ToyModel(), n_ctx=512, slots=1, store=folder)
+    return perdure.open(ToyModel(), n_ctx=512, slots=1, store=folder)
 
 
 def answer(runtime: Runtime, prompt: str = PROMPT) -> list[int]:
@@ -267,7 +268,7 @@ def answer(runtime: Runtime, prompt: str = PROMPT) -> list[int]:
 
 @pytest.fixture
 def cold() -> dict[str, list[int]]:
-    with Runtime(ToyModel(), n_ctx=512, slots=1, cache=0) as runtime:
+    with perdure.open(ToyModel(), n_ctx=512, slots=1, cache=0) as runtime:
         return {text: answer(runtime, text) for text in (PROMPT, "another")}
 
 
@@ -321,17 +322,17 @@ def test_warming_says_when_it_could_not_be_kept(
         # What is in memory by now is written all the same.
         assert runtime.cache.warm(PROMPT, labels=["a"]).kept == len(PROMPT)
     monkeypatch.undo()
-    with Runtime(ToyModel(), n_ctx=512, slots=1, store=tmp_path) as runtime:
+    with perdure.open(ToyModel(), n_ctx=512, slots=1, store=tmp_path) as runtime:
         assert [record.kept for record in runtime.cache.records(["a"])] == [len(PROMPT)]
 
 
 FULL = """
 import logging, resource, sys
 from perdure.engine.toy import ToyModel
-from perdure.runtime import Runtime
+import perdure
 logging.disable()
 prompt = sys.argv[2]
-with Runtime(ToyModel(), n_ctx=512, slots=1, store=sys.argv[1]) as runtime:
+with perdure.open(ToyModel(), n_ctx=512, slots=1, store=sys.argv[1]) as runtime:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
     for text in (prompt, "another", prompt, "another"):
         reply = runtime.generate(text, max_tokens=8, temperature=0, ignore_eos=True)
@@ -346,5 +347,5 @@ def test_c6_the_reply_comes_also_when_nothing_can_be_written_at_all(
     lines = children.run(FULL, tmp_path, PROMPT, limit).splitlines()
     expected = [" ".join(["length", *map(str, cold[text])]) for text in (PROMPT, "another")]
     assert lines == expected * 2
-    with Runtime(ToyModel(), n_ctx=512, slots=1, store=tmp_path) as runtime:
+    with perdure.open(ToyModel(), n_ctx=512, slots=1, store=tmp_path) as runtime:
         assert answer(runtime) == cold[PROMPT]

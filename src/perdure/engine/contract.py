@@ -166,8 +166,8 @@ class Core(Protocol):
     def close(self) -> None: ...
 
 
-class Model(Protocol):
-    """Weights and a vocabulary. It outlives its contexts, whatever the order of deletion."""
+class Vocabulary(Protocol):
+    """What a model says about text and about itself, without its weights."""
 
     @property
     def n_vocab(self) -> int: ...
@@ -183,6 +183,11 @@ class Model(Protocol):
     def piece(self, token: int, *, special: bool = False) -> bytes: ...
     def is_end(self, token: int) -> bool: ...
     def is_control(self, token: int) -> bool: ...
+
+
+class Model(Vocabulary, Protocol):
+    """Weights and a vocabulary. It outlives its contexts, whatever the order of deletion."""
+
     @property
     def context(self) -> Callable[..., Context]:
         """Opens a context; takes `n_ctx` and `n_seq`, and what else the engine knows."""

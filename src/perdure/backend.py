@@ -1,0 +1,140 @@
+"""The engine side of a runtime: a context, a scheduler and what is kept, opened and closed as one."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.cache.book import Book
+from perdure.cache.working_set import WorkingSet
+from perdure.decode.job import Job
+from perdure.decode.request import Request
+from perdure.decode.sampling import Sampling
+from perdure.decode.scheduler import Scheduler
+from perdure.engine.contract import Model, Vocabulary
+from perdure.errors import InvalidInputError
+from perdure.store.disk import DiskTier
+from perdure.store.records import Records
+from perdure.store.writer import WriteBehind
+
+
+class Backend(Protocol):
+    """Requests in, replies out, whichever process the engine is in. Safe from any thread."""
+
+    @property
+    def model(self) -> Vocabulary: ...
+    @property
+    def cache(self) -> Book: ...
+    @property
+    def n_ctx(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests waiting, and being served."""
+        ...
+
+    def submit(self, request: Request) -> Job: ...
+    def close(self) -> None: ...
+
+
+class LocalBackend:
+    """The engine in this process."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int = 4096,
+        slots: int = 4,
+        exact: bool = False,
+        queue: int = 256,
+        cache: int | None = None,
+        store: str | os.PathLike[str] | None = None,
+        store_bytes: int = 16 << 30,
+        own_model: bool = False,
+        **context: Any,
+    ) -> None:
+        self.model = model
+        self._own_model = own_model
+        self._disk: WriteBehind | None = None
+        budget = _bytes("cache", _default_budget() if cache is None else cache)
+        if store is not None and not budget:
+            raise InvalidInputError("a store needs a cache: leave cache out, or give it some bytes")
+        _bytes("store_bytes", store_bytes)
+        with ExitStack() as undo:
+            self.context = model.context(n_ctx=n_ctx, n_seq=slots, **context)
+            undo.callback(self.context.close)
+            if store is not None:
+                self._disk = WriteBehind(DiskTier(Path(store), budget=store_bytes))
+                undo.callback(self._disk.close)
+            self.places = places = WorkingSet(self.context, budget=budget, lower=self._disk)
+            self.scheduler = Scheduler(
+                model, self.context, exact=exact, queue=queue, placement=places if budget else None
+            )
+            undo.callback(self.scheduler.close)
+            self.cache = Book(
+                places,
+                tokenize=model.tokenize,
+                read=self._read_only,
+                call=self.scheduler.call,
+                keeper=Records(self._disk.disk, behind=self._disk) if self._disk else None,
+            )
+            undo.pop_all()
+
+    @property
+    def n_ctx(self) -> int:
+        return self.context.n_ctx
+
+    @property
+    def slots(self) -> int:
+        return self.context.n_seq
+
+    @property
+    def load(self) -> tuple[int, int]:
+        return self.scheduler.load
+
+    def submit(self, request: Request) -> Job:
+        return self.scheduler.submit(request)
+
+    def close(self) -> None:
+        """End what is running as cancelled, and give everything back."""
+        # First, for it may refuse: a processor cannot close the runtime that waits for it.
+        self.scheduler.close()
+        with ExitStack() as ending:
+            if self._own_model:
+                ending.callback(self.model.close)
+            if self._disk is not None:
+                ending.callback(self._disk.close)
+            ending.callback(self.context.close)
+            if self._disk is not None and not self.context.closed:
+                self.places.store_all()
+
+    def _read_only(self, tokens: NDArray[np.int32], namespace: str) -> None:
+        """Have a prompt computed, for its state alone. The token after it is drawn and dropped."""
+        # The last token is doubled: what is fed to draw from is not kept.
+        prompt = [*tokens.tolist(), int(tokens[-1])]
+        job = self.submit(
+            Request(prompt=prompt, max_tokens=1, sampling=Sampling(temperature=0), namespace=namespace)
+        )
+        try:
+            job.reply()
+        finally:
+            job.cancel()
+
+
+def _bytes(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidInputError(f"{name} is a number of bytes, 0 for none, got {value!r}")
+    return value
+
+
+def _default_budget() -> int:
+    """An eighth of this machine's memory, 2 GiB at most."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(2 << 30, physical // 8)
