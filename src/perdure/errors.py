@@ -16,6 +16,7 @@ PerdureError
 ├── EngineError              the engine failed
 │   ├── ModelLoadError           the engine refused the file
 │   ├── OutOfMemoryError         the engine could not get the memory it asked for
+│   ├── EngineDiedError          the engine's process ended (.signal, .code, .kept)
 │   └── DecodeError              a decode failed (.kept says what each sequence still holds)
 │       └── DecodeCancelled          … because somebody asked it to stop
 ├── StateError               saved state that cannot be used; nothing was changed
@@ -36,10 +37,15 @@ PerdureError
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 
 class PerdureError(Exception):
-    """The root of everything perdure raises on purpose."""
+    """The root of everything perdure raises on purpose. Any of them can be sent to another process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python would call the class with the message alone, which is too little for some of them.
+        return _revived, (type(self), self.args, self.__dict__)
 
 
 class InvalidInputError(PerdureError, ValueError):
@@ -117,6 +123,18 @@ class OutOfMemoryError(EngineError):
     """The engine could not get the memory it asked for."""
 
 
+class EngineDiedError(EngineError):
+    """The engine's process ended, by a signal or with an exit code. `kept` is the tokens that had come."""
+
+    def __init__(
+        self, message: str, *, signal: str | None = None, code: int | None = None, kept: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.signal = signal
+        self.code = code
+        self.kept = kept
+
+
 class DecodeError(EngineError):
     """A decode failed. `kept` maps the sequences that it touched to the tokens they still hold."""
 
@@ -192,3 +210,9 @@ class ModelFileError(ModelError):
 
 class FetchError(ModelError):
     """The download failed. What was fetched is kept for the next try."""
+
+
+def _revived(kind: type[PerdureError], args: tuple[Any, ...], state: dict[str, Any]) -> PerdureError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
