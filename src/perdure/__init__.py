@@ -1,7 +1,12 @@
 """perdure: a runtime for local language models whose sessions last."""
 
+from perdure.chat.job import ChatJob
+from perdure.chat.message import Message, Tool, ToolCall
+from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
+from perdure.chat.template import Template
 from perdure.decode.grammar import Grammar
 from perdure.decode.job import Job
+from perdure.decode.placement import Plan, ReuseReport
 from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
 from perdure.decode.sampling import Sampling
 from perdure.engine.context import Context, Feed
@@ -10,6 +15,7 @@ from perdure.engine.llama.model import Model
 from perdure.engine.logits import Candidate, LogitsView
 from perdure.engine.state import Checkpoint
 from perdure.errors import (
+    AmbiguousError,
     BusyError,
     CannotRewindError,
     ClosedError,
@@ -33,6 +39,10 @@ from perdure.errors import (
     RowError,
     SamplingError,
     SequenceError,
+    SessionBusyError,
+    SessionError,
+    SessionExistsError,
+    SessionNotFoundError,
     StaleViewError,
     StateError,
     StoreDamagedError,
@@ -41,18 +51,27 @@ from perdure.errors import (
     StoreLockedError,
     StoreReadOnlyError,
     StoreVersionError,
+    TemplateError,
     TokenError,
 )
 from perdure.identity import Identity
 from perdure.runtime import Runtime, open  # noqa: A004
+from perdure.sessions.memory import Memory as SessionMemory
+from perdure.sessions.session import Session
+from perdure.sessions.turn import Turn
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AmbiguousError",
     "BusyError",
+    "CallDelta",
     "Candidate",
     "CannotRewindError",
     "Capabilities",
+    "ChatDelta",
+    "ChatJob",
+    "ChatReply",
     "Checkpoint",
     "ClosedError",
     "Context",
@@ -74,6 +93,7 @@ __all__ = [
     "LogitsView",
     "Memory",
     "MemoryKind",
+    "Message",
     "Model",
     "ModelError",
     "ModelFileError",
@@ -82,12 +102,20 @@ __all__ = [
     "OutOfMemoryError",
     "PerdureError",
     "PinnedError",
+    "Plan",
     "Reply",
+    "ReuseReport",
     "RowError",
     "Runtime",
     "Sampling",
     "SamplingError",
     "SequenceError",
+    "Session",
+    "SessionBusyError",
+    "SessionError",
+    "SessionExistsError",
+    "SessionMemory",
+    "SessionNotFoundError",
     "StaleViewError",
     "StateError",
     "StoreDamagedError",
@@ -96,9 +124,14 @@ __all__ = [
     "StoreLockedError",
     "StoreReadOnlyError",
     "StoreVersionError",
+    "Template",
+    "TemplateError",
     "Timings",
     "TokenError",
     "TokenLogprob",
+    "Tool",
+    "ToolCall",
+    "Turn",
     "Usage",
     "__version__",
     "open",

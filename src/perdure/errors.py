@@ -6,7 +6,8 @@ PerdureError
 │   ├── SequenceError            a sequence number the context does not have
 │   ├── RowError                 a row of logits that the last step did not produce
 │   ├── SamplingError            a sampler setting out of its range
-│   └── GrammarError             a schema, regex or grammar that does not compile
+│   ├── GrammarError             a schema, regex or grammar that does not compile
+│   └── TemplateError            a chat template that is missing, broken, or refuses the messages
 ├── ContextOverflow          more tokens than fit (.needed, .fits)
 ├── CannotRewindError        this kind of memory cannot go back that far (.asked, .reachable)
 ├── StaleViewError           a view of a step that is over
@@ -28,6 +29,11 @@ PerdureError
 │   ├── StoreFullError           the disk, or the budget, has no room (.needed)
 │   ├── StoreVersionError        it was made by a newer perdure (.found, .known)
 │   └── StoreDamagedError        its index cannot be read; verify() rebuilds it
+├── SessionError             a session could not be used; nothing was changed
+│   ├── SessionNotFoundError     there is none of that name, or no such memory
+│   ├── SessionExistsError       there is one of that name already
+│   ├── SessionBusyError         it is answering another turn
+│   └── AmbiguousError           several would do; name one (.found)
 └── ModelError               a model could not be found or fetched
     ├── ModelNotFoundError       no such name or file
     ├── ModelFileError           the file is not a whole GGUF model
@@ -36,7 +42,7 @@ PerdureError
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -70,6 +76,10 @@ class SamplingError(InvalidInputError):
 
 class GrammarError(InvalidInputError):
     """A schema, regex or grammar that does not compile."""
+
+
+class TemplateError(InvalidInputError):
+    """A chat template that is missing, does not compile, refuses the messages, or asks for too much."""
 
 
 class ContextOverflow(PerdureError):
@@ -194,6 +204,30 @@ class StoreVersionError(StoreError):
 
 class StoreDamagedError(StoreError):
     """The index of the store cannot be read."""
+
+
+class SessionError(PerdureError):
+    """A session could not be used. Nothing was changed."""
+
+
+class SessionNotFoundError(SessionError):
+    """There is no session of that name, or no memory at that address."""
+
+
+class SessionExistsError(SessionError):
+    """There is a session of that name already."""
+
+
+class SessionBusyError(SessionError):
+    """The session is answering another turn."""
+
+
+class AmbiguousError(SessionError):
+    """Several would do: one must be named."""
+
+    def __init__(self, message: str, *, found: Sequence[str]) -> None:
+        super().__init__(message)
+        self.found = tuple(found)
 
 
 class ModelError(PerdureError):

@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 from perdure.backend import Backend, LocalBackend
 from perdure.cache.book import Book
-from perdure.decode.grammar import Grammar
+from perdure.chat.job import ChatJob
+from perdure.chat.message import Message
+from perdure.chat.reply import ChatDelta, ChatReply
+from perdure.chat.speaker import Speaker
+from perdure.chat.template import Template
 from perdure.decode.job import Job
-from perdure.decode.request import Delta, Processor, Reply, Request
-from perdure.decode.sampling import Sampling
+from perdure.decode.request import Delta, Reply, Request
 from perdure.engine.contract import Model as ModelContract
 from perdure.engine.contract import Vocabulary
 from perdure.engine.llama.model import Model
 from perdure.errors import InvalidInputError
+from perdure.sessions.memory import Memories
+from perdure.sessions.session import Session
+from perdure.sessions.sessions import Sessions
+from perdure.worker.care import Care
+from perdure.worker.remote import RemoteBackend
 
 
 class Runtime:
     """Many requests on one model. Safe from any thread and from asyncio; close it, or use `with`."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        store: str | os.PathLike[str] | None = None,
+        template: str | os.PathLike[str] | Template | None = None,
+    ) -> None:
         self.backend = backend
+        self._template = template
+        self._speaking = threading.Lock()
+        self._speaker: Speaker | None = None
+        self.sessions = Sessions(backend, lambda: self.speaker, Path(store) if store is not None else None)
 
     @property
     def model(self) -> Vocabulary:
@@ -48,53 +68,27 @@ class Runtime:
         """Requests waiting, and being served."""
         return self.backend.load
 
-    def submit(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        sampling: Sampling | None = None,
-        grammar: Grammar | None = None,
-        schema: Any = None,
-        regex: str | None = None,
-        n: int = 1,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        ignore_eos: bool = False,
-        processors: Sequence[Processor] = (),
-        namespace: str = "",
-        timeout: float | None = None,
-        **settings: Any,
-    ) -> Job:
-        """Queue a request and return at once. Further keywords are those of `Sampling`."""
-        if sampling is not None and settings:
-            raise InvalidInputError(f"give sampling or its fields, not both: {', '.join(settings)}")
-        unknown = [name for name in settings if name not in Sampling.__dataclass_fields__]
-        if unknown:
-            raise InvalidInputError(f"unknown settings: {', '.join(unknown)}")
-        given = [grammar] if grammar is not None else []
-        given += [Grammar.json_schema(schema)] if schema is not None else []
-        given += [Grammar.regex(regex)] if regex is not None else []
-        if len(given) > 1:
-            raise InvalidInputError("give one of grammar, schema and regex")
+    @property
+    def speaker(self) -> Speaker:
+        """How messages become tokens here. An error where the model has no template and none was chosen."""
+        with self._speaking:
+            if self._speaker is None:
+                self._speaker = Speaker.of(self.backend, self._template)
+            return self._speaker
+
+    @property
+    def memories(self) -> Memories:
+        return self.sessions.memories
+
+    def submit(self, prompt: str | Sequence[int], **request: Any) -> Job:
+        """Queue a request and return at once.
+
+        The keywords: `max_tokens`, `stop`, `schema`, `regex` or `grammar`, `n`, `logprobs`,
+        `prompt_logprobs`, `ignore_eos`, `processors`, `namespace`, `timeout`, and those of `Sampling`, or a
+        `sampling` as a whole.
+        """
         tokens = self.model.tokenize(prompt) if isinstance(prompt, str) else prompt
-        return self.backend.submit(
-            Request(
-                prompt=tokens,
-                max_tokens=max_tokens,
-                sampling=sampling or Sampling(**settings),
-                stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-                grammar=given[0] if given else None,
-                n=n,
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
-                ignore_eos=ignore_eos,
-                processors=tuple(processors),
-                namespace=namespace,
-                timeout=timeout,
-            )
-        )
+        return self.backend.submit(Request.of(tokens, **request))
 
     def generate(self, prompt: str | Sequence[int], **request: Any) -> Reply:
         """The reply to a prompt; the keywords are those of `submit`."""
@@ -120,6 +114,62 @@ class Runtime:
         """Like `stream`, for asyncio."""
         return _adeltas(self.submit(prompt, **request))
 
+    def submit_chat(self, messages: Sequence[Message | Mapping[str, Any]], **settings: Any) -> ChatJob:
+        """Queue a reply to messages and return at once.
+
+        The keywords are those of `submit` and: `tools`, `tool_choice`, `parallel_tool_calls`, `reasoning`
+        (show, hide or capture), `reasoning_budget`, `overflow` (error, drop_oldest or shift) and `variables`
+        for the template.
+        """
+        if settings.get("overflow") == "fold":
+            raise InvalidInputError("only a session can be folded: use rt.session(name), or drop_oldest")
+        return self.speaker.ask(messages, **settings)
+
+    def chat(self, messages: Sequence[Message | Mapping[str, Any]], **settings: Any) -> ChatReply:
+        """The reply to messages; the keywords are those of `submit_chat`."""
+        job = self.submit_chat(messages, **settings)
+        try:
+            return job.reply()
+        finally:
+            job.cancel()
+
+    def chat_stream(
+        self, messages: Sequence[Message | Mapping[str, Any]], **settings: Any
+    ) -> Iterator[ChatDelta]:
+        """The reply piece by piece. It is queued at once; leaving the loop early cancels the rest."""
+        return _deltas(self.submit_chat(messages, **settings))
+
+    async def achat(self, messages: Sequence[Message | Mapping[str, Any]], **settings: Any) -> ChatReply:
+        """Like `chat`, for asyncio."""
+        job = self.submit_chat(messages, **settings)
+        try:
+            return await job.areply()
+        finally:
+            job.cancel()
+
+    def achat_stream(
+        self, messages: Sequence[Message | Mapping[str, Any]], **settings: Any
+    ) -> AsyncIterator[ChatDelta]:
+        """Like `chat_stream`, for asyncio."""
+        return _adeltas(self.submit_chat(messages, **settings))
+
+    def session(
+        self,
+        name: str,
+        *,
+        system: str | None = None,
+        namespace: str = "",
+        create: bool = True,
+        **settings: Any,
+    ) -> Session:
+        """A conversation that lasts: the one of that name, or a new one.
+
+        Further keywords are settings for each of its turns, as for `submit_chat`.
+        """
+        return self.sessions.open(
+            name, system=system, namespace=namespace, create=create, settings=settings or None
+        )
+
     def score(self, prompt: str | Sequence[int], *, top: int = 0) -> Reply:
         """The log probabilities of a prompt's own tokens, and its perplexity."""
         return self.generate(prompt, prompt_logprobs=top, max_tokens=1, temperature=0)
@@ -127,6 +177,7 @@ class Runtime:
     def close(self) -> None:
         """End what is running as cancelled, and give everything back."""
         self.backend.close()
+        self.sessions.close()
 
     def __enter__(self) -> Runtime:
         return self
@@ -137,14 +188,22 @@ class Runtime:
         self.close()
 
 
-def _deltas(job: Job) -> Iterator[Delta]:
+@overload
+def _deltas(job: Job) -> Iterator[Delta]: ...
+@overload
+def _deltas(job: ChatJob) -> Iterator[ChatDelta]: ...
+def _deltas(job: Job | ChatJob) -> Iterator[Any]:
     try:
         yield from job
     finally:
         job.cancel()
 
 
-async def _adeltas(job: Job) -> AsyncIterator[Delta]:
+@overload
+def _adeltas(job: Job) -> AsyncIterator[Delta]: ...
+@overload
+def _adeltas(job: ChatJob) -> AsyncIterator[ChatDelta]: ...
+async def _adeltas(job: Job | ChatJob) -> AsyncIterator[Any]:
     try:
         async for delta in job:
             yield delta
@@ -161,22 +220,41 @@ def open(  # noqa: A001
     queue: int = 256,
     cache: int | None = None,
     store: str | os.PathLike[str] | None = None,
+    template: str | os.PathLike[str] | Template | None = None,
+    isolated: bool | Care = False,
     **context: Any,
 ) -> Runtime:
     """A runtime on a model: a file, a name, a loaded model, or the default one.
 
     `n_ctx` is what one request can hold, `slots` how many are served at once; up to `queue` more wait.
     `cache` is how many bytes of state are kept between requests, 0 for none; `store` is a folder where that
-    state outlives the process. With `exact`, a reply does not depend in the last bit on who else is served.
-    Further keywords are those of `Model.context`.
+    state, and every session, outlives the process. `template` is a chat template to use instead of the
+    model's own: a name or a file. With `exact`, a reply does not depend in the last bit on who else is
+    served.
+    With `isolated`, the engine is in a process of its own that may die and is started again; a `Care` says
+    how it is looked after. Further keywords are those of `Model.context`.
     """
     settings: dict[str, Any] = {"n_ctx": n_ctx, "slots": slots, "exact": exact, "queue": queue}
     settings |= {"cache": cache, "store": store, **context}
-    if model is None or isinstance(model, (str, os.PathLike)):
-        loaded: ModelContract = Model(model)
+    if isolated:
+        if model is not None and not isinstance(model, (str, os.PathLike)):
+            raise InvalidInputError(
+                "a loaded model cannot move to another process; give its file or its name"
+            )
+        backend: Backend = RemoteBackend(
+            model, care=isolated if isinstance(isolated, Care) else None, **settings
+        )
+    elif model is None or isinstance(model, (str, os.PathLike)):
+        loaded = Model(model)
         try:
-            return Runtime(LocalBackend(loaded, own_model=True, **settings))
+            backend = LocalBackend(loaded, own_model=True, **settings)
         except BaseException:
             loaded.close()
             raise
-    return Runtime(LocalBackend(model, **settings))
+    else:
+        backend = LocalBackend(model, **settings)
+    try:
+        return Runtime(backend, store=store, template=template)
+    except BaseException:
+        backend.close()
+        raise

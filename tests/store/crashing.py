@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import perdure
 from perdure.cache.block import Block, BlockId
 from perdure.cache.book import Record
 from perdure.engine.toy import ToyModel
 from perdure.memory import MemoryKind
-from perdure.runtime import Runtime
 from perdure.store import disk as disk_module
 from perdure.store.disk import DiskTier
 from perdure.store.index import APPLICATION, MIGRATIONS
@@ -318,7 +318,7 @@ PROMPT, CONTINUED = "a prefix that is kept " * 9, "a prefix that is kept " * 9 +
 
 
 def cold(kind: MemoryKind) -> list[int]:
-    with Runtime(ToyModel(kind), n_ctx=512, slots=2) as runtime:
+    with perdure.open(ToyModel(kind), n_ctx=512, slots=2) as runtime:
         return list(runtime.generate(CONTINUED, max_tokens=6, temperature=0, ignore_eos=True).tokens)
 
 
@@ -327,7 +327,7 @@ def life(kind: MemoryKind) -> Scenario:
         pass
 
     def act(folder: Path, ack: Ack) -> None:
-        runtime = Runtime(ToyModel(kind), n_ctx=512, slots=2, store=folder)
+        runtime = perdure.open(ToyModel(kind), n_ctx=512, slots=2, store=folder)
         ack("opened")
         runtime.cache.warm(PROMPT, labels=["kept"])
         ack("warm")
@@ -340,7 +340,7 @@ def life(kind: MemoryKind) -> Scenario:
     def check(folder: Path, acks: set[str]) -> None:
         with opened(folder) as disk:
             assert disk.verify().sound
-        with Runtime(ToyModel(kind), n_ctx=512, slots=2, store=folder) as runtime:
+        with perdure.open(ToyModel(kind), n_ctx=512, slots=2, store=folder) as runtime:
             reply = runtime.generate(CONTINUED, max_tokens=6, temperature=0, ignore_eos=True)
             assert list(reply.tokens) == expected
             if "warm" in acks:

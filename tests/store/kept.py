@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure import LogitsView, Reply
-from perdure.runtime import Runtime
+import perdure
+from inside import inside
+from perdure import LogitsView, Reply, Runtime
 from subjects import Row, Subject, check
 
 NARROW = 3
@@ -68,8 +69,9 @@ class Kept:
 
     def flush(self) -> None:
         """Wait for what is being written behind the replies."""
-        assert self.runtime._disk is not None
-        self.runtime._disk.flush()
+        disk = inside(self.runtime)._disk
+        assert disk is not None
+        disk.flush()
 
     def _cold(self, prompt: Sequence[int], written: Sequence[int]) -> list[Row]:
         key = (self.subject.name, *sorted(map(str, self._settings.items())), *prompt, 0, *written)
@@ -91,5 +93,5 @@ _COLD: dict[tuple[object, ...], list[Row]] = {}
 def kept(subject: Subject, folder: Path, **options: Any) -> Iterator[Kept]:
     own = {name: options.pop(name) for name in ("slots", "cache", "store_bytes") if name in options}
     settings = {**SETTINGS, **options}
-    with Runtime(subject.model, store=folder, **{"slots": 2, **own}, **settings) as runtime:
+    with perdure.open(subject.model, store=folder, **{"slots": 2, **own}, **settings) as runtime:
         yield Kept(subject, runtime, settings)

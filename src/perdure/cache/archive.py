@@ -13,6 +13,7 @@ from perdure.cache.prefix import Entry, Found, Tiers, common
 from perdure.engine.context import Context
 from perdure.engine.contract import Capture, MemoryKind
 from perdure.engine.state import Checkpoint
+from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.identity import Identity
 
 Ids = NDArray[np.int32]
@@ -172,6 +173,35 @@ class Archive:
             if identity != here and any(common(entry.tokens, tokens) for entry in following):
                 return here.difference(identity)
         return None
+
+    # Moving elsewhere.
+
+    def pack(self, tokens: Ids, namespace: str) -> list[Block]:
+        """The blocks that hold `tokens`, all of them verified."""
+        found = self.find(tokens, namespace)
+        return list(self.tiers.load(found, whole=self.whole).blocks)
+
+    def unpack(self, identity: Identity, blocks: Sequence[Block], namespace: str) -> int:
+        """Take in blocks of another archive, under names of this one. How many tokens, from the first on."""
+        here = self._context.identity
+        if (field := here.difference(identity)) is not None:
+            raise IncompatibleStateError(
+                f"this state belongs to another {field}; its tokens can be computed anew", field=field
+            )
+        self.whole = any(block.rest is not None for block in blocks)
+        parent, end, taken = self.root(namespace), 0, []
+        for block in blocks:
+            block.verify()
+            if block.start != end or (block is not blocks[-1] and len(block.tokens) != self._size):
+                raise CorruptStateError(f"blocks of a state do not follow each other at token {end}")
+            made = Block.make(parent, end, block.tokens, block.rows, block.rest)
+            if not self.tiers.memory.put(made) and self.tiers.lower is None:
+                break
+            taken.append(made)
+            parent, end = made.id, made.end
+        if self.tiers.lower is not None:
+            self.tiers.lower.offer(taken)
+        return end
 
     # Forgetting.
 

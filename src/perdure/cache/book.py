@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import BlockId
+from perdure.cache.block import Block, BlockId
 from perdure.cache.working_set import WorkingSet
+from perdure.decode.placement import Plan, ReuseReport
 from perdure.errors import TokenError
+from perdure.identity import Identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,10 @@ class CacheStats:
 
 class Keeper(Protocol):
     """Where records outlive the process."""
+
+    def flush(self) -> None:
+        """Return when all that was offered is on the disk; raise where it could not be put there."""
+        ...
 
     def all(self) -> list[Record]: ...
     def put(self, record: Record) -> None:
@@ -105,6 +111,38 @@ class Book:
         wanted = None if labels is None else _names(labels)
         with self._keeping:
             return self._call(lambda: self._clear(wanted))  # type: ignore[no-any-return]
+
+    def plan(self, tokens: Iterable[int], *, namespace: str = "") -> Plan:
+        """What bringing back the state of `tokens` would take. Nothing is moved."""
+        ids = _token_ids(tokens)
+        return self._call(lambda: self._places.plan(ids, namespace))  # type: ignore[no-any-return]
+
+    def wake(self, tokens: Iterable[int], *, namespace: str = "") -> ReuseReport:
+        """Bring back the state of `tokens`, as far as it is kept; the next request computes the rest."""
+        ids = _token_ids(tokens)
+        return self._call(lambda: self._places.wake(ids, namespace))  # type: ignore[no-any-return]
+
+    def sleep(self, tokens: Iterable[int], *, namespace: str = "") -> None:
+        """Put the state of `tokens` where it outlives the process, and let go of its memory."""
+        ids = _token_ids(tokens)
+        self._call(lambda: self._places.rest(ids, namespace))
+        if self._keeper is not None:
+            self._keeper.flush()
+            self._call(lambda: self._places.let_go(ids, namespace))
+
+    def save(self, tokens: Iterable[int], *, namespace: str = "") -> None:
+        """Have the state of `tokens` written behind whatever happens next."""
+        ids = _token_ids(tokens)
+        self._call(lambda: self._places.store(ids, namespace))
+
+    def pack(self, tokens: Iterable[int], *, namespace: str = "") -> tuple[Identity, list[Block]]:
+        """The state of a prefix as blocks that can be taken elsewhere, and under which identity it holds."""
+        ids = _token_ids(tokens)
+        return self._call(lambda: self._places.pack(ids, namespace))  # type: ignore[no-any-return]
+
+    def unpack(self, identity: Identity, blocks: Sequence[Block], *, namespace: str = "") -> int:
+        """Take in state that was packed elsewhere, if it fits here. How many tokens of it."""
+        return self._call(lambda: self._places.unpack(identity, blocks, namespace))  # type: ignore[no-any-return]
 
     def stats(self) -> CacheStats:
         return self._call(self._stats)  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -13,11 +13,12 @@ from perdure.cache.archive import Archive
 from perdure.cache.block import BLOCK, Block, BlockId
 from perdure.cache.prefix import Found, LowerTier, Match, Tiers, common
 from perdure.cache.tier import MemoryTier
-from perdure.decode.placement import LATER, Later, Place, ReuseReport
+from perdure.decode.placement import LATER, Later, Place, Plan, ReuseReport
 from perdure.engine.context import Context
 from perdure.engine.contract import MemoryKind
 from perdure.engine.state import Checkpoint
 from perdure.errors import EngineError, PerdureError
+from perdure.identity import Identity
 
 Ids = NDArray[np.int32]
 
@@ -99,9 +100,7 @@ class WorkingSet:
         if not idle:
             return None
         wanted = tokens if reuse else tokens[:0]
-        found = self._archive.find(wanted, namespace)
-        options = list(self._options(idle, tokens, wanted, namespace, found))
-        best = min(options, key=lambda option: (option.cost, option.slot.used, option.slot.seq))
+        best, options = self._choose(idle, tokens, wanted, namespace)
         # What a busy sequence has so far does not count: the rest of it is worth waiting for too.
         sure = max(option.length for option in options if not _is_busy(option.source))
         if self._soon(wanted, namespace) - sure >= _WORTH_WAITING:
@@ -116,7 +115,7 @@ class WorkingSet:
         slot.busy, slot.used, slot.script, slot.namespace = True, self._clock, tokens, namespace
         if reused:
             with suppress(EngineError):
-                self.reached(slot.seq, reused, len(tokens) + 1)
+                self.reached(slot.seq, reused, {len(tokens)})
         why = "reuse was not wanted"
         if reuse:
             why = trouble or self._why_not_more(tokens, namespace, reused, reach, shared)
@@ -134,16 +133,16 @@ class WorkingSet:
         if slot.forget:
             self._empty(slot)
 
-    def chunk(self, seq: int, cached: int, count: int, prompt: int) -> int:
+    def chunk(self, seq: int, cached: int, count: int, returns: Collection[int]) -> int:
         """Where a memory cannot be cut, steps end at the places that are worth coming back to."""
         if self._cuts:
             return count
-        stops = [(cached // self._spacing + 1) * self._spacing, prompt - 1, prompt]
+        stops = [(cached // self._spacing + 1) * self._spacing, *returns]
         return min([count, *(stop - cached for stop in stops if stop > cached)])
 
-    def reached(self, seq: int, length: int, prompt: int) -> None:
+    def reached(self, seq: int, length: int, returns: Collection[int]) -> None:
         """A step ended at `length`: keep a checkpoint if it is such a place."""
-        if self._cuts or (length % self._spacing and length != prompt - 1):
+        if self._cuts or (length % self._spacing and length not in returns):
             return
         slot = self._slots[seq]
         points = self._points(slot)
@@ -155,11 +154,75 @@ class WorkingSet:
 
     # For whoever asks about, or clears, what is kept.
 
+    def plan(self, tokens: Ids, namespace: str) -> Plan:
+        """Where the state of `tokens` would come from, if it were wanted now."""
+        idle = [slot for slot in self._slots if not slot.busy] or self._slots
+        best, _ = self._choose(idle, tokens, tokens, namespace)
+        if not isinstance(best.source, Found):
+            tiers = {"slot": best.length} if best.length else {}
+            return Plan(tiers=tiers, blocks=0, nbytes=0, computed=len(tokens) - best.length)
+        tiers, found = {}, best.source
+        for entry in found.entries:
+            tier = (
+                self.tier.name if entry.id in self.tier or self.tiers.lower is None else self.tiers.lower.name
+            )
+            count = found.keep if entry is found.entries[-1] else len(entry.tokens)
+            tiers[tier] = tiers.get(tier, 0) + count
+        return Plan(
+            tiers=tiers,
+            blocks=len(found.entries),
+            nbytes=sum(entry.nbytes for entry in found.entries),
+            computed=len(tokens) - found.length,
+        )
+
+    def wake(self, tokens: Ids, namespace: str) -> ReuseReport:
+        """Bring the state of `tokens` into a sequence, as far as it is kept. The rest is computed when it
+        is next asked for."""
+        counts = dict(self.reused), self.computed
+        place = self.acquire(tokens, namespace=namespace)
+        self.reused, self.computed = counts
+        if not isinstance(place, Place):
+            why = "all sequences are busy: it comes with the next request"
+            return ReuseReport(computed=len(tokens), why=why)
+        self.release(place.seq)
+        return ReuseReport(
+            tiers=place.report.tiers, computed=len(tokens) - place.cached, why=place.report.why
+        )
+
+    def rest(self, tokens: Ids, namespace: str) -> None:
+        """Put the state of `tokens` into the tiers and let go of its sequence."""
+        for slot in self._slots:
+            if not slot.busy and self._serves(slot, tokens, namespace):
+                self._stash(slot)
+                self._empty(slot)
+
+    def pack(self, tokens: Ids, namespace: str) -> tuple[Identity, list[Block]]:
+        """The blocks of a prefix, as far as it is kept, and the identity under which they hold."""
+        self.store(tokens, namespace)
+        return self._context.identity, self._archive.pack(tokens, namespace)
+
+    def unpack(self, identity: Identity, blocks: Sequence[Block], namespace: str) -> int:
+        """Take in blocks that were packed elsewhere; how many tokens they hold."""
+        return self._archive.unpack(identity, blocks, namespace)
+
+    def let_go(self, tokens: Ids, namespace: str) -> None:
+        """Drop from memory what the lower tier has of `tokens` and nothing else in memory goes on from."""
+        lower = self.tiers.lower
+        if lower is None:
+            return
+        for entry in reversed(self._archive.find(tokens, namespace).entries):
+            if (
+                entry.id in self.tier
+                and not self.tier.children(entry.id)
+                and lower.entry(entry.id) is not None
+            ):
+                self.tier.drop(entry.id)
+
     def store(self, tokens: Ids, namespace: str) -> tuple[int, BlockId]:
         """Put the state of `tokens`, if a sequence holds it, into the tiers. How many are kept, and where
         their chain starts."""
         for slot in self._slots:
-            if self._leads(slot, tokens, namespace):
+            if self._serves(slot, tokens, namespace):
                 self._stash(slot)
         found = self._archive.find(tokens, namespace)
         if self.tiers.lower is not None:
@@ -190,6 +253,13 @@ class WorkingSet:
                 slot.forget = True
             else:
                 self._empty(slot)
+
+    def _serves(self, slot: _Slot, tokens: Ids, namespace: str) -> bool:
+        """Whether `slot` holds nothing but a beginning of `tokens`, or goes on from them."""
+        if slot.namespace != namespace:
+            return False
+        shared = self._context.common_prefix(tokens, slot.seq)
+        return shared > 0 and shared in (len(tokens), self._context.length(slot.seq))
 
     def _leads(self, slot: _Slot, tokens: Ids, namespace: str) -> bool:
         return slot.namespace == namespace and self._context.common_prefix(tokens, slot.seq) == len(tokens)
@@ -225,6 +295,14 @@ class WorkingSet:
             slot.checkpoints = slot.checkpoints[::-1][::2][::-1] if len(slot.checkpoints) > 1 else []
 
     # Choosing.
+
+    def _choose(
+        self, idle: list[_Slot], tokens: Ids, wanted: Ids, namespace: str
+    ) -> tuple[_Option, list[_Option]]:
+        """The best way to serve a prompt, and all there are."""
+        found = self._archive.find(wanted, namespace)
+        options = list(self._options(idle, tokens, wanted, namespace, found))
+        return min(options, key=lambda option: (option.cost, option.slot.used, option.slot.seq)), options
 
     def _options(
         self, idle: list[_Slot], tokens: Ids, wanted: Ids, namespace: str, found: Found

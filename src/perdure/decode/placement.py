@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, TypeAlias
 
@@ -24,6 +24,20 @@ class ReuseReport:
     @property
     def reused(self) -> int:
         return sum(self.tiers.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What bringing back the state of a prompt would take: tokens by tier, what is read, what is computed."""
+
+    tiers: Mapping[str, int]
+    blocks: int
+    nbytes: int
+    computed: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.tiers.values()) + self.computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +69,12 @@ class Placement(Protocol):
 
     def release(self, seq: int) -> None: ...
 
-    def chunk(self, seq: int, cached: int, count: int, prompt: int) -> int:
-        """How many of the next `count` tokens one step may take."""
+    def chunk(self, seq: int, cached: int, count: int, returns: Collection[int]) -> int:
+        """How many of the next `count` tokens one step may take; `returns` are lengths to come back to."""
         ...
 
-    def reached(self, seq: int, length: int, prompt: int) -> None:
-        """A step has brought `seq` to `length` tokens, of which `prompt` are the prompt."""
+    def reached(self, seq: int, length: int, returns: Collection[int]) -> None:
+        """A step has brought `seq` to `length` tokens of its prompt."""
         ...
 
 
@@ -85,8 +99,8 @@ class FreshPlaces:
     def release(self, seq: int) -> None:
         self._free.append(seq)
 
-    def chunk(self, seq: int, cached: int, count: int, prompt: int) -> int:
+    def chunk(self, seq: int, cached: int, count: int, returns: Collection[int]) -> int:
         return count
 
-    def reached(self, seq: int, length: int, prompt: int) -> None:
+    def reached(self, seq: int, length: int, returns: Collection[int]) -> None:
         pass

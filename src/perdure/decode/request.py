@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,10 @@ class Request:
     processors: Sequence[Processor] = ()
     namespace: str = ""
     """Whose prompt it is: kept state is never shared between namespaces."""
+    keep_at: Sequence[int] = ()
+    """Lengths of the prompt that a later one is likely to go on from: their state is kept too."""
+    shown: frozenset[int] = frozenset()
+    """Control tokens whose text belongs to the reply; that of others is dropped."""
     timeout: float | None = None
     """Seconds from submission after which the request ends, wherever it is."""
 
@@ -65,7 +69,42 @@ class Request:
             raise InvalidInputError(f"grammar is a Grammar, got {type(self.grammar).__name__}")
         if not all(callable(processor) for processor in self.processors):
             raise InvalidInputError("processors are functions of the tokens and the logits")
+        if not all(_is_whole(length, 0) for length in self.keep_at):
+            raise InvalidInputError(f"keep_at are lengths of the prompt, got {self.keep_at!r}")
         TextStream(self.stops)
+
+    @classmethod
+    def of(
+        cls,
+        prompt: Sequence[int],
+        *,
+        stop: str | Sequence[str] | None = None,
+        sampling: Sampling | None = None,
+        grammar: Grammar | None = None,
+        schema: Any = None,
+        regex: str | None = None,
+        **settings: Any,
+    ) -> Request:
+        """A request in a caller's words: fields of `Sampling` by themselves, a schema, a single stop."""
+        known = Sampling.__dataclass_fields__
+        fields = {name: settings.pop(name) for name in list(settings) if name in known}
+        if sampling is not None and fields:
+            raise InvalidInputError(f"give sampling or its fields, not both: {', '.join(fields)}")
+        unknown = [name for name in settings if name not in cls.__dataclass_fields__]
+        if unknown:
+            raise InvalidInputError(f"unknown settings: {', '.join(unknown)}")
+        given = [grammar] if grammar is not None else []
+        given += [Grammar.json_schema(schema)] if schema is not None else []
+        given += [Grammar.regex(regex)] if regex is not None else []
+        if len(given) > 1:
+            raise InvalidInputError("give one of grammar, schema and regex")
+        return cls(
+            prompt=prompt,
+            sampling=sampling or Sampling(**fields),
+            stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            grammar=given[0] if given else None,
+            **settings,
+        )
 
 
 def _is_whole(value: object, low: int) -> bool:

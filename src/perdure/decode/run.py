@@ -64,6 +64,8 @@ class Run:
         self.index = index
         self.script = array("i", request.prompt)
         self.prompt_length = len(self.script)
+        self.returns = frozenset({self.prompt_length - 1, *request.keep_at})
+        """Lengths that somebody may come back to."""
         self.cached = 0
         self.doubted = 0
         """Up to here it is fed alone: a step of several has failed in these tokens."""
@@ -157,7 +159,7 @@ class Run:
             self._end = token
             self.finish("stop")
             return
-        text = self._text.push(self._model.piece(token))
+        text = self._text.push(self._model.piece(token, special=token in request.shown))
         self.script.append(token)
         self._logprobs.extend(new)
         self._parts.append(text)

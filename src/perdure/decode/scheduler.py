@@ -295,7 +295,7 @@ class Scheduler:
         """The next tokens of a prompt, as many as fit a step that has room for `budget` and for `rows`."""
         assert run.seq is not None
         count = min(run.remaining, budget, rows if run.scoring else budget)
-        count = self._places.chunk(run.seq, run.cached, count, run.prompt_length)
+        count = self._places.chunk(run.seq, run.cached, count, run.returns)
         return _Piece(group, run, run.cached, count)
 
     def _exact_count(self, run: Run) -> int:
@@ -382,7 +382,7 @@ class Scheduler:
             run = piece.run
             if run.seq is not None and run.cached <= run.prompt_length:
                 with suppress(PerdureError):
-                    self._places.reached(run.seq, run.cached, run.prompt_length)
+                    self._places.reached(run.seq, run.cached, run.returns)
         for group in read:
             self._spread(group)
 

@@ -56,8 +56,20 @@ class Index:
     connection of its own, which sees what was there before the change until the change is whole.
     """
 
-    def __init__(self, path: Path, *, readonly: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        readonly: bool,
+        migrations: Sequence[str] | None = None,
+        durable: bool = True,
+        advice: str = "`perdure cache verify` rebuilds it from the files beside it",
+    ) -> None:
+        """Without `durable`, a power cut may cost the last changes; `advice` is for who finds it damaged."""
         self._path = path
+        self._migrations = MIGRATIONS if migrations is None else migrations
+        self._durable = durable
+        self._advice = advice
         self._reading = threading.Lock()
         self._changing = threading.RLock()
         self._changer: int | None = None
@@ -129,10 +141,10 @@ class Index:
             found = self._version(db)
             self.created = not found
             db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = FULL")
+            db.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
             db.execute("PRAGMA foreign_keys = ON")
-            for number in range(found, len(MIGRATIONS)):
-                _migrate(db, number)
+            for number in range(found, len(self._migrations)):
+                _migrate(db, number, self._migrations[number])
         except BaseException:
             db.close()
             raise
@@ -155,7 +167,7 @@ class Index:
         db = self._connect(mode)
         try:
             found = self._version(db)
-            if found < len(MIGRATIONS):
+            if found < len(self._migrations):
                 raise StoreReadOnlyError(f"{self._path} must be migrated first: open it once for writing")
         except BaseException:
             db.close()
@@ -177,7 +189,7 @@ class Index:
         [(things,)] = db.execute("SELECT count(*) FROM sqlite_master")
         if mark != APPLICATION and (mark or found or things):
             raise StoreError(f"{self._path} is a database, but not of a perdure store")
-        known = len(MIGRATIONS)
+        known = len(self._migrations)
         if found > known:
             raise StoreVersionError(
                 f"{self._path} is of version {found}, this perdure knows up to {known}: update perdure",
@@ -206,17 +218,14 @@ class Index:
             raise StoreError(f"the index {self._path} failed: {error}") from error
 
     def _damaged(self, why: object) -> StoreDamagedError:
-        return StoreDamagedError(
-            f"the index {self._path} is damaged ({why}): `perdure cache verify` rebuilds it from the files "
-            "beside it"
-        )
+        return StoreDamagedError(f"the index {self._path} is damaged ({why}): {self._advice}")
 
 
-def _migrate(db: sqlite3.Connection, number: int) -> None:
+def _migrate(db: sqlite3.Connection, number: int, statements: str) -> None:
     """Take the index from version `number` to the next, or leave it."""
     db.execute("BEGIN IMMEDIATE")
     try:
-        for statement in MIGRATIONS[number].split(";"):
+        for statement in statements.split(";"):
             db.execute(statement)
         db.execute(f"PRAGMA application_id = {APPLICATION}")
         db.execute(f"PRAGMA user_version = {number + 1}")

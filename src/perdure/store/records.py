@@ -49,6 +49,13 @@ class Records:
             )
         return found
 
+    def flush(self) -> None:
+        """Return when all that was offered is on the disk; raise where it could not be put there."""
+        if self._behind is not None:
+            self._behind.flush()
+            if self._behind.error is not None:
+                raise self._behind.error
+
     def put(self, record: Record) -> None:
         """Make a record durable, after its blocks."""
         if self._behind is not None:

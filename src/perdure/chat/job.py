@@ -1,0 +1,272 @@
+"""A reply on its way, read as a message."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from perdure.chat.calls import check_arguments
+from perdure.chat.family import Part, Reader
+from perdure.chat.message import Message, Tool, ToolCall
+from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
+from perdure.decode.job import Job
+from perdure.decode.request import Delta, Reply
+
+
+@dataclass(slots=True)
+class _Draft:
+    """One sample as far as it has been read."""
+
+    reader: Reader
+    tokens: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[list[str]] = field(default_factory=list)
+    thought: int = 0
+    """Tokens of reasoning so far."""
+    raw: int = 0
+    """Characters read so far."""
+    finished: bool = False
+
+    def take(self, parts: Sequence[Part]) -> tuple[str, str, tuple[CallDelta, ...]]:
+        calls = []
+        for part in parts:
+            if part.kind == "text":
+                self.text.append(part.text)
+            elif part.kind == "reasoning":
+                self.reasoning.append(part.text)
+            else:
+                while len(self.calls) <= part.call:
+                    self.calls.append(["", "", ""])
+                call = self.calls[part.call]
+                call[0], call[1], call[2] = part.id or call[0], part.name or call[1], call[2] + part.text
+                calls.append(CallDelta(part.call, part.id, part.name, part.text))
+        text = "".join(part.text for part in parts if part.kind == "text")
+        reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
+        return text, reasoning, tuple(calls)
+
+    def message(self) -> Message:
+        calls = tuple(ToolCall(id=call[0], name=call[1], arguments=call[2]) for call in self.calls)
+        return Message(
+            role="assistant",
+            content="".join(self.text),
+            reasoning="".join(self.reasoning) or None,
+            tool_calls=calls,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many tokens a model may reason for, and how it is made to answer after that."""
+
+    tokens: int
+    close: str
+    """What ends the reasoning."""
+    closing: tuple[int, ...]
+    """The same, as tokens."""
+    go_on: Callable[[Sequence[int]], Job]
+    """The reply from where its reasoning was ended, given its tokens so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """How a reply goes on past the end of the context: without the oldest tokens, the rest computed anew."""
+
+    limit: int
+    """Tokens that the reply may have in all."""
+    go_on: Callable[[Sequence[int]], tuple[Job, int]]
+    """The reply from where it was cut off, given its tokens so far, and how many were left out for it."""
+
+
+class ChatJob:
+    """The caller's end of a chat request: iterate it for deltas, ask it for the reply, or cancel it.
+
+    `then` is called once with each finished reply, before anybody gets it, and may change it.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        reader: Callable[[], Reader],
+        *,
+        n: int,
+        tools: Sequence[Tool],
+        dropped: int,
+        budget: Budget | None,
+        shift: Shift | None,
+        then: Callable[[ChatReply], ChatReply],
+    ) -> None:
+        self._job = job
+        self._drafts = [_Draft(reader()) for _ in range(n)]
+        self._tools = tools
+        self._dropped = dropped
+        self._budget = budget
+        self._shift = shift
+        self._shifting = False
+        self._shifted = 0
+        self._then = then
+        self._earlier: Reply | None = None
+        self._replies: list[ChatReply] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._job.done
+
+    def cancel(self) -> None:
+        """End the request within one step; its reply says `cancelled`."""
+        self._job.cancel()
+
+    def replies(self, timeout: float | None = None) -> list[ChatReply]:
+        """All samples, once all are finished."""
+        if self._budget is not None or self._shift is not None:
+            for _ in self:
+                pass
+        return self._finish(self._job.replies(timeout))
+
+    def reply(self, timeout: float | None = None) -> ChatReply:
+        """The only, or first, sample."""
+        return self.replies(timeout)[0]
+
+    async def areplies(self) -> list[ChatReply]:
+        if self._budget is not None or self._shift is not None:
+            async for _ in self:
+                pass
+        return self._finish(await self._job.areplies())
+
+    async def areply(self) -> ChatReply:
+        return (await self.areplies())[0]
+
+    def __iter__(self) -> Iterator[ChatDelta]:
+        going_on = True
+        while going_on:
+            for delta in self._job:
+                yield from self._read(delta)
+                if self._spent():
+                    break
+            going_on = self._goes_on()
+            if going_on:
+                self._job.cancel()
+                yield from self._go_on(self._job.reply())
+        self._finish(self._job.replies())
+
+    async def __aiter__(self) -> AsyncIterator[ChatDelta]:
+        going_on = True
+        while going_on:
+            async for delta in self._job:
+                for each in self._read(delta):
+                    yield each
+                if self._spent():
+                    break
+            going_on = self._goes_on()
+            if going_on:
+                self._job.cancel()
+                for each in self._go_on(await self._job.areply()):
+                    yield each
+        self._finish(await self._job.areplies())
+
+    def _read(self, delta: Delta) -> list[ChatDelta]:
+        draft = self._drafts[delta.index]
+        draft.tokens += delta.tokens
+        draft.raw += len(delta.text)
+        parts = draft.reader.push(delta.text)
+        reason = delta.finish_reason
+        if reason == "length" and self._shift is not None and len(draft.tokens) < self._shift.limit:
+            # Only the context is full.
+            self._shifting, reason = True, None
+        elif reason is not None:
+            parts += draft.reader.finish()
+            draft.finished = True
+        draft.thought += len(delta.tokens) if draft.reader.thinking else 0
+        text, reasoning, calls = draft.take(parts)
+        if reason == "stop" and draft.calls:
+            reason = "tool_calls"
+        elif not (text or reasoning or calls or delta.tokens or reason):
+            return []
+        return [
+            ChatDelta(
+                text=text,
+                reasoning=reasoning,
+                tool_calls=calls,
+                tokens=delta.tokens,
+                logprobs=delta.logprobs,
+                index=delta.index,
+                finish_reason=reason,
+            )
+        ]
+
+    # Going on where the engine stopped.
+
+    def _spent(self) -> bool:
+        """Whether the model has reasoned for as long as it may."""
+        draft, budget = self._drafts[0], self._budget
+        return budget is not None and draft.reader.thinking and draft.thought >= budget.tokens
+
+    def _goes_on(self) -> bool:
+        return self._shifting or (self._spent() and not self._drafts[0].finished)
+
+    def _go_on(self, so_far: Reply) -> list[ChatDelta]:
+        """Have the reply go on in another request, from what was read of this one."""
+        draft = self._drafts[0]
+        # Tokens that came after the last delta was read are not part of it.
+        start = len(self._earlier.tokens) if self._earlier is not None else 0
+        so_far = replace(so_far, tokens=tuple(draft.tokens[start:]), text=so_far.text[: draft.raw])
+        draft.raw = 0
+        if self._shifting:
+            assert self._shift is not None
+            self._shifting = False
+            self._earlier = _joined(self._earlier, so_far)
+            self._job, gone = self._shift.go_on(self._earlier.tokens)
+            self._shifted += gone
+            return []
+        budget, self._budget = self._budget, None
+        assert budget is not None
+        draft.tokens += budget.closing
+        so_far = replace(so_far, tokens=so_far.tokens + budget.closing, text=so_far.text + budget.close)
+        self._earlier = _joined(self._earlier, so_far)
+        text, reasoning, calls = draft.take(draft.reader.push(budget.close))
+        self._job = budget.go_on(self._earlier.tokens)
+        return [ChatDelta(text=text, reasoning=reasoning, tool_calls=calls)] if text or reasoning else []
+
+    # The end.
+
+    def _finish(self, raw: Sequence[Reply]) -> list[ChatReply]:
+        if self._replies is None:
+            self._replies = [self._then(self._made(reply)) for reply in raw]
+        return self._replies
+
+    def _made(self, raw: Reply) -> ChatReply:
+        draft = self._drafts[raw.index]
+        # Whoever asked for the reply alone has read nothing yet.
+        if not draft.finished:
+            draft.take([*draft.reader.push(raw.text[draft.raw :]), *draft.reader.finish()])
+        message = draft.message()
+        raw = _joined(self._earlier, raw)
+        problems = [check_arguments(call, self._tools) for call in message.tool_calls]
+        return ChatReply(
+            message=message,
+            raw=raw,
+            dropped=self._dropped,
+            shifted=self._shifted,
+            problems=tuple(problem for problem in problems if problem is not None),
+        )
+
+
+def _joined(first: Reply | None, rest: Reply) -> Reply:
+    """One reply out of two, of which the second went on from the first."""
+    if first is None:
+        return rest
+    written = len(first.tokens) + len(rest.tokens)
+    return replace(
+        rest,
+        text=first.text + rest.text,
+        tokens=first.tokens + rest.tokens,
+        usage=replace(first.usage, completion_tokens=written),
+        reuse=first.reuse,
+        timings=replace(
+            first.timings,
+            decode=first.timings.decode + rest.timings.queued + rest.timings.prefill + rest.timings.decode,
+            decoded_tokens=written,
+        ),
+        logprobs=None if rest.logprobs is None else (first.logprobs or ()) + rest.logprobs,
+        prompt_logprobs=first.prompt_logprobs,
+    )

@@ -1,0 +1,137 @@
+"""Labelled points of sessions, that can be woken by their address."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
+
+from perdure.errors import AmbiguousError, CorruptStateError, InvalidInputError, SessionNotFoundError
+
+if TYPE_CHECKING:
+    from perdure.sessions.session import Session
+    from perdure.sessions.sessions import Sessions
+
+_SCHEME = "perdure://"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """A point of a session that somebody wants to come back to. `digest` proves what led there."""
+
+    session: str
+    turn: int
+    label: str
+    kind: str
+    note: str
+    digest: bytes
+    created: float
+    namespace: str = ""
+    number: int = 0
+
+    @property
+    def address(self) -> str:
+        return f"{_SCHEME}{quote(self.session, safe='')}/{self.turn}#{quote(self.label, safe='')}"
+
+
+def parse_address(address: str) -> tuple[str, int, str]:
+    """The session, turn and label of an address."""
+    rest = address.removeprefix(_SCHEME)
+    place, hash_, label = rest.partition("#")
+    name, slash, turn = place.rpartition("/")
+    if (
+        rest == address
+        or not (hash_ and slash and name and label)
+        or not turn.isascii()
+        or not turn.isdigit()
+    ):
+        raise InvalidInputError(f"{address!r} is no address: one looks like perdure://session/turn#label")
+    return unquote(name), int(turn), unquote(label)
+
+
+class Memories:
+    """The index of memories. Safe from any thread."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    def add(self, session: Session, label: str, *, kind: str, note: str, turn: int) -> Memory:
+        for name, value in (("label", label), ("kind", kind)):
+            if not isinstance(value, str) or not value:
+                raise InvalidInputError(f"a {name} is a text that is not empty, got {value!r}")
+        numbers, turns = session._point.numbers, session._point.turns
+        self._sessions.register.label(
+            session.namespace, session.name, numbers[turn], turn, label, kind, note, turns[turn].digest
+        )
+        return self.get(
+            f"{_SCHEME}{quote(session.name, safe='')}/{turn}#{quote(label, safe='')}", session.namespace
+        )
+
+    def search(
+        self,
+        *,
+        label: str | None = None,
+        kind: str | None = None,
+        text: str | None = None,
+        session: str | None = None,
+        namespace: str = "",
+    ) -> list[Memory]:
+        """Those that fit everything given; `text` is looked for in notes and in what was said."""
+        where, values = ["m.namespace = ?"], [namespace]
+        for column, value in (("label", label), ("kind", kind), ("session", session)):
+            if value is not None:
+                where.append(f"m.{column} = ?")
+                values.append(value)
+        if text is not None:
+            where.append("(instr(lower(m.note), lower(?)) OR instr(lower(t.text), lower(?)))")
+            values += [text, text]
+        return self._rows(" AND ".join(where), *values)
+
+    def get(self, address: str, namespace: str = "") -> Memory:
+        name, turn, label = parse_address(address)
+        found = self._rows(
+            "m.namespace = ? AND m.session = ? AND m.depth = ? AND m.label = ?", namespace, name, turn, label
+        )
+        if not found:
+            raise SessionNotFoundError(f"there is no memory at {address}")
+        return found[0]
+
+    def wake(self, address: str | None, name: str, *, namespace: str = "") -> Session:
+        """A new session at a memory. Without an address there must be exactly one memory."""
+        memory = self.get(address, namespace) if address is not None else self._only(namespace)
+        numbers, turns = self._sessions.register.chain(self._turn_of(memory))
+        if turns[-1].digest != memory.digest:
+            raise CorruptStateError(
+                f"what lies at {memory.address} is not what was remembered: its digest differs; "
+                "nothing was woken"
+            )
+        return self._sessions.wake_at(memory, name, numbers, turns)
+
+    def forget(self, address: str, namespace: str = "") -> None:
+        self._sessions.register.forget(self.get(address, namespace).number)
+
+    def _only(self, namespace: str) -> Memory:
+        found = self.search(namespace=namespace)
+        if not found:
+            raise SessionNotFoundError("there is no memory yet: label a point of a session first")
+        if len(found) > 1:
+            raise AmbiguousError(
+                f"there are {len(found)} memories: give the address of one",
+                found=[memory.address for memory in found],
+            )
+        return found[0]
+
+    def _turn_of(self, memory: Memory) -> int:
+        rows = self._sessions.register.index.rows("SELECT turn FROM memory WHERE number = ?", memory.number)
+        if not rows:
+            raise SessionNotFoundError(f"the memory at {memory.address} is gone")
+        return int(rows[0][0])
+
+    def _rows(self, where: str, *values: Any) -> list[Memory]:
+        rows = self._sessions.register.index.rows(
+            "SELECT m.session, m.depth, m.label, m.kind, m.note, m.digest, m.created, m.namespace, m.number"
+            f" FROM memory m JOIN turn t ON t.number = m.turn WHERE {where} ORDER BY m.number",
+            *values,
+        )
+        names = ("session", "turn", "label", "kind", "note", "digest", "created", "namespace", "number")
+        return [Memory(**dict(zip(names, row, strict=True))) for row in rows]

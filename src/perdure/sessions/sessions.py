@@ -1,0 +1,170 @@
+"""All the conversations of a runtime."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perdure.backend import Backend
+from perdure.chat.message import Message
+from perdure.chat.speaker import Speaker
+from perdure.errors import InvalidInputError, PerdureError, SessionError
+from perdure.sessions.memory import Memories, Memory
+from perdure.sessions.register import Register, Row
+from perdure.sessions.session import Session
+from perdure.sessions.turn import Turn
+
+if TYPE_CHECKING:
+    from perdure.sessions.session import _Point
+
+
+class Sessions:
+    """Opens sessions by their names, one object a session. Safe from any thread."""
+
+    def __init__(self, backend: Backend, speaker: Callable[[], Speaker], store: Path | None) -> None:
+        self.backend = backend
+        self.register = Register(store)
+        self.memories = Memories(self)
+        self._speaker = speaker
+        self._durable = store is not None
+        self._lock = threading.RLock()
+        self._open: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
+
+    @property
+    def speaker(self) -> Speaker:
+        return self._speaker()
+
+    def open(
+        self,
+        name: str,
+        *,
+        system: str | None = None,
+        namespace: str = "",
+        create: bool = True,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Session:
+        """The session of that name, or a new one."""
+        if not isinstance(name, str) or not name:
+            raise InvalidInputError(f"a session's name is a text that is not empty, got {name!r}")
+        with self._lock:
+            if not self.register.has(namespace, name):
+                if not create:
+                    self.register.find(namespace, name)
+                start = Turn(
+                    kind="start",
+                    messages=(Message(role="system", content=system),) if system is not None else (),
+                )
+                self.register.create(namespace, name, [start], settings=settings)
+            session = self._opened(self.register.find(namespace, name))
+            if system is not None and session.system != system:
+                raise SessionError(
+                    f"session {name!r} has another system message: leave it out to go on with that one, or "
+                    "choose another name"
+                )
+            if settings and dict(settings) != dict(session.settings):
+                raise SessionError(
+                    f"session {name!r} has other settings: leave them out, or give them with each turn"
+                )
+            return session
+
+    def get(self, name: str, namespace: str = "") -> Session:
+        """The session of that name; an error where there is none."""
+        return self.open(name, namespace=namespace, create=False)
+
+    def list(self, namespace: str = "") -> list[Row]:
+        """Those of a namespace, the latest first."""
+        return self.register.list(namespace)
+
+    def import_(
+        self,
+        path: str | Path,
+        name: str | None = None,
+        *,
+        namespace: str = "",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Session:
+        """A session out of a file that `Session.export` wrote, all of it verified first."""
+        from perdure.sessions.bundle import read_bundle
+
+        bundle = read_bundle(Path(path), progress=progress)
+        with self._lock:
+            row = self.register.create(
+                namespace,
+                name or bundle.name,
+                bundle.turns,
+                kind=bundle.kind,
+                settings=bundle.settings,
+                origin={"how": "import", "session": bundle.name, "turn": len(bundle.turns) - 1},
+            )
+        if bundle.identity is not None and bundle.blocks:
+            # State that does not fit here is computed anew; the text has come over.
+            with suppress(PerdureError):
+                self.backend.cache.unpack(bundle.identity, bundle.blocks, namespace=namespace)
+        return self._opened(row)
+
+    def close(self) -> None:
+        self.register.close()
+
+    # For sessions.
+
+    def branch(
+        self,
+        session: Session,
+        name: str,
+        point: _Point,
+        *,
+        how: str,
+        turns: Sequence[Turn] = (),
+        kind: str = "session",
+    ) -> Session:
+        with self._lock:
+            row = self.register.create(
+                session.namespace,
+                _name(name),
+                turns,
+                head=point.numbers[-1],
+                kind=kind,
+                settings=session.settings,
+                origin={"how": how, "session": session.name, "turn": len(point.turns) - 1},
+            )
+            return self._opened(row)
+
+    def wake_at(self, memory: Memory, name: str, numbers: Sequence[int], turns: Sequence[Turn]) -> Session:
+        with self._lock:
+            row = self.register.create(
+                memory.namespace,
+                _name(name),
+                head=numbers[-1],
+                origin={"how": "wake", "session": memory.session, "turn": memory.turn, "label": memory.label},
+            )
+            return self._opened(row)
+
+    def remove(self, session: Session) -> None:
+        with self._lock:
+            self.register.delete(session._row.number)
+            self._open.pop((session.namespace, session.name), None)
+
+    def write_behind(self, tokens: array[int], namespace: str) -> None:
+        """Have the state of a turn written when nobody waits for the engine."""
+        if self._durable and self.backend.load == (0, 0):
+            with suppress(PerdureError):
+                self.backend.cache.save(tokens, namespace=namespace)
+
+    def _opened(self, row: Row) -> Session:
+        key = (row.namespace, row.name)
+        with self._lock:
+            session = self._open.get(key)
+            if session is None:
+                session = self._open[key] = Session.open(self, row)
+            return session
+
+
+def _name(name: str) -> str:
+    if not isinstance(name, str) or not name:
+        raise InvalidInputError(f"a session's name is a text that is not empty, got {name!r}")
+    return name

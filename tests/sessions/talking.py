@@ -1,0 +1,65 @@
+"""Runtimes whose sessions are checked: every row of every reply against a fresh context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import perdure
+from perdure import ChatReply, LogitsView, Runtime, Session
+from subjects import Row, Subject, check
+
+# Steps of so few tokens are computed alike whatever their number: any history compares exactly.
+SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_batch": 3, "threads": 1, "slots": 2}
+ASK: dict[str, Any] = {"max_tokens": 6, "temperature": 0}
+
+
+@contextmanager
+def talking(subject: Subject, store: Path | None = None, **settings: Any) -> Iterator[Talk]:
+    wanted = {**SETTINGS, **settings}
+    with perdure.open(subject.model, store=store, **wanted) as rt:
+        yield Talk(subject, rt, wanted["n_ctx"])
+
+
+class Talk:
+    """A runtime with a store. What its sessions answer is checked: warm equals cold, bit for bit."""
+
+    def __init__(self, subject: Subject, rt: Runtime, n_ctx: int) -> None:
+        self.subject = subject
+        self.rt = rt
+        self._n_ctx = n_ctx
+
+    def session(self, name: str, **settings: Any) -> Session:
+        return self.rt.session(name, **settings)
+
+    def say(self, session: Session, text: str, **settings: Any) -> ChatReply:
+        return self.checked(
+            lambda record: session.say(text, processors=(record,), **{**ASK, **settings}), session
+        )
+
+    def checked(self, ask: Callable[[Any], ChatReply], session: Session) -> ChatReply:
+        rows: list[Row] = []
+
+        def record(_: Sequence[int], view: LogitsView) -> NDArray[np.float32]:
+            rows.append(view.copy())
+            return view.copy()
+
+        reply = ask(record)
+        read = session.tokens[: reply.usage.prompt_tokens]
+        with self.subject.context(n_seq=1, n_ctx=self._n_ctx, n_batch=3) as ctx:
+            ctx.decode(list(read))
+            for number, warm in enumerate(rows):
+                check(warm, ctx.logits().copy())
+                if number < len(reply.tokens):
+                    ctx.decode([reply.tokens[number]])
+        return reply
+
+
+def said(session: Session) -> list[tuple[str | None, str]]:
+    """The conversation, as what was asked and what was answered."""
+    return [(turn.messages[-1].content, turn.text) for turn in session.history()]

@@ -1,0 +1,230 @@
+"""Sessions as files: moved to another store, damaged, cut short, put together wrongly."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure import CorruptStateError, SessionExistsError, StateError, StoreError, StoreVersionError
+from perdure.engine.toy import ToyModel
+from perdure.sessions.bundle import manifest_of, read_bundle
+from sessions.talking import said, talking
+from subjects import Subject
+
+LONG = "A rather long message, so that there is more than one block of it to be taken along and put back"
+
+
+def exported(subject: Subject, folder: Path, **settings: Any) -> Path:
+    with talking(subject, folder / "from") as talk:
+        s = talk.session("alice", system="Be terse.", seed=3)
+        talk.say(s, LONG)
+        talk.say(s, "And then?")
+        return s.export(folder / "alice.perdure", **settings)
+
+
+def test_a_session_moves_to_another_store_with_its_state(subject: Subject, tmp_path: Path) -> None:
+    path = exported(subject, tmp_path)
+    with talking(subject, tmp_path / "to") as talk:
+        s = talk.rt.sessions.import_(path, "anna")
+        assert [ask for ask, _ in said(s)] == [LONG, "And then?"]
+        assert (s.system, dict(s.settings)) == ("Be terse.", {"seed": 3})
+        assert dict(s.origin) == {"how": "import", "session": "alice", "turn": 2}
+        reply = talk.say(s, "Go on")
+        assert reply.reuse.reused > 100
+    with talking(subject, tmp_path / "to") as talk:
+        assert talk.say(talk.session("anna"), "Still there?").reuse.reused > 100
+
+
+def test_without_its_state_the_words_and_tokens_come_over(subject: Subject, tmp_path: Path) -> None:
+    path = exported(subject, tmp_path, state=False)
+    assert path.stat().st_size < 40_000
+    with talking(subject, tmp_path / "to") as talk:
+        s = talk.rt.sessions.import_(path)
+        assert talk.say(s, "Go on").reuse.reused == 0
+
+
+def test_state_of_another_identity_is_not_taken(toy: Subject, tmp_path: Path) -> None:
+    """C11: the text comes over and the state is recomputed."""
+    path = exported(toy, tmp_path)
+    other = Subject("toy-full", ToyModel(seed=9), toy.rounding)
+    with talking(other, tmp_path / "to") as talk:
+        s = talk.rt.sessions.import_(path)
+        assert [ask for ask, _ in said(s)] == [LONG, "And then?"]
+        assert talk.say(s, "Go on").reuse.reused == 0
+
+
+def test_an_export_names_its_kind_and_no_path(toy: Subject, tmp_path: Path) -> None:
+    """S7: the default is the record's own kind."""
+    with talking(toy, tmp_path / "from") as talk:
+        s = talk.session("alice")
+        talk.say(s, LONG)
+        folded = s.fold("folded", summary="x")
+        kinds = {
+            each.export(tmp_path / f"{number}.perdure", kind=kind): kind or each.kind
+            for number, (each, kind) in enumerate([(s, None), (folded, None), (s, "archive")])
+        }
+    for path, kind in kinds.items():
+        assert manifest_of(path)["kind"] == kind
+        data = path.read_bytes()
+        for trace in (str(tmp_path), str(Path.home()), str(Path.cwd())):
+            assert trace.encode() not in data
+    assert [manifest_of(path)["kind"] for path in kinds] == ["session", "fold", "archive"]
+    with talking(toy, tmp_path / "to") as talk:
+        for number, path in enumerate(kinds):
+            talk.rt.sessions.import_(path, f"s{number}")
+        assert {row.kind for row in talk.rt.sessions.list()} == {"session", "fold", "archive"}
+
+
+def test_a_name_that_is_taken_is_refused(toy: Subject, tmp_path: Path) -> None:
+    path = exported(toy, tmp_path)
+    with talking(toy, tmp_path / "to") as talk:
+        talk.rt.sessions.import_(path)
+        with pytest.raises(SessionExistsError):
+            talk.rt.sessions.import_(path)
+
+
+def test_progress_is_told(toy: Subject, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    path = exported(toy, tmp_path, progress=lambda done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1] > 0
+    read: list[tuple[int, int]] = []
+    read_bundle(path, progress=lambda done, total: read.append((done, total)))
+    assert read[-1] == told[-1]
+
+
+# Damage.
+
+
+def refused(path: Path) -> bool:
+    try:
+        read_bundle(path)
+    except (StateError, StoreError):
+        return True
+    return False
+
+
+def test_every_flip_that_matters_is_seen(toy: Subject, tmp_path: Path) -> None:
+    """500 sampled places and every byte of the first header: refused, or nothing that is read has changed."""
+    path = exported(toy, tmp_path)
+    data = path.read_bytes()
+    right = read_bundle(path)
+    damaged = tmp_path / "damaged.perdure"
+    rng = random.Random(7)
+    places = [*range(512), *rng.sample(range(len(data)), 500)]
+    seen = 0
+    for place in places:
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << rng.randrange(8)
+        damaged.write_bytes(flipped)
+        if refused(damaged):
+            seen += 1
+            continue
+        # What is left are fields of the archive that nobody reads, such as times and owners.
+        found = read_bundle(damaged)
+        assert [turn.digest for turn in found.turns] == [turn.digest for turn in right.turns]
+        assert [block.id for block in found.blocks] == [block.id for block in right.blocks]
+    assert seen > 450
+
+
+def test_an_export_that_is_cut_short_is_refused_wherever_it_is_cut(toy: Subject, tmp_path: Path) -> None:
+    path = exported(toy, tmp_path)
+    data = path.read_bytes()
+    with tarfile.open(path) as archive:
+        ends = [member.offset_data + member.size for member in archive.getmembers()]
+    cut = tmp_path / "cut.perdure"
+    for length in [0, 1, 511, 512, *(end - 1 for end in ends), *ends[:-1]]:
+        cut.write_bytes(data[:length])
+        assert refused(cut), length
+
+
+def rewritten(path: Path, out: Path, change: Callable[[dict[str, bytes]], None]) -> Path:
+    with tarfile.open(path) as archive:
+        parts = {
+            member.name: file.read()
+            for member in archive.getmembers()
+            if (file := archive.extractfile(member)) is not None
+        }
+    change(parts)
+    with tarfile.open(out, "w") as archive:
+        for name, data in parts.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return out
+
+
+def test_parts_of_another_export_are_refused(toy: Subject, tmp_path: Path) -> None:
+    """S2: whole files, but not those that the manifest names."""
+    path = exported(toy, tmp_path)
+    with talking(toy, tmp_path / "other") as talk:
+        s = talk.session("bob")
+        talk.say(s, "Something quite different, and of some length, to have a block or more of its own")
+        other = s.export(tmp_path / "bob.perdure")
+    theirs: dict[str, bytes] = {}
+    rewritten(other, tmp_path / "x", theirs.update)
+    for name in ("turns.jsonl", "blocks/0", "manifest.json"):
+        mixed = rewritten(
+            path, tmp_path / "mixed", lambda parts, name=name: parts.update({name: theirs[name]})
+        )  # type: ignore[misc]
+        assert refused(mixed), name
+
+    def swap(parts: dict[str, bytes]) -> None:
+        parts["blocks/0"], parts["blocks/1"] = parts["blocks/1"], parts["blocks/0"]
+
+    def newer(parts: dict[str, bytes]) -> None:
+        manifest = json.loads(parts["manifest.json"])
+        manifest["format"] = 99
+        parts["manifest.json"] = json.dumps(manifest).encode()
+
+    assert refused(rewritten(path, tmp_path / "mixed", swap))
+    with pytest.raises(StoreVersionError):
+        read_bundle(rewritten(path, tmp_path / "mixed", newer))
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x00" * 4096, b"{}" * 600])
+def test_what_is_no_export_is_refused(content: bytes, tmp_path: Path, toy: Subject) -> None:
+    path = tmp_path / "x.perdure"
+    path.write_bytes(content)
+    with talking(toy, tmp_path / "to") as talk:
+        with pytest.raises(CorruptStateError):
+            talk.rt.sessions.import_(path)
+        with pytest.raises(StoreError):
+            talk.rt.sessions.import_(tmp_path / "missing")
+        assert talk.rt.sessions.list() == []
+
+
+def test_an_export_that_cannot_be_written_leaves_nothing(toy: Subject, tmp_path: Path) -> None:
+    with talking(toy, tmp_path / "from") as talk:
+        s = talk.session("alice")
+        talk.say(s, LONG)
+        folder = tmp_path / "out"
+        with pytest.raises(StoreError):
+            s.export(folder / "alice.perdure")
+        folder.mkdir()
+        s.export(folder / "alice.perdure")
+        assert [path.name for path in folder.iterdir()] == ["alice.perdure"]
+        shutil.rmtree(folder)
+
+
+def test_transcripts_for_people_and_programs(toy: Subject) -> None:
+    with talking(toy) as talk:
+        s = talk.session("alice", system="Be terse.")
+        reply = talk.say(s, "Grüß Gott 🙂")
+        lines = [json.loads(line) for line in s.transcript("jsonl").splitlines()]
+        assert [(line["role"], line["content"]) for line in lines] == [
+            ("system", "Be terse."),
+            ("user", "Grüß Gott 🙂"),
+            ("assistant", reply.text),
+        ]
+        assert s.transcript() == (
+            "# alice\n\n**system**\n\nBe terse.\n\n**user**\n\nGrüß Gott 🙂\n\n"
+            f"**assistant**\n\n{reply.text}\n"
+        )

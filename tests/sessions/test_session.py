@@ -1,0 +1,438 @@
+"""Sessions: say, fork, rewind, edit, regenerate, sleep and wake."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import perdure
+from perdure import (
+    CorruptStateError,
+    InvalidInputError,
+    SessionBusyError,
+    SessionError,
+    SessionExistsError,
+    SessionNotFoundError,
+    StoreFullError,
+    StoreLockedError,
+)
+from perdure.sessions.register import Register
+from sessions.talking import ASK, said, talking
+from subjects import Subject
+
+NAMES = [
+    "alice",
+    "Ünïcode 🙂",
+    "a/b/../c",
+    " ",
+    "x" * 3000,
+    "per%2Fcent",
+    "new\nline",
+    "'; DROP TABLE session",
+]
+
+
+# Talking.
+
+
+def test_a_session_goes_on_where_it_was(subject: Subject, tmp_path: Path) -> None:
+    """W≡C over turns, and from the second turn on nothing is computed twice."""
+    with talking(subject, tmp_path) as talk:
+        s = talk.session("alice", system="Be terse.")
+        first = talk.say(s, "Hello")
+        second = talk.say(s, "And then?")
+        assert (first.kept, second.kept) == (True, True)
+        assert s.turns == 2
+        # The last token that was drawn, and the mark that ends a turn, were never fed.
+        assert second.reuse.reused >= first.usage.prompt_tokens + len(first.tokens) - 1
+        assert said(s) == [("Hello", first.text), ("And then?", second.text)]
+
+
+def test_a_session_lives_on_after_a_restart(subject: Subject, tmp_path: Path) -> None:
+    """S1: turns, tokens and settings are there, the state comes from the disk, the answer is the same."""
+    with talking(subject, tmp_path) as talk:
+        s = talk.session("alice", system="Be terse.", seed=7)
+        talk.say(s, "Hello there, how is everybody today?")
+        before = (said(s), s.tokens, s.system, dict(s.settings))
+    with talking(subject, tmp_path) as talk:
+        s = talk.session("alice")
+        assert (said(s), s.tokens, s.system, dict(s.settings)) == before
+        again = talk.say(s, "Go on")
+        assert again.reuse.tiers.get("disk", 0) > 0
+        assert again.reuse.reused >= len(before[1]) - 2
+
+
+def test_a_name_is_any_text(toy: Subject, tmp_path: Path) -> None:
+    with talking(toy, tmp_path) as talk:
+        for number, name in enumerate(NAMES):
+            talk.say(talk.session(name), f"I am number {number}")
+    with talking(toy, tmp_path) as talk:
+        assert {row.name for row in talk.rt.sessions.list()} == set(NAMES)
+        for number, name in enumerate(NAMES):
+            assert said(talk.session(name))[0][0] == f"I am number {number}"
+
+
+@pytest.mark.parametrize("name", ["", "lone \ud800 surrogate", 7, None])
+def test_what_is_no_name_is_refused(toy: Subject, name: Any) -> None:
+    with talking(toy) as talk:
+        with pytest.raises(InvalidInputError):
+            talk.session(name)
+        assert talk.rt.sessions.list() == []
+
+
+@pytest.mark.parametrize(
+    "message", ["", "   ", [], [{"role": "user"}], {"role": "king", "content": "x"}, "\ud800"]
+)
+def test_a_bad_message_changes_nothing(toy: Subject, message: Any) -> None:
+    with talking(toy) as talk:
+        s = talk.session("alice")
+        talk.say(s, "Hello")
+        before = s.tokens
+        with pytest.raises(InvalidInputError):
+            s.say(message, **ASK)
+        assert s.tokens == before
+        assert talk.say(s, "Still there?").kept
+
+
+def test_a_bad_setting_changes_nothing(toy: Subject) -> None:
+    with talking(toy) as talk:
+        s = talk.session("alice")
+        for bad in ({"temperature": -1}, {"max_tokens": 0}, {"nonsense": 1}, {"n": 2}, {"overflow": "hope"}):
+            with pytest.raises(InvalidInputError):
+                s.say("Hello", **bad)
+        assert s.turns == 0
+        assert talk.say(s, "Hello").kept
+
+
+def test_streams_and_asyncio_give_the_same_turns(toy: Subject) -> None:
+    with talking(toy) as talk:
+        right = talk.say(talk.session("plain"), "Hello").text
+        s = talk.session("stream")
+        assert "".join(delta.text for delta in s.stream("Hello", **ASK)) == right
+        a, b = talk.session("asay"), talk.session("astream")
+
+        async def both() -> tuple[str, str]:
+            one = await a.asay("Hello", **ASK)
+            other = [delta.text async for delta in b.astream("Hello", **ASK)]
+            return one.text, "".join(other)
+
+        assert asyncio.run(both()) == (right, right)
+        assert s.tokens == a.tokens == b.tokens
+        assert (s.turns, a.turns, b.turns) == (1, 1, 1)
+        assert s.last is not None
+        assert s.last.kept
+
+
+def test_one_turn_at_a_time(toy: Subject) -> None:
+    with talking(toy) as talk:
+        s = talk.session("alice")
+        started, go_on = threading.Event(), threading.Event()
+
+        def hold(_: Any, view: Any) -> Any:
+            started.set()
+            go_on.wait()
+            return view.copy()
+
+        job = s.submit("Hello", processors=(hold,), **ASK)
+        started.wait()
+        for change in (
+            lambda: s.say("Me too", **ASK),
+            s.rewind,
+            s.sleep,
+            s.wake,
+            s.delete,
+            lambda: s.fold(summary="x"),
+        ):
+            with pytest.raises(SessionBusyError, match="another turn"):
+                change()
+        go_on.set()
+        assert job.reply().kept
+        assert talk.say(s, "Now me").kept
+
+
+# C1: a turn is a transaction.
+
+
+def test_a_cancelled_turn_leaves_the_session_as_it_was(subject: Subject, tmp_path: Path) -> None:
+    """C1, in prefill and in the middle of a reply."""
+    with talking(subject, tmp_path) as talk:
+        s = talk.session("alice")
+        talk.say(s, "Hello")
+        before = s.tokens
+        job = s.submit("A message that is read for a while, for it is rather long", **ASK)
+        job.cancel()
+        reply = job.reply()
+        if reply.finish_reason == "cancelled":
+            assert (reply.kept, reply.not_kept) == (False, "the turn ended by cancelled")
+            assert s.tokens == before
+        stream = s.stream("And this one?", max_tokens=50, temperature=0, ignore_eos=True)
+        next(stream)
+        stream.close()
+        assert s.turns in (1, 2)
+        right = talk.say(s, "What now?")
+        assert right.kept
+
+
+def test_a_partial_reply_is_kept_where_that_was_asked_for(subject: Subject, tmp_path: Path) -> None:
+    """C1: a stated partial state."""
+    with talking(subject, tmp_path) as talk:
+        s = talk.session("alice")
+        stream = s.stream("Tell me more", keep_partial=True, max_tokens=200, temperature=0, ignore_eos=True)
+        seen = next(stream).text + next(stream).text
+        stream.close()
+        assert s.turns == 1
+        assert s.history()[0].finish_reason == "cancelled"
+        assert s.history()[0].text.startswith(seen)
+        assert talk.say(s, "Go on").kept
+
+
+def test_a_turn_whose_engine_fails_leaves_the_session_as_it_was(toy: Subject, tmp_path: Path) -> None:
+    """C1: fail at the start of prefill, in its middle and in the middle of a reply; then resend."""
+    for after in (0, 5, 60):
+        with talking(toy, tmp_path / str(after), cache=1 << 20) as talk:
+            s = talk.session("alice")
+            talk.say(s, "Hello")
+            before = s.tokens
+            faults = toy.model._faults  # type: ignore[union-attr]
+            faults.fail_decode(after=after, ahead=1)
+            faults.fail_decode(after=after, ahead=1)
+            try:
+                reply = s.say("Once more, with feeling", **{**ASK, "max_tokens": 30, "ignore_eos": True})
+                assert reply.kept
+            except perdure.EngineError:
+                assert s.tokens == before
+            faults.forget()
+            assert talk.say(s, "What now?").kept
+
+
+def test_a_store_that_fails_costs_the_turn_not_the_reply(
+    toy: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C6: all tokens arrive, and the reply says that it was not kept."""
+    with talking(toy, tmp_path) as talk:
+        right = talk.say(talk.session("right"), "Hello").text
+        s = talk.session("alice")
+
+        def full(*_: Any) -> int:
+            raise StoreFullError("no room left", needed=1)
+
+        monkeypatch.setattr(Register, "add", full)
+        reply = s.say("Hello", **ASK)
+        assert (reply.text, reply.kept, reply.not_kept) == (right, False, "no room left")
+        assert "".join(delta.text for delta in s.stream("Hello", **ASK)) == right
+        assert s.turns == 0
+        monkeypatch.undo()
+        assert talk.say(s, "Hello").kept
+
+
+# Moving about.
+
+
+def test_a_fork_goes_its_own_way(subject: Subject, tmp_path: Path) -> None:
+    """S6: forks share storage, keep their lineage, and neither disturbs the other."""
+    with talking(subject, tmp_path) as talk:
+        s = talk.session("alice", system="Be terse.")
+        talk.say(s, "Hello, I have something to tell you that takes a while")
+        talk.say(s, "It is this")
+        rows = len(talk.rt.sessions.register.index.rows("SELECT 1 FROM turn"))
+        t = s.fork("bob", turn=1)
+        assert len(talk.rt.sessions.register.index.rows("SELECT 1 FROM turn")) == rows
+        assert dict(t.origin) == {"how": "fork", "session": "alice", "turn": 1}
+        reply = talk.say(t, "It was that")
+        assert reply.reuse.reused > 0
+        talk.say(s, "And more")
+        assert [ask for ask, _ in said(t)][-1] == "It was that"
+        assert [ask for ask, _ in said(s)][1:] == ["It is this", "And more"]
+        kept = said(t)
+        s.delete()
+    with talking(subject, tmp_path) as talk:
+        t = talk.session("bob", create=False)
+        assert said(t) == kept
+        assert talk.say(t, "Are you there?").reuse.reused > 0
+        with pytest.raises(SessionNotFoundError):
+            talk.rt.sessions.get("alice")
+
+
+def test_going_back_forgets_and_goes_on(subject: Subject, tmp_path: Path) -> None:
+    with talking(subject, tmp_path) as talk:
+        s = talk.session("alice")
+        talk.say(s, "One")
+        middle = s.tokens
+        talk.say(s, "Two")
+        talk.say(s, "Three")
+        s.rewind(2)
+        assert (s.turns, s.tokens) == (1, middle)
+        talk.say(s, "Two, again")
+        s.rewind(to=0)
+        assert s.tokens == ()
+        # Turns that nothing leads to are gone.
+        assert len(talk.rt.sessions.register.index.rows("SELECT 1 FROM turn")) == 1
+        assert talk.say(s, "Afresh").kept
+
+
+def test_an_edit_and_another_reply_replace_what_was_there(subject: Subject, tmp_path: Path) -> None:
+    with talking(subject, tmp_path) as talk:
+        s = talk.session("alice")
+        talk.say(s, "One")
+        talk.say(s, "Two")
+        talk.checked(lambda record: s.edit(2, "Zwei", processors=(record,), **ASK), s)
+        assert [ask for ask, _ in said(s)] == ["One", "Zwei"]
+        talk.checked(
+            lambda record: s.regenerate(processors=(record,), **{**ASK, "seed": 3, "temperature": 1}), s
+        )
+        assert [ask for ask, _ in said(s)] == ["One", "Zwei"]
+        talk.checked(lambda record: s.edit(1, "Eins", processors=(record,), **ASK), s)
+        assert [ask for ask, _ in said(s)] == ["Eins"]
+
+
+@pytest.mark.parametrize("turn", [0, 3, -1, True, "1", None])
+def test_a_turn_that_is_not_there_is_refused(toy: Subject, turn: Any) -> None:
+    with talking(toy) as talk:
+        s = talk.session("alice")
+        talk.say(s, "One")
+        talk.say(s, "Two")
+        with pytest.raises(InvalidInputError):
+            s.edit(turn, "x", **ASK)
+        if turn not in (0, None):
+            with pytest.raises(InvalidInputError):
+                s.fork("bob", turn=turn)
+        with pytest.raises(InvalidInputError):
+            s.rewind(3)
+        assert s.turns == 2
+
+
+def test_names_that_are_taken_and_names_that_are_not_there(toy: Subject) -> None:
+    with talking(toy) as talk:
+        s = talk.session("alice", system="A")
+        talk.session("bob")
+        with pytest.raises(SessionExistsError):
+            s.fork("bob")
+        with pytest.raises(SessionNotFoundError):
+            talk.session("carol", create=False)
+        with pytest.raises(SessionError, match="another system message"):
+            talk.session("alice", system="B")
+        with pytest.raises(SessionError, match="no reply to make again"):
+            s.regenerate()
+        assert talk.session("alice") is s
+
+
+def test_namespaces_do_not_meet(toy: Subject, tmp_path: Path) -> None:
+    with talking(toy, tmp_path) as talk:
+        mine, yours = talk.session("alice", namespace="mine"), talk.session("alice", namespace="yours")
+        talk.say(mine, "A secret that is long enough to be worth a block, or two, or even three of them")
+        reply = talk.say(
+            yours, "A secret that is long enough to be worth a block, or two, or even three of them"
+        )
+        assert reply.reuse.reused == 0
+        assert [row.name for row in talk.rt.sessions.list("mine")] == ["alice"]
+        assert talk.rt.sessions.list("") == []
+        with pytest.raises(SessionNotFoundError):
+            talk.session("alice", create=False)
+
+
+# Sleeping.
+
+
+def test_a_plan_says_what_waking_does(subject: Subject, tmp_path: Path) -> None:
+    """S8: the figures agree, awake, asleep and after a restart."""
+    long = "A rather long message, so that there is more than one block of it to be put away and back"
+    with talking(subject, tmp_path) as talk:
+        s = talk.session("alice")
+        assert s.plan_wake().tokens == 0
+        talk.say(s, long)
+        assert set(s.plan_wake().tiers) == {"slot"}
+        s.sleep()
+        plan = s.plan_wake()
+        assert set(plan.tiers) == {"disk"}
+        assert plan.nbytes > 0
+        report = s.wake()
+        assert (dict(report.tiers), report.computed) == (dict(plan.tiers), plan.computed)
+        assert set(s.plan_wake().tiers) == {"slot"}
+        assert talk.say(s, "Good morning").reuse.tiers.keys() == {"slot"}
+        s.sleep()
+    with talking(subject, tmp_path) as talk:
+        s = talk.session("alice")
+        plan = s.plan_wake()
+        assert plan.tokens == len(s.tokens)
+        report = s.wake()
+        assert (dict(report.tiers), report.computed) == (dict(plan.tiers), plan.computed)
+        assert talk.say(s, "Good morning again").reuse.reused >= len(s.history()[0].added.tokens) - 2
+
+
+def test_sleep_lets_go_of_memory(toy: Subject, tmp_path: Path) -> None:
+    with talking(toy, tmp_path) as talk:
+        s = talk.session("alice")
+        talk.say(
+            s, "A rather long message, so that there is more than one block of it to be put away and back"
+        )
+        s.sleep()
+        stats = talk.rt.cache.stats()
+        assert (stats.blocks, stats.nbytes) == (0, 0)
+
+
+def test_what_was_lost_is_computed_and_said(subject: Subject, tmp_path: Path) -> None:
+    """S4: without its blocks a session wakes from its tokens."""
+    with talking(subject, tmp_path) as talk:
+        s = talk.session("alice")
+        talk.say(
+            s, "A rather long message, so that there is more than one block of it to be put away and back"
+        )
+        s.sleep()
+        for path in (tmp_path / "blocks").rglob("*"):
+            if path.is_file():
+                path.write_bytes(path.read_bytes()[:-1] + b"\x00")
+        report = s.wake()
+        assert (dict(report.tiers), report.computed) == ({}, len(s.tokens))
+        reply = talk.say(s, "Good morning")
+        assert reply.kept
+
+
+def test_a_turn_that_was_tampered_with_is_refused(toy: Subject, tmp_path: Path) -> None:
+    """S2: its digest is recomputed from its parts before the engine is touched."""
+    with talking(toy, tmp_path) as talk:
+        s = talk.session("alice")
+        talk.say(s, "Hello")
+        index = talk.rt.sessions.register.index
+        for change in ("text = text || 'x'", "seed = seed + 1", "tokens = x'01000000'", "reply = NULL"):
+            with index.writing():
+                index.run("CREATE TABLE saved AS SELECT * FROM turn")
+                index.run(f"UPDATE turn SET {change} WHERE kind = 'turn'")
+            before = s.tokens
+            with pytest.raises(CorruptStateError):
+                s.wake()
+            assert s.tokens == before
+            with index.writing():
+                index.run("DELETE FROM turn WHERE kind = 'turn'")
+                index.run("INSERT INTO turn SELECT * FROM saved WHERE kind = 'turn'")
+                index.run("DROP TABLE saved")
+        s.wake()
+
+
+def test_a_store_has_one_writer(toy: Subject, tmp_path: Path) -> None:
+    with talking(toy, tmp_path) as talk:
+        talk.say(talk.session("alice"), "Hello")
+        with pytest.raises(StoreLockedError):
+            perdure.open(toy.model, store=tmp_path, n_ctx=64, slots=1)
+        reader = Register(tmp_path, readonly=True)
+        assert [row.name for row in reader.list()] == ["alice"]
+        reader.close()
+        assert talk.say(talk.session("alice"), "Still here").kept
+
+
+def test_another_model_reads_the_words_not_the_tokens(toy: Subject, tmp_path: Path) -> None:
+    """C11: tokens of another model are never taken for this one's."""
+    from perdure.engine.toy import ToyModel
+
+    with talking(toy, tmp_path) as talk:
+        talk.say(talk.session("alice"), "Hello there, how is everybody today, if I may ask")
+    other = Subject("toy-full", ToyModel(seed=5), toy.rounding)
+    with talking(other, tmp_path) as talk:
+        s = talk.session("alice")
+        assert s.plan_wake().tokens == 0
+        reply = talk.say(s, "Go on")
+        assert reply.reuse.reused == 0
+        assert [ask for ask, _ in said(s)] == ["Hello there, how is everybody today, if I may ask", "Go on"]
