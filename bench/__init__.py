@@ -7,4 +7,11 @@ loops     the loops that such processes run: ours, the engine's bare calls, llam
 streams   replies being written, in such processes: ours, a bare batched loop, llama-cpp-python
 engine    the ground floor against both
 decode    the decode loop against both
+conversations  conversations being carried on, in such processes: ours, a floor, both peers
+turns     the last turn of many conversations, against all of them
+reuse     moving state against computing it
+sleepers  conversations that sleep on the disk, in such processes
+wake      waking one, keeping many
+talkers   chats in messages, in such processes
+chat      what of a chat is computed again, and what a turn costs besides
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, block_id
+from perdure.cache.rates import Rates
 from perdure.cache.tier import MemoryTier
 from perdure.errors import CorruptStateError
 
@@ -93,6 +95,7 @@ class Tiers:
     def __init__(self, memory: MemoryTier, lower: LowerTier | None = None) -> None:
         self.memory = memory
         self.lower = lower
+        self.rates = Rates()
 
     def find(self, root: BlockId, tokens: Ids, *, size: int, limit: int, whole: bool) -> Found:
         """The longest prefix of `tokens`, at most `limit` long, that can be put back.
@@ -121,6 +124,23 @@ class Tiers:
                 best = Found(tuple(path), len(following.tokens))
         return best
 
+    def lower_bytes(self, found: Found) -> int:
+        """How much of `found` would have to be read."""
+        return sum(entry.nbytes for entry in found.entries if entry.id not in self.memory)
+
+    def held(self, found: Found, *, whole: bool) -> Found:
+        """What of `found` needs no reading."""
+        entries = []
+        for entry in found.entries:
+            if entry.id not in self.memory:
+                break
+            entries.append(entry)
+        while whole and entries and not entries[-1].has_rest:
+            entries.pop()
+        if len(entries) == len(found.entries):
+            return found
+        return Found(tuple(entries), len(entries[-1].tokens) if entries else 0)
+
     def load(self, found: Found, *, whole: bool) -> Match:
         """The blocks of `found`, up to the first that is damaged or gone; that one is dropped."""
         blocks: list[Block] = []
@@ -144,7 +164,10 @@ class Tiers:
     def block(self, entry: Entry) -> Block | None:
         """The block of `entry`, verified; None where it is damaged or gone, and is then dropped."""
         if not isinstance(entry, Block):
+            start = time.perf_counter()
             block = self.lower.get(entry.id) if self.lower else None
+            if block is not None:
+                self.rates.read(block.nbytes, time.perf_counter() - start)
             # What an index says of a block may be wrong; the block itself is verified.
             return block if block is not None and block.has_rest >= entry.has_rest else None
         try:

@@ -152,6 +152,10 @@ class WorkingSet:
             slot.checkpoints = [*self._points(slot), self._context.checkpoint(seq)]
             self._thin_out()
 
+    def timed(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens has taken so long."""
+        self.tiers.rates.computed(tokens, seconds)
+
     # For whoever asks about, or clears, what is kept.
 
     def plan(self, tokens: Ids, namespace: str) -> Plan:
@@ -316,14 +320,19 @@ class WorkingSet:
         forks = not shared or memory.keeps_window or memory.kind is not MemoryKind.SLIDING
         # A copy between streams moves all their cells, whatever they hold; in a pool it moves none.
         copied = 0.0 if shared else self._context.n_ctx * _PUT_BACK
+        # Whether reading beats computing is for the measured rates to say.
+        kept = [(found, self.tiers.rates.cost(self.tiers.lower_bytes(found)))] if found.length else []
+        if kept and kept[0][1]:
+            held = self.tiers.held(found, whole=self._archive.whole)
+            kept += [(held, 0.0)] if held.length else []
         for slot in idle:
             here = reach[slot.seq]
             cost = len(tokens) - here + self._displaced(slot, here)
             yield _Option(slot, here, cost, slot if here else None)
             moved = self._displaced(slot, 0)
-            if found.length:
-                cost = len(tokens) - found.length + found.length * _PUT_BACK
-                yield _Option(slot, found.length, cost + moved, found)
+            for each, read in kept:
+                cost = len(tokens) - each.length + each.length * _PUT_BACK + read
+                yield _Option(slot, each.length, cost + moved, each)
             for other in self._slots:
                 there = reach[other.seq]
                 if other is not slot and there and forks:

@@ -73,6 +73,10 @@ class Placement(Protocol):
         """How many of the next `count` tokens one step may take; `returns` are lengths to come back to."""
         ...
 
+    def timed(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens of prompts has taken so long."""
+        ...
+
     def reached(self, seq: int, length: int, returns: Collection[int]) -> None:
         """A step has brought `seq` to `length` tokens of its prompt."""
         ...
@@ -103,4 +107,7 @@ class FreshPlaces:
         return count
 
     def reached(self, seq: int, length: int, returns: Collection[int]) -> None:
+        pass
+
+    def timed(self, tokens: int, seconds: float) -> None:
         pass

@@ -36,6 +36,8 @@ from perdure.errors import (
 
 T = TypeVar("T")
 
+_TIMED = 16
+"""Steps of so many tokens tell how fast prompts are computed; shorter ones are mostly overhead."""
 CHUNK = 64
 """Prompt tokens a step while others wait: what a running reply can be held up by."""
 
@@ -341,7 +343,10 @@ class Scheduler:
             if not gone:
                 # Readers wake while the engine computes, not while the next ones draw.
                 self._wake_readers()
+                start = time.monotonic()
                 self._context.step(feeds)
+                if (count := sum(piece.count for piece in step)) >= _TIMED:
+                    self._places.timed(count, time.monotonic() - start)
         finally:
             with self._changed:
                 self._flying = frozenset()
