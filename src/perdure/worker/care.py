@@ -1,0 +1,56 @@
+"""How the engine's process is looked after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from perdure.errors import InvalidInputError
+
+State = Literal["starting", "ready", "restarting", "failed", "closed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Care:
+    """Limits and patience, in seconds and bytes. Checked when it is made."""
+
+    backoff: float = 0.1
+    """Before the first restart; each further one waits twice as long."""
+    backoff_limit: float = 10.0
+    healthy: float = 60.0
+    """After so long without a death, the next restart is the first again."""
+    attempts: int = 5
+    """Starts that may fail in a row before those who wait are told so."""
+    start_timeout: float = 600.0
+    hang_timeout: float = 60.0
+    """How long one step may take while there is work."""
+    memory_limit: int | None = None
+    """Resident bytes above which the process is replaced; None: no limit."""
+    grace: float = 30.0
+    """How long a close may take before the process is killed."""
+
+    def __post_init__(self) -> None:
+        for name in ("backoff", "backoff_limit", "healthy", "start_timeout", "hang_timeout", "grace"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise InvalidInputError(f"{name} is a number of seconds above 0, got {value!r}")
+        for name in ("attempts", "memory_limit"):
+            value = getattr(self, name)
+            optional = name == "memory_limit" and value is None
+            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise InvalidInputError(f"{name} is a whole number from 1, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """How the engine's process is now."""
+
+    state: State
+    restarts: int
+    last_death: str | None
+    """Why the last process ended that was not asked to."""
+    pid: int | None
+    rss: int | None
+    """Resident bytes, where the system tells."""
+    uptime: float | None
+    """Seconds since it was ready."""

@@ -1,0 +1,312 @@
+"""The process with the engine: `python -m perdure.worker.child FD`.
+
+It talks to its parent over that socket alone, and does not outlive it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextvars import Context as ContextVars
+from dataclasses import replace
+from typing import Any, cast
+
+from perdure.backend import LocalBackend
+from perdure.decode.job import Job, Outbox
+from perdure.decode.request import Reply
+from perdure.engine.contract import Model as ModelContract
+from perdure.engine.llama.model import Model
+from perdure.errors import ClosedError, EngineError, InvalidInputError
+from perdure.worker.messages import (
+    Answer,
+    AskId,
+    Call,
+    Cancel,
+    Close,
+    Failed,
+    Line,
+    News,
+    PlainDelta,
+    Pulse,
+    Ready,
+    Setup,
+    Submit,
+    Tables,
+)
+from perdure.worker.wire import Wire, pack
+
+_FLUSH = 10.0
+_ENGINE_GONE = 70
+_PR_SET_PDEATHSIG = 1
+
+
+class Ticket:
+    """One request here. A cancel may come before it is queued."""
+
+    def __init__(self, id_: AskId) -> None:
+        self.id = id_
+        self.cancelled = False
+        self.job: Job | None = None
+
+    @property
+    def outbox(self) -> Outbox:
+        assert self.job is not None
+        return self.job._outbox
+
+
+class Post(asyncio.AbstractEventLoop):
+    """Sends what comes of requests to the parent, from the engine thread and without waiting.
+
+    To an outbox it is the event loop of a reader, because those are told once a step and all together: so
+    a step is one message, however many requests are in it, and no thread is woken to send it.
+    """
+
+    def __init__(self, wire: Wire, done: Callable[[AskId], object]) -> None:
+        self._wire = wire
+        self._done = done
+
+    def watch(self, ticket: Ticket) -> None:
+        """Send all that comes of a request, from its beginning."""
+        box = ticket.outbox
+        while True:
+            with box.changed:
+                if not box.deltas and not box.finished:
+                    self._wait(ticket)
+                    return
+                item = _taken(ticket)
+            # Until it waits here, nobody else sends for it, so the order holds.
+            self._send([item])
+            if item[2] is not None:
+                return
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: ContextVars | None = None
+    ) -> None:
+        """Called in the engine thread where readers are woken, with those who waited."""
+        tickets = cast("Sequence[Ticket]", args[0])
+        items = []
+        for ticket in tickets:
+            with ticket.outbox.changed:
+                items.append(_taken(ticket))
+                if not ticket.outbox.finished:
+                    self._wait(ticket)
+        self._send(items)
+
+    def _wait(self, ticket: Ticket) -> None:
+        ticket.outbox._sleepers.append((self, cast("asyncio.Future[None]", ticket)))
+
+    def _send(self, items: list[tuple[AskId, list[PlainDelta], list[Reply] | None]]) -> None:
+        self._wire.send(News(items))
+        for id_, _, replies in items:
+            if replies is not None:
+                self._done(id_)
+
+
+class Child:
+    """Serves one parent until it says so, or is gone."""
+
+    def __init__(self, wire: Wire, backend: LocalBackend, *, pulse: float) -> None:
+        self._wire = wire
+        self._backend = backend
+        self._pulse_seconds = pulse
+        self._post = Post(wire, self._forget)
+        self._tickets: dict[AskId, Ticket] = {}
+        self._closing = threading.Event()
+
+    def serve(self) -> None:
+        """Until the parent says close. EOFError where it is gone."""
+        model = self._backend.model
+        self._wire.send(
+            Ready(
+                n_ctx=self._backend.n_ctx,
+                slots=self._backend.slots,
+                n_vocab=model.n_vocab,
+                memory=model.memory,
+                metadata=dict(model.metadata),
+                digest=model.digest,
+            )
+        )
+        threading.Thread(target=self._pulse, name="perdure-pulse", daemon=True).start()
+        while not isinstance(message := self._wire.receive(), Close):
+            match message:
+                case Submit():
+                    # In the order they came; a grammar may take long to compile.
+                    ticket = self._tickets[message.id] = Ticket(message.id)
+                    if message.request.grammar is None:
+                        self._submit(ticket, message)
+                    else:
+                        _in_a_thread(self._submit, ticket, message)
+                case Cancel():
+                    self._cancel(message.id)
+                case Call(target="cache" | "tables"):
+                    _in_a_thread(self._answer, message)
+                case Call():
+                    self._answer(message)
+        self._closing.set()
+        self._backend.close()
+
+    def _submit(self, ticket: Ticket, message: Submit) -> None:
+        try:
+            ticket.job = self._backend.submit(message.request)
+        except BaseException as error:
+            self._forget(ticket.id)
+            self._wire.send(Answer(ticket.id, error=_portable(error)))
+            return
+        self._wire.send(Answer(ticket.id))
+        if ticket.cancelled:
+            ticket.job.cancel()
+        self._post.watch(ticket)
+
+    def _cancel(self, id_: AskId) -> None:
+        ticket = self._tickets.get(id_)
+        if ticket is not None:
+            ticket.cancelled = True
+            if ticket.job is not None:
+                ticket.job.cancel()
+
+    def _forget(self, id_: AskId) -> None:
+        self._tickets.pop(id_, None)
+
+    def _answer(self, call: Call) -> None:
+        try:
+            answer = Answer(call.id, value=self._result(call))
+            data = pack(answer)
+        except BaseException as error:
+            data = pack(Answer(call.id, error=_portable(error)))
+        self._wire.send_packed(data)
+
+    def _result(self, call: Call) -> Any:
+        if call.target == "tables":
+            return _tables(self._backend.model)
+        found = getattr(self._backend.model if call.target == "model" else self._backend.cache, call.name)
+        return found(*call.args, **call.keywords) if callable(found) else found
+
+    def _pulse(self) -> None:
+        """Go through the engine thread now and then: it gets round between two steps only."""
+        rounds = 0
+        while not self._closing.wait(self._pulse_seconds):
+            try:
+                self._backend.scheduler.call(lambda: None)
+            except ClosedError:
+                if not self._closing.is_set():
+                    # The engine thread is gone by a defect of ours. A new process has a new one.
+                    self._wire.flush(_FLUSH)
+                    os._exit(_ENGINE_GONE)
+                return
+            rounds += 1
+            self._wire.send(Pulse(rounds))
+
+
+class LogToParent(logging.Handler):
+    """Sends log lines to the parent's log."""
+
+    def __init__(self, wire: Wire) -> None:
+        super().__init__()
+        self._wire = wire
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):
+            self._wire.send(Line(record.name, record.levelno, record.getMessage()))
+
+
+def main(fd: int) -> None:
+    # The terminal's Ctrl-C is for the parent, which says what is to be done about it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent()
+    wire = Wire(socket.socket(fileno=fd))
+    with contextlib.suppress(EOFError):
+        setup: Setup = wire.receive()
+        _log_to(wire, setup.log_level)
+        try:
+            sys.path[:] = setup.paths
+            backend = _build(setup)
+        except BaseException as error:
+            wire.send(Failed(_portable(error)))
+            wire.flush(_FLUSH)
+            return
+        Child(wire, backend, pulse=setup.pulse).serve()
+        wire.flush(_FLUSH)
+        return
+    # The parent is gone. What of the engine could be put in order is of use to nobody.
+    os._exit(0)
+
+
+def _build(setup: Setup) -> LocalBackend:
+    model: ModelContract = _made(setup.model) if setup.factory else Model(setup.model)
+    try:
+        return LocalBackend(model, own_model=True, **setup.settings)
+    except BaseException:
+        model.close()
+        raise
+
+
+def _made(factory: str) -> ModelContract:
+    module, _, function = factory.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise InvalidInputError(f"{factory} names no function that makes a model: {error}") from None
+    return cast(ModelContract, make())
+
+
+def _taken(ticket: Ticket) -> tuple[AskId, list[PlainDelta], list[Reply] | None]:
+    """All that is new of a request, out of its outbox; called with `changed` held."""
+    box = ticket.outbox
+    deltas: list[PlainDelta] = [
+        (delta.text, delta.tokens, delta.logprobs, delta.index, delta.finish_reason) for delta in box.deltas
+    ]
+    box.deltas.clear()
+    return ticket.id, deltas, [_portable_reply(reply) for reply in box.replies] if box.finished else None
+
+
+def _portable_reply(reply: Reply) -> Reply:
+    return reply if reply.error is None else replace(reply, error=_portable(reply.error))
+
+
+def _tables(model: ModelContract) -> Tables:
+    ids = range(model.n_vocab)
+    return Tables(
+        pieces=[model.piece(token) for token in ids],
+        special_pieces=[model.piece(token, special=True) for token in ids],
+        ends=frozenset(token for token in ids if model.is_end(token)),
+        controls=frozenset(token for token in ids if model.is_control(token)),
+    )
+
+
+def _portable(error: BaseException) -> Exception:
+    """The error itself where it can travel, else one that quotes it."""
+    try:
+        pack(error)
+    except Exception:
+        return EngineError(f"the engine's process raised {error!r}")
+    return error if isinstance(error, Exception) else EngineError(f"the engine's process raised {error!r}")
+
+
+def _in_a_thread(function: Callable[..., None], *args: object) -> None:
+    threading.Thread(target=function, args=args, daemon=True).start()
+
+
+def _log_to(wire: Wire, level: int) -> None:
+    root = logging.getLogger("perdure")
+    root.setLevel(level)
+    root.propagate = False
+    root.addHandler(LogToParent(wire))
+
+
+def _die_with_parent() -> None:
+    """Be killed when the parent's thread that started this ends, where the system can do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,125 @@
+"""What the two processes say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NewType, TypeAlias
+
+from perdure.decode.request import FinishReason, Reply, Request, TokenLogprob
+from perdure.memory import Memory
+
+AskId = NewType("AskId", int)
+"""Names a request or a call. Never used twice, so that a late answer is nobody else's."""
+
+Target = Literal["model", "cache", "tables"]
+
+PlainDelta: TypeAlias = tuple[str, tuple[int, ...], tuple[TokenLogprob, ...], int, FinishReason | None]
+"""A delta as it travels: every token brings one, and tuples are an order cheaper to send than objects."""
+
+
+# From the parent.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The first message: which engine to build. `model` is a file, or a factory as "module:function"."""
+
+    model: str
+    factory: bool
+    settings: Mapping[str, Any]
+    paths: Sequence[str]
+    """Where the parent finds its modules: a factory may be in any of them."""
+    pulse: float
+    """Seconds between two signs of life."""
+    log_level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    id: AskId
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    id: AskId
+    target: Target
+    name: str
+    args: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    id: AskId
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End what is running as cancelled, give everything back, and exit."""
+
+
+# From the child.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The engine is there. What it says about itself never changes while a backend is open."""
+
+    n_ctx: int
+    slots: int
+    n_vocab: int
+    memory: Memory
+    metadata: Mapping[str, str]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine could not be built. The process ends."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A call's result, or that a request was taken; or the error instead."""
+
+    id: AskId
+    value: Any = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a step brought: new deltas by request, and the replies of those that are finished."""
+
+    items: Sequence[tuple[AskId, Sequence[PlainDelta], Sequence[Reply] | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """The engine thread came by: whatever step it was in has ended. `rounds` counts these."""
+
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line for the parent's log."""
+
+    logger: str
+    level: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The vocabulary, by token id."""
+
+    pieces: Sequence[bytes]
+    special_pieces: Sequence[bytes]
+    """Control tokens written out."""
+    ends: frozenset[int]
+    controls: frozenset[int]

@@ -1,0 +1,105 @@
+"""One process with an engine, from its start to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.worker.messages import Setup
+from perdure.worker.wire import Wire
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TAIL = 4096
+_LINES = 8
+_LOG_LIMIT = 1 << 20
+_LINGER = 5.0
+"""Seconds that a process may take to be gone once its end of the wire is: it may be dumping core."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """How a process ended, and what it said last."""
+
+    reason: str
+    signal: str | None
+    code: int | None
+    said: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}\n{self.said}" if self.said else self.reason
+
+
+class Process:
+    """Owns a child, its socket and the file that it complains into. `bury` gives all three back.
+
+    The thread that makes it must outlive the child: the system ends the child with that thread.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        ours, theirs = socket.socketpair()
+        with contextlib.ExitStack() as undo, theirs:
+            undo.callback(ours.close)
+            self._log = undo.enter_context(tempfile.TemporaryFile())
+            # A group of its own: the terminal's signals are for the parent alone.
+            self._child = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-m", "perdure.worker.child", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+            )
+            undo.pop_all()
+        self.wire = Wire(ours)
+        self.wire.send(setup)
+        self._verdict: str | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def rss(self) -> int | None:
+        """Its resident bytes, where the system tells."""
+        try:
+            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE
+        except (OSError, IndexError):
+            return None
+
+    def trim_log(self) -> None:
+        """Keep what it writes from filling the disk."""
+        if os.fstat(self._log.fileno()).st_size > _LOG_LIMIT:
+            self._log.truncate(0)
+
+    def kill(self, why: str) -> None:
+        """End it now. `why` is what its death will be put down to."""
+        self._verdict = self._verdict or why
+        self._child.kill()
+
+    def bury(self, linger: float = _LINGER) -> Death:
+        """Wait for its end, after so long by force, and give everything back."""
+        self.wire.close()
+        try:
+            code = self._child.wait(linger)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            code = self._child.wait()
+        said = self._said()
+        self._log.close()
+        name = signal.Signals(-code).name if code < 0 else None
+        how = f"was ended by {name}" if name else f"exited with code {code}"
+        reason = f"the engine's process {self.pid} {how}"
+        if self._verdict is not None:
+            reason = f"the engine's process {self.pid} was ended: {self._verdict}"
+        return Death(reason=reason, signal=name, code=None if name else code, said=said)
+
+    def _said(self) -> str:
+        size = os.fstat(self._log.fileno()).st_size
+        tail = os.pread(self._log.fileno(), _TAIL, max(0, size - _TAIL)).decode("utf-8", "replace")
+        return "\n".join(line for line in tail.splitlines()[-_LINES:] if line.strip())

@@ -1,0 +1,137 @@
+"""The engine in another process, behind the protocol of a backend."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from perdure import models
+from perdure.cache.book import Book
+from perdure.decode.job import Job
+from perdure.decode.request import Request
+from perdure.errors import InvalidInputError
+from perdure.worker.care import Care, Health
+from perdure.worker.desk import Desk
+from perdure.worker.messages import Setup, Target
+from perdure.worker.supervisor import Supervisor
+from perdure.worker.vocabulary import Asked, RemoteVocabulary
+
+_FACTORY = re.compile(r"(?!hf:)[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
+_PATIENCE = 5.0
+"""Seconds that `submit` waits to hear that a request was taken. After that, a refusal ends the job."""
+_NAP = 0.2
+
+
+class RemoteBackend:
+    """The engine in a child process that may die: requests and calls outlive it, or are told so.
+
+    What is wrong with a request is raised by `submit`, as in process, while the engine is there to say so;
+    for a request that has to wait for the engine to start again, it is raised where the result is asked for.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | None = None,
+        *,
+        care: Care | None = None,
+        store: str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ) -> None:
+        factory = isinstance(source, str) and _FACTORY.fullmatch(source) is not None
+        # Fetched here, where a progress bar can be seen, and absolute: this process may go elsewhere.
+        model = str(source) if factory else str(models.path(source).absolute())
+        setup = Setup(
+            model=model,
+            factory=factory,
+            settings={**settings, "store": None if store is None else os.path.abspath(store)},
+            paths=tuple(sys.path),
+            pulse=1.0,
+            log_level=logging.getLogger("perdure").getEffectiveLevel(),
+        )
+        queue = settings.get("queue", 256)
+        self._desk = Desk(queue if isinstance(queue, int) else 0)
+        self._supervisor = Supervisor(setup, care or Care(), self._desk)
+        about = self._supervisor.start()
+        self.n_ctx = about.n_ctx
+        self.slots = about.slots
+        self.model = RemoteVocabulary(about, self._method)
+        # Every method of a book, and those it will have, by name.
+        self.cache = cast(Book, RemoteBook(self._method))
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests waiting, and being served, as far as can be told from here without asking."""
+        return self._desk.load
+
+    def submit(self, request: Request) -> Job:
+        if request.processors:
+            raise InvalidInputError(
+                "processors are functions of this process and the engine is in another; "
+                "open the runtime without isolated to use them"
+            )
+        flight = self._desk.submit(replace(request, prompt=_plain(request.prompt)))
+        self._supervisor.nudge()
+        job = Job(flight.outbox, lambda: self._desk.cancel(flight))
+        try:
+            flight.await_settled(_PATIENCE)
+        except BaseException:
+            job.cancel()
+            raise
+        if flight.refusal is not None:
+            raise flight.refusal
+        return job
+
+    def health(self) -> Health:
+        return self._supervisor.health()
+
+    def close(self) -> None:
+        """End what is running as cancelled, and let the process go."""
+        self._supervisor.close()
+
+    def _method(self, target: Target, name: str) -> Asked:
+        def call(*args: Any, **keywords: Any) -> Any:
+            sent = {key: _plain(value) for key, value in keywords.items()}
+            answer = self._desk.ask(target, name, tuple(map(_plain, args)), sent)
+            self._supervisor.nudge()
+            return _result(answer)
+
+        return call
+
+
+class RemoteBook:
+    """`rt.cache` of another process: every public method of `Book`, called there."""
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def __getattr__(self, name: str) -> Any:
+        there = None if name.startswith("_") else getattr(Book, name, None)
+        if there is None:
+            raise AttributeError(f"the cache has no {name!r}")
+        call = self._method("cache", name)
+        return call() if isinstance(there, property) else call
+
+
+def _plain(value: Any) -> Any:
+    """What iterates, as something that can be sent: a generator or a view of a dict cannot."""
+    if isinstance(value, (str, bytes, list, tuple, set, frozenset, dict, np.ndarray)):
+        return value
+    return list(value) if isinstance(value, Iterable) else value
+
+
+def _result(answer: Future[Any]) -> Any:
+    # In short naps: Python may miss a Ctrl-C that comes just as a wait begins.
+    while not answer.done():
+        try:
+            answer.exception(_NAP)
+        except TimeoutError:
+            continue
+    return answer.result()

@@ -1,0 +1,278 @@
+"""Keeps one process with an engine running."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import replace
+
+from perdure.errors import ClosedError, EngineDiedError, EngineError, ModelFileError
+from perdure.worker.care import Care, Health, State
+from perdure.worker.desk import Desk
+from perdure.worker.messages import Answer, Close, Failed, Line, News, Pulse, Ready, Setup
+from perdure.worker.process import Death, Process
+
+log = logging.getLogger("perdure.worker")
+
+_TICK = 1.0
+_NAP = 0.1
+
+
+class Supervisor:
+    """One thread that starts the process, reads what it says, looks after it, buries it, and starts again.
+
+    Always holds: there is at most one process; whatever was at the desk when it died is asked again or
+    ended before the next one starts; nothing waits longer than the starts that may fail in a row.
+    """
+
+    def __init__(self, setup: Setup, care: Care, desk: Desk) -> None:
+        self._setup = replace(setup, pulse=min(_TICK, care.hang_timeout / 4))
+        self._care = care
+        self._desk = desk
+        self._changed = threading.Condition()
+        self._state: State = "starting"
+        self._process: Process | None = None
+        self._about: Ready | None = None
+        self._error: Exception | None = None
+        self._ready_at: float | None = None
+        self._restarts = 0
+        self._last_death: str | None = None
+        self._closing = False
+        self._wanted = False
+        self._stirred = 0.0
+        # The system ends the process with the thread that started it, so that is one that lasts.
+        self._thread = threading.Thread(target=self._run, name="perdure-worker", daemon=True)
+
+    # For callers.
+
+    def start(self) -> Ready:
+        """Return when the engine is ready; what kept it from that is raised."""
+        self._thread.start()
+        try:
+            with self._changed:
+                while self._state == "starting":
+                    self._changed.wait(_NAP)
+        except BaseException:
+            self.close()
+            raise
+        if self._error is not None:
+            self.close()
+            raise self._error
+        assert self._about is not None
+        return self._about
+
+    def nudge(self) -> None:
+        """Somebody waits for the engine: if it was given up, try again."""
+        if self._state == "failed":
+            with self._changed:
+                self._wanted = True
+                self._changed.notify_all()
+
+    def health(self) -> Health:
+        with self._changed:
+            process, ready_at = self._process, self._ready_at
+            return Health(
+                state=self._state,
+                restarts=self._restarts,
+                last_death=self._last_death,
+                pid=process.pid if process else None,
+                rss=process.rss() if process else None,
+                uptime=None if ready_at is None else time.monotonic() - ready_at,
+            )
+
+    def close(self) -> None:
+        """Let the process end what is running as cancelled and exit; after a while, make it."""
+        self._desk.shut()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            process = self._process
+            if process is not None and self._state == "ready":
+                process.wire.send(Close())
+        self._thread.join(self._care.grace)
+        if self._thread.is_alive() and process is not None:
+            process.kill(f"it did not close within {self._care.grace} seconds")
+            self._thread.join()
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            self._keep_alive()
+        except BaseException as error:
+            # A defect of our own: nobody may be left waiting for a thread that is gone.
+            self._error = EngineError(f"the thread that looks after the engine ended: {error!r}")
+            raise
+        finally:
+            self._desk.shut()
+            self._desk.end_all(self._error)
+            self._set("closed")
+
+    def _keep_alive(self) -> None:
+        delay, failures = self._care.backoff, 0
+        while not self._closing:
+            try:
+                lived = self._live()
+                failures = 0
+            except Exception as error:
+                lived = 0.0
+                failures += 1
+                if self._closing:
+                    return
+                if self._about is None:
+                    # The first start is the caller's own; it is there to be told.
+                    self._error = error
+                    return
+                self._last_death = str(error)
+                log.warning("%s", error)
+                if failures >= self._care.attempts:
+                    self._give_up(error, failures)
+                    delay, failures = self._care.backoff, 0
+                    continue
+            if self._closing:
+                return
+            delay = self._care.backoff if lived >= self._care.healthy else delay
+            self._pause(delay)
+            delay = min(2 * delay, self._care.backoff_limit)
+
+    def _live(self) -> float:
+        """One process from its start to its end: how many seconds it was ready."""
+        process = Process(self._setup)
+        with self._changed:
+            self._process = process
+        try:
+            self._await_ready(process)
+        except EOFError:
+            death = self._bury(process)
+            raise EngineDiedError(
+                f"the engine could not be started: {death}", signal=death.signal, code=death.code
+            ) from None
+        except BaseException:
+            process.kill("it was not wanted any more")
+            self._bury(process)
+            raise
+        began = time.monotonic()
+        try:
+            self._serve(process)
+        except Exception as error:
+            log.exception("the engine's process is not understood")
+            process.kill(f"what it said could not be read: {error!r}")
+        death = self._bury(process)
+        if not self._closing:
+            self._last_death = str(death)
+            log.warning("%s; it is started again", death)
+            self._desk.disconnect(death)
+        return time.monotonic() - began
+
+    def _bury(self, process: Process) -> Death:
+        with self._changed:
+            self._process = self._ready_at = None
+            self._state = "starting" if self._about is None else "restarting"
+            self._changed.notify_all()
+        return process.bury()
+
+    def _await_ready(self, process: Process) -> None:
+        end = time.monotonic() + self._care.start_timeout
+        while True:
+            try:
+                message = process.wire.receive(_NAP)
+            except TimeoutError:
+                self._desk.end_overdue()
+                if self._closing:
+                    raise ClosedError("this runtime is closed") from None
+                if time.monotonic() >= end:
+                    process.kill(f"it was not ready within {self._care.start_timeout} seconds")
+                continue
+            match message:
+                case Ready():
+                    return self._meet(message)
+                case Failed():
+                    raise message.error
+                case Line():
+                    _log(message)
+
+    def _meet(self, about: Ready) -> None:
+        if self._about is None:
+            self._about = about
+        elif about != self._about:
+            raise ModelFileError(
+                f"the model file {self._setup.model} was changed while the engine was gone: "
+                "what was promised of it no longer holds; open the runtime again"
+            )
+        else:
+            self._restarts += 1
+
+    def _serve(self, process: Process) -> None:
+        """Hand on what the process says until it is gone."""
+        assert self._about is not None
+        self._desk.connect(process.wire, self._about.slots)
+        with self._changed:
+            self._state = "ready"
+            self._ready_at = self._stirred = time.monotonic()
+            self._changed.notify_all()
+            if self._closing:
+                process.wire.send(Close())
+        step = min(_TICK, self._care.hang_timeout / 4)
+        due = time.monotonic() + step
+        while True:
+            try:
+                message = process.wire.receive(max(0.0, due - time.monotonic()))
+            except TimeoutError:
+                message = None
+            except EOFError:
+                return
+            match message:
+                case News():
+                    self._stirred = time.monotonic()
+                    self._desk.deliver(message)
+                case Answer():
+                    self._desk.answered(message)
+                case Pulse():
+                    self._stirred = time.monotonic()
+                case Line():
+                    _log(message)
+            if time.monotonic() >= due:
+                self._look_after(process)
+                due = time.monotonic() + step
+
+    def _look_after(self, process: Process) -> None:
+        now, care = time.monotonic(), self._care
+        if not self._desk.busy:
+            self._stirred = now
+        elif now - self._stirred >= care.hang_timeout:
+            process.kill(f"no step ended within {care.hang_timeout} seconds")
+        rss = process.rss() if care.memory_limit is not None else None
+        if rss is not None and care.memory_limit is not None and rss > care.memory_limit:
+            process.kill(f"it held {rss} bytes of memory, {care.memory_limit} are allowed")
+        process.trim_log()
+        self._desk.end_overdue()
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not self._closing and (left := end - time.monotonic()) > 0:
+            with self._changed:
+                self._changed.wait(min(left, _NAP))
+            self._desk.end_overdue()
+
+    def _give_up(self, error: Exception, failures: int) -> None:
+        """Tell everyone who waits, and rest until somebody asks again."""
+        self._wanted = False
+        self._set("failed")
+        signal, code = getattr(error, "signal", None), getattr(error, "code", None)
+        message = f"the engine could not be started {failures} times in a row; the next request tries again"
+        self._desk.end_all(EngineDiedError(f"{message}: {error}", signal=signal, code=code))
+        with self._changed:
+            while not self._wanted and not self._closing:
+                self._changed.wait()
+            if not self._closing:
+                self._state = "restarting"
+
+    def _set(self, state: State) -> None:
+        with self._changed:
+            self._state = state
+            self._changed.notify_all()
+
+
+def _log(line: Line) -> None:
+    logging.getLogger(line.logger).log(line.level, "%s", line.text)

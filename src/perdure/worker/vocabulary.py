@@ -1,0 +1,59 @@
+"""Text and tokens, asked of the engine's process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from perdure.engine.contract import Memory
+from perdure.errors import TokenError
+from perdure.worker.messages import Ready, Tables, Target
+
+Asked = Callable[..., Any]
+"""Calls a method in the engine's process, and waits for what it returns."""
+
+
+class RemoteVocabulary:
+    """What a model says about text and about itself. What is asked token by token comes from tables that
+    are fetched once, when they are first needed."""
+
+    def __init__(self, about: Ready, ask: Callable[[Target, str], Asked]) -> None:
+        self.n_vocab = about.n_vocab
+        self.memory: Memory = about.memory
+        self.metadata: Mapping[str, str] = MappingProxyType(dict(about.metadata))
+        self.digest = about.digest
+        self._ask = ask
+
+    def tokenize(self, text: str, *, special: bool = False, bos: bool = True) -> list[int]:
+        found: list[int] = self._ask("model", "tokenize")(text, special=special, bos=bos)
+        return found
+
+    def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
+        found: str = self._ask("model", "detokenize")(list(tokens), special=special)
+        return found
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        tables = self._tables
+        return (tables.special_pieces if special else tables.pieces)[self._check(token)]
+
+    def is_end(self, token: int) -> bool:
+        return self._check(token) in self._tables.ends
+
+    def is_control(self, token: int) -> bool:
+        return self._check(token) in self._tables.controls
+
+    @functools.cached_property
+    def _tables(self) -> Tables:
+        tables: Tables = self._ask("tables", "all")()
+        return tables
+
+    def _check(self, token: int) -> int:
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+            raise TokenError(f"a token id is an integer, got {token!r}")
+        if not 0 <= token < self.n_vocab:
+            raise TokenError(f"token ids run from 0 to {self.n_vocab - 1}, got {token}")
+        return int(token)

@@ -1,0 +1,141 @@
+"""Messages over a socket, whole and in order. Only ever between two processes of ours: they are pickles."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from typing import Any
+
+_HEAD = struct.Struct("<Q")
+_READ = 1 << 18
+_LOOK = 500
+"""Milliseconds after which a thread that waits for room looks whether the wire was cut meanwhile."""
+
+
+class Wire:
+    """One end of a socket pair.
+
+    Always holds: `send` waits for nobody, neither for the other side nor for another sender, so the engine
+    thread may call it. What is sent over a wire that is cut is dropped: whoever reads learns of the cut.
+    One thread receives.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._frames: deque[bytes | memoryview] = deque()
+        self._sending = threading.Lock()
+        self._cut = False
+        self._received = bytearray()
+        self._readable = select.poll()
+        self._readable.register(end.fileno(), select.POLLIN)
+
+    def send(self, message: object) -> None:
+        self.send_packed(pack(message))
+
+    def send_packed(self, data: bytes) -> None:
+        """Send what `pack` made."""
+        self._frames.append(_HEAD.pack(len(data)) + data)
+        self._flush()
+
+    def receive(self, timeout: float | None = None) -> Any:
+        """The next message. EOFError where the other side is gone, TimeoutError where none came in time."""
+        while True:
+            end = _HEAD.size
+            if len(self._received) >= end:
+                end += _HEAD.unpack_from(self._received)[0]
+                if len(self._received) >= end:
+                    with memoryview(self._received) as view, view[_HEAD.size : end] as data:
+                        message = pickle.loads(data)
+                    del self._received[:end]
+                    return message
+            self._read(timeout)
+
+    def flush(self, timeout: float) -> None:
+        """Wait until all that was sent is out of this process, at most so long."""
+        end = time.monotonic() + timeout
+        if self._sending.acquire(timeout=timeout):
+            try:
+                while not self._push() and time.monotonic() < end:
+                    self._await_room()
+            finally:
+                self._sending.release()
+
+    def close(self) -> None:
+        """Cut the wire; the other side reads its end."""
+        self._cut = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._sending:
+            self._socket.close()
+
+    def _read(self, timeout: float | None) -> None:
+        if not self._readable.poll(None if timeout is None else max(0.0, timeout) * 1000):
+            raise TimeoutError
+        try:
+            more = self._socket.recv(_READ)
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        if not more:
+            raise EOFError
+        self._received += more
+
+    def _flush(self) -> None:
+        # Whoever has the lock sends what all others have left here: another thread, or this one, where
+        # the garbage collector runs a finaliser that sends in the middle of a send.
+        while self._frames and self._sending.acquire(blocking=False):
+            handed_on = False
+            try:
+                if not self._push():
+                    threading.Thread(target=self._drain, name="perdure-wire", daemon=True).start()
+                    handed_on = True
+            finally:
+                if not handed_on:
+                    self._sending.release()
+
+    def _drain(self) -> None:
+        """Wait in the senders' place. It has the lock from whoever started it."""
+        try:
+            while not self._push():
+                self._await_room()
+        finally:
+            self._sending.release()
+        self._flush()
+
+    def _push(self) -> bool:
+        """Send what is left here, as far as the other side takes it: whether that is all. With the lock."""
+        while self._frames:
+            frame = self._frames[0]
+            try:
+                sent = self._socket.send(frame)
+            except BlockingIOError:
+                if not self._cut:
+                    return False
+                sent = len(frame)
+            except OSError:
+                self._cut = True
+                sent = len(frame)
+            if sent < len(frame):
+                self._frames[0] = memoryview(frame)[sent:]
+            else:
+                self._frames.popleft()
+        return True
+
+    def _await_room(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            room = select.poll()
+            room.register(self._socket.fileno(), select.POLLOUT)
+            room.poll(_LOOK)
+
+
+def pack(message: object) -> bytes:
+    """A message as it travels. Whatever pickle raises for what cannot travel."""
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
