@@ -30,6 +30,9 @@ from perdure.cache.block import Block, BlockId
 from perdure.cache.book import Record
 from perdure.engine.toy import ToyModel
 from perdure.memory import MemoryKind
+from perdure.sessions.register import MIGRATIONS as SESSION_MIGRATIONS
+from perdure.sessions.register import Register
+from perdure.sessions.turn import Turn
 from perdure.store import disk as disk_module
 from perdure.store.disk import DiskTier
 from perdure.store.index import APPLICATION, MIGRATIONS
@@ -353,6 +356,131 @@ def life(kind: MemoryKind) -> Scenario:
     return Scenario(prepare, act, check)
 
 
+# Sessions.
+
+SAY: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+SAID = [f"message {word}, which is long enough to fill more than one block of tokens" for word in "abc"]
+
+
+@contextmanager
+def talking(kind: MemoryKind, folder: Path | None, **settings: Any) -> Iterator[perdure.Runtime]:
+    with perdure.open(ToyModel(kind), n_ctx=768, slots=1, store=folder, **settings) as runtime:
+        yield runtime
+
+
+def replies(kind: MemoryKind, said: Sequence[str]) -> list[str]:
+    """What a fresh runtime answers, with nothing kept."""
+    with talking(kind, None, cache=0) as runtime:
+        session = runtime.session("fresh", system="Be terse.")
+        return [session.say(text, **SAY).text for text in said]
+
+
+def check_session(runtime: perdure.Runtime, name: str, told: int, possible: Sequence[str]) -> None:
+    """A session has a beginning of `possible`, what was told at least, and goes on as a fresh one does."""
+    session = runtime.session(name, create=False)
+    said = [str(turn.messages[-1].content) for turn in session.history()]
+    assert said == list(possible[: len(said)])
+    assert len(said) >= told
+    kind = runtime.model.memory.kind
+    assert [turn.text for turn in session.history()] == replies(kind, said)
+    assert session.say("and now", **SAY).text == replies(kind, [*said, "and now"])[-1]
+
+
+def turns(kind: MemoryKind, **settings: Any) -> Scenario:
+    def prepare(folder: Path) -> None:
+        pass
+
+    def act(folder: Path, ack: Ack) -> None:
+        with talking(kind, folder, **settings) as runtime:
+            session = runtime.session("alice", system="Be terse.")
+            ack("created")
+            for text in SAID:
+                assert session.say(text, **SAY).kept
+                ack(text)
+            session.sleep()
+            ack("asleep")
+
+    def check(folder: Path, acks: set[str]) -> None:
+        with opened(folder) as disk:
+            assert disk.verify().sound
+        with talking(kind, folder, **settings) as runtime:
+            runtime.sessions.register.index.check()
+            names = [row.name for row in runtime.sessions.list()]
+            assert names == ["alice"] or (not names and "created" not in acks)
+            if names:
+                plan = runtime.session("alice").plan_wake()
+                if "asleep" in acks and not settings:
+                    assert plan.computed <= 1
+                check_session(runtime, "alice", len(acks & set(SAID)), SAID)
+
+    return Scenario(prepare, act, check)
+
+
+def branches(kind: MemoryKind) -> Scenario:
+    def prepare(folder: Path) -> None:
+        with talking(kind, folder) as runtime:
+            session = runtime.session("alice", system="Be terse.")
+            for text in SAID[:2]:
+                session.say(text, **SAY)
+
+    def act(folder: Path, ack: Ack) -> None:
+        with talking(kind, folder) as runtime:
+            session = runtime.session("alice")
+            fork = session.fork("bob", turn=1)
+            ack("forked")
+            fork.say(SAID[2], **SAY)
+            ack("said")
+            session.label("here")
+            ack("labelled")
+            session.rewind(2)
+            ack("rewound")
+            session.delete()
+            ack("deleted")
+
+    def check(folder: Path, acks: set[str]) -> None:
+        with talking(kind, folder) as runtime:
+            runtime.sessions.register.index.check()
+            names = {row.name for row in runtime.sessions.list()}
+            assert "bob" in names or "forked" not in acks
+            assert "alice" in names or "rewound" in acks
+            assert "alice" not in names or "deleted" not in acks
+            if "labelled" in acks:
+                woken = runtime.memories.wake(None, "woken")
+                assert len(woken.history()) == 2
+                check_session(runtime, "woken", 2, SAID)
+            if "bob" in names:
+                check_session(runtime, "bob", 2 if "said" in acks else 1, [SAID[0], SAID[2]])
+            if "alice" in names:
+                check_session(runtime, "alice", 0 if "labelled" in acks else 2, SAID)
+
+    return Scenario(prepare, act, check)
+
+
+def older_sessions(version: int) -> Scenario:
+    def prepare(folder: Path) -> None:
+        if version:
+            with closing(sqlite3.connect(folder / "sessions.sqlite")) as db:
+                for number in range(version):
+                    db.executescript(SESSION_MIGRATIONS[number])
+                db.execute(f"PRAGMA application_id = {APPLICATION}")
+                db.execute(f"PRAGMA user_version = {version}")
+
+    def act(folder: Path, ack: Ack) -> None:
+        with closing(Register(folder)) as register:
+            ack("opened")
+            register.create("", "alice", [Turn(kind="start", messages=())])
+            ack("created")
+
+    def check(folder: Path, acks: set[str]) -> None:
+        with closing(Register(folder)) as register:
+            assert register.index.rows("PRAGMA user_version") == [(len(SESSION_MIGRATIONS),)]
+            assert register.has("", "alice") or "created" not in acks
+            for row in register.list():
+                assert len(register.chain(row.head)[1]) == 1
+
+    return Scenario(prepare, act, check)
+
+
 SCENARIOS: dict[str, Callable[[], Scenario]] = {
     **{f"version {number}": partial(older, number) for number in range(len(MIGRATIONS))},
     "put": partial(Scenario, put_prepare, put_act, put_check),
@@ -362,6 +490,10 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
     "mend": partial(Scenario, mend_prepare, mend_act, mend_check),
     "rebuild": partial(Scenario, rebuild_prepare, rebuild_act, rebuild_check),
     **{f"runtime {kind.value}": partial(life, kind) for kind in MemoryKind},
+    **{f"session version {n}": partial(older_sessions, n) for n in range(len(SESSION_MIGRATIONS))},
+    **{f"session turns {kind.value}": partial(turns, kind) for kind in MemoryKind},
+    **{f"session branches {kind.value}": partial(branches, kind) for kind in MemoryKind},
+    "session eviction": partial(turns, MemoryKind.FULL, store_bytes=6000),
 }
 
 

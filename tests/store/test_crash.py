@@ -18,7 +18,9 @@ SOURCE = Path(__file__).with_name("shim.c")
 RUN = "import runpy; runpy.run_module('store.crashing', run_name='__main__')"
 
 # A runtime has many changes like each other: a sample stands for them here, all of them are in the soak.
-STEPS = {name: 9 if name.startswith("runtime") else 1 for name in SCENARIOS}
+STEPS = {
+    name: 9 if name.startswith(("runtime", "session turns", "session branches")) else 1 for name in SCENARIOS
+}
 
 
 @pytest.fixture(scope="session")

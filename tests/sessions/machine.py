@@ -1,0 +1,212 @@
+"""The life of a store full of sessions, at random: whatever happens, warm equals cold and nothing is lost."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from perdure import ChatReply, ContextOverflow, Session
+from sessions.talking import Talk, talking
+from subjects import Subject
+
+NAMES = ("alice", "bob", "carol 🙂")
+TEXTS = ("Hi", "And then?", "A longer message, so that a block or two of it can be put away and back again")
+
+Turns = list[tuple[str, tuple[int, ...]]]
+"""What was asked, and the tokens that were answered."""
+
+
+def life(subject: Subject, **settings: Any) -> type[RuleBasedStateMachine]:
+    class Life(RuleBasedStateMachine):
+        """The model is a dict of lists of turns. Every reply is checked against a fresh context."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.known: dict[str, Turns] = {}
+            self.marked: dict[str, Turns] = {}
+            self.held = ExitStack()
+            self.base = Path(self.held.enter_context(tempfile.TemporaryDirectory()))
+            self.number = 0
+            self.folder = self.base / "store"
+            self.open()
+
+        def open(self) -> None:
+            self.running = ExitStack()
+            self.talk: Talk = self.running.enter_context(talking(subject, self.folder, **settings))
+
+        def teardown(self) -> None:
+            try:
+                self.check()
+            finally:
+                self.running.close()
+                self.held.close()
+
+        def session(self, name: str) -> Session:
+            return self.talk.session(name)
+
+        def told(self, name: str, turns: Turns, text: str, reply: ChatReply) -> None:
+            assert reply.kept, reply.not_kept
+            self.known[name] = [*turns, (text, reply.tokens)]
+            self.check(name)
+
+        def check(self, *names: str) -> None:
+            for name in names or self.known:
+                history = self.session(name).history()
+                assert [str(turn.messages[-1].content) for turn in history] == [
+                    ask for ask, _ in self.known[name]
+                ]
+            if not names:
+                assert {row.name for row in self.talk.rt.sessions.list()} == set(self.known)
+
+        # What happens.
+
+        @initialize()
+        def start(self) -> None:
+            self.session("alice")
+            self.known["alice"] = []
+
+        @rule(name=st.sampled_from(NAMES), text=st.sampled_from(TEXTS), temperature=st.sampled_from([0, 1]))
+        def say(self, name: str, text: str, temperature: float) -> None:
+            turns = self.known.setdefault(name, [])
+            session = self.session(name)
+            try:
+                reply = self.talk.say(session, text, temperature=temperature, seed=7, max_tokens=4)
+            except ContextOverflow:
+                self.check(name)
+                return
+            self.told(name, turns, text, reply)
+
+        @rule(name=st.sampled_from(NAMES), read=st.integers(0, 3), text=st.sampled_from(TEXTS))
+        def cancel(self, name: str, read: int, text: str) -> None:
+            if name in self.known:
+                stream = self.session(name).stream(text, max_tokens=400, temperature=0, ignore_eos=True)
+                try:
+                    for _ in range(read):
+                        next(stream)
+                    stream.close()
+                except (ContextOverflow, StopIteration):
+                    pass
+                # Over before it was cancelled, if it was short.
+                session = self.session(name)
+                if session.turns > len(self.known[name]):
+                    session.rewind(to=len(self.known[name]))
+                self.check(name)
+
+        @rule(name=st.sampled_from(NAMES), back=st.integers(0, 3))
+        def rewind(self, name: str, back: int) -> None:
+            if back <= len(self.known.get(name, ())) and name in self.known:
+                self.session(name).rewind(back)
+                turns = self.known[name]
+                self.known[name] = turns[: len(turns) - back]
+
+        @rule(name=st.sampled_from(NAMES), other=st.sampled_from(NAMES), back=st.integers(0, 2))
+        def fork(self, name: str, other: str, back: int) -> None:
+            if name in self.known and other not in self.known and back <= len(self.known[name]):
+                turns = self.known[name][: len(self.known[name]) - back]
+                self.session(name).fork(other, turn=len(turns))
+                self.known[other] = turns
+
+        @rule(name=st.sampled_from(NAMES), text=st.sampled_from(TEXTS), data=st.data())
+        def edit(self, name: str, text: str, data: st.DataObject) -> None:
+            if self.known.get(name):
+                turn = data.draw(st.integers(1, len(self.known[name])))
+                session = self.session(name)
+                try:
+                    reply = self.talk.checked(
+                        lambda record: session.edit(
+                            turn, text, processors=(record,), temperature=0, max_tokens=4
+                        ),
+                        session,
+                    )
+                except ContextOverflow:
+                    self.check(name)
+                    return
+                self.told(name, self.known[name][: turn - 1], text, reply)
+
+        @rule(name=st.sampled_from(NAMES), seed=st.integers(0, 3))
+        def regenerate(self, name: str, seed: int) -> None:
+            if self.known.get(name):
+                session, turns = self.session(name), self.known[name]
+                reply = self.talk.checked(
+                    lambda record: session.regenerate(
+                        processors=(record,), temperature=1, seed=seed, max_tokens=4
+                    ),
+                    session,
+                )
+                self.told(name, turns[:-1], turns[-1][0], reply)
+
+        @rule(name=st.sampled_from(NAMES))
+        def sleep(self, name: str) -> None:
+            if name in self.known:
+                self.session(name).sleep()
+
+        @rule(name=st.sampled_from(NAMES))
+        def wake(self, name: str) -> None:
+            if name in self.known:
+                session = self.session(name)
+                plan = session.plan_wake()
+                report = session.wake()
+                assert (dict(report.tiers), report.computed) == (dict(plan.tiers), plan.computed)
+
+        @rule()
+        def restart(self) -> None:
+            self.running.close()
+            self.open()
+
+        @rule()
+        def die(self) -> None:
+            """What is on the disk now is all that is left."""
+            self.number += 1
+            after = self.base / f"store {self.number}"
+            shutil.copytree(self.folder, after, ignore=shutil.ignore_patterns("*lock"))
+            self.running.close()
+            self.folder = after
+            self.open()
+            self.check()
+
+        @rule(name=st.sampled_from(NAMES), label=st.sampled_from(["x", "y"]))
+        def label(self, name: str, label: str) -> None:
+            if name in self.known:
+                memory = self.session(name).label(label)
+                self.marked[memory.address] = self.known[name]
+
+        @precondition(lambda self: self.marked)
+        @rule(other=st.sampled_from(NAMES), data=st.data())
+        def remember(self, other: str, data: st.DataObject) -> None:
+            if other not in self.known:
+                address = data.draw(st.sampled_from(sorted(self.marked)))
+                self.talk.rt.memories.wake(address, other)
+                self.known[other] = self.marked[address]
+
+        @rule(name=st.sampled_from(NAMES), other=st.sampled_from(NAMES), state=st.booleans())
+        def move(self, name: str, other: str, state: bool) -> None:
+            """Out into a file, and in under another name."""
+            if name in self.known and other not in self.known:
+                path = self.session(name).export(self.base / "moved", state=state)
+                self.talk.rt.sessions.import_(path, other)
+                self.known[other] = self.known[name]
+
+        @rule(name=st.sampled_from(NAMES))
+        def delete(self, name: str) -> None:
+            if name in self.known and len(self.known) > 1:
+                self.session(name).delete()
+                del self.known[name]
+
+        @rule(data=st.data())
+        def damage(self, data: st.DataObject) -> None:
+            """A block on the disk is not what it was."""
+            files = sorted(path for path in (self.folder / "blocks").rglob("*") if path.is_file())
+            if files:
+                path = data.draw(st.sampled_from(files))
+                content = bytearray(path.read_bytes())
+                if content:
+                    content[data.draw(st.integers(0, len(content) - 1))] ^= 0x40
+                    path.write_bytes(content)
+
+    return Life

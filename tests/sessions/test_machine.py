@@ -1,0 +1,66 @@
+"""W≡C over the life of a store: sleep, kill, wake, restart, export and import among everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+import subjects
+from perdure.sessions import turn as turn_module
+from perdure.sessions.register import Register
+from sessions.machine import life
+from subjects import NAMES, Subject
+
+
+def live(subject: Subject, examples: int, steps: int, **options: object) -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        life(subject, **options),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=examples < 50,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_happens_sessions_go_on_as_fresh_ones_would(
+    name: str, zoo_path: Callable[[str], Path]
+) -> None:
+    toy = name.startswith("toy")
+    live(subjects.find(name, zoo_path), examples=12 if toy else 3, steps=30 if toy else 15)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NAMES)
+def test_for_long(name: str, zoo_path: Callable[[str], Path]) -> None:
+    live(subjects.find(name, zoo_path), examples=200 if name.startswith("toy") else 30, steps=50)
+
+
+def test_a_turn_that_is_lost_is_seen(
+    zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a rewind that moves nothing on the disk."""
+    monkeypatch.setattr(Register, "move", lambda self, session, head: None)
+    with pytest.raises(AssertionError):
+        live(subjects.find("toy-full", zoo_path), examples=30, steps=30)
+
+
+def test_tokens_that_are_not_those_of_the_text_are_seen(
+    zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: turns that go on from a token too few."""
+    kept = turn_module._kept
+
+    def short(whole: turn_module.Transcript, keep: tuple[int, int]) -> turn_module.Transcript:
+        return kept(whole, (keep[0], max(0, keep[1] - 1)))
+
+    monkeypatch.setattr(turn_module, "_kept", short)
+    with pytest.raises(BaseException):  # noqa: B017
+        live(subjects.find("toy-full", zoo_path), examples=30, steps=30)
