@@ -16,8 +16,8 @@ from perdure.worker.messages import Setup
 from perdure.worker.wire import Wire
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_TAIL = 4096
-_LINES = 8
+_TAIL = 8192
+_LINES = 40
 _LOG_LIMIT = 1 << 20
 _LINGER = 5.0
 """Seconds that a process may take to be gone once its end of the wire is: it may be dumping core."""

@@ -1,0 +1,185 @@
+"""Toy models for a child process, and one that does what certain tokens of a prompt tell it to."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perdure import Context, MemoryKind, Runtime
+from perdure import open as open_runtime
+from perdure.engine.batch import Batch
+from perdure.engine.contract import Outcome
+from perdure.engine.toy import Faults, ToyModel
+from perdure.worker.care import Care
+from perdure.worker.remote import RemoteBackend
+
+# Bytes that no text has and that the toy never writes: what happens when one is decoded.
+ABORT, SEGFAULT, EXIT, HANG, EAT, HOLD, ABORT_ONCE = 1, 2, 3, 4, 5, 6, 7
+# The same, so many tokens later.
+LATER = 14
+"""Added to one of the above."""
+DELAY = 10
+
+FOLDER = "PERDURE_TEST_FOLDER"
+"""Where tests and rigged engines meet: two pipes, and a mark that something happened before."""
+MEAL = 600 << 20
+
+QUICK = Care(backoff=0.01, backoff_limit=0.05)
+
+
+def full() -> ToyModel:
+    return ToyModel(MemoryKind.FULL)
+
+
+def sliding() -> ToyModel:
+    return ToyModel(MemoryKind.SLIDING)
+
+
+def recurrent() -> ToyModel:
+    return ToyModel(MemoryKind.RECURRENT)
+
+
+def hybrid() -> ToyModel:
+    return ToyModel(MemoryKind.HYBRID)
+
+
+def slow() -> ToyModel:
+    return ToyModel(faults=Faults(pace=0.005))
+
+
+def no_memory() -> ToyModel:
+    return ToyModel(faults=Faults(no_memory=True))
+
+
+def stillborn() -> ToyModel:
+    print("a last word on stdout", flush=True)
+    os.abort()
+
+
+def often_stillborn() -> ToyModel:
+    """Starts only where the mark is absent."""
+    if mark().exists():
+        os._exit(9)
+    return rigged()
+
+
+def changing() -> ToyModel:
+    """Another model every time."""
+    with mark().open("a") as file:
+        file.write("x")
+    return ToyModel(seed=mark().stat().st_size)
+
+
+class Rigged(ToyModel):
+    """Does what the tokens say, in the middle of a native step."""
+
+    def context(self, **settings: Any) -> Context:
+        context = super().context(**settings)
+        core: Any = context._core
+        decode = core.decode
+        armed: dict[int, tuple[int, int]] = {}
+
+        def rigged_decode(batch: Batch) -> Outcome:
+            size = batch.size
+            for seq, pos, token in zip(
+                batch.seqs[:size].tolist(),
+                batch.positions[:size].tolist(),
+                batch.tokens[:size].tolist(),
+                strict=True,
+            ):
+                if LATER < token <= LATER + ABORT_ONCE:
+                    armed[seq] = (pos + DELAY, token - LATER)
+                at, what = armed.get(seq, (-1, 0))
+                if pos == at:
+                    del armed[seq]
+                    act(what)
+                act(token)
+            outcome: Outcome = decode(batch)
+            return outcome
+
+        core.decode = rigged_decode
+        return context
+
+
+def rigged() -> ToyModel:
+    return Rigged()
+
+
+def act(what: int) -> None:
+    if what == ABORT:
+        os.abort()
+    elif what == SEGFAULT:
+        ctypes.string_at(0)
+    elif what == EXIT:
+        os._exit(5)
+    elif what == HANG:
+        threading.Event().wait()
+    elif what == EAT:
+        eaten.append(np.ones(MEAL, np.uint8))
+        threading.Event().wait()
+    elif what == HOLD:
+        # Each opening waits for the other side.
+        (folder() / "reached").write_bytes(b"here")
+        (folder() / "go").read_bytes()
+    elif what == ABORT_ONCE and not mark().exists():
+        mark().touch()
+        os.abort()
+
+
+eaten: list[Any] = []
+
+
+def folder() -> Path:
+    return Path(os.environ[FOLDER])
+
+
+def mark() -> Path:
+    return folder() / "mark"
+
+
+class Hold:
+    """The test's side of HOLD."""
+
+    def __init__(self, where: Path) -> None:
+        self._where = where
+        os.mkfifo(where / "reached")
+        os.mkfifo(where / "go")
+
+    def reached(self) -> None:
+        """Return when an engine is held in the middle of a step."""
+        assert (self._where / "reached").read_bytes() == b"here"
+
+    def go(self) -> None:
+        (self._where / "go").write_bytes(b"")
+
+
+@contextmanager
+def meeting_place(where: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
+    monkeypatch.setenv(FOLDER, str(where))
+    yield Hold(where)
+
+
+def isolated(factory: str = "rigged", care: Care = QUICK, **settings: Any) -> Runtime:
+    source = f"worker.engines:{factory}"
+    return open_runtime(source, isolated=care, **{"n_ctx": 256, "slots": 2, **settings})
+
+
+def remote(rt: Runtime) -> RemoteBackend:
+    assert isinstance(rt.backend, RemoteBackend)
+    return rt.backend
+
+
+def pid(rt: Runtime) -> int:
+    """The process that serves now; a restart is waited for."""
+    rt.model.tokenize("are you there?")
+    found = remote(rt).health().pid
+    assert found is not None
+    return found

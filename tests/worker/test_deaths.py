@@ -1,0 +1,412 @@
+"""The engine's process dies, hangs or grows: what that costs whom, and that service comes back by itself."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import perdure
+from decode.observed import Seen, alone, check_delivery, outcome, read
+from perdure import BusyError, EngineDiedError, GrammarError, Job, MemoryKind, Reply, Runtime
+from worker.engines import (
+    ABORT,
+    ABORT_ONCE,
+    EAT,
+    EXIT,
+    HANG,
+    HOLD,
+    LATER,
+    QUICK,
+    SEGFAULT,
+    Hold,
+    isolated,
+    mark,
+    pid,
+    remote,
+)
+
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 30, **GREEDY}
+
+
+def toy_alone(prompt: str | list[int], **request: Any) -> Reply:
+    return alone(MemoryKind.FULL, prompt, **request)[0]
+
+
+def check_serves(rt: Runtime) -> None:
+    assert rt.generate("hello", **LONG).tokens == toy_alone("hello", **LONG).tokens
+    assert rt.load == (0, 0)
+    assert remote(rt).health().state == "ready"
+
+
+def kill(rt: Runtime) -> None:
+    """End the process that serves now."""
+    os.kill(pid(rt), signal.SIGKILL)
+
+
+# One request, and a death.
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "code"),
+    [(ABORT, "SIGABRT", None), (SEGFAULT, "SIGSEGV", None), (EXIT, None, 5)],
+    ids=["abort", "segfault", "exit"],
+)
+def test_a_reply_that_was_begun_ends_with_an_honest_error(
+    rt: Runtime, what: int, name: str | None, code: int | None
+) -> None:
+    """H4, C7: it says what happened and what was kept, and what had come is in the reply."""
+    prompt = [65, 66, LATER + what]
+    job = rt.submit(prompt, **LONG)
+    seen = read(job)
+    (reply,) = outcome(job)
+    assert isinstance(seen.error, EngineDiedError)
+    assert (seen.error.signal, seen.error.code, seen.error.kept) == (name, code, len(reply.tokens))
+    assert (name or "code 5") in str(seen.error)
+    assert f"{len(reply.tokens)} tokens that had come are kept" in str(seen.error)
+    assert seen.reasons == ["error"]
+    assert 0 < len(reply.tokens) < 30
+    assert reply.tokens == toy_alone(prompt, **LONG).tokens[: len(reply.tokens)]
+    check_delivery(seen.deltas, [reply], rt.model)
+    check_serves(rt)
+    health = remote(rt).health()
+    assert health.restarts == 1
+    assert health.last_death is not None
+    assert (name or "code 5") in health.last_death
+    assert health.uptime is not None
+    assert health.rss is None or health.rss > 1 << 20
+
+
+@pytest.mark.parametrize(
+    "request_", [LONG, {"max_tokens": 30, "seed": 5}, {"max_tokens": 9, "n": 3, "seed": 5}]
+)
+def test_a_request_of_which_nothing_had_come_is_tried_again_unseen(
+    rt: Runtime, request_: dict[str, Any]
+) -> None:
+    """H4: once, and nobody can tell."""
+    prompt = [65, ABORT_ONCE]
+    job = rt.submit(prompt, **request_)
+    deltas = list(job)
+    replies = job.replies()
+    assert [reply.tokens for reply in replies] == [
+        reply.tokens for reply in alone(MemoryKind.FULL, prompt, **request_)
+    ]
+    check_delivery(deltas, replies, rt.model)
+    assert remote(rt).health().restarts == 1
+
+
+def test_an_unseeded_request_keeps_its_draw_when_it_is_tried_again(rt: Runtime, hold: Hold) -> None:
+    job = rt.submit([65, ABORT_ONCE], max_tokens=30, temperature=1.5)
+    reply = job.reply()
+    again = toy_alone([65, ABORT_ONCE], max_tokens=30, temperature=1.5, seed=reply.seed)
+    assert reply.tokens == again.tokens
+
+
+def test_a_request_that_kills_every_engine_is_given_up(rt: Runtime) -> None:
+    """H4: poison is tried twice, not for ever, and others are served after it."""
+    with pytest.raises(EngineDiedError, match="in 2 tries") as raised:
+        rt.generate([65, ABORT], **LONG)
+    assert (raised.value.signal, raised.value.kept) == ("SIGABRT", 0)
+    check_serves(rt)
+    assert remote(rt).health().restarts == 2
+
+
+def test_samples_that_were_finished_at_a_death_stay_finished(rt: Runtime, hold: Hold) -> None:
+    """C7: each sample has a true reason of its own."""
+    request = {"max_tokens": 30, "n": 3, "seed": 4}
+    job = rt.submit([65, LATER + HOLD], **request)
+    hold.reached()
+    kill(rt)
+    seen, replies = read(job), outcome(job)
+    assert isinstance(seen.error, EngineDiedError)
+    check_delivery(seen.deltas, replies, rt.model)
+    for reply, whole in zip(replies, alone(MemoryKind.FULL, [65, LATER + HOLD], **request), strict=True):
+        assert reply.tokens == whole.tokens[: len(reply.tokens)]
+        if reply.finish_reason != "error":
+            assert reply.tokens == whole.tokens
+
+
+def test_a_request_cancelled_before_the_death_ends_as_cancelled(rt: Runtime, hold: Hold) -> None:
+    job = rt.submit([65, HOLD], **LONG)
+    hold.reached()
+    job.cancel()
+    kill(rt)
+    assert outcome(job)[0].finish_reason == "cancelled"
+    check_serves(rt)
+
+
+def test_a_call_that_meets_a_death_is_made_again_once(rt: Runtime) -> None:
+    record = rt.cache.warm([65, 66, ABORT_ONCE], labels=["a"])
+    assert record.labels == {"a"}
+    assert rt.cache.records() == [record]
+    with pytest.raises(EngineDiedError):
+        rt.cache.warm([65, 66, ABORT])
+    check_serves(rt)
+
+
+# While it is gone.
+
+
+def test_requests_wait_for_the_engine_in_order_and_within_the_limit(hold: Hold) -> None:
+    """H3, H4, H7: with their own time limits, and room for as many as could wait in process."""
+    care = replace(QUICK, attempts=10_000)
+    with isolated("often_stillborn", care=care, queue=2, slots=2) as rt:
+        first = pid(rt)
+        mark().touch()
+        held = rt.submit([65, HOLD], **LONG)
+        hold.reached()
+        os.kill(first, signal.SIGKILL)
+        await_state(rt, "restarting")
+        # As tokens: a text is the engine's to cut up.
+        impatient = rt.submit([65], timeout=0.05, **LONG)
+        assert outcome(impatient)[0].finish_reason == "cancelled"
+        unsure = rt.submit([65], **LONG)
+        unsure.cancel()
+        assert outcome(unsure)[0].finish_reason == "cancelled"
+        jobs = [rt.submit([65, 66 + at], **LONG) for at in range(2)]
+        wrong = rt.submit([65], regex="(")
+        with pytest.raises(BusyError) as raised:
+            rt.submit([65], **LONG)
+        assert (raised.value.waiting, raised.value.limit) == (4, 4)
+        mark().unlink()
+        hold.reached()
+        hold.go()
+        assert held.reply().tokens == toy_alone([65, HOLD], **LONG).tokens
+        for at, job in enumerate(jobs):
+            assert job.reply().tokens == toy_alone([65, 66 + at], **LONG).tokens
+        with pytest.raises(GrammarError):
+            wrong.reply()
+        check_serves(rt)
+
+
+def await_state(rt: Runtime, *states: str) -> None:
+    """Wait until the process is in one of these states."""
+    supervisor = remote(rt)._supervisor
+    with supervisor._changed:
+        assert supervisor._changed.wait_for(lambda: supervisor._state in states, 60)
+
+
+def test_an_engine_that_cannot_start_again_is_told_and_tried_at_the_next_request(hold: Hold) -> None:
+    """H4: nobody waits for ever, and nobody has to do anything once the cause is gone."""
+    with isolated("often_stillborn", care=replace(QUICK, attempts=2)) as rt:
+        serving = pid(rt)
+        mark().touch()
+        job = rt.submit([65, HOLD], **LONG)
+        hold.reached()
+        os.kill(serving, signal.SIGKILL)
+        with pytest.raises(EngineDiedError, match="could not be started 2 times in a row") as raised:
+            job.reply()
+        assert raised.value.code == 9
+        assert remote(rt).health().state == "failed"
+        with pytest.raises(EngineDiedError):
+            rt.generate([65], **LONG)
+        mark().unlink()
+        check_serves(rt)
+
+
+def test_a_model_that_was_changed_meanwhile_is_not_taken_for_the_same(hold: Hold) -> None:
+    """C11."""
+    with isolated("changing", care=replace(QUICK, attempts=1)) as rt:
+        kill(rt)
+        with pytest.raises(EngineDiedError, match="was changed"):
+            rt.generate("abc", **LONG)
+
+
+def test_close_does_not_wait_for_an_engine_that_is_gone(hold: Hold) -> None:
+    """B4."""
+    rt = isolated("often_stillborn", care=replace(QUICK, attempts=10_000))
+    mark().touch()
+    kill(rt)
+    await_state(rt, "restarting")
+    job = rt.submit([65, 66], **LONG)
+    rt.close()
+    assert outcome(job)[0].finish_reason == "cancelled"
+    assert remote(rt).health().state == "closed"
+
+
+# Hangs and memory.
+
+
+def test_an_engine_that_hangs_is_replaced(hold: Hold) -> None:
+    """H4, H7: the request in it is told why."""
+    with isolated(care=replace(QUICK, hang_timeout=2.0)) as rt:
+        with pytest.raises(EngineDiedError, match="no step ended within") as raised:
+            rt.generate([65, LATER + HANG], **LONG)
+        assert raised.value.kept > 0
+        check_serves(rt)
+
+
+def test_a_stopped_process_is_replaced_too(hold: Hold) -> None:
+    with isolated(care=replace(QUICK, hang_timeout=2.0)) as rt:
+        job = rt.submit([65, HOLD], **LONG)
+        hold.reached()
+        os.kill(pid_now(rt), signal.SIGSTOP)
+        hold.reached()
+        hold.go()
+        assert job.reply().tokens == toy_alone([65, HOLD], **LONG).tokens
+        assert "no step ended" in (remote(rt).health().last_death or "")
+
+
+def pid_now(rt: Runtime) -> int:
+    found = remote(rt).health().pid
+    assert found is not None
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell")
+def test_an_engine_above_its_memory_limit_is_replaced(hold: Hold) -> None:
+    limit = 500 << 20
+    with isolated(care=replace(QUICK, memory_limit=limit)) as rt:
+        check_serves(rt)
+        with pytest.raises(EngineDiedError, match=f"{limit} are allowed"):
+            rt.generate([65, EAT], **LONG)
+        check_serves(rt)
+        health = remote(rt).health()
+        assert health.rss is not None
+        assert health.rss < limit
+
+
+# Under load.
+
+
+@dataclass
+class Crowd:
+    """Readers of many requests, and a killer that strikes after certain numbers of deltas."""
+
+    rt: Runtime
+    strikes: list[int]
+    results: list[tuple[Any, dict[str, Any], Seen, list[Reply]]] = field(default_factory=list)
+    seen: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read(self, job: Job) -> Seen:
+        seen = Seen()
+        try:
+            for delta in job:
+                seen.deltas.append(delta)
+                self.count()
+        except Exception as error:
+            seen.error = error
+        return seen
+
+    def count(self) -> None:
+        with self.lock:
+            self.seen += 1
+            strike = bool(self.strikes) and self.seen >= self.strikes[0]
+            if strike:
+                self.strikes.pop(0)
+        victim = remote(self.rt).health().pid
+        if strike and victim is not None:
+            os.kill(victim, signal.SIGKILL)
+
+    def serve(self, requests: list[tuple[Any, dict[str, Any]]]) -> None:
+        for prompt, settings in requests:
+            job = self.rt.submit(prompt, **settings)
+            seen = self.read(job)
+            self.results.append((prompt, settings, seen, outcome(job)))
+
+
+def run_crowd(
+    rt: Runtime, answer: Callable[..., list[Reply]], *, readers: int, each: int, strikes: int
+) -> None:
+    dice = random.Random(11)
+    total = readers * each * 20
+    crowd = Crowd(rt, sorted(dice.randrange(1, total // 2) for _ in range(strikes)))
+    plans = [
+        [
+            (
+                f"prompt {dice.randrange(9)}",
+                {"max_tokens": 20, "ignore_eos": True} | dice.choice([{"temperature": 0}, {"seed": 3}]),
+            )
+            for _ in range(each)
+        ]
+        for _ in range(readers)
+    ]
+    threads = [threading.Thread(target=crowd.serve, args=(plan,)) for plan in plans]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(crowd.results) == readers * each
+    told = 0
+    for prompt, settings, seen, replies in crowd.results:
+        whole = answer(prompt, **settings)[0]
+        (reply,) = replies
+        check_delivery(seen.deltas, replies, rt.model)
+        if seen.error is None:
+            assert reply.tokens == whole.tokens
+        else:
+            told += 1
+            assert isinstance(seen.error, EngineDiedError)
+            assert reply.tokens == whole.tokens[: len(reply.tokens)]
+            assert seen.error.kept == len(reply.tokens)
+    assert told > 0, "the killer never struck anyone"
+    assert not crowd.strikes
+    prompt, settings = plans[0][0]
+    assert rt.generate(prompt, **settings).tokens == answer(prompt, **settings)[0].tokens
+    assert rt.load == (0, 0)
+
+
+def test_kills_at_any_moment_cost_an_honest_error_at_most() -> None:
+    """H4, C10: kill -9 under load; each reply is right or says what happened, and service is back."""
+    with isolated("full", slots=4) as rt:
+        run_crowd(rt, lambda *a, **k: alone(MemoryKind.FULL, *a, **k), readers=6, each=5, strikes=4)
+        assert 1 <= remote(rt).health().restarts <= 4
+
+
+def test_kills_at_any_moment_on_the_real_engine(zoo_path: Callable[[str], Path]) -> None:
+    """H4, C10: with a store, whose lock the next process takes again."""
+    path = zoo_path("llama")
+    settings: dict[str, Any] = {"n_ctx": 256, "threads": 1}
+    with perdure.open(path, slots=1, cache=0, exact=True, **settings) as reference:
+
+        def answer(prompt: str, **request: Any) -> list[Reply]:
+            return reference.submit(prompt, **request).replies()
+
+        with perdure.open(path, slots=3, exact=True, isolated=QUICK, **settings) as rt:
+            run_crowd(rt, answer, readers=4, each=4, strikes=3)
+
+
+def test_what_was_kept_on_disk_is_there_after_a_death(tmp_path: Path) -> None:
+    """H4: the next process takes the store's lock again."""
+    prompt = list(range(40, 140))
+    with isolated("full", store=tmp_path) as rt:
+        record = rt.cache.warm(prompt, labels=["kept"])
+        kill(rt)
+        assert rt.cache.records() == [record]
+        reply = rt.generate([*prompt, 1], max_tokens=4, **GREEDY)
+        assert reply.reuse.tiers == {"disk": 100}
+        assert reply.tokens == toy_alone([*prompt, 1], max_tokens=4, **GREEDY).tokens
+
+
+# Nothing is left behind.
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not tell")
+def test_twenty_deaths_leave_no_zombie_no_descriptor_and_no_thread() -> None:
+    with isolated("full") as rt:
+        pid(rt)
+        before, threads = descriptors(), threading.active_count()
+        dead = []
+        for _ in range(20):
+            dead.append(pid(rt))
+            os.kill(dead[-1], signal.SIGKILL)
+        pid(rt)
+        assert len(set(dead)) == 20
+        assert remote(rt).health().restarts == 20
+        assert descriptors() == before
+        assert threading.active_count() == threads
+        for each in dead:
+            assert not Path(f"/proc/{each}").exists()

@@ -1,0 +1,83 @@
+"""Frames over a socket: whole, in order, and never waited for."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from perdure.worker.wire import Wire
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Wire, Wire]]:
+    one, other = map(Wire, socket.socketpair())
+    yield one, other
+    one.close()
+    other.close()
+
+
+def test_messages_of_any_size_come_whole_and_in_order(ends: tuple[Wire, Wire]) -> None:
+    here, there = ends
+    messages = [b"", b"x", b"y" * (5 << 20), {"z": [1, 2]}, b"w" * 70_000]
+    for message in messages:
+        here.send(message)
+    assert [there.receive() for _ in messages] == messages
+
+
+def test_a_sender_does_not_wait_for_a_reader(ends: tuple[Wire, Wire]) -> None:
+    here, there = ends
+    for number in range(2000):
+        here.send((number, b"x" * 1000))
+    assert [there.receive()[0] for _ in range(2000)] == list(range(2000))
+
+
+def test_many_senders_do_not_mix_their_messages(ends: tuple[Wire, Wire]) -> None:
+    here, there = ends
+    threads = [
+        threading.Thread(target=lambda name=name: [here.send((name, at, b"x" * 3000)) for at in range(200)])
+        for name in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    seen: dict[int, list[int]] = {}
+    for _ in range(800):
+        name, at, _ = there.receive()
+        seen.setdefault(name, []).append(at)
+    assert seen == {name: list(range(200)) for name in range(4)}
+    for thread in threads:
+        thread.join()
+
+
+def test_a_reader_learns_that_nothing_came_or_that_the_other_side_is_gone(ends: tuple[Wire, Wire]) -> None:
+    here, there = ends
+    with pytest.raises(TimeoutError):
+        there.receive(0.0)
+    here.send("last words")
+    here.close()
+    assert there.receive() == "last words"
+    with pytest.raises(EOFError):
+        there.receive()
+
+
+def test_what_is_sent_over_a_wire_that_is_cut_is_dropped(ends: tuple[Wire, Wire]) -> None:
+    here, there = ends
+    for _ in range(1000):
+        here.send(b"x" * 1000)
+    there.close()
+    here.send("nobody hears this")
+    here.flush(60)
+    here.close()
+    here.send("nor this")
+
+
+def test_flush_returns_when_all_is_out(ends: tuple[Wire, Wire]) -> None:
+    here, there = ends
+    here.send(b"x" * (4 << 20))
+    reader = threading.Thread(target=there.receive)
+    reader.start()
+    here.flush(60)
+    here.close()
+    reader.join()
