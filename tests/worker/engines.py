@@ -85,7 +85,7 @@ class Rigged(ToyModel):
         context = super().context(**settings)
         core: Any = context._core
         decode = core.decode
-        armed: dict[int, tuple[int, int]] = {}
+        armed: dict[tuple[int, int], int] = {}
 
         def rigged_decode(batch: Batch) -> Outcome:
             size = batch.size
@@ -96,12 +96,8 @@ class Rigged(ToyModel):
                 strict=True,
             ):
                 if LATER < token <= LATER + ABORT_ONCE:
-                    armed[seq] = (pos + DELAY, token - LATER)
-                at, what = armed.get(seq, (-1, 0))
-                if pos == at:
-                    del armed[seq]
-                    act(what)
-                act(token)
+                    armed[seq, pos + DELAY] = token - LATER
+                act(armed.pop((seq, pos), token))
             outcome: Outcome = decode(batch)
             return outcome
 

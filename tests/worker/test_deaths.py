@@ -61,12 +61,16 @@ def kill(rt: Runtime) -> None:
     ids=["abort", "segfault", "exit"],
 )
 def test_a_reply_that_was_begun_ends_with_an_honest_error(
-    rt: Runtime, what: int, name: str | None, code: int | None
+    rt: Runtime, hold: Hold, what: int, name: str | None, code: int | None
 ) -> None:
     """H4, C7: it says what happened and what was kept, and what had come is in the reply."""
-    prompt = [65, 66, LATER + what]
+    prompt = [65, LATER + HOLD, LATER + what]
     job = rt.submit(prompt, **LONG)
+    hold.reached()
+    first = next(iter(job))
+    hold.go()
     seen = read(job)
+    seen.deltas.insert(0, first)
     (reply,) = outcome(job)
     assert isinstance(seen.error, EngineDiedError)
     assert (seen.error.signal, seen.error.code, seen.error.kept) == (name, code, len(reply.tokens))
@@ -340,14 +344,19 @@ def run_crowd(
     for prompt, settings, seen, replies in crowd.results:
         whole = answer(prompt, **settings)[0]
         (reply,) = replies
-        check_delivery(seen.deltas, replies, rt.model)
         if seen.error is None:
+            check_delivery(seen.deltas, replies, rt.model)
             assert reply.tokens == whole.tokens
         else:
             told += 1
             assert isinstance(seen.error, EngineDiedError)
             assert reply.tokens == whole.tokens[: len(reply.tokens)]
             assert seen.error.kept == len(reply.tokens)
+            assert reply.tokens == tuple(token for delta in seen.deltas for token in delta.tokens)
+            # Half a character was held back where it is now lost.
+            assert reply.text == "".join(delta.text for delta in seen.deltas)
+            assert whole.text.startswith(reply.text)
+            assert seen.reasons == [reply.finish_reason] == ["error"]
     assert told > 0, "the killer never struck anyone"
     assert not crowd.strikes
     prompt, settings = plans[0][0]

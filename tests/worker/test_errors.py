@@ -17,16 +17,18 @@ KINDS = [
     if inspect.isclass(value) and issubclass(value, errors.PerdureError)
 ]
 VALUES: dict[str, Any] = {
-    "kept": {0: 3},
-    "field": "engine",
-    "signal": "SIGSEGV",
+    "Mapping[int, int]": {0: 3},
+    "Sequence[str]": ("a", "b"),
+    "str": "engine",
+    "str | None": "SIGSEGV",
 }
+"""By how an argument is annotated; the rest are numbers."""
 
 
 def example(kind: type[errors.PerdureError]) -> errors.PerdureError:
     parameters = inspect.signature(kind.__init__).parameters.values()
-    names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-    values = {name: VALUES.get(name, index + 7) for index, name in enumerate(names)}
+    figures = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
+    values = {each.name: VALUES.get(each.annotation, index + 7) for index, each in enumerate(figures)}
     return kind("needed 7, 8 fit", **values)
 
 

@@ -32,7 +32,8 @@ class Flight:
 
     Always holds: it is finished once; what was put into the outbox is in the replies, whoever finishes it;
     once a reader could have seen a part of it, it is not tried again. Only the thread that reads from the
-    engine's process delivers and ends it, so nobody holds a lock while a reader's outbox is touched.
+    engine's process delivers and ends it, so nobody holds a lock while a reader's outbox is touched. Text
+    that was held back in a process that died, such as half a character, is lost with it; its tokens are not.
     """
 
     def __init__(self, id_: AskId, request: Request) -> None:
