@@ -36,10 +36,12 @@ def test_a_sender_does_not_wait_for_a_reader(ends: tuple[Wire, Wire]) -> None:
 
 def test_many_senders_do_not_mix_their_messages(ends: tuple[Wire, Wire]) -> None:
     here, there = ends
-    threads = [
-        threading.Thread(target=lambda name=name: [here.send((name, at, b"x" * 3000)) for at in range(200)])
-        for name in range(4)
-    ]
+
+    def talk(name: int) -> None:
+        for at in range(200):
+            here.send((name, at, b"x" * 3000))
+
+    threads = [threading.Thread(target=talk, args=(name,)) for name in range(4)]
     for thread in threads:
         thread.start()
     seen: dict[int, list[int]] = {}

@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextvars import Context as ContextVars
 from dataclasses import replace
 from typing import Any, cast
 
@@ -63,11 +62,11 @@ class Ticket:
         return self.job._outbox
 
 
-class Post(asyncio.AbstractEventLoop):
+class Post:
     """Sends what comes of requests to the parent, from the engine thread and without waiting.
 
-    To an outbox it is the event loop of a reader, because those are told once a step and all together: so
-    a step is one message, however many requests are in it, and no thread is woken to send it.
+    To an outbox it looks like the event loop of a reader, because those are told once a step and all
+    together: so a step is one message, however many requests are in it, and no thread is woken to send it.
     """
 
     def __init__(self, wire: Wire, done: Callable[[AskId], object]) -> None:
@@ -88,11 +87,8 @@ class Post(asyncio.AbstractEventLoop):
             if item[2] is not None:
                 return
 
-    def call_soon_threadsafe(  # type: ignore[override]
-        self, callback: Callable[..., Any], *args: Any, context: ContextVars | None = None
-    ) -> None:
+    def call_soon_threadsafe(self, _: Callable[..., object], tickets: Sequence[Ticket]) -> None:
         """Called in the engine thread where readers are woken, with those who waited."""
-        tickets = cast("Sequence[Ticket]", args[0])
         items = []
         for ticket in tickets:
             with ticket.outbox.changed:
@@ -102,7 +98,8 @@ class Post(asyncio.AbstractEventLoop):
         self._send(items)
 
     def _wait(self, ticket: Ticket) -> None:
-        ticket.outbox._sleepers.append((self, cast("asyncio.Future[None]", ticket)))
+        loop, future = cast(asyncio.AbstractEventLoop, self), cast("asyncio.Future[None]", ticket)
+        ticket.outbox._sleepers.append((loop, future))
 
     def _send(self, items: list[tuple[AskId, list[PlainDelta], list[Reply] | None]]) -> None:
         self._wire.send(News(items))

@@ -38,7 +38,7 @@ class Supervisor:
         self._ready_at: float | None = None
         self._restarts = 0
         self._last_death: str | None = None
-        self._closing = False
+        self._closing = threading.Event()
         self._wanted = False
         self._stirred = 0.0
         # The system ends the process with the thread that started it, so that is one that lasts.
@@ -85,7 +85,7 @@ class Supervisor:
         """Let the process end what is running as cancelled and exit; after a while, make it."""
         self._desk.shut()
         with self._changed:
-            self._closing = True
+            self._closing.set()
             self._changed.notify_all()
             process = self._process
             if process is not None and self._state == "ready":
@@ -111,14 +111,14 @@ class Supervisor:
 
     def _keep_alive(self) -> None:
         delay, failures = self._care.backoff, 0
-        while not self._closing:
+        while not self._closing.is_set():
             try:
                 lived = self._live()
                 failures = 0
             except Exception as error:
                 lived = 0.0
                 failures += 1
-                if self._closing:
+                if self._closing.is_set():
                     return
                 if self._about is None:
                     # The first start is the caller's own; it is there to be told.
@@ -130,7 +130,7 @@ class Supervisor:
                     self._give_up(error, failures)
                     delay, failures = self._care.backoff, 0
                     continue
-            if self._closing:
+            if self._closing.is_set():
                 return
             delay = self._care.backoff if lived >= self._care.healthy else delay
             self._pause(delay)
@@ -159,7 +159,7 @@ class Supervisor:
             log.exception("the engine's process is not understood")
             process.kill(f"what it said could not be read: {error!r}")
         death = self._bury(process)
-        if not self._closing:
+        if not self._closing.is_set():
             self._last_death = str(death)
             log.warning("%s; it is started again", death)
             self._desk.disconnect(death)
@@ -179,7 +179,7 @@ class Supervisor:
                 message = process.wire.receive(_NAP)
             except TimeoutError:
                 self._desk.end_overdue()
-                if self._closing:
+                if self._closing.is_set():
                     raise ClosedError("this runtime is closed") from None
                 if time.monotonic() >= end:
                     process.kill(f"it was not ready within {self._care.start_timeout} seconds")
@@ -211,7 +211,7 @@ class Supervisor:
             self._state = "ready"
             self._ready_at = self._stirred = time.monotonic()
             self._changed.notify_all()
-            if self._closing:
+            if self._closing.is_set():
                 process.wire.send(Close())
         step = min(_TICK, self._care.hang_timeout / 4)
         due = time.monotonic() + step
@@ -250,7 +250,7 @@ class Supervisor:
 
     def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while not self._closing and (left := end - time.monotonic()) > 0:
+        while not self._closing.is_set() and (left := end - time.monotonic()) > 0:
             with self._changed:
                 self._changed.wait(min(left, _NAP))
             self._desk.end_overdue()
@@ -263,9 +263,9 @@ class Supervisor:
         message = f"the engine could not be started {failures} times in a row; the next request tries again"
         self._desk.end_all(EngineDiedError(f"{message}: {error}", signal=signal, code=code))
         with self._changed:
-            while not self._wanted and not self._closing:
+            while not self._wanted and not self._closing.is_set():
                 self._changed.wait()
-            if not self._closing:
+            if not self._closing.is_set():
                 self._state = "restarting"
 
     def _set(self, state: State) -> None:
