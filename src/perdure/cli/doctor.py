@@ -1,0 +1,229 @@
+"""`perdure doctor`: whether this machine is set up well, and what to change."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+_WRITTEN = 64 << 20
+_SLOW_DISK = 50
+"""MiB a second below which waking from disk is slower than it should be."""
+_SAMPLE = 200
+"""Blocks of a store that are read."""
+_WANTED = ("AVX2", "FMA", "F16C", "AVX512", "NEON", "DOTPROD", "SVE")
+"""What llama.cpp gains most from, where a processor has it."""
+_FLAGS = {
+    "AVX2": "avx2",
+    "FMA": "fma",
+    "F16C": "f16c",
+    "AVX512": "avx512f",
+    "NEON": "asimd",
+    "DOTPROD": "asimddp",
+    "SVE": "sve",
+}
+"""The same, as the kernel calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. `advice` says what to do where it is not all right."""
+
+    name: str
+    state: Literal["ok", "warn", "bad"]
+    found: str
+    advice: str = ""
+
+
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="A model that must fit; else the default one, if it is here."),
+    ] = None,
+    store: Annotated[
+        Path | None, typer.Option("--store", help="The folder of the store; else the one under PERDURE_HOME.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Look at the library, the processor, memory, disk and store, and say what to change.
+
+    The exit code is 1 if something is bad. Nothing is changed.
+    """
+    from perdure.config import settings
+
+    folder = store or settings().store
+    findings = [*_library(), *_threads(), *_memory(model), *_disk(folder), *_store(folder)]
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            typer.echo(f"{finding.state:<5} {finding.name:<10} {finding.found}")
+            if finding.advice:
+                typer.echo(f"{'':<16} → {finding.advice}")
+    if any(finding.state == "bad" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _library() -> Iterator[Finding]:
+    from perdure.engine.llama import library
+
+    try:
+        lib = library.load()
+        text = lib.llama_print_system_info().decode()
+    except (OSError, ImportError, AttributeError) as error:
+        yield Finding("engine", "bad", f"the library cannot be loaded: {error}", "install perdure again")
+        return
+    yield Finding("engine", "ok", library.build())
+    yield _features(text, _processor_flags())
+
+
+def _features(text: str, processor: frozenset[str]) -> Finding:
+    """What the library was compiled for, against what the processor can do."""
+    compiled = {name for name, value in re.findall(r"(\w+) = (\d)", text) if value == "1"}
+    able = [name for name in _WANTED if _FLAGS[name] in processor]
+    missing = [name for name in able if name not in compiled]
+    shown = ", ".join(sorted(compiled)) or "none"
+    if missing:
+        return Finding(
+            "features",
+            "warn",
+            f"compiled for {shown}; this processor also has {', '.join(missing)}",
+            "compile the library on this machine: "
+            "pip install --force-reinstall --no-binary llama-cpp-python llama-cpp-python",
+        )
+    return Finding("features", "ok", shown)
+
+
+def _processor_flags() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+def _threads() -> Iterator[Finding]:
+    from perdure.engine.llama.library import default_threads
+
+    usable, there = default_threads(), os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    found = f"{usable} of {there} cores may be used, {load:.1f} are busy"
+    if load > usable:
+        yield Finding("threads", "warn", found, "other programs take the cores; replies will be slow")
+    else:
+        yield Finding("threads", "ok", found)
+
+
+def _memory(model: str | None) -> Iterator[Finding]:
+    from perdure import ModelError, models
+
+    total, free = _memory_bytes()
+    found = f"{_size(free)} of {_size(total)} are free"
+    try:
+        path = models.path(model) if model is not None else _default_model()
+    except ModelError as error:
+        yield Finding("memory", "ok", found)
+        yield Finding("model", "bad", str(error), "`perdure models list` shows what is here")
+        return
+    if path is None:
+        yield Finding("memory", "ok", found)
+        yield Finding("model", "ok", "none is here yet; the default one is fetched on first use (98 MB)")
+        return
+    needed = path.stat().st_size
+    if needed > free:
+        advice = "close other programs, or take a smaller quantisation"
+        yield Finding("memory", "bad", f"{found}, {path.name} needs {_size(needed)}", advice)
+    else:
+        yield Finding("memory", "ok", f"{found}, {path.name} needs {_size(needed)} and its contexts")
+
+
+def _default_model() -> Path | None:
+    """The default model's file, if it is here: nothing is fetched by looking."""
+    from perdure.config import settings
+
+    named = settings().model
+    if named and Path(named).is_file():
+        return Path(named)
+    found = sorted(settings().models.rglob("*.gguf")) if settings().models.is_dir() else []
+    return found[0] if found else None
+
+
+def _memory_bytes() -> tuple[int, int]:
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return total, int(found[1]) << 10 if found else page * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _disk(folder: Path) -> Iterator[Finding]:
+    place = next((each for each in (folder, *folder.parents) if each.is_dir()), None)
+    if place is None or not os.access(place, os.W_OK):
+        yield Finding("disk", "bad", f"{folder} cannot be written", "choose another folder with --store")
+        return
+    data = os.urandom(1 << 20)
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            started = time.perf_counter()
+            for _ in range(_WRITTEN >> 20):
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            speed = (_WRITTEN >> 20) / (time.perf_counter() - started)
+            started = time.perf_counter()
+            os.fsync(file.fileno())
+            wait = time.perf_counter() - started
+    except OSError as error:
+        yield Finding(
+            "disk", "bad", f"{place}: {error.strerror}", "free some space, or choose another folder"
+        )
+        return
+    found = f"{speed:,.0f} MiB/s written to {place}, {wait * 1e3:.1f} ms to make sure"
+    if speed < _SLOW_DISK:
+        yield Finding("disk", "warn", found, "a faster disk for --store makes sleeping and waking faster")
+    else:
+        yield Finding("disk", "ok", found)
+
+
+def _store(folder: Path) -> Iterator[Finding]:
+    from perdure.errors import PerdureError
+    from perdure.store.disk import DiskTier
+
+    if not (folder / "blocks").is_dir():
+        yield Finding("store", "ok", f"there is none at {folder} yet")
+        return
+    try:
+        disk = DiskTier(folder, budget=16 << 30, readonly=True)
+        try:
+            disk.index.check()
+            count, sample, damaged = len(disk), 0, 0
+            for (block,) in disk.index.rows("SELECT id FROM block LIMIT ?", _SAMPLE):
+                sample += 1
+                damaged += disk.get(block) is None
+            found = (
+                f"{count} blocks, {_size(disk.nbytes)} at {folder}; {sample} were read, {damaged} are damaged"
+            )
+        finally:
+            disk.close()
+    except PerdureError as error:
+        yield Finding("store", "bad", str(error), f"perdure cache verify --store {folder}")
+        return
+    if damaged:
+        yield Finding("store", "warn", found, f"perdure cache verify --store {folder}")
+    else:
+        yield Finding("store", "ok", found)
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"

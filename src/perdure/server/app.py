@@ -1,0 +1,66 @@
+"""Everything as one ASGI application."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.types import ASGIApp
+
+from perdure.server import refusal
+from perdure.server.desk import Desk
+from perdure.server.door import OPEN, Door
+from perdure.server.intake import Intake
+from perdure.server.record import Record
+from perdure.server.routes import cache, chat, completions, memories, models, operation, sessions
+
+_ABOUT = "Local language models whose sessions last. OpenAI's routes, and sessions as resources."
+_UNTRUE = ("HTTPValidationError", "ValidationError")
+"""FastAPI documents these errors everywhere; here they have the shape of all others."""
+
+
+def build(desk: Desk) -> FastAPI:
+    """The routes, without what stands before them."""
+    from importlib.metadata import version
+
+    app = FastAPI(
+        title="perdure", version=version("perdure"), description=_ABOUT, docs_url=None, redoc_url=None
+    )
+    app.state.desk = desk
+    for module in (chat, completions, models, sessions, memories, cache, operation):
+        app.include_router(module.router)
+    refusal.install(app)
+    app.openapi = lambda: _document(app, desk)  # type: ignore[method-assign]
+    return app
+
+
+def served(desk: Desk) -> ASGIApp:
+    """The routes behind everything that a request has to pass."""
+    return Record(Door(Intake(build(desk), desk.limits), desk.keys), desk.figures)
+
+
+def _document(app: FastAPI, desk: Desk) -> dict[str, Any]:
+    """The OpenAPI document as things are: with the keys that are needed, without errors that never come."""
+    if app.openapi_schema is None:
+        shown = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        schemas = shown["components"]["schemas"]
+        for name in _UNTRUE:
+            schemas.pop(name, None)
+        for path, methods in shown["paths"].items():
+            for operation_ in methods.values():
+                answers = operation_["responses"]
+                if "HTTPValidationError" in str(answers.get("422")):
+                    del answers["422"]
+                if len(desk.keys) and path not in OPEN:
+                    operation_["security"] = [{"key": []}]
+        if len(desk.keys):
+            shown["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        if desk.strict:
+            for schema in schemas.values():
+                if schema.get("additionalProperties") is True:
+                    schema["additionalProperties"] = False
+        app.openapi_schema = shown
+    return app.openapi_schema

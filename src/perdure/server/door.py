@@ -1,0 +1,57 @@
+"""No key, no entry."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from perdure.server.keys import METRICS, Keys
+from perdure.server.refusal import Refused
+
+OPEN = frozenset({"/health", "/ready", "/openapi.json"})
+"""What anybody may ask for: whether the server lives, and how to speak to it."""
+
+
+class Door:
+    """Lets in whoever has a key, and puts their namespace into the request. Bodies are read behind it."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN:
+            namespace = self._keys.namespace(_secret(scope))
+            refused = self._refused(scope["path"], namespace)
+            if refused is not None:
+                await refused.response()(scope, receive, send)
+                return
+            scope["state"]["namespace"] = namespace
+            if namespace:
+                scope["state"]["notes"]["namespace"] = namespace
+        await self._app(scope, receive, send)
+
+    def _refused(self, path: str, namespace: str | None) -> Refused | None:
+        if namespace is None:
+            return Refused(
+                401,
+                "this server needs a key: send it as `Authorization: Bearer KEY`",
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
+        if (path == "/metrics") is not (namespace == METRICS) and len(self._keys):
+            return Refused(
+                403,
+                f"the figures are for keys of the namespace {METRICS}, and those are for nothing else",
+                kind="permission_error",
+                code="forbidden",
+            )
+        return None
+
+
+def _secret(scope: Scope) -> str | None:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, secret = value.decode("latin-1").partition(" ")
+            if scheme.lower() == "bearer":
+                return secret.strip()
+    return None

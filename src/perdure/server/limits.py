@@ -1,0 +1,41 @@
+"""How much anybody may ask for, and how long it may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from perdure.errors import InvalidInputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """All limits of a server. Each is a number above 0; times are in seconds."""
+
+    body_bytes: int = 16 << 20
+    """Of a request, exported sessions apart."""
+    upload_bytes: int = 8 << 30
+    """Of an exported session that comes in."""
+    messages: int = 4096
+    """Of one request."""
+    depth: int = 64
+    """How deeply JSON may be nested."""
+    requests: int = 512
+    """In flight at once, waiting ones included."""
+    connections: int = 2048
+    """Open at once, idle ones included."""
+    head_seconds: float = 15.0
+    """From the opening of a connection to the end of a request's headers."""
+    body_seconds: float = 60.0
+    """From the headers to the end of the body."""
+    request_seconds: float = 900.0
+    """From the body to the last token."""
+    send_seconds: float = 60.0
+    """For a client to take what it was sent."""
+    grace_seconds: float = 20.0
+    """For requests to finish once the server was told to stop."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**53:
+                raise InvalidInputError(f"{each.name} is a number above 0, got {value!r}")

@@ -1,0 +1,163 @@
+"""The application on a socket, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+import threading
+from collections.abc import Generator
+from types import FrameType
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from perdure.errors import InvalidInputError
+from perdure.server.app import served
+from perdure.server.desk import Desk
+
+_LEEWAY = 5
+"""Seconds for answers to be sent after their replies were ended."""
+_IDLE = 30
+"""Seconds that a connection may be idle between two requests."""
+
+
+def check_address(host: str, keys: int) -> None:
+    """Refuse to be reached from other machines by people without a key."""
+    if keys or _is_loopback(host):
+        return
+    raise InvalidInputError(
+        f"{host} can be reached from other machines, and there are no keys: anybody there could use the "
+        "model and read every session. Give --keys FILE (`perdure serve --new-key NAME` makes a key), or "
+        "listen on 127.0.0.1"
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens. The port 0 takes a free one."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+    except OSError as error:
+        raise InvalidInputError(
+            f"cannot listen on {host}, port {port}: {error.strerror or error}. Is another server running "
+            "there? --port chooses another one"
+        ) from None
+    return listening
+
+
+class Listener(uvicorn.Server):
+    """A server that stops in order: it takes no more connections, lets replies finish for a while, ends
+    those that are left with an honest error, and only then returns. Signals ask for that; they never end
+    the process by themselves.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        limits = desk.limits
+        super().__init__(
+            uvicorn.Config(
+                served(desk),
+                http=_protocol(limits.head_seconds),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                limit_concurrency=limits.connections,
+                timeout_keep_alive=_IDLE,
+                timeout_graceful_shutdown=int(limits.grace_seconds) + _LEEWAY,
+                h11_max_incomplete_event_size=64 << 10,
+            )
+        )
+        self._desk = desk
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.get_running_loop().call_later(self._desk.limits.grace_seconds, self._desk.end)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    def stop(self, *, now: bool = False) -> None:
+        """Have it stop, from any thread; `now` without waiting for replies."""
+        if now and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._desk.end)
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {each: signal.signal(each, self._signalled) for each in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        # Whoever asks twice does not want to wait for replies.
+        self.stop(now=self.should_exit)
+
+
+def _protocol(head_seconds: float) -> type[H11Protocol]:
+    """HTTP for clients that have to send their headers within a time: who only connects is shown out."""
+
+    class Protocol(H11Protocol):
+        _waiting: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._waiting = self.loop.call_later(head_seconds, self._show_out)
+
+        def handle_events(self) -> None:
+            before = self.cycle
+            super().handle_events()
+            if self.cycle is not before and self._waiting is not None:
+                self._waiting.cancel()
+                self._waiting = None
+
+        def on_response_complete(self) -> None:
+            before = self.cycle
+            super().on_response_complete()
+            # A next request that was sent ahead is being served already.
+            if self.cycle is before and self._waiting is None:
+                self._waiting = self.loop.call_later(_IDLE + head_seconds, self._show_out)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self._waiting is not None:
+                self._waiting.cancel()
+                self._waiting = None
+            super().connection_lost(exc)
+
+        def _show_out(self) -> None:
+            self._waiting = None
+            if not self.transport.is_closing():
+                self.transport.close()
+
+    return Protocol
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def address(listening: socket.socket) -> str:
+    """Where a socket can be reached."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,185 @@
+"""Errors as HTTP tells them, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from perdure import errors
+from perdure.errors import (
+    BusyError,
+    CannotRewindError,
+    ClosedError,
+    ContextOverflow,
+    EngineError,
+    InvalidInputError,
+    ModelNotFoundError,
+    PerdureError,
+    StateError,
+    StoreError,
+    StoreFullError,
+)
+
+log = logging.getLogger("perdure.server")
+
+
+class Refused(Exception):
+    """An answer other than the one that was asked for, with all that HTTP says about it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        shape = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": shape}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {"retry-after": str(self.retry_after)} if self.retry_after is not None else {}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if self.status in (408, 413):
+            # What is left of the body is not worth reading.
+            headers["connection"] = "close"
+        return headers
+
+    def response(self) -> Response:
+        # Escaped: whatever text an error quotes, its answer can be sent.
+        return Response(
+            json.dumps(self.body),
+            status_code=self.status,
+            headers=self.headers,
+            media_type="application/json",
+        )
+
+
+class ClientLeft(Exception):
+    """Nobody is there to be answered. It is logged as 499."""
+
+
+def deadline(seconds: float) -> Refused:
+    return Refused(
+        504,
+        f"not finished within {seconds:g} seconds, which is the limit for this request; "
+        "ask for fewer tokens, or for more time",
+        kind="timeout_error",
+        code="deadline_exceeded",
+    )
+
+
+def stopping() -> Refused:
+    return Refused(
+        503,
+        "the server is stopping; ask again once it is back",
+        kind="server_error",
+        code="stopping",
+        retry_after=5,
+    )
+
+
+def refusal(error: BaseException) -> Refused:
+    """What HTTP says about an error."""
+    if isinstance(error, Refused):
+        return error
+    for name, status, kind, code in _BY_NAME:
+        # Compared with every class that the error is of: what a layer adds later is told like its parent.
+        if any(each.__name__ == name for each in type(error).__mro__):
+            return Refused(status, str(error), kind=kind, code=code, retry_after=_RETRY.get(status))
+    if isinstance(error, UnicodeError):
+        return Refused(400, "a text in the request is not valid Unicode", code="invalid_unicode")
+    log.error("a request failed", exc_info=error)
+    return Refused(500, "the server failed; its log says more", kind="server_error", code="internal_error")
+
+
+def validation(problems: Sequence[Any]) -> Refused:
+    """What is wrong with a body, by the path of the first field that is."""
+    first = problems[0] if problems else {"loc": (), "msg": "not valid"}
+    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    # The names of variants that were tried are not part of the path.
+    path = ".".join(part for part in where if not _is_variant(part))
+    message = first["msg"]
+    if first.get("type") == "json_invalid":
+        return Refused(
+            400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}", code="invalid_json"
+        )
+    return Refused(400, f"{path}: {message}" if path else message, param=path or None, code="invalid_value")
+
+
+def install(app: FastAPI) -> None:
+    """Have every error of `app` told this way."""
+
+    async def known(request: Request, error: Exception) -> Response:
+        return refusal(error).response()
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return validation(error.errors()).response()
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        codes = {404: "unknown_url", 405: "method_not_allowed"}
+        response = Refused(
+            error.status_code, str(error.detail), kind=kind, code=codes.get(error.status_code)
+        ).response()
+        response.headers.update(error.headers or {})
+        return response
+
+    async def left(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)
+
+    for kind in (PerdureError, Refused, UnicodeError):
+        app.add_exception_handler(kind, known)
+    app.add_exception_handler(ClientLeft, left)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, known)
+
+
+def _is_variant(part: str) -> bool:
+    return part[:1].isupper() or "[" in part or part in ("str", "int", "float", "bool")
+
+
+_RETRY = {429: 1, 503: 2}
+
+# The most particular first.
+_BY_NAME = (
+    (ContextOverflow.__name__, 413, "invalid_request_error", "context_length_exceeded"),
+    ("SessionNotFoundError", 404, "not_found_error", "session_not_found"),
+    ("MemoryNotFoundError", 404, "not_found_error", "memory_not_found"),
+    ("SessionExistsError", 409, "invalid_request_error", "session_exists"),
+    ("SessionBusyError", 409, "invalid_request_error", "session_busy"),
+    (ModelNotFoundError.__name__, 404, "not_found_error", "model_not_found"),
+    (InvalidInputError.__name__, 400, "invalid_request_error", "invalid_value"),
+    (CannotRewindError.__name__, 409, "invalid_request_error", "cannot_rewind"),
+    (BusyError.__name__, 429, "rate_limit_error", "queue_full"),
+    (StateError.__name__, 422, "invalid_request_error", "unusable_state"),
+    (StoreFullError.__name__, 507, "server_error", "store_full"),
+    (StoreError.__name__, 503, "server_error", "store_unavailable"),
+    (EngineError.__name__, 503, "server_error", "engine_unavailable"),
+    (ClosedError.__name__, 503, "server_error", "stopping"),
+    ("SessionError", 409, "invalid_request_error", "session_error"),
+    (errors.PerdureError.__name__, 500, "server_error", "internal_error"),
+)

@@ -1,0 +1,91 @@
+"""`/v1/cache`: prefixes that are kept."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from perdure.cache.book import CacheStats, Record
+from perdure.server.desk import ACaller, ADesk, Desk
+from perdure.server.routes.documented import errors
+from perdure.server.shapes.base import refuse_fields
+from perdure.server.shapes.session import (
+    CacheAnswer,
+    DeletedAnswer,
+    RecordAnswer,
+    TotalsAnswer,
+    WarmRequest,
+)
+
+router = APIRouter(prefix="/v1/cache", tags=["cache"])
+
+
+@router.get("", responses=errors())
+async def read(desk: ADesk, caller: ACaller) -> CacheAnswer:
+    """Your warmed prefixes, and on a server without keys what the whole cache holds."""
+    return await desk.call(_read, desk, caller.namespace)
+
+
+@router.post("/warm", status_code=201, responses=errors(507))
+async def warm(asked: WarmRequest, desk: ADesk, caller: ACaller) -> RecordAnswer:
+    """Compute a prefix once, and keep it."""
+    refuse_fields(asked, strict=desk.strict, refused={})
+    labels = Labels(caller.namespace)
+    record = await desk.call(
+        desk.runtime.cache.warm, asked.prompt, labels=labels.inside(asked.labels), namespace=caller.namespace
+    )
+    return labels.answer(record)
+
+
+@router.delete("", responses=errors(507))
+async def clear(
+    desk: ADesk,
+    caller: ACaller,
+    label: Annotated[
+        list[str] | None, Query(description="May be given again; all of yours if left out")
+    ] = None,
+) -> DeletedAnswer:
+    """Drop your prefixes that carry one of the labels, wherever they are kept; or all of yours."""
+    labels = Labels(caller.namespace)
+    return DeletedAnswer(deleted=await desk.call(desk.runtime.cache.clear, labels.inside_or_all(label)))
+
+
+class Labels:
+    """Labels of one namespace. The book has one set of labels for all: inside, each carries whose it is,
+    and every prefix has one more that says only that."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._mark = f"{namespace}/"
+
+    def inside(self, labels: list[str]) -> list[str]:
+        return [self._mark, *(self._mark + label for label in labels)] if self._namespace else labels
+
+    def inside_or_all(self, labels: list[str] | None) -> list[str] | None:
+        """Those that `clear` is to look for; None for everything there is."""
+        if labels is None:
+            return [self._mark] if self._namespace else None
+        return self.inside(labels)[1:] if self._namespace else labels
+
+    def answer(self, record: Record) -> RecordAnswer:
+        own = {label.removeprefix(self._mark) if self._namespace else label for label in record.labels}
+        return RecordAnswer(tokens=len(record.tokens), kept=record.kept, labels=sorted(own - {""}))
+
+
+def _read(desk: Desk, namespace: str) -> CacheAnswer:
+    labels = Labels(namespace)
+    records = [record for record in desk.runtime.cache.records() if record.namespace == namespace]
+    totals = None if len(desk.keys) else _totals(desk.runtime.cache.stats())
+    return CacheAnswer(records=[labels.answer(record) for record in records], totals=totals)
+
+
+def _totals(stats: CacheStats) -> TotalsAnswer:
+    return TotalsAnswer(
+        blocks=stats.blocks,
+        nbytes=stats.nbytes,
+        budget=stats.budget,
+        evicted=stats.evicted,
+        reused_tokens=dict(stats.reused_tokens),
+        computed_tokens=stats.computed_tokens,
+    )

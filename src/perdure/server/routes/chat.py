@@ -1,0 +1,316 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from perdure.chat.job import ChatJob
+from perdure.chat.reply import ChatDelta, ChatReply
+from perdure.decode.request import TokenLogprob
+from perdure.server import stream
+from perdure.server.desk import ACaller, ADesk, Caller, Desk
+from perdure.server.pump import Pump
+from perdure.server.refusal import Refused
+from perdure.server.routes.documented import streamed
+from perdure.server.shapes.base import ReuseAnswer, TimingsAnswer, UsageAnswer, refuse_fields
+from perdure.server.shapes.chat import (
+    REFUSED,
+    CallAnswer,
+    ChatAnswer,
+    ChatRequest,
+    Choice,
+    ExtensionAnswer,
+    FunctionAnswer,
+    LogprobsAnswer,
+    MessageAnswer,
+    SchemaFormat,
+    Spoken,
+    TokenAnswer,
+    ToolChosen,
+    TopLogprob,
+)
+from perdure.server.visit import Job
+
+router = APIRouter(tags=["OpenAI"])
+
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
+"""Variables of a template that are the server's to set."""
+
+
+@router.post("/v1/chat/completions", responses=streamed(404, 409, 507), response_model=ChatAnswer)
+async def chat(asked: ChatRequest, request: Request, desk: ADesk, caller: ACaller) -> ChatAnswer | Response:
+    """A reply to a conversation, in OpenAI's shape."""
+    check_spoken(asked, desk)
+    desk.check_model(asked.model)
+    if asked.modalities and set(asked.modalities) != {"text"}:
+        raise Refused(
+            400, "modalities: only text can be written", param="modalities", code="unsupported_parameter"
+        )
+    if len(asked.messages) > desk.limits.messages:
+        raise Refused(
+            400,
+            f"messages: {len(asked.messages)} messages, {desk.limits.messages} are allowed",
+            param="messages",
+            code="too_many_messages",
+        )
+    messages = [message.plain for message in asked.messages]
+    wishes = {**spoken(asked, desk), **({"n": asked.n} if asked.n is not None else {})}
+    session = asked.perdure.session if asked.perdure is not None else None
+    job: Job[ChatDelta, ChatReply]
+    if session is None:
+        job = await desk.call(desk.runtime.submit_chat, messages, namespace=caller.namespace, **wishes)
+    else:
+        job = Pump(await desk.call(_session_turn, desk, caller.namespace, session, messages, wishes))
+    return await answer(job, asked, request, desk, caller, session=session, said=messages)
+
+
+async def answer(
+    job: Job[ChatDelta, ChatReply],
+    asked: Spoken,
+    request: Request,
+    desk: Desk,
+    caller: Caller,
+    *,
+    session: str | None = None,
+    said: Sequence[dict[str, Any]] = (),
+) -> ChatAnswer | Response:
+    """What comes of a job, whole or as a stream."""
+    visit = desk.visit(job, request, asked.perdure.timeout if asked.perdure else None)
+    head = Head(desk, session, with_logprobs=bool(asked.logprobs))
+    n = getattr(asked, "n", None) or 1
+
+    def settle(replies: Sequence[ChatReply]) -> None:
+        desk.settle(replies, caller)
+        if desk.log_text:
+            caller.notes["messages"] = list(said)
+            caller.notes["replies"] = [reply.text for reply in replies]
+
+    if asked.stream:
+        await visit.begin()
+        include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        writer = ChatWriter(head, n, include_usage=include_usage)
+        return stream.response(visit, writer, limits=desk.limits, notes=caller.notes, settle=settle)
+    replies = await visit.replies()
+    settle(replies)
+    if (refused := visit.cut(replies)) is not None:
+        raise refused
+    return head.whole(replies)
+
+
+def check_spoken(asked: Spoken, desk: Desk) -> None:
+    """Refuse what cannot be done, or was said twice."""
+    refuse_fields(asked, strict=desk.strict, refused=REFUSED)
+    limits = {asked.max_tokens, asked.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise Refused(
+            400,
+            f"max_tokens is {asked.max_tokens} and max_completion_tokens is {asked.max_completion_tokens}: "
+            "they mean the same, give one",
+            param="max_tokens",
+            code="invalid_value",
+        )
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise Refused(400, "top_logprobs: set logprobs too", param="top_logprobs", code="invalid_value")
+    if asked.stream_options is not None and not asked.stream:
+        raise Refused(400, "stream_options: only with stream", param="stream_options", code="invalid_value")
+    variables = (asked.perdure.variables if asked.perdure else None) or {}
+    if taken := sorted(_RESERVED & variables.keys()):
+        raise Refused(
+            400,
+            f"perdure.variables: {taken[0]} is set by the server",
+            param="perdure.variables",
+            code="invalid_value",
+        )
+
+
+def spoken(asked: Spoken, desk: Desk) -> dict[str, Any]:
+    """What is asked of a reply, in the runtime's words."""
+    wishes = asked.sampling
+    extension = asked.perdure
+    if (limit := asked.max_completion_tokens or asked.max_tokens) is not None:
+        wishes["max_tokens"] = limit
+    if asked.logprobs:
+        wishes["logprobs"] = asked.top_logprobs or 0
+    if asked.tools:
+        wishes["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
+    if asked.tool_choice is not None:
+        chosen = asked.tool_choice
+        wishes["tool_choice"] = chosen.model_dump() if isinstance(chosen, ToolChosen) else chosen
+    if asked.parallel_tool_calls is not None:
+        wishes["parallel_tool_calls"] = asked.parallel_tool_calls
+    if isinstance(asked.response_format, SchemaFormat):
+        wishes["schema"] = asked.response_format.json_schema.schema_
+    elif asked.response_format is not None and asked.response_format.type == "json_object":
+        wishes["schema"] = {"type": "object"}
+    variables: dict[str, Any] = {}
+    if asked.reasoning_effort is not None:
+        variables["reasoning_effort"] = asked.reasoning_effort
+    if extension is not None:
+        for name in ("overflow", "reasoning", "reasoning_budget", "regex"):
+            if (value := getattr(extension, name)) is not None:
+                wishes[name] = value
+        variables |= extension.variables or {}
+    if variables:
+        wishes["variables"] = variables
+    wishes["timeout"] = desk.seconds(extension.timeout if extension else None)
+    return wishes
+
+
+def _session_turn(
+    desk: Desk, namespace: str, name: str, messages: list[dict[str, Any]], wishes: dict[str, Any]
+) -> ChatJob:
+    """What is new goes to the session; a system message that comes first is that of a new one."""
+    system = None
+    if messages[0]["role"] in ("system", "developer") and len(messages) > 1:
+        content = messages.pop(0).get("content")
+        system = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+    return desk.runtime.session(name, namespace=namespace, system=system).submit(messages, **wishes)
+
+
+class Head:
+    """What all chunks and answers of one request say alike."""
+
+    def __init__(self, desk: Desk, session: str | None, *, with_logprobs: bool) -> None:
+        self._desk = desk
+        self._session = session
+        self._with_logprobs = with_logprobs
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    def whole(self, replies: Sequence[ChatReply]) -> ChatAnswer:
+        return ChatAnswer(
+            id=self._id,
+            created=self._created,
+            model=self._desk.name,
+            choices=[self._choice(reply) for reply in replies],
+            usage=UsageAnswer.of([reply.usage for reply in replies]),
+            system_fingerprint=self._desk.fingerprint,
+            perdure=self.extension(replies[0]),
+        )
+
+    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._desk.name,
+            "system_fingerprint": self._desk.fingerprint,
+            "choices": choices,
+            **more,
+        }
+
+    def extension(self, reply: ChatReply) -> ExtensionAnswer:
+        return ExtensionAnswer(
+            reuse=ReuseAnswer.of(reply.reuse),
+            timings=TimingsAnswer.of(reply.timings),
+            seed=reply.seed,
+            dropped=reply.dropped,
+            problems=list(reply.problems),
+            session=self._session,
+            kept=reply.kept,
+            not_kept=reply.not_kept or None,
+        )
+
+    def logprobs(self, entries: Sequence[TokenLogprob] | None) -> LogprobsAnswer | None:
+        if not self._with_logprobs:
+            return None
+        return LogprobsAnswer(
+            content=[
+                TokenAnswer(
+                    **self._token(entry.token, entry.logprob),
+                    top_logprobs=[TopLogprob(**self._token(top.token, top.logprob)) for top in entry.top],
+                )
+                for entry in entries or ()
+            ]
+        )
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self._desk.runtime.model.piece(token, special=True)
+        # JSON has no infinity; OpenAI says -9999 for what is all but impossible.
+        return {
+            "token": piece.decode("utf-8", "replace"),
+            "logprob": max(logprob, -9999.0),
+            "bytes": list(piece),
+        }
+
+    def _choice(self, reply: ChatReply) -> Choice:
+        calls = [
+            CallAnswer(id=call.id, function=FunctionAnswer(name=call.name, arguments=call.arguments))
+            for call in reply.tool_calls
+        ]
+        return Choice(
+            index=reply.index,
+            message=MessageAnswer(
+                content=reply.text or (None if calls else ""),
+                reasoning_content=reply.reasoning,
+                tool_calls=calls or None,
+            ),
+            finish_reason=reply.finish_reason,
+            logprobs=self.logprobs(reply.logprobs),
+        )
+
+
+class ChatWriter:
+    """Chunks in OpenAI's shape. Every sample opens once and ends once, whatever happens in between."""
+
+    def __init__(self, head: Head, n: int, *, include_usage: bool) -> None:
+        self._head = head
+        self._open = set(range(n))
+        self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
+
+    def opening(self) -> Iterable[dict[str, Any]]:
+        for index in sorted(self._open):
+            yield self._piece(index, {"role": "assistant", "content": ""})
+
+    def piece(self, delta: ChatDelta) -> Iterable[dict[str, Any]]:
+        new: dict[str, Any] = {}
+        if delta.text:
+            new["content"] = delta.text
+        if delta.reasoning:
+            new["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            new["tool_calls"] = [_call(call) for call in delta.tool_calls]
+        logprobs = self._head.logprobs(delta.logprobs) if delta.logprobs else None
+        if new or logprobs:
+            yield self._piece(delta.index, new, logprobs=logprobs.model_dump() if logprobs else None)
+
+    def ending(self, replies: Sequence[ChatReply]) -> Iterable[dict[str, Any]]:
+        for reply in replies:
+            self._open.discard(reply.index)
+            extension = self._head.extension(reply).model_dump()
+            yield self._piece(reply.index, {}, reply.finish_reason, perdure=extension)
+        if self._usage:
+            usage = UsageAnswer.of([reply.usage for reply in replies])
+            yield self._head.chunk([], usage=usage.model_dump())
+
+    def broken(self) -> Iterable[dict[str, Any]]:
+        for index in sorted(self._open):
+            yield self._piece(index, {}, "error")
+
+    def _piece(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        *,
+        logprobs: Any = None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._head.chunk([choice], **self._usage, **more)
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function: dict[str, Any] = {"arguments": call.arguments}
+    shape: dict[str, Any] = {"index": call.index, "function": function}
+    if call.name:
+        function["name"] = call.name
+    if call.id:
+        shape |= {"id": call.id, "type": "function"}
+    return shape

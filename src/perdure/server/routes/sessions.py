@@ -1,0 +1,286 @@
+"""`/v1/sessions`: conversations that last, as resources."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from pathlib import Path as FilePath
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.background import BackgroundTask
+from starlette.responses import FileResponse, PlainTextResponse, Response
+
+from perdure.errors import SessionExistsError, SessionNotFoundError
+from perdure.server.desk import ACaller, ADesk, Caller, Desk
+from perdure.server.intake import check_length, too_large
+from perdure.server.pump import Pump
+from perdure.server.refusal import ClientLeft, Refused
+from perdure.server.routes.chat import answer, check_spoken, spoken
+from perdure.server.routes.documented import errors, streamed
+from perdure.server.shapes.base import ReuseAnswer, refuse_fields
+from perdure.server.shapes.chat import ChatAnswer
+from perdure.server.shapes.session import (
+    CreateRequest,
+    DeletedAnswer,
+    EditRequest,
+    ForkRequest,
+    LabelRequest,
+    MemoryAnswer,
+    PlanAnswer,
+    RegenerateRequest,
+    RewindRequest,
+    SayRequest,
+    SessionAnswer,
+    SessionList,
+    SessionSummary,
+    TurnList,
+)
+from perdure.sessions.session import Session
+
+router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+
+Named = Annotated[str, Path(min_length=1, max_length=200, pattern=r"^[^/\x00-\x1f\x7f]+$")]
+_BUNDLE = "application/octet-stream"
+
+
+@router.get("", responses=errors())
+async def list_sessions(desk: ADesk, caller: ACaller) -> SessionList:
+    """Your sessions, the latest first."""
+    rows = await desk.call(desk.runtime.sessions.list, caller.namespace)
+    return SessionList(data=[SessionSummary.of(row) for row in rows])
+
+
+@router.post("", status_code=201, responses=errors(409, 507))
+async def create(asked: CreateRequest, desk: ADesk, caller: ACaller) -> SessionAnswer:
+    """A new session. One that exists is an error: nobody goes on with it by mistake."""
+    refuse_fields(asked, strict=desk.strict, refused={})
+    return await desk.call(_create, desk, caller.namespace, asked.name, asked.system)
+
+
+@router.post(
+    "/import",
+    status_code=201,
+    responses=errors(409, 422, 507),
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {_BUNDLE: {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
+async def import_session(
+    request: Request,
+    desk: ADesk,
+    caller: ACaller,
+    name: Annotated[str | None, Query(min_length=1, max_length=200, pattern=r"^[^/\x00-\x1f\x7f]+$")] = None,
+) -> SessionAnswer:
+    """A session out of a file that was exported, all of it verified first, under its own name or another."""
+    with tempfile.TemporaryDirectory(prefix="perdure-import-") as folder:
+        path = FilePath(folder) / "session"
+        await _receive(request, path, desk)
+        return await desk.call(_import, desk, caller.namespace, path, name)
+
+
+@router.get("/{name}", responses=errors(404))
+async def read(name: Named, desk: ADesk, caller: ACaller) -> SessionAnswer:
+    return await desk.call(lambda: SessionAnswer.of(_session(desk, caller, name)))
+
+
+@router.delete("/{name}", responses=errors(404, 409))
+async def delete(name: Named, desk: ADesk, caller: ACaller) -> DeletedAnswer:
+    """Forget a session. Forks of it, and memories, stay."""
+    await desk.call(lambda: _session(desk, caller, name).delete())
+    return DeletedAnswer(deleted=1)
+
+
+@router.get("/{name}/turns", responses=errors(404))
+async def turns(name: Named, desk: ADesk, caller: ACaller) -> TurnList:
+    """Everything that was said, turn by turn."""
+    return await desk.call(lambda: TurnList.of(_session(desk, caller, name).history()))
+
+
+@router.get(
+    "/{name}/transcript",
+    response_class=PlainTextResponse,
+    responses=errors(404),
+)
+async def transcript(
+    name: Named, desk: ADesk, caller: ACaller, form: Literal["markdown", "jsonl"] = "markdown"
+) -> Response:
+    """The conversation as text to read, or as a message a line."""
+    text = await desk.call(lambda: _session(desk, caller, name).transcript(form))
+    return PlainTextResponse(text)
+
+
+@router.post("/{name}/turns", responses=streamed(404, 409, 507), response_model=ChatAnswer)
+async def say(
+    name: Named, asked: SayRequest, request: Request, desk: ADesk, caller: ACaller
+) -> ChatAnswer | Response:
+    """Say something. The turn is kept once its reply is whole; `perdure.kept` says so."""
+    check_spoken(asked, desk)
+    said, wishes = _said(asked, desk), spoken(asked, desk)
+    job = await desk.call(lambda: _session(desk, caller, name).submit(said, **wishes))
+    return await answer(Pump(job), asked, request, desk, caller, session=name, said=said)
+
+
+@router.post("/{name}/edit", responses=streamed(404, 409, 507), response_model=ChatAnswer)
+async def edit(
+    name: Named, asked: EditRequest, request: Request, desk: ADesk, caller: ACaller
+) -> ChatAnswer | Response:
+    """Say something else in an earlier turn, and go on from its new reply."""
+    check_spoken(asked, desk)
+    said, wishes = _said(asked, desk), spoken(asked, desk)
+    job = await desk.call(lambda: _session(desk, caller, name).submit_edit(asked.turn, said, **wishes))
+    return await answer(Pump(job), asked, request, desk, caller, session=name, said=said)
+
+
+@router.post("/{name}/regenerate", responses=streamed(404, 409, 507), response_model=ChatAnswer)
+async def regenerate(
+    name: Named, asked: RegenerateRequest, request: Request, desk: ADesk, caller: ACaller
+) -> ChatAnswer | Response:
+    """Another reply to the last message, in the place of the one there is."""
+    check_spoken(asked, desk)
+    wishes = spoken(asked, desk)
+    job = await desk.call(lambda: _session(desk, caller, name).submit_regenerate(**wishes))
+    return await answer(Pump(job), asked, request, desk, caller, session=name)
+
+
+@router.post("/{name}/fork", status_code=201, responses=errors(404, 409, 507))
+async def fork(name: Named, asked: ForkRequest, desk: ADesk, caller: ACaller) -> SessionAnswer:
+    """A new session that starts where this one stands, or after one of its turns."""
+    refuse_fields(asked, strict=desk.strict, refused={})
+    return await desk.call(
+        lambda: SessionAnswer.of(_session(desk, caller, name).fork(asked.name, turn=asked.turn))
+    )
+
+
+@router.post("/{name}/rewind", responses=errors(404, 409, 507))
+async def rewind(name: Named, asked: RewindRequest, desk: ADesk, caller: ACaller) -> SessionAnswer:
+    """Go back by a number of turns."""
+    refuse_fields(asked, strict=desk.strict, refused={})
+
+    def work() -> SessionAnswer:
+        session = _session(desk, caller, name)
+        session.rewind(asked.turns)
+        return SessionAnswer.of(session)
+
+    return await desk.call(work)
+
+
+@router.post("/{name}/sleep", responses=errors(404, 409, 507))
+async def sleep(name: Named, desk: ADesk, caller: ACaller) -> SessionAnswer:
+    """Put its state where it outlives the server, and let go of the memory that it takes."""
+
+    def work() -> SessionAnswer:
+        session = _session(desk, caller, name)
+        session.sleep()
+        return SessionAnswer.of(session)
+
+    return await desk.call(work)
+
+
+@router.get("/{name}/plan", responses=errors(404))
+async def plan(name: Named, desk: ADesk, caller: ACaller) -> PlanAnswer:
+    """What waking would take. Nothing is done."""
+    return await desk.call(lambda: PlanAnswer.of(_session(desk, caller, name).plan_wake()))
+
+
+@router.post("/{name}/wake", responses=errors(404, 409, 422))
+async def wake(name: Named, desk: ADesk, caller: ACaller) -> ReuseAnswer:
+    """Bring its state back. What is missing or damaged is computed with the next turn."""
+    return await desk.call(lambda: ReuseAnswer.of(_session(desk, caller, name).wake()))
+
+
+@router.post("/{name}/label", status_code=201, responses=errors(404, 507))
+async def label(name: Named, asked: LabelRequest, desk: ADesk, caller: ACaller) -> MemoryAnswer:
+    """Mark a point of the session as a memory, to be woken by its address."""
+    refuse_fields(asked, strict=desk.strict, refused={})
+    return await desk.call(
+        lambda: MemoryAnswer.of(
+            _session(desk, caller, name).label(asked.label, kind=asked.kind, turn=asked.turn, note=asked.note)
+        )
+    )
+
+
+@router.get(
+    "/{name}/export",
+    response_class=FileResponse,
+    responses={
+        200: {"content": {_BUNDLE: {"schema": {"type": "string", "format": "binary"}}}},
+        **errors(404, 507),
+    },
+)
+async def export(name: Named, desk: ADesk, caller: ACaller, state: bool = True) -> Response:
+    """The session as one file, with its state or without."""
+    folder = tempfile.TemporaryDirectory(prefix="perdure-export-")
+    try:
+        path = FilePath(folder.name) / "session"
+        written = await desk.call(lambda: _session(desk, caller, name).export(path, state=state))
+    except BaseException:
+        folder.cleanup()
+        raise
+    return FileResponse(
+        written, media_type=_BUNDLE, filename=f"{name}.perdure", background=BackgroundTask(folder.cleanup)
+    )
+
+
+def _session(desk: Desk, caller: Caller, name: str) -> Session:
+    return desk.runtime.sessions.get(name, caller.namespace)
+
+
+def _create(desk: Desk, namespace: str, name: str, system: str | None) -> SessionAnswer:
+    with desk.creating:
+        with contextlib.suppress(SessionNotFoundError):
+            desk.runtime.sessions.get(name, namespace)
+            raise SessionExistsError(
+                f"there is a session {name!r} already: choose another name, or delete it"
+            )
+        return SessionAnswer.of(desk.runtime.session(name, system=system, namespace=namespace))
+
+
+def _import(desk: Desk, namespace: str, path: FilePath, name: str | None) -> SessionAnswer:
+    return SessionAnswer.of(desk.runtime.sessions.import_(path, name, namespace=namespace))
+
+
+def _said(asked: SayRequest, desk: Desk) -> list[dict[str, Any]]:
+    if (asked.message is None) == (asked.messages is None):
+        raise Refused(400, "message: give either message or messages", param="message", code="invalid_value")
+    if asked.message is not None:
+        if not asked.message.strip():
+            raise Refused(400, "message: it needs some text", param="message", code="invalid_value")
+        return [{"role": "user", "content": asked.message}]
+    assert asked.messages is not None
+    if len(asked.messages) > desk.limits.messages:
+        raise Refused(
+            400,
+            f"messages: {len(asked.messages)} messages, {desk.limits.messages} are allowed",
+            param="messages",
+            code="too_many_messages",
+        )
+    return [message.plain for message in asked.messages]
+
+
+async def _receive(request: Request, path: FilePath, desk: Desk) -> None:
+    """Write a body to a file as it comes, up to the limits of bytes and time."""
+    limits = desk.limits
+    check_length(request.scope, limits.upload_bytes)
+    size, more = 0, True
+    try:
+        with path.open("wb") as file:
+            while more:
+                # Each piece may take as long as a whole small body: files are long.
+                async with asyncio.timeout(limits.body_seconds):
+                    message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                size += len(message.get("body", b""))
+                if size > limits.upload_bytes:
+                    raise too_large(limits.upload_bytes)
+                await asyncio.to_thread(file.write, message.get("body", b""))
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise Refused(
+            408, f"nothing more came within {limits.body_seconds:g} seconds", code="slow_request"
+        ) from None

@@ -1,0 +1,1 @@
+"""What is sent and what comes back, one module a resource."""

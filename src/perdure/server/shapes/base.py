@@ -1,0 +1,177 @@
+"""What all shapes have in common: strict types, and one way to treat fields that nobody knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from perdure.decode.placement import ReuseReport
+from perdure.decode.request import Timings, Usage
+from perdure.server.refusal import Refused
+
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^/\x00-\x1f\x7f]+$")]
+"""Of a session, or of a label."""
+
+
+class Asked(BaseModel):
+    """Something that is sent to the server. A value of the wrong type is refused, never bent to fit."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+
+
+class Given(BaseModel):
+    """Something that the server sends."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class ErrorDetail(Given):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Given):
+    """What every error looks like."""
+
+    error: ErrorDetail
+
+
+class PromptTokens(Given):
+    cached_tokens: int
+
+
+class CompletionTokens(Given):
+    reasoning_tokens: int = 0
+
+
+class UsageAnswer(Given):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokens
+
+    @classmethod
+    def of(cls, usages: list[Usage]) -> UsageAnswer:
+        """Of samples of one prompt, which is counted once."""
+        prompt = usages[0].prompt_tokens if usages else 0
+        written = sum(usage.completion_tokens for usage in usages)
+        return cls(
+            prompt_tokens=prompt,
+            completion_tokens=written,
+            total_tokens=prompt + written,
+            prompt_tokens_details=PromptTokens(cached_tokens=usages[0].cached_tokens if usages else 0),
+        )
+
+
+class ReuseAnswer(Given):
+    """Where the state of a prompt came from: tokens by tier, tokens computed, and why not fewer."""
+
+    tiers: dict[str, int]
+    computed: int
+    why: str
+
+    @classmethod
+    def of(cls, report: ReuseReport) -> ReuseAnswer:
+        return cls(tiers=dict(report.tiers), computed=report.computed, why=report.why)
+
+
+class TimingsAnswer(Given):
+    """Seconds, and tokens a second."""
+
+    queued: float
+    prefill: float
+    decode: float
+    prefilled_tokens: int
+    decoded_tokens: int
+    prefill_speed: float
+    decode_speed: float
+
+    @classmethod
+    def of(cls, timings: Timings) -> TimingsAnswer:
+        return cls(**asdict(timings), prefill_speed=timings.prefill_speed, decode_speed=timings.decode_speed)
+
+
+class Sampled(Asked):
+    """How tokens are drawn. What is left out is as the runtime has it."""
+
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repeat_penalty: float | None = Field(None, ge=1e-6, le=1e6)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    """By token id. -100 rules a token out."""
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The same in the runtime's words."""
+        names = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repeat_penalty",
+            "frequency_penalty",
+            "presence_penalty",
+        )
+        settings = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.seed is not None:
+            settings["seed"] = self.seed % _SEEDS
+        if self.logit_bias:
+            settings["logit_bias"] = {_token(key): _bias(value) for key, value in self.logit_bias.items()}
+        if self.stop:
+            settings["stop"] = self.stop
+        return settings
+
+
+class StreamOptions(Asked):
+    include_usage: bool | None = None
+
+
+Overflow = Literal["error", "drop_oldest", "shift", "fold"]
+Reasoning = Literal["show", "hide", "capture"]
+
+
+def refuse_fields(asked: Asked, *, strict: bool, refused: Mapping[str, str]) -> None:
+    """Refuse what would change the answer and cannot be done; when `strict`, also what nobody knows."""
+    for name, value in (asked.model_extra or {}).items():
+        if name in refused and value not in (None, [], {}, False):
+            raise Refused(400, f"{name}: {refused[name]}", param=name, code="unsupported_parameter")
+    if strict:
+        for path in _unknown(asked):
+            raise Refused(400, f"{path}: no such field", param=path, code="unknown_parameter")
+
+
+def _unknown(asked: Asked, path: str = "") -> Iterator[str]:
+    for name in asked.model_extra or ():
+        yield path + name
+    for name in type(asked).model_fields:
+        value = getattr(asked, name)
+        for index, each in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(each, Asked):
+                place = f"{path}{name}.{index}." if isinstance(value, list) else f"{path}{name}."
+                yield from _unknown(each, place)
+
+
+_SEEDS = 2**32 - 1
+
+
+def _token(key: str) -> int:
+    if not key.isascii() or not key.isdigit() or len(key) > 9:
+        raise Refused(
+            400, f"logit_bias: {key[:40]!r} is no token id", param="logit_bias", code="invalid_value"
+        )
+    return int(key)
+
+
+def _bias(value: float) -> float:
+    return float("-inf") if value <= -100 else value

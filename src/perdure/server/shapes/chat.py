@@ -1,0 +1,215 @@
+"""Conversations in OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from perdure.server.shapes.base import (
+    Asked,
+    Given,
+    Name,
+    Overflow,
+    Reasoning,
+    ReuseAnswer,
+    Sampled,
+    StreamOptions,
+    TimingsAnswer,
+    UsageAnswer,
+)
+
+REFUSED = {
+    "functions": "give tools instead",
+    "function_call": "give tool_choice instead",
+    "audio": "only text can be written",
+    "web_search_options": "there is no search",
+    "verbosity": "the model has no such setting; say it in a message",
+}
+"""Fields of OpenAI's that would change the answer, and what to do instead."""
+
+
+class TextPart(Asked):
+    type: Literal["text"]
+    text: str
+
+
+class CallFunction(Asked):
+    name: str = Field(min_length=1)
+    arguments: str = "{}"
+
+
+class Call(Asked):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CallFunction
+
+
+class ChatMessage(Asked):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As the runtime takes it."""
+        return self.model_dump(exclude_none=True, include=set(type(self).model_fields))
+
+
+class Function(Asked):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolAsked(Asked):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChosenFunction(Asked):
+    name: str = Field(min_length=1)
+
+
+class ToolChosen(Asked):
+    type: Literal["function"] = "function"
+    function: ChosenFunction
+
+
+class SchemaAsked(Asked):
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(Asked):
+    type: Literal["text"]
+
+
+class JsonFormat(Asked):
+    type: Literal["json_object"]
+
+
+class SchemaFormat(Asked):
+    type: Literal["json_schema"]
+    json_schema: SchemaAsked
+
+
+class Extension(Asked):
+    """What OpenAI's API has no words for."""
+
+    session: Name | None = None
+    """The session to go on with: `messages` are then only what is new. Made if it does not exist."""
+    overflow: Overflow | None = None
+    """What happens when the conversation no longer fits. An error, unless this says otherwise."""
+    reasoning: Reasoning | None = None
+    reasoning_budget: int | None = Field(None, ge=0, lt=2**31)
+    """Tokens that the model may reason for."""
+    timeout: float | None = Field(None, gt=0, le=86400)
+    """Seconds until the request ends, wherever it is."""
+    regex: str | None = Field(None, max_length=10_000)
+    """What the reply must match."""
+    variables: dict[str, Any] | None = None
+    """For the model's template."""
+
+
+class Spoken(Sampled):
+    """What can be asked of a reply in a conversation, besides its messages."""
+
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    response_format: Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")] | None = (
+        None
+    )
+    tools: Annotated[list[ToolAsked], Field(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChosen | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    reasoning_effort: str | None = None
+    """Taken, and left to the model's template."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    perdure: Extension | None = None
+
+
+class ChatRequest(Spoken):
+    model: str = ""
+    messages: list[ChatMessage] = Field(min_length=1)
+    n: int | None = Field(None, ge=1, le=128)
+    modalities: list[str] | None = None
+
+
+class TopLogprob(Given):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenAnswer(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class LogprobsAnswer(Given):
+    content: list[TokenAnswer]
+    refusal: None = None
+
+
+class FunctionAnswer(Given):
+    name: str
+    arguments: str
+
+
+class CallAnswer(Given):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionAnswer
+
+
+class MessageAnswer(Given):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[CallAnswer] | None = None
+    refusal: None = None
+
+
+class Choice(Given):
+    index: int
+    message: MessageAnswer
+    finish_reason: Literal["stop", "length", "tool_calls", "cancelled", "error"]
+    logprobs: LogprobsAnswer | None = None
+
+
+class ExtensionAnswer(Given):
+    """How a reply came about."""
+
+    reuse: ReuseAnswer
+    timings: TimingsAnswer
+    seed: int
+    dropped: int = 0
+    """Of the oldest messages, left out because an overflow policy was chosen."""
+    problems: list[str] = Field(default_factory=list)
+    """What is wrong with the arguments of tool calls, by their schemas."""
+    session: str | None = None
+    kept: bool = False
+    """Whether it is now a durable part of the session."""
+    not_kept: str | None = None
+    """Why it should have been and is not."""
+
+
+class ChatAnswer(Given):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: UsageAnswer
+    service_tier: str | None = None
+    system_fingerprint: str
+    perdure: ExtensionAnswer

@@ -1,0 +1,118 @@
+"""Completions in OpenAI's older shape, and tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from perdure.server.shapes.base import (
+    Asked,
+    Given,
+    ReuseAnswer,
+    Sampled,
+    StreamOptions,
+    TimingsAnswer,
+    UsageAnswer,
+)
+
+REFUSED = {"functions": "give them to /v1/chat/completions as tools"}
+
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class CompletionExtension(Asked):
+    timeout: float | None = Field(None, gt=0, le=86400)
+    regex: str | None = Field(None, max_length=10_000)
+
+
+class CompletionRequest(Sampled):
+    model: str = ""
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    max_tokens: int | None = Field(16, ge=1, lt=2**31)
+    """16, as OpenAI has it; null goes on until the model ends or the context is full."""
+    n: int | None = Field(None, ge=1, le=128)
+    best_of: int | None = Field(None, ge=1, le=128)
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    perdure: CompletionExtension | None = None
+
+
+class CompletionLogprobs(Given):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionExtensionAnswer(Given):
+    reuse: ReuseAnswer
+    timings: TimingsAnswer
+    seed: int
+
+
+class CompletionChoice(Given):
+    index: int
+    text: str
+    finish_reason: Literal["stop", "length", "cancelled", "error"]
+    logprobs: CompletionLogprobs | None = None
+
+
+class CompletionAnswer(Given):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageAnswer
+    system_fingerprint: str
+    perdure: CompletionExtensionAnswer
+
+
+class TokenizeRequest(Asked):
+    content: str
+    special: bool = False
+    """Whether the likes of `<|im_end|>` are read as the tokens they name."""
+    add_special: bool = True
+    """Whether the marks are added that the model puts around every text."""
+
+
+class TokenizeAnswer(Given):
+    tokens: list[int]
+    count: int
+
+
+class DetokenizeRequest(Asked):
+    tokens: list[Token]
+    special: bool = False
+
+
+class DetokenizeAnswer(Given):
+    content: str
+
+
+class EmbeddingRequest(Asked):
+    model: str = ""
+    input: str | list[str] | list[Token] | list[list[Token]]
+    dimensions: int | None = Field(None, ge=1)
+    encoding_format: Literal["float", "base64"] | None = None
+
+
+class ModelAnswer(Given):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    n_ctx: int
+    """Tokens that one request can hold."""
+    n_vocab: int
+    architecture: str
+    digest: str
+
+
+class ModelList(Given):
+    object: Literal["list"] = "list"
+    data: list[ModelAnswer]

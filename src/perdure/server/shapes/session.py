@@ -1,0 +1,250 @@
+"""Sessions, turns, memories and kept prefixes as resources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from perdure.chat.message import Message
+from perdure.decode.placement import Plan
+from perdure.server.shapes.base import Asked, Given, Name
+from perdure.server.shapes.chat import ChatMessage, Spoken
+from perdure.sessions.memory import Memory
+from perdure.sessions.register import Row
+from perdure.sessions.session import Session
+from perdure.sessions.turn import Turn
+
+Label = Annotated[str, Field(min_length=1, max_length=200)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class CreateRequest(Asked):
+    name: Name
+    system: str | None = None
+
+
+class SayRequest(Spoken):
+    """A turn: a message by itself, or several."""
+
+    message: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+
+
+class EditRequest(SayRequest):
+    turn: int = Field(ge=1, lt=2**31)
+    """Which turn to say differently, from 1. What came after it is left."""
+
+
+class RegenerateRequest(Spoken):
+    pass
+
+
+class ForkRequest(Asked):
+    name: Name
+    turn: Count | None = None
+    """After which turn the new session starts; where this one stands, if left out."""
+
+
+class RewindRequest(Asked):
+    turns: Count = 1
+
+
+class LabelRequest(Asked):
+    label: Label
+    kind: Label = "memory"
+    turn: Count | None = None
+    note: str = ""
+
+
+class WakeMemoryRequest(Asked):
+    name: Name
+    """Of the new session."""
+    address: str | None = None
+    """Of the memory. It may be left out while there is exactly one."""
+
+
+class WarmRequest(Asked):
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+    labels: list[Label] = Field(default_factory=list, max_length=64)
+
+
+class OriginAnswer(Given):
+    how: str
+    session: str | None
+    turn: int | None
+
+    @classmethod
+    def of(cls, origin: Any) -> OriginAnswer | None:
+        if not origin:
+            return None
+        return cls(how=str(origin.get("how", "")), session=origin.get("session"), turn=origin.get("turn"))
+
+
+class SessionSummary(Given):
+    """A session as it is listed."""
+
+    name: str
+    kind: str
+    turns: int
+    created: float
+    updated: float
+    origin: OriginAnswer | None
+
+    @classmethod
+    def of(cls, row: Row) -> SessionSummary:
+        return cls(
+            name=row.name,
+            kind=row.kind,
+            turns=row.depth,
+            created=row.created,
+            updated=row.updated,
+            origin=OriginAnswer.of(row.origin),
+        )
+
+
+class SessionList(Given):
+    object: Literal["list"] = "list"
+    data: list[SessionSummary]
+
+
+class SaidMessage(Given):
+    role: str
+    content: str | None
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    @classmethod
+    def of(cls, message: Message) -> SaidMessage:
+        return cls(**message.to_dict())
+
+
+class TurnAnswer(Given):
+    turn: int
+    kind: str
+    messages: list[SaidMessage]
+    reply: SaidMessage | None
+    finish_reason: str
+    usage: dict[str, int]
+    dropped: int
+    seed: int
+    created: float
+
+    @classmethod
+    def of(cls, number: int, turn: Turn) -> TurnAnswer:
+        return cls(
+            turn=number,
+            kind=turn.kind,
+            messages=[SaidMessage.of(message) for message in turn.messages],
+            reply=SaidMessage.of(turn.reply) if turn.reply is not None else None,
+            finish_reason=turn.finish_reason,
+            usage=dict(turn.usage),
+            dropped=turn.dropped,
+            seed=turn.seed,
+            created=turn.created,
+        )
+
+
+class SessionAnswer(Given):
+    object: Literal["session"] = "session"
+    name: str
+    kind: str
+    system: str | None
+    turns: int
+    tokens: int
+    """All that the model has read and written, as far as it is still in the conversation."""
+    origin: OriginAnswer | None
+
+    @classmethod
+    def of(cls, session: Session) -> SessionAnswer:
+        return cls(
+            name=session.name,
+            kind=session.kind,
+            system=session.system,
+            turns=session.turns,
+            tokens=len(session.tokens),
+            origin=OriginAnswer.of(session.origin),
+        )
+
+
+class TurnList(Given):
+    object: Literal["list"] = "list"
+    data: list[TurnAnswer]
+
+    @classmethod
+    def of(cls, turns: Sequence[Turn]) -> TurnList:
+        return cls(data=[TurnAnswer.of(number, turn) for number, turn in enumerate(turns, 1)])
+
+
+class PlanAnswer(Given):
+    """What waking would take: tokens by tier, what is read, what is computed."""
+
+    tiers: dict[str, int]
+    blocks: int
+    nbytes: int
+    computed: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanAnswer:
+        return cls(tiers=dict(plan.tiers), blocks=plan.blocks, nbytes=plan.nbytes, computed=plan.computed)
+
+
+class MemoryAnswer(Given):
+    address: str
+    session: str
+    turn: int
+    label: str
+    kind: str
+    note: str
+    digest: str
+    created: float
+
+    @classmethod
+    def of(cls, memory: Memory) -> MemoryAnswer:
+        return cls(
+            address=memory.address,
+            session=memory.session,
+            turn=memory.turn,
+            label=memory.label,
+            kind=memory.kind,
+            note=memory.note,
+            digest=memory.digest.hex(),
+            created=memory.created,
+        )
+
+
+class MemoryList(Given):
+    object: Literal["list"] = "list"
+    data: list[MemoryAnswer]
+
+
+class DeletedAnswer(Given):
+    deleted: int
+
+
+class RecordAnswer(Given):
+    """A prefix that was warmed."""
+
+    tokens: int
+    kept: int
+    labels: list[str]
+
+
+class TotalsAnswer(Given):
+    """Of the whole cache, whoever it serves."""
+
+    blocks: int
+    nbytes: int
+    budget: int
+    evicted: int
+    reused_tokens: dict[str, int]
+    computed_tokens: int
+
+
+class CacheAnswer(Given):
+    records: list[RecordAnswer]
+    totals: TotalsAnswer | None
+    """Only on a server without keys: where there are several callers, it is nobody's business."""

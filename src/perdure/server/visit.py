@@ -1,0 +1,122 @@
+"""One job for one client, who may leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from starlette.requests import Request
+
+from perdure.server.refusal import ClientLeft, Refused, deadline, stopping
+
+
+class Part(Protocol):
+    """Something of a reply that has, or may have, a reason for its end."""
+
+    @property
+    def finish_reason(self) -> str | None: ...
+
+
+D = TypeVar("D", bound=Part, covariant=True)
+R = TypeVar("R", bound=Part, covariant=True)
+T = TypeVar("T")
+
+_EARLY = 0.05
+"""Seconds by which the engine's clock for a request may be ahead of ours: it was submitted before."""
+
+
+class Job(Protocol[D, R]):
+    """What is common to jobs of prompts and of conversations."""
+
+    def cancel(self) -> None: ...
+    async def areplies(self) -> Sequence[R]: ...
+    def __aiter__(self) -> AsyncIterator[D]: ...
+
+
+class Visit(Generic[D, R]):
+    """A job that ends when its client leaves, when its time is up, or when the server stops."""
+
+    def __init__(self, job: Job[D, R], request: Request, *, seconds: float) -> None:
+        self._job = job
+        self._request = request
+        self._seconds = seconds
+        self._overdue = False
+        # The engine minds the time between its steps; this also ends a long one in its middle.
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._time_is_up)
+        self._deltas: AsyncIterator[D] | None = None
+        self._first: D | None = None
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+        self._job.cancel()
+
+    async def replies(self) -> Sequence[R]:
+        """All replies, for a client who stays."""
+        try:
+            return await while_connected(self._request, self._job.areplies())
+        finally:
+            self.cancel()
+
+    async def begin(self) -> None:
+        """Wait for the first delta. What goes wrong until then can still have a status of its own."""
+        self._deltas = aiter(self._job)
+        try:
+            self._first = await while_connected(self._request, _next(self._deltas))
+            if self._first is None or self._first.finish_reason in ("error", "cancelled"):
+                refused = self.cut(await self.replies())
+                if refused is not None:
+                    raise refused
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def deltas(self) -> AsyncIterator[D]:
+        """What comes, from the first delta on. Leaving the loop ends the job."""
+        assert self._deltas is not None
+        try:
+            if self._first is not None:
+                yield self._first
+            async for delta in self._deltas:
+                yield delta
+        finally:
+            self.cancel()
+
+    async def ended(self) -> Sequence[R]:
+        """The replies, once all deltas were read."""
+        return await self._job.areplies()
+
+    def cut(self, replies: Sequence[Part]) -> Refused | None:
+        """Why replies were cut short, if they were."""
+        if all(reply.finish_reason != "cancelled" for reply in replies):
+            return None
+        overdue = self._overdue or self._timer.when() - _EARLY <= asyncio.get_running_loop().time()
+        return deadline(self._seconds) if overdue else stopping()
+
+    def _time_is_up(self) -> None:
+        self._overdue = True
+        self._job.cancel()
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves."""
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        for each in (task, leaving):
+            each.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _next(deltas: AsyncIterator[T]) -> T | None:
+    return await anext(deltas, None)
