@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from perdure import __version__
-from perdure.cli import cache, chat, inspect, models, run
+from perdure.cli import cache, chat, doctor, inspect, models, run, serve
 
 app = typer.Typer(
     name="perdure",
@@ -38,6 +38,8 @@ def root(
 
 app.command(name="chat")(chat.chat)
 app.command(name="run")(run.run)
+app.command(name="serve")(serve.serve)
 app.command(name="inspect")(inspect.inspect)
+app.command(name="doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
 app.add_typer(cache.app, name="cache")
