@@ -1,0 +1,49 @@
+"""`curl`, as people paste it into a terminal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from perdure.server.keys import Keys
+from server.house import House
+
+pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+
+CURL = ("curl", "--silent", "--no-buffer", "--noproxy", "*", "--max-time", "60")
+BODY = json.dumps(
+    {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0, "stream": True}
+)
+
+
+def curl(here: House, key: str, *arguments: str) -> str:
+    path, *rest = arguments
+    done = subprocess.run(
+        [*CURL, "--header", f"Authorization: Bearer {key}", *rest, here.url + path],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_a_stream_in_a_terminal(here: House, key: tuple[str, Keys]) -> None:
+    out = curl(here, key[0], "/v1/chat/completions", "--json", BODY)
+    lines = [line for line in out.splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+
+
+def test_a_failure_has_its_status(here: House, key: tuple[str, Keys]) -> None:
+    out = curl(here, "wrong", "/v1/models", "--write-out", "%{http_code}", "--output", "/dev/null")
+    assert out == "401"
+    out = curl(here, key[0], "/v1/chat/completions", "--json", "{", "--write-out", " %{http_code}")
+    assert out.endswith(" 400")
+
+
+def test_figures_and_health(here: House, key: tuple[str, Keys]) -> None:
+    assert json.loads(curl(here, key[0], "/health")) == {"status": "ok"}
+    assert json.loads(curl(here, key[0], "/v1/models"))["data"][0]["id"] == "toy"

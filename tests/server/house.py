@@ -1,0 +1,123 @@
+"""A server that runs while a test does, and ways to talk to it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+import perdure
+from perdure import Runtime
+from perdure.server.desk import Desk
+from perdure.server.keys import Key, Keys, new_key
+from perdure.server.limits import Limits
+from perdure.server.listener import Listener, address, bind
+
+PATIENCE = 60.0
+"""Seconds after which a test that waits has failed. None is meant to wait so long."""
+
+
+@dataclass(frozen=True)
+class House:
+    """A server with its runtime, as a test sees them."""
+
+    url: str
+    runtime: Runtime
+    desk: Desk
+    listener: Listener
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def client(self, key: str | None = None) -> httpx.Client:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE, trust_env=False)
+
+    def connect(self) -> socket.socket:
+        """A bare connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
+
+
+@contextmanager
+def house(runtime: Runtime, *, keys: Keys | None = None, **settings: Any) -> Iterator[House]:
+    """A server on a runtime, in a thread. Limits may be given by themselves."""
+    names = Limits.__dataclass_fields__
+    limits = Limits(**{name: settings.pop(name) for name in list(settings) if name in names})
+    desk = Desk(runtime=runtime, name="toy", limits=limits, keys=keys or Keys(), **settings)
+    listening = bind("127.0.0.1", 0)
+    listening.listen(1024)
+    listener = Listener(desk)
+    thread = threading.Thread(target=listener.run, kwargs={"sockets": [listening]}, name="server")
+    thread.start()
+    try:
+        yield House(address(listening), runtime, desk, listener)
+    finally:
+        listener.stop(now=True)
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+@contextmanager
+def opened(model: Any, **settings: Any) -> Iterator[Runtime]:
+    with perdure.open(model, **{"n_ctx": 512, "slots": 2, **settings}) as runtime:
+        yield runtime
+
+
+def two_keys() -> tuple[Keys, str, str]:
+    """Keys of two namespaces, and their secrets."""
+    (alice, first), (bob, second) = new_key("alice"), new_key("bob")
+    return Keys([first, second]), alice, bob
+
+
+def metrics_key() -> tuple[Key, str]:
+    secret, key = new_key("metrics")
+    return key, secret
+
+
+def hello(**more: Any) -> dict[str, Any]:
+    """A request for a short chat."""
+    return {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0, **more}
+
+
+def events(response: httpx.Response) -> Iterator[dict[str, Any] | str]:
+    """The chunks of a stream, and at last the text `[DONE]`."""
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            data = line[6:]
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """All chunks of a stream that ends as it should."""
+    with client.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *chunks, end = events(response)
+    assert end == "[DONE]"
+    assert all(isinstance(chunk, dict) for chunk in chunks)
+    return chunks  # type: ignore[return-value]
+
+
+def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
+    return "".join(
+        choice["delta"].get("content") or ""
+        for chunk in chunks
+        for choice in chunk.get("choices", ())
+        if choice["index"] == index
+    )
+
+
+def raw(path: str, body: bytes, **headers: str) -> bytes:
+    """A request as bytes."""
+    lines = [f"POST {path} HTTP/1.1", "host: here", "content-type: application/json"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    if "content_length" not in headers:
+        lines.append(f"content-length: {len(body)}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

@@ -1,0 +1,188 @@
+"""`perdure serve` and `perdure doctor`, run as people run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from perdure.server.keys import Keys
+from server.house import PATIENCE, events, hello
+
+CHAT = "/v1/chat/completions"
+
+
+@dataclass
+class Running:
+    """The command, running, and what it said at its start."""
+
+    process: subprocess.Popen[str]
+    screen: dict[str, str]
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.screen["address"], timeout=PATIENCE, trust_env=False)
+
+
+@contextmanager
+def serving(model: Path, *options: str) -> Iterator[Running]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "perdure.cli", "serve", str(model), "--port", "0", "--threads", "1", *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        screen = {}
+        for line in process.stdout:
+            if line.startswith("Ctrl-C"):
+                break
+            name, _, value = line.strip().partition(" ")
+            screen[name] = value.strip()
+        assert "address" in screen, process.communicate()
+        yield Running(process, screen)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "perdure.cli", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+
+
+def test_it_says_what_it_serves_stops_in_order_and_goes_on_where_it_was(
+    zoo_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A reply in flight is finished after SIGTERM, its turn is kept, and the next server has it."""
+    options = ("--store", str(tmp_path / "store"), "--ctx", "1024", "--slots", "2")
+    with serving(zoo_path("llama"), *options) as running, running.client() as client:
+        assert running.screen["model"].startswith("llama")
+        assert running.screen["context"].startswith("1024")
+        assert running.screen["slots"].startswith("2")
+        assert running.screen["keys"].startswith("none")
+        assert client.post("/v1/sessions", json={"name": "one"}).status_code == 201
+        body = {
+            "message": "Hello",
+            "max_tokens": 500,
+            "logit_bias": {"381": -100, "383": -100},
+            "stream": True,
+        }
+        with client.stream("POST", "/v1/sessions/one/turns", json=body) as response:
+            chunks = events(response)
+            next(chunks)
+            running.process.send_signal(signal.SIGTERM)
+            *_, last, done = chunks
+        assert done == "[DONE]"
+        assert isinstance(last, dict)
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert last["perdure"]["kept"]
+        _, log = running.process.communicate(timeout=PATIENCE)
+        assert running.process.returncode == 0, log
+        statuses = [
+            line["status"] for line in map(json.loads, log.splitlines()) if line["event"] == "request"
+        ]
+        assert statuses == [201, 200]
+    with serving(zoo_path("llama"), *options, "--in-process") as running, running.client() as client:
+        assert len(client.get("/v1/sessions/one/turns").json()["data"]) == 1
+        running.process.send_signal(signal.SIGINT)
+        running.process.communicate(timeout=PATIENCE)
+        assert running.process.returncode == 0
+
+
+def test_replies_that_take_longer_than_the_grace_end_with_an_error_h1(
+    zoo_path: Callable[[str], Path],
+) -> None:
+    """H1."""
+    options = ("--no-store", "--ctx", "16384", "--slots", "1", "--grace", "0.2")
+    with serving(zoo_path("llama"), *options) as running, running.client() as client:
+        body = hello(max_tokens=16000, logit_bias={"381": -100, "383": -100}, stream=True)
+        with client.stream("POST", CHAT, json=body) as response:
+            chunks = events(response)
+            next(chunks)
+            running.process.send_signal(signal.SIGTERM)
+            *_, error, last, done = chunks
+        assert done == "[DONE]"
+        assert isinstance(error, dict)
+        assert isinstance(last, dict)
+        assert error["error"]["code"] == "stopping"
+        assert last["choices"][0]["finish_reason"] == "error"
+        running.process.communicate(timeout=PATIENCE)
+        assert running.process.returncode == 0
+
+
+def test_it_does_not_listen_to_others_without_keys(zoo_path: Callable[[str], Path]) -> None:
+    done = run("serve", str(zoo_path("llama")), "--host", "0.0.0.0", "--port", "0")
+    assert done.returncode == 2
+    assert "--keys" in done.stderr
+
+
+def test_a_port_that_is_taken_is_told(zoo_path: Callable[[str], Path]) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        done = run("serve", str(zoo_path("llama")), "--port", str(other.getsockname()[1]))
+    assert done.returncode == 2
+    assert "--port" in done.stderr
+
+
+def test_a_new_key_opens_the_door(zoo_path: Callable[[str], Path], tmp_path: Path) -> None:
+    made = run("serve", "--new-key", "team")
+    assert made.returncode == 0
+    secret, line = (text.split()[1] for text in made.stdout.splitlines())
+    keys = tmp_path / "keys"
+    keys.write_text(line + "\n")
+    assert Keys.read(keys).namespace(secret) == "team"
+    options = ("--no-store", "--keys", str(keys), "--in-process")
+    with serving(zoo_path("llama"), *options) as running, running.client() as client:
+        assert running.screen["keys"] == "1, of team"
+        assert client.post(CHAT, json=hello()).status_code == 401
+        headers = {"authorization": f"Bearer {secret}"}
+        assert client.post(CHAT, json=hello(), headers=headers).status_code == 200
+
+
+def test_the_doctor_looks_at_everything(zoo_path: Callable[[str], Path], tmp_path: Path) -> None:
+    done = run("doctor", "--json", "--model", str(zoo_path("llama")), "--store", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert set(found) == {"engine", "features", "threads", "memory", "disk", "store"}
+    assert "llama.cpp" in found["engine"]["found"]
+    assert re.search(r"[\d,]+ MiB/s", found["disk"]["found"])
+    assert all(finding["advice"] for finding in found.values() if finding["state"] != "ok")
+
+
+def test_the_doctor_finds_a_damaged_store(zoo_path: Callable[[str], Path], tmp_path: Path) -> None:
+    import perdure
+
+    with perdure.open(zoo_path("llama"), n_ctx=256, threads=1, store=tmp_path) as rt:
+        rt.cache.warm("a text that is long enough to fill a block or two of state, in any case " * 2)
+    for file in (tmp_path / "blocks").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[:-8])
+    done = run("doctor", "--model", str(zoo_path("llama")), "--store", str(tmp_path))
+    assert re.search(r"^warn +store .*damaged", done.stdout, re.MULTILINE), done.stdout
+    assert "perdure cache verify" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+def test_help_needs_no_engine(command: str) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0
+    assert "--store" in done.stdout

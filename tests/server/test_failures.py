@@ -1,0 +1,252 @@
+"""Failures are told, slots are freed, nobody waits for ever (H1, H2, H3, H7)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from decode.observed import Turnstile, open_toy, toy, trouble
+from perdure import Runtime
+from perdure.engine.toy import Faults
+from perdure.server.refusal import refusal
+from server.house import House, events, hello, house, opened, raw, streamed
+
+CHAT = "/v1/chat/completions"
+ENDLESS = {"logit_bias": {"256": -100, "258": -100}, "max_tokens": 400}
+"""The toy's two ends are ruled out."""
+
+
+@pytest.fixture
+def gate() -> Turnstile:
+    return Turnstile(is_open=True)
+
+
+@pytest.fixture
+def rt(gate: Turnstile) -> Iterator[Runtime]:
+    with open_toy(gate=gate, slots=1, n_ctx=512, queue=1) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def server(rt: Runtime, gate: Turnstile) -> Iterator[House]:
+    with house(rt) as server:
+        yield server
+        gate.open()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_before_the_first_token_has_a_status_h1(rt: Runtime, server: House, stream: bool) -> None:
+    """H1: also for a streaming request."""
+    with server.client() as client:
+        trouble(rt).fail_decode(ahead=1)
+        response = client.post(CHAT, json=hello(stream=stream))
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+        assert response.json()["error"]["code"] == "engine_unavailable"
+        assert client.post(CHAT, json=hello()).status_code == 200
+
+
+def test_a_failure_in_the_middle_ends_the_stream_with_an_error_h1(rt: Runtime, server: House) -> None:
+    """H1, C7: an error event, finish_reason "error", [DONE]; whole replies have a status."""
+    with server.client() as client:
+        trouble(rt).fail_decode(ahead=5)
+        *said, error, last = streamed(client, CHAT, hello(**ENDLESS))
+        assert any(chunk["choices"][0]["delta"].get("content") for chunk in said)
+        assert error["error"]["code"] == "engine_unavailable"
+        assert last["choices"][0]["finish_reason"] == "error"
+        trouble(rt).fail_decode(ahead=5)
+        assert client.post(CHAT, json=hello(**ENDLESS)).status_code == 503
+        assert client.post(CHAT, json=hello()).status_code == 200
+
+
+def test_every_sample_of_a_broken_stream_ends_once(rt: Runtime, server: House) -> None:
+    with server.client() as client:
+        trouble(rt).fail_decode(ahead=5)
+        chunks = streamed(client, CHAT, hello(**ENDLESS, n=2))
+        ended = [
+            choice["index"]
+            for chunk in chunks
+            for choice in chunk.get("choices", ())
+            if choice["finish_reason"]
+        ]
+        assert sorted(ended) == [0, 1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_during_prefill_frees_its_slot_h2(
+    rt: Runtime, server: House, gate: Turnstile, stream: bool
+) -> None:
+    """H2: the engine is held before the first token, and gets out only because the client left."""
+    gate.shut()
+    with server.connect() as connection:
+        connection.sendall(raw(CHAT, json.dumps(hello(stream=stream, **ENDLESS)).encode()))
+        assert gate.reached.wait(60)
+    # Answered between two steps: so the step was given up.
+    rt.cache.stats()
+    assert rt.load == (0, 0)
+    gate.open()
+    with server.client() as client:
+        assert client.post(CHAT, json=hello()).status_code == 200
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_reply_frees_its_slot_h2(
+    rt: Runtime, server: House, gate: Turnstile
+) -> None:
+    """H2."""
+    gate.shut()
+    with server.client() as client:
+        gate.admit(200)
+        with client.stream("POST", CHAT, json=hello(stream=True, **ENDLESS)) as response:
+            chunks = events(response)
+            said = 0
+            while said < 3:
+                chunk = next(chunks)
+                assert isinstance(chunk, dict)
+                said += bool(chunk["choices"][0]["delta"].get("content"))
+            # All that it may compute is used up, long before the reply is whole.
+            assert gate.reached.wait(60)
+    rt.cache.stats()
+    assert rt.load == (0, 0)
+    gate.open()
+    with server.client() as client:
+        assert client.post(CHAT, json=hello()).status_code == 200
+        assert 'status="499"' in client.get("/metrics").text
+
+
+def test_a_full_queue_is_429_h3(rt: Runtime, server: House, gate: Turnstile) -> None:
+    """H3: with Retry-After, whole or streamed; and once there is room, all is well."""
+    gate.shut()
+    served = rt.submit("first", max_tokens=1)
+    assert gate.reached.wait(60)
+    waiting = rt.submit("second", max_tokens=1)
+    with server.client() as client:
+        for stream in (False, True):
+            response = client.post(CHAT, json=hello(stream=stream))
+            assert response.status_code == 429
+            assert int(response.headers["retry-after"]) >= 1
+            assert response.json()["error"]["type"] == "rate_limit_error"
+        gate.open()
+        served.replies()
+        waiting.replies()
+        assert client.post(CHAT, json=hello()).status_code == 200
+
+
+def test_more_requests_than_allowed_are_429() -> None:
+    gate = Turnstile()
+    with (
+        open_toy(gate=gate, slots=1) as rt,
+        house(rt, requests=1) as server,
+        server.client() as one,
+        server.client() as other,
+    ):
+        answers: list[int] = []
+        first = threading.Thread(target=lambda: answers.append(one.post(CHAT, json=hello()).status_code))
+        first.start()
+        assert gate.reached.wait(60)
+        refused = other.post(CHAT, json=hello())
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"]
+        gate.open()
+        first.join()
+        assert answers == [200]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_during_prefill_is_504_h7(stream: bool) -> None:
+    """H7."""
+    with opened(toy(faults=Faults(pace=0.01)), slots=1) as rt, house(rt) as server, server.client() as client:
+        long = [{"role": "user", "content": "word " * 80}]
+        body = hello(messages=long, stream=stream, perdure={"timeout": 0.2})
+        response = client.post(CHAT, json=body)
+        assert response.status_code == 504
+        assert response.json()["error"]["code"] == "deadline_exceeded"
+        rt.cache.stats()
+        assert rt.load == (0, 0)
+
+
+def test_a_deadline_in_the_middle_of_a_reply_is_told_h7() -> None:
+    """H7: as 504, or in the stream."""
+    with (
+        opened(toy(faults=Faults(pace=0.004)), slots=1) as rt,
+        house(rt) as server,
+        server.client() as client,
+    ):
+        body = hello(**ENDLESS, perdure={"timeout": 0.6})
+        assert client.post(CHAT, json=body).status_code == 504
+        *_, error, last = streamed(client, CHAT, body)
+        assert error["error"]["code"] == "deadline_exceeded"
+        assert last["choices"][0]["finish_reason"] == "error"
+        rt.cache.stats()
+        assert rt.load == (0, 0)
+
+
+def test_the_servers_own_limit_of_time_holds_for_everybody() -> None:
+    with (
+        opened(toy(faults=Faults(pace=0.01)), slots=1) as rt,
+        house(rt, request_seconds=0.2) as server,
+        server.client() as client,
+    ):
+        body = hello(**ENDLESS, perdure={"timeout": 1000})
+        assert client.post(CHAT, json=body).status_code == 504
+
+
+def test_replies_do_not_depend_on_who_else_is_served_c10() -> None:
+    """C10: eight at once, each like alone; none ends another."""
+    bodies = [
+        hello(messages=[{"role": "user", "content": f"Number {at}"}], max_tokens=40, seed=at, temperature=1)
+        for at in range(8)
+    ]
+    with opened(toy(), slots=3) as rt, house(rt) as server:
+        alone = [said(server, body) for body in bodies]
+        together: list[Any] = [None] * len(bodies)
+
+        def ask(at: int) -> None:
+            together[at] = said(server, bodies[at])
+
+        threads = [threading.Thread(target=ask, args=(at,)) for at in range(len(bodies))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert together == alone
+    assert {reason for _, reason in alone} <= {"stop", "length"}
+
+
+def said(server: House, body: dict[str, Any]) -> tuple[str, str]:
+    with server.client() as client:
+        choice = client.post(CHAT, json=body).json()["choices"][0]
+    return choice["message"]["content"], choice["finish_reason"]
+
+
+def test_a_reply_ends_with_its_true_reason_c7(server: House) -> None:
+    """C7: the others are reached where tools, failures and clients that leave are tested."""
+    with server.client() as client:
+        stopped = client.post(CHAT, json=hello(perdure={"regex": "yes|no"})).json()["choices"][0]
+        assert stopped["finish_reason"] == "stop"
+        assert stopped["message"]["content"] in ("yes", "no")
+        cut = client.post(CHAT, json=hello(**{**ENDLESS, "max_tokens": 3})).json()["choices"][0]
+        assert cut["finish_reason"] == "length"
+
+
+def test_an_unforeseen_failure_is_500_and_says_nothing_of_the_inside() -> None:
+    told = refusal(RuntimeError("a secret of the house"))
+    assert told.status == 500
+    assert "secret" not in json.dumps(told.body)
+    assert told.body["error"]["type"] == "server_error"
+
+
+def test_answers_carry_an_id_of_the_request(server: House) -> None:
+    with server.client() as client:
+        ids = {client.get("/health").headers["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3
+
+
+def test_connections_that_are_dropped_at_once_leave_nothing(server: House) -> None:
+    for _ in range(50):
+        server.connect().close()
+    with server.client() as client:
+        assert client.get("/ready").status_code == 200

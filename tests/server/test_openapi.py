@@ -1,0 +1,80 @@
+"""The OpenAPI document is true: schemathesis asks for everything in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from decode.observed import toy
+from perdure.server.app import build
+from perdure.server.desk import Desk
+from server.house import House, house, opened
+
+_LEFT_OUT = "/v1/embeddings"
+"""Answers 501 to everything, which is what a failing server would do."""
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    store = tmp_path_factory.mktemp("store")
+    with opened(toy(), slots=4, store=store) as rt, house(rt, request_seconds=20.0) as server:
+        yield server
+
+
+def _document() -> dict[str, Any]:
+    with opened(toy()) as rt:
+        document: dict[str, Any] = build(Desk(runtime=rt, name="toy")).openapi()
+        return document
+
+
+schema = schemathesis.openapi.from_dict(_document()).exclude(path=_LEFT_OUT)
+
+
+@schema.parametrize()
+@settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+def test_every_answer_is_as_documented(case: Any, fuzzed: House) -> None:
+    if isinstance(case.body, dict):
+        # A toy writes fast, but not for ever.
+        limit = case.body.get("max_tokens")
+        if limit is None or (isinstance(limit, int) and limit > 8):
+            case.body["max_tokens"] = 8
+            case.body.pop("max_completion_tokens", None)
+        for name in ("n", "best_of"):
+            if isinstance(case.body.get(name), int) and case.body[name] > 2:
+                case.body[name] = 2
+    response = case.call(base_url=fuzzed.url)
+    case.validate_response(
+        response,
+        checks=(
+            not_a_server_error,
+            status_code_conformance,
+            content_type_conformance,
+            response_schema_conformance,
+        ),
+    )
+
+
+def test_every_operation_documents_its_errors() -> None:
+    for path, methods in _document()["paths"].items():
+        for method, operation in methods.items():
+            if path == "/health":
+                continue
+            assert {"400", "401", "429", "503"} <= set(operation["responses"]), (method, path)
+            refused = operation["responses"]["400"]["content"]["application/json"]["schema"]
+            assert refused == {"$ref": "#/components/schemas/ErrorAnswer"}

@@ -1,0 +1,115 @@
+"""Health, figures, logs, strictness."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from decode.observed import toy
+from perdure.server.record import JsonLines
+from server.house import House, hello, house, opened, streamed
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    """What the server logs."""
+    out = io.StringIO()
+    handler, log = JsonLines(out), logging.getLogger("perdure.server")
+    log.addHandler(handler)
+    before, log.level = log.level, logging.INFO
+    log.setLevel(logging.INFO)
+    try:
+        yield out
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
+def figures(client: httpx.Client) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    text = client.get("/metrics").text
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_health_and_readiness(client: httpx.Client) -> None:
+    assert client.get("/health").json() == {"status": "ok"}
+    assert client.get("/ready").json()["slots"] == 2
+
+
+def test_figures_count_what_happened(here: House, client: httpx.Client) -> None:
+    body = hello(messages=[{"role": "user", "content": "Count this one"}])
+    before = figures(client)
+    answers = [client.post(CHAT, json=body).json() for _ in range(2)]
+    client.post(CHAT, json={"messages": 3})
+    after = figures(client)
+
+    def grown(name: str, **labels: str) -> float:
+        key = (name, tuple(sorted(labels.items())))
+        return after[key] - before.get(key, 0)
+
+    assert grown("perdure_requests_total", method="POST", route=CHAT, status="200") == 2
+    assert grown("perdure_requests_total", method="POST", route=CHAT, status="400") == 1
+    usages = [answer["usage"] for answer in answers]
+    for kind, field in (("prompt", "prompt_tokens"), ("written", "completion_tokens")):
+        assert grown("perdure_tokens_total", kind=kind) == sum(usage[field] for usage in usages)
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    tiers = [key for key in after if key[0] == "perdure_reused_tokens_total"]
+    assert sum(after[key] - before.get(key, 0) for key in tiers) == cached > 0
+    assert grown("perdure_first_token_seconds_count") == 2
+    assert after["perdure_slots", ()] == here.runtime.slots
+    assert after["perdure_queue_length", ()] == 0
+    assert after["perdure_engine_up", ()] == 1
+    assert after["perdure_engine_restarts_total", ()] == 0
+    assert after["perdure_kept_bytes", (("tier", "memory"),)] >= 0
+
+
+def test_a_line_of_log_for_every_request_without_its_text(lines: io.StringIO) -> None:
+    with opened(toy()) as rt, house(rt) as server, server.client() as client:
+        body = hello(messages=[{"role": "user", "content": "a private matter"}])
+        text = client.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
+        streamed(client, CHAT, body)
+        client.post(CHAT, json={"messages": "a private matter"})
+    shown = [json.loads(line) for line in lines.getvalue().splitlines()]
+    requests = [line for line in shown if line["event"] == "request"]
+    assert [line["status"] for line in requests] == [200, 200, 400]
+    assert all(line["route"] == CHAT and line["seconds"] > 0 for line in requests)
+    assert requests[0]["prompt_tokens"] > 0
+    assert requests[1]["finish_reason"] in ("stop", "length")
+    assert "private" not in lines.getvalue()
+    assert text
+    assert text not in lines.getvalue()
+
+
+def test_text_is_logged_where_that_was_asked_for(lines: io.StringIO) -> None:
+    with opened(toy()) as rt, house(rt, log_text=True) as server, server.client() as client:
+        body = hello(messages=[{"role": "user", "content": "a public matter"}])
+        text = client.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
+    [line] = [json.loads(line) for line in lines.getvalue().splitlines()]
+    assert line["messages"][0]["content"] == "a public matter"
+    assert line["replies"] == [text]
+
+
+def test_a_strict_server_refuses_what_it_does_not_know() -> None:
+    with opened(toy()) as rt, house(rt, strict=True) as server, server.client() as client:
+        assert client.post(CHAT, json=hello()).status_code == 200
+        for change, param in (
+            ({"usr": "me"}, "usr"),
+            ({"messages": [{"role": "user", "content": "hi", "mood": "good"}]}, "messages.0.mood"),
+            ({"perdure": {"sesion": "x"}}, "perdure.sesion"),
+        ):
+            response = client.post(CHAT, json=hello(**change))
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == param
+        document = client.get("/openapi.json").json()
+        assert document["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
