@@ -43,7 +43,7 @@ def test_what_somebody_typed_never_becomes_a_control_token(parts: list[str]) -> 
     guarded = TOY.guard(typed)
     written = TOY.write(guarded)
     assert not set(written.tokens) & set(TOY.control)
-    assert bytes(written.tokens) == typed.encode()
+    assert bytes(list(written.tokens)) == typed.encode()
 
 
 def test_a_mark_of_the_template_does(scribe: Scribe) -> None:

@@ -38,9 +38,9 @@ def test_a_session_moves_to_another_store_with_its_state(subject: Subject, tmp_p
         assert (s.system, dict(s.settings)) == ("Be terse.", {"seed": 3})
         assert dict(s.origin) == {"how": "import", "session": "alice", "turn": 2}
         reply = talk.say(s, "Go on")
-        assert reply.reuse.reused > 100
+        assert reply.reuse.reused > 80
     with talking(subject, tmp_path / "to") as talk:
-        assert talk.say(talk.session("anna"), "Still there?").reuse.reused > 100
+        assert talk.say(talk.session("anna"), "Still there?").reuse.reused > 80
 
 
 def test_without_its_state_the_words_and_tokens_come_over(subject: Subject, tmp_path: Path) -> None:
@@ -171,10 +171,11 @@ def test_parts_of_another_export_are_refused(toy: Subject, tmp_path: Path) -> No
     theirs: dict[str, bytes] = {}
     rewritten(other, tmp_path / "x", theirs.update)
     for name in ("turns.jsonl", "blocks/0", "manifest.json"):
-        mixed = rewritten(
-            path, tmp_path / "mixed", lambda parts, name=name: parts.update({name: theirs[name]})
-        )  # type: ignore[misc]
-        assert refused(mixed), name
+
+        def exchange(parts: dict[str, bytes], name: str = name) -> None:
+            parts[name] = theirs[name]
+
+        assert refused(rewritten(path, tmp_path / "mixed", exchange)), name
 
     def swap(parts: dict[str, bytes]) -> None:
         parts["blocks/0"], parts["blocks/1"] = parts["blocks/1"], parts["blocks/0"]

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import subjects
+from perdure.chat.transcript import Transcript
 from perdure.sessions import turn as turn_module
 from perdure.sessions.register import Register
 from sessions.machine import life
@@ -17,7 +18,7 @@ from subjects import NAMES, Subject
 
 
 def live(subject: Subject, examples: int, steps: int, **options: object) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         life(subject, **options),
         settings=settings(
             max_examples=examples,
@@ -58,7 +59,7 @@ def test_tokens_that_are_not_those_of_the_text_are_seen(
     """Planted: turns that go on from a token too few."""
     kept = turn_module._kept
 
-    def short(whole: turn_module.Transcript, keep: tuple[int, int]) -> turn_module.Transcript:
+    def short(whole: Transcript, keep: tuple[int, int]) -> Transcript:
         return kept(whole, (keep[0], max(0, keep[1] - 1)))
 
     monkeypatch.setattr(turn_module, "_kept", short)

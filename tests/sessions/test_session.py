@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 import perdure
+from decode.observed import trouble
 from perdure import (
     CorruptStateError,
     InvalidInputError,
+    LogitsView,
     SessionBusyError,
     SessionError,
     SessionExistsError,
@@ -181,10 +183,23 @@ def test_a_partial_reply_is_kept_where_that_was_asked_for(subject: Subject, tmp_
     """C1: a stated partial state."""
     with talking(subject, tmp_path) as talk:
         s = talk.session("alice")
-        stream = s.stream("Tell me more", keep_partial=True, max_tokens=200, temperature=0, ignore_eos=True)
-        seen = next(stream).text + next(stream).text
-        stream.close()
-        assert s.turns == 1
+        gate = threading.Event()
+
+        def hold(tokens: Sequence[int], view: LogitsView) -> NDArray[np.float32]:
+            told.append(0)
+            if len(told) == 5:
+                gate.wait()
+            return view.copy()
+
+        told: list[int] = []
+        settings: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        job = s.submit("Tell me more", keep_partial=True, processors=(hold,), **settings)
+        deltas = iter(job)
+        seen = next(deltas).text + next(deltas).text
+        job.cancel()
+        gate.set()
+        reply = job.reply()
+        assert (reply.kept, reply.finish_reason, s.turns) == (True, "cancelled", 1)
         assert s.history()[0].finish_reason == "cancelled"
         assert s.history()[0].text.startswith(seen)
         assert talk.say(s, "Go on").kept
@@ -197,7 +212,7 @@ def test_a_turn_whose_engine_fails_leaves_the_session_as_it_was(toy: Subject, tm
             s = talk.session("alice")
             talk.say(s, "Hello")
             before = s.tokens
-            faults = toy.model._faults  # type: ignore[union-attr]
+            faults = trouble(talk.rt)
             faults.fail_decode(after=after, ahead=1)
             faults.fail_decode(after=after, ahead=1)
             try:
@@ -384,7 +399,8 @@ def test_what_was_lost_is_computed_and_said(subject: Subject, tmp_path: Path) ->
         s.sleep()
         for path in (tmp_path / "blocks").rglob("*"):
             if path.is_file():
-                path.write_bytes(path.read_bytes()[:-1] + b"\x00")
+                content = path.read_bytes()
+                path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         report = s.wake()
         assert (dict(report.tiers), report.computed) == ({}, len(s.tokens))
         reply = talk.say(s, "Good morning")
@@ -397,18 +413,15 @@ def test_a_turn_that_was_tampered_with_is_refused(toy: Subject, tmp_path: Path) 
         s = talk.session("alice")
         talk.say(s, "Hello")
         index = talk.rt.sessions.register.index
-        for change in ("text = text || 'x'", "seed = seed + 1", "tokens = x'01000000'", "reply = NULL"):
+        for column, value in (("text", "x"), ("seed", 7), ("tokens", b"\x01\0\0\0"), ("reply", None)):
+            before = (s.tokens, index.rows(f"SELECT {column} FROM turn WHERE kind = 'turn'")[0][0])
             with index.writing():
-                index.run("CREATE TABLE saved AS SELECT * FROM turn")
-                index.run(f"UPDATE turn SET {change} WHERE kind = 'turn'")
-            before = s.tokens
+                index.run(f"UPDATE turn SET {column} = ? WHERE kind = 'turn'", value)
             with pytest.raises(CorruptStateError):
                 s.wake()
-            assert s.tokens == before
+            assert s.tokens == before[0]
             with index.writing():
-                index.run("DELETE FROM turn WHERE kind = 'turn'")
-                index.run("INSERT INTO turn SELECT * FROM saved WHERE kind = 'turn'")
-                index.run("DROP TABLE saved")
+                index.run(f"UPDATE turn SET {column} = ? WHERE kind = 'turn'", before[1])
         s.wake()
 
 

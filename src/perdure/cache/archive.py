@@ -154,6 +154,17 @@ class Archive:
         root = self.root(namespace)
         return self.tiers.find(root, tokens, size=self._size, limit=len(tokens), whole=whole)
 
+    def along(self, tokens: Ids, namespace: str) -> list[Block]:
+        """The blocks in memory that hold nothing but a beginning of `tokens`, each after its parent."""
+        found: list[Block] = []
+        level = [self.root(namespace)]
+        while level:
+            for block in self.tiers.memory.children(level.pop()):
+                if np.array_equal(block.tokens, tokens[block.start : block.end]):
+                    found.append(block)
+                    level.append(block.id)
+        return found
+
     def was_evicted(self, tokens: Ids, namespace: str, at: int) -> bool:
         """Whether a block that went on with `tokens` where `at` lies had to go."""
         memory = self.tiers.memory

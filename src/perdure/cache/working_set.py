@@ -214,13 +214,9 @@ class WorkingSet:
         lower = self.tiers.lower
         if lower is None:
             return
-        for entry in reversed(self._archive.find(tokens, namespace).entries):
-            if (
-                entry.id in self.tier
-                and not self.tier.children(entry.id)
-                and lower.entry(entry.id) is not None
-            ):
-                self.tier.drop(entry.id)
+        for block in reversed(self._archive.along(tokens, namespace)):
+            if not self.tier.children(block.id) and lower.entry(block.id) is not None:
+                self.tier.drop(block.id)
 
     def store(self, tokens: Ids, namespace: str) -> tuple[int, BlockId]:
         """Put the state of `tokens`, if a sequence holds it, into the tiers. How many are kept, and where

@@ -105,6 +105,7 @@ class ChatJob:
         self._shifting = False
         self._shifted = 0
         self._then = then
+        self.cancelled = False
         self._earlier: Reply | None = None
         self._replies: list[ChatReply] | None = None
 
@@ -114,6 +115,7 @@ class ChatJob:
 
     def cancel(self) -> None:
         """End the request within one step; its reply says `cancelled`."""
+        self.cancelled = True
         self._job.cancel()
 
     def replies(self, timeout: float | None = None) -> list[ChatReply]:

@@ -94,6 +94,10 @@ class Speaker:
         architecture = backend.model.metadata.get("general.architecture", "")
         return cls(backend, template, detect(template.source, architecture))
 
+    @property
+    def n_ctx(self) -> int:
+        return self._backend.n_ctx
+
     def prompt(
         self,
         messages: Sequence[Message],
@@ -149,7 +153,7 @@ class Speaker:
             return then(prompt, reply) if then is not None else reply
 
         return ChatJob(
-            self._backend.submit(request),
+            self._backend.submit(self._first(wish, request)),
             lambda: Reader(self.family, reasoning=wish.reasoning, tools=tools, thinking=prompt.thinking),
             n=request.n,
             tools=tools,
@@ -233,14 +237,22 @@ class Speaker:
             if len(whole) > limit:
                 raise overflow(len(whole), limit)
             return whole, 0
-        room = settings.get("max_tokens")
-        room = min(room if isinstance(room, int) else limit // 4, limit // 2)
+        room = reply_room(settings, self._backend.n_ctx) if wish.overflow != "shift" else limit // 4
         if len(whole) + room <= limit:
             return whole, 0
         fitting, dropped = drop_oldest(messages, prompt, fits=lambda each: len(each) + room <= limit)
         if len(fitting) > limit:
             raise overflow(len(fitting), limit)
         return fitting, dropped
+
+    def _first(self, wish: Wish, request: Request) -> Request:
+        """What is asked of the engine first: where a reply may shift, as much of it as fits."""
+        if wish.overflow != "shift" or request.max_tokens is None:
+            return request
+        return self._as_fits(request, request.max_tokens)
+
+    def _as_fits(self, request: Request, wanted: int) -> Request:
+        return replace(request, max_tokens=min(wanted, self._backend.n_ctx - len(request.prompt)))
 
     def _tools(self, wish: Wish, settings: Mapping[str, Any]) -> tuple[tuple[Tool, ...], Any]:
         """The tools that may be called, and what holds the reply to them where it must be a call."""
@@ -297,10 +309,8 @@ class Speaker:
         def go_on(tokens: Sequence[int]) -> tuple[Job, int]:
             whole = [*request.prompt, *tokens]
             kept = [*whole[:head], *whole[max(head, len(whole) - room) :]]
-            again = replace(
-                request, prompt=kept, max_tokens=limit - len(tokens), keep_at=(), prompt_logprobs=None
-            )
-            return self._backend.submit(again), len(whole) - len(kept)
+            again = replace(request, prompt=kept, keep_at=(), prompt_logprobs=None)
+            return self._backend.submit(self._as_fits(again, limit - len(tokens))), len(whole) - len(kept)
 
         return Shift(limit, go_on)
 
@@ -308,6 +318,12 @@ class Speaker:
         """The tokens before the first turn, which always stay: a system message, or the first mark alone."""
         marks = [tokens for _, tokens in transcript.cuts[:-1]]
         return min(marks[1] if len(marks) > 1 else 1, self._backend.n_ctx // 4)
+
+
+def reply_room(settings: Mapping[str, Any], n_ctx: int) -> int:
+    """Tokens to leave for a reply: what it may have, or a quarter of the context."""
+    wanted = settings.get("max_tokens")
+    return wanted - 1 if isinstance(wanted, int) and wanted > 0 else (n_ctx - 1) // 4
 
 
 def _template(backend: Backend, chosen: str | os.PathLike[str] | Template | None) -> Template:

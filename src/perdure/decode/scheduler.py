@@ -208,9 +208,11 @@ class Scheduler:
 
     def _round(self) -> None:
         """One turn of the loop. Nothing of a request is left in its frame while the loop sleeps."""
-        self._run_errands()
+        if self._errands:
+            self._run_errands()
         self._end_overdue()
-        self._admit()
+        if self._waiting:
+            self._admit()
         for step in self._plan():
             self._serve(step)
         self._collect()
@@ -227,9 +229,11 @@ class Scheduler:
                 errand.set_exception(error)
 
     def _end_overdue(self) -> None:
-        now = time.monotonic()
         with self._changed:
-            groups = [*self._waiting, *self._active]
+            groups = [group for group in (*self._waiting, *self._active) if group.cancelled or group.deadline]
+        if not groups:
+            return
+        now = time.monotonic()
         for group in groups:
             if group.cancelled or (group.deadline is not None and now >= group.deadline):
                 group.cancel()

@@ -36,6 +36,11 @@ class Batch:
         self.outputs: NDArray[np.int8] = np.zeros(capacity, np.int8)
         self._ramp: NDArray[np.int32] = np.arange(capacity, dtype=np.int32)
 
+    def fill_one(self, seq: int, position: int, token: int) -> None:
+        """Replace the contents by one token, whose row is wanted."""
+        self.tokens[0], self.positions[0], self.seqs[0], self.outputs[0] = token, position, seq, 1
+        self.size = 1
+
     def fill(self, parts: Sequence[Part]) -> None:
         """Replace the contents by `parts`, one bulk write an array and part."""
         total = sum(len(part.tokens) for part in parts)

@@ -184,6 +184,8 @@ class Context:
 
     def step(self, feeds: Sequence[Feed]) -> None:
         """Append to several sequences in one native step of at most `n_batch` tokens: all, or none."""
+        if len(feeds) == 1 and self._step_alone(feeds[0]):
+            return
         if not all(isinstance(feed, Feed) for feed in feeds):
             raise InvalidInputError("a step takes Feed(seq, tokens) for each sequence")
         checked = [(feed.seq, self._check_tokens(feed.tokens), feed.rows) for feed in feeds]
@@ -217,6 +219,44 @@ class Context:
                         found[part.seq, index] = at + index
                     at += len(part.tokens)
                 self._rows.publish(found, {part.seq: len(part.tokens) for part in parts})
+
+    def _step_alone(self, feed: Feed) -> bool:
+        """A step of one token, as every reply that is alone takes it. False: it is not of that kind.
+
+        The same as any other step, without what only several tokens or sequences need: after a native step
+        the caches are cold, and every line counts.
+        """
+        if type(feed) is not Feed or type(feed.tokens) is not list or feed.rows != "last":
+            return False
+        tokens, seq = feed.tokens, feed.seq
+        if len(tokens) != 1 or type(tokens[0]) is not int or not 0 <= tokens[0] < self.n_vocab:
+            return False
+        with self._lock:
+            self._ready()
+            if type(seq) is not int or not 0 <= seq < self.n_seq:
+                return False
+            start = self._check_room(seq, 1)
+            self._rows.end()
+            self._begin({seq: self._mark(seq, 1)})
+            try:
+                self._stoppable = True
+                if self._stopping or self._closing:
+                    raise _Failure(Outcome.ABORTED)
+                self._batch.fill_one(seq, start, tokens[0])
+                outcome = self._core.decode(self._batch)
+                if outcome is not Outcome.DONE:
+                    raise _Failure(outcome)
+                if self._core.newest(seq) != start:
+                    raise _Failure(Outcome.FAILED)
+                self._ledger.append_one(seq, tokens[0])
+                self._rows.publish({(seq, 0): 0}, {seq: 1})
+                self._unfinished = {}
+            except BaseException as error:
+                self._fail(error)
+                raise
+            finally:
+                self._end()
+        return True
 
     def logits(self, row: int = -1, seq: int | None = None) -> LogitsView:
         """The logits after token `row` of the last decode; below 0 counts from its end.
@@ -582,25 +622,35 @@ class Context:
 
         Ctrl-C can strike anywhere, even here. What it leaves unfinished, the next call undoes.
         """
+        self._begin(marks)
+        try:
+            yield
+            self._unfinished = {}
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._end()
+
+    def _begin(self, marks: Mapping[int, _Mark]) -> None:
         # A cancel that came late was not meant for this call.
         self._stopping = False
         if not self._closing:
             self._core.rearm()
         self._unfinished = marks
         self._busy = True
-        try:
-            yield
-            self._unfinished = {}
-        except BaseException as error:
-            before = {seq: self._ledger.length(seq) for seq in self._unfinished}
-            kept = self._undo()
-            if isinstance(error, _Failure):
-                raise self._explain(error.outcome, before, kept) from None
-            raise
-        finally:
-            self._busy = self._stopping = False
-            if not self._closing:
-                self._core.rearm()
+
+    def _fail(self, error: BaseException) -> None:
+        """Undo what is unfinished; a failure of the engine is raised with what was kept."""
+        before = {seq: self._ledger.length(seq) for seq in self._unfinished}
+        kept = self._undo()
+        if isinstance(error, _Failure):
+            raise self._explain(error.outcome, before, kept) from None
+
+    def _end(self) -> None:
+        self._busy = self._stopping = False
+        if not self._closing:
+            self._core.rearm()
 
     def _undo(self) -> dict[int, int]:
         kept: dict[int, int] = {}

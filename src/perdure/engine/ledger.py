@@ -42,6 +42,9 @@ class Ledger:
     def append(self, seq: int, tokens: NDArray[np.int32]) -> None:
         self._tokens[seq].frombytes(tokens.tobytes())
 
+    def append_one(self, seq: int, token: int) -> None:
+        self._tokens[seq].append(token)
+
     def cut(self, seq: int, length: int) -> None:
         del self._tokens[seq][length:]
 

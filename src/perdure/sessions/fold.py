@@ -12,10 +12,7 @@ from perdure.chat.speaker import Speaker
 from perdure.errors import SessionError
 from perdure.sessions.turn import Turn, context
 
-_ASK = (
-    "Summarise our conversation so far in a few sentences for yourself, so that you could go on from the "
-    "summary alone: names, facts, decisions, open questions."
-)
+_ASK = "Summarise our conversation so far: names, facts, decisions, open questions."
 _HEADING = "Summary of the conversation so far:"
 
 
@@ -54,7 +51,9 @@ def _head(turns: Sequence[Turn]) -> list[Message]:
 
 def _written(speaker: Speaker, messages: list[Message], namespace: str, settings: Mapping[str, Any]) -> str:
     """The model's own summary."""
-    wanted = {"max_tokens": 192, "temperature": 0, **settings, "overflow": "drop_oldest", "reasoning": "hide"}
+    length = min(192, speaker.n_ctx // 8)
+    wanted = {"max_tokens": length, "temperature": 0, **settings}
+    wanted |= {"overflow": "drop_oldest", "reasoning": "hide"}
     job = speaker.ask([*messages, Message(role="user", content=_ASK)], namespace=namespace, **wanted)
     try:
         text = job.reply().text.strip()

@@ -185,7 +185,7 @@ class Register:
         where, values = ("", ()) if namespace is None else ("WHERE s.namespace = ?", (namespace,))
         return [_row(each) for each in self.index.rows(f"{_SELECT} {where} ORDER BY s.updated DESC", *values)]
 
-    def chain(self, head: int) -> tuple[list[int], list[Turn]]:
+    def chain(self, head: int) -> tuple[Sequence[int], Sequence[Turn]]:
         """The turns that lead to `head`, with it, each proved by its digest."""
         rows = self.index.rows(
             "WITH RECURSIVE up (number, parent, level) AS ("

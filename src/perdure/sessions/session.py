@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from perdure.chat.job import ChatJob
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
-from perdure.chat.speaker import Prompt
+from perdure.chat.speaker import Prompt, reply_room
 from perdure.chat.transcript import Transcript
 from perdure.decode.placement import Plan, ReuseReport
 from perdure.errors import (
@@ -142,7 +142,9 @@ class Session:
         """The reply to a message; the keywords are those of `Runtime.submit_chat`."""
         return _answered(self.submit(said, **settings))
 
-    def stream(self, said: Said, *, keep_partial: bool = False, **settings: Any) -> Iterator[ChatDelta]:
+    def stream(
+        self, said: Said, *, keep_partial: bool = False, **settings: Any
+    ) -> Generator[ChatDelta, None, None]:
         """The reply piece by piece. Leaving the loop early cancels the turn."""
         return _deltas(self.submit(said, keep_partial=keep_partial, **settings), keep_partial)
 
@@ -154,7 +156,9 @@ class Session:
         finally:
             job.cancel()
 
-    def astream(self, said: Said, *, keep_partial: bool = False, **settings: Any) -> AsyncIterator[ChatDelta]:
+    def astream(
+        self, said: Said, *, keep_partial: bool = False, **settings: Any
+    ) -> AsyncGenerator[ChatDelta, None]:
         """Like `stream`, for asyncio."""
         return _adeltas(self.submit(said, keep_partial=keep_partial, **settings), keep_partial)
 
@@ -378,8 +382,7 @@ class Session:
     def _folded_if_full(self, point: _Point, said: list[Message], settings: dict[str, Any]) -> _Point:
         """The point to go on from: where the next prompt does not fit any more, behind a fold."""
         speaker, limit = self._sessions.speaker, self._sessions.backend.n_ctx - 1
-        room = settings.get("max_tokens")
-        room = min(room if isinstance(room, int) else limit // 4, limit // 2)
+        room = reply_room(settings, self._sessions.backend.n_ctx)
 
         def needed(turns: Sequence[Turn]) -> int:
             return len(speaker.prompt([*context(turns), *said], namespace=self.namespace))
@@ -405,8 +408,8 @@ class Session:
         return _Changing(self)
 
     def _check_free(self) -> None:
-        ticket = self._ticket
-        if ticket is not None and ticket.job is not None and not ticket.job.done:
+        job = self._ticket.job if self._ticket is not None else None
+        if job is not None and not (job.done or job.cancelled):
             raise SessionBusyError(
                 f"session {self.name!r} is answering another turn: wait for it, cancel it, or fork it"
             )
@@ -469,7 +472,7 @@ def _answered(job: ChatJob) -> ChatReply:
         job.cancel()
 
 
-def _deltas(job: ChatJob, keep_partial: bool) -> Iterator[ChatDelta]:
+def _deltas(job: ChatJob, keep_partial: bool) -> Generator[ChatDelta, None, None]:
     try:
         yield from job
     finally:
@@ -479,7 +482,7 @@ def _deltas(job: ChatJob, keep_partial: bool) -> Iterator[ChatDelta]:
                 job.reply()
 
 
-async def _adeltas(job: ChatJob, keep_partial: bool) -> AsyncIterator[ChatDelta]:
+async def _adeltas(job: ChatJob, keep_partial: bool) -> AsyncGenerator[ChatDelta, None]:
     try:
         async for delta in job:
             yield delta
