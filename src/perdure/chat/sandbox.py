@@ -1,0 +1,389 @@
+"""Jinja as chat templates know it, held to an allowance.
+
+A template comes with a model file, so it is somebody else's code. It runs in Jinja's immutable sandbox, as
+Hugging Face's library has it. Besides, every loop, call and filter looks at the clock, and whatever makes a
+value larger than what it is made of asks first. The hooks are put into the parsed template once; a rendering
+pays for what it does, and there is no thread that watches.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from types import BuiltinMethodType
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+from jinja2.nodes import Const, EvalContext, Expr, Node
+from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.utils import Namespace, _PassArg, pass_context, pass_eval_context
+from jinja2.visitor import NodeTransformer
+
+from perdure.chat import growth
+from perdure.chat.allowance import Allowance
+from perdure.errors import TemplateError
+
+_UNUSED = ("pprint", "random", "striptags", "urlize", "xmlattr")
+"""Filters that no chat template has a use for, and whose cost is hard to foresee."""
+
+_METHODS: dict[type, frozenset[str]] = {
+    str: frozenset(
+        (
+            *("capitalize", "casefold", "center", "count", "encode", "endswith", "expandtabs", "find"),
+            *("format", "format_map", "index", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit"),
+            *("isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper"),
+            *("join", "ljust", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace"),
+            *("rfind", "rindex", "rjust", "rpartition", "rsplit", "rstrip", "split", "splitlines"),
+            *("startswith", "strip", "swapcase", "title", "upper", "zfill"),
+        )
+    ),
+    bytes: frozenset(("decode",)),
+    list: frozenset(("copy", "count", "index")),
+    tuple: frozenset(("count", "index")),
+    dict: frozenset(("copy", "get", "items", "keys", "values")),
+    int: frozenset(),
+    bool: frozenset(),
+    float: frozenset(("is_integer",)),
+}
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
+class BoundedContext(Context):
+    """The variables of one rendering, and its allowance."""
+
+    allowance: Allowance
+
+    def derived(self, locals: dict[str, Any] | None = None) -> Context:  # noqa: A002
+        made = super().derived(locals)
+        assert isinstance(made, BoundedContext)
+        made.allowance = self.allowance
+        return made
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Where templates are compiled and run. It keeps nothing of a rendering, so threads can share it."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    context_class = BoundedContext
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, jinja2.ext.loopcontrols],
+            # Nothing of a template is worked out while it is compiled: there is no allowance yet.
+            optimized=False,
+            finalize=_finalized,
+        )
+        for name in _UNUSED:
+            del self.filters[name]
+        self.filters["tojson"] = _tojson
+        self.filters = {name: _bounded_filter(name, each) for name, each in self.filters.items()}
+        self.filters |= {"_paced": _paced, "_joined": _joined, "_sliced": _sliced, "_weighed": _weighed}
+        del self.globals["lipsum"]
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+        self.globals["dict"] = _Dict()
+        self.globals["namespace"] = _Namespace
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        tree = Parser(self, source, name, filename).parse()
+        bounded = _Bounding().visit(tree)
+        assert isinstance(bounded, jinja2.nodes.Template)
+        bounded.set_environment(self)
+        return bounded
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        # Most of what a template does; asking a dict for an attribute that it lacks is slow.
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        allowed = _METHODS.get(type(obj))
+        if allowed is None and isinstance(obj, str):
+            allowed = _METHODS[str]
+        return attr in allowed if allowed is not None else super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if not isinstance(value, BuiltinMethodType) or value.__name__ not in ("format", "format_map"):
+            return None
+        text = value.__self__
+        if not isinstance(text, str):
+            return None
+
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            return _Formatter(self).vformat(text, args, kwargs)
+
+        def format_mapped(mapping: Any) -> str:
+            return _Formatter(self).vformat(text, (), mapping)
+
+        return formatted if value.__name__ == "format" else format_mapped
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        allowance = _allowance(__context)
+        allowance.tick()
+        if type(__obj) is BuiltinMethodType:
+            owner = __obj.__self__
+            if isinstance(owner, str) and __obj.__name__ in growth.METHODS:
+                args = _settled(allowance, args)
+                allowance.fits(growth.METHODS[__obj.__name__](allowance, owner, *args, **kwargs))
+        elif isinstance(__obj, LoopContext) and args:
+            args = (_Paced(args[0], allowance, allowance.largest >> 8), *args[1:])
+        if not isinstance(__obj, (Macro, LoopContext)):
+            made = super().call(__context, __obj, *args, **kwargs)
+            allowance.take(made)
+            return made
+        allowance.enter()
+        try:
+            return super().call(__context, __obj, *args, **kwargs)
+        finally:
+            allowance.depth -= 1
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        allowance = _allowance(context)
+        if operator == "+":
+            if isinstance(left, str) and isinstance(right, str):
+                allowance.spend(len(left) + len(right))
+                return left + right
+            if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+                weight = allowance.weigh(left) + allowance.weigh(right)
+                allowance.fits(weight)
+                made = left + right  # type: ignore[operator]
+                allowance.added(made, weight)
+                return made
+        elif operator == "%":
+            if isinstance(left, (str, bytes)):
+                allowance.fits(growth.formatted(allowance, left, right))
+        else:
+            growth.check_product(allowance, operator, left, right)
+        made = super().call_binop(context, operator, left, right)
+        if operator != "+":
+            allowance.take(made)
+        return made
+
+
+def _allowance(context: Context) -> Allowance:
+    return context.allowance  # type: ignore[attr-defined, no-any-return]
+
+
+# What the parsed template gets.
+
+
+class _Bounding(NodeTransformer):
+    """Puts the checks in where Jinja itself has no hook for them."""
+
+    def visit_For(self, node: jinja2.nodes.For) -> Node:  # noqa: N802
+        self.generic_visit(node)
+        written = sum(len(each.data) for each in node.find_all(jinja2.nodes.TemplateData))
+        assert isinstance(node.iter, Expr)
+        node.iter = _filter(node.iter, "_paced", Const(written))
+        return node
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filter(jinja2.nodes.Tuple(node.nodes, "load", lineno=node.lineno), "_joined")
+
+    def visit_Getitem(self, node: jinja2.nodes.Getitem) -> Node:  # noqa: N802
+        self.generic_visit(node)
+        if node.ctx != "load" or not isinstance(node.arg, jinja2.nodes.Slice):
+            return node
+        ends = (node.arg.start, node.arg.stop, node.arg.step)
+        return _filter(node.node, "_sliced", *(each if each is not None else Const(None) for each in ends))
+
+    def visit_List(self, node: jinja2.nodes.List) -> Node:  # noqa: N802
+        self.generic_visit(node)
+        return node if all(isinstance(each, Const) for each in node.items) else _filter(node, "_weighed")
+
+    def visit_Dict(self, node: jinja2.nodes.Dict) -> Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filter(node, "_weighed")
+
+    def visit_Tuple(self, node: jinja2.nodes.Tuple) -> Node:  # noqa: N802
+        self.generic_visit(node)
+        constant = node.ctx != "load" or all(isinstance(each, Const) for each in node.items)
+        return node if constant else _filter(node, "_weighed")
+
+    def visit_Name(self, node: jinja2.nodes.Name) -> Node:  # noqa: N802
+        made_by_calls = node.ctx == "load" and node.name in ("varargs", "kwargs")
+        return _filter(node, "_weighed") if made_by_calls else node
+
+
+def _filter(node: Expr, name: str, *args: Expr) -> jinja2.nodes.Filter:
+    return jinja2.nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
+
+
+class _Paced:
+    """Something to loop over, one look at the clock and `written` characters an item."""
+
+    __slots__ = ("_allowance", "_items", "_written")
+
+    def __init__(self, items: Iterable[Any], allowance: Allowance, written: int) -> None:
+        self._items = items
+        self._allowance = allowance
+        self._written = written
+
+    def __len__(self) -> int:
+        return len(self._items)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        allowance, written = self._allowance, self._written
+        for item in self._items:
+            allowance.tick()
+            if written:
+                allowance.spend(written)
+            yield item
+
+
+@pass_context
+def _paced(context: Context, items: Iterable[Any], written: int) -> _Paced:
+    return _Paced(items, _allowance(context), written)
+
+
+@pass_context
+def _joined(context: Context, parts: tuple[Any, ...]) -> str:
+    texts = [_finalized(context, part) for part in parts]
+    _allowance(context).fits(sum(map(len, texts)))
+    return "".join(texts)
+
+
+@pass_context
+def _sliced(context: Context, value: Any, start: Any, stop: Any, step: Any) -> Any:
+    allowance = _allowance(context)
+    made = value[start:stop:step]
+    if isinstance(made, (list, tuple)):
+        allowance.added(made, allowance.weigh(value))
+    else:
+        allowance.take(made)
+    return made
+
+
+@pass_context
+def _weighed(context: Context, value: Any) -> Any:
+    _allowance(context).take(value)
+    return value
+
+
+@pass_context
+def _finalized(context: Context, value: Any) -> str:
+    """What is written out, as text."""
+    text = value if type(value) is str else str(value)
+    _allowance(context).spend(len(text))
+    return text
+
+
+# Filters and methods.
+
+
+def _settled(allowance: Allowance, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments whose size can be told."""
+    return tuple(_listed(allowance, each) if isinstance(each, Iterator) else each for each in args)
+
+
+def _listed(allowance: Allowance, items: Iterator[Any]) -> list[Any]:
+    made = list(_Paced(items, allowance, 2))
+    allowance.weigh(made)
+    return made
+
+
+def _bounded_filter(name: str, made_by: Callable[..., Any]) -> Callable[..., Any]:
+    takes = _PassArg.from_obj(made_by)
+    grows = growth.FILTERS.get(name)
+
+    @pass_context
+    def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        allowance = _allowance(context)
+        allowance.tick()
+        if grows is not None:
+            if isinstance(value, Iterator):
+                value = _listed(allowance, value)
+            allowance.fits(grows(allowance, value, *args, **kwargs))
+        if takes is _PassArg.context:
+            made = made_by(context, value, *args, **kwargs)
+        elif takes is _PassArg.eval_context:
+            made = made_by(context.eval_ctx, value, *args, **kwargs)
+        elif takes is _PassArg.environment:
+            made = made_by(context.environment, value, *args, **kwargs)
+        else:
+            made = made_by(value, *args, **kwargs)
+        allowance.take(made)
+        return made
+
+    return bounded
+
+
+class _Formatter(SandboxedFormatter):
+    """`str.format`, field by field."""
+
+    _most = 4 << 20
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        growth.check_field(format_spec)
+        made: str = string.Formatter.format_field(self, value, format_spec)
+        self._most -= len(made)
+        if self._most < 0:
+            raise TemplateError("the template formats more text than any conversation needs")
+        return made
+
+
+# What chat templates expect to find.
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` tells trainers what the model wrote; here it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A scope of its own, as a call block is one.
+        return jinja2.nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    @pass_eval_context
+    def _content(self, context: EvalContext, caller: Macro) -> str:
+        content: str = caller()
+        return content
+
+
+class _Dict:
+    """`dict(…)` without the type behind it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+class _Namespace(Namespace):
+    """Shown as a word: what it holds might hold it."""
+
+    def __repr__(self) -> str:
+        return "<namespace>"
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:  # noqa: A002
+    return datetime.now().strftime(format)

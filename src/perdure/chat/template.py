@@ -1,0 +1,195 @@
+"""A model's template: messages in, the text that the model was trained on out."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.resources
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from perdure.chat.allowance import Allowance
+from perdure.chat.message import Message, Tool, ToolCall
+from perdure.chat.sandbox import BoundedContext, Sandbox
+from perdure.errors import InvalidInputError, TemplateError
+
+_LONGEST = 1 << 18
+_WORDS = 600
+"""Characters of a template's own words in an error."""
+_SHORT_IDS = re.compile(r"length\s*!=\s*9\b")
+
+
+class Template:
+    """A compiled template. Its text is somebody else's code: it cannot reach out of its sandbox, and what it
+    may use of time and memory is bounded. Safe from any thread."""
+
+    def __init__(
+        self, source: str, *, bos: str = "", eos: str = "", name: str = "the model's template"
+    ) -> None:
+        if not isinstance(source, str):
+            raise TemplateError(f"{name} must be text, got {type(source).__name__}")
+        if len(source) > _LONGEST:
+            raise TemplateError(f"{name} is {len(source)} characters long; {_LONGEST} fit")
+        self.source = source
+        self.bos = bos
+        self.eos = eos
+        self.name = name
+        self.digest = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
+        # Mistral's templates refuse the ids of other makers.
+        self._short_ids = _SHORT_IDS.search(source) is not None
+        try:
+            self._compiled = _sandbox().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            line = source.splitlines()[error.lineno - 1 : error.lineno]
+            shown = f": {line[0].strip()[:_WORDS]}" if line else ""
+            raise TemplateError(f"{name}, line {error.lineno}: {error.message}{shown}") from None
+        except Exception as error:
+            # Deep nesting and the like fail in Jinja's or Python's own compiler.
+            raise TemplateError(f"{name} does not compile: {_words(error)}") from None
+
+    @classmethod
+    def of_model(cls, source: str | None, bos: str = "", eos: str = "") -> Template:
+        """The template that came with a model; an error where none did, since a guess would be silent."""
+        if not source or not source.strip():
+            raise TemplateError(
+                "this model brings no chat template: give one with template=, as one of the names "
+                f"{', '.join(cls.names())}, or as Template.from_file(path); or complete plain text instead"
+            )
+        return cls(source, bos=bos, eos=eos)
+
+    @classmethod
+    def named(cls, name: str, *, bos: str = "", eos: str = "") -> Template:
+        """One of the templates that perdure brings along."""
+        if name not in cls.names():
+            raise TemplateError(f"there is no template {name!r}; there are {', '.join(cls.names())}")
+        source = (_library() / f"{name}.jinja").read_text("utf-8")
+        return cls(source, bos=bos, eos=eos, name=f"the template {name}")
+
+    @classmethod
+    def from_file(cls, path: str | Path, *, bos: str = "", eos: str = "") -> Template:
+        try:
+            source = Path(path).read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise TemplateError(f"the template {path} cannot be read: {error}") from None
+        return cls(source, bos=bos, eos=eos, name=f"the template {path}")
+
+    @staticmethod
+    @functools.cache
+    def names() -> tuple[str, ...]:
+        """The templates that perdure brings along."""
+        found = (each.name for each in _library().iterdir())
+        return tuple(sorted(name.removesuffix(".jinja") for name in found if name.endswith(".jinja")))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The conversation as text. `variables` are what this template takes besides, as plain values."""
+        shaped = [self._shape(message) for message in messages]
+        values = {
+            "bos_token": self.bos,
+            "eos_token": self.eos,
+            "documents": None,
+            **{name: _plain(value, name) for name, value in variables.items()},
+            "messages": shaped,
+            "tools": [_plain(tool.to_dict(), tool.name) for tool in tools] or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        context = self._compiled.new_context(values)
+        assert isinstance(context, BoundedContext)
+        size = _size(shaped)
+        context.allowance = Allowance(size + (len(repr(values["tools"])) if tools else 0))
+        context.allowance.know(shaped, size)
+        try:
+            return "".join(self._compiled.root_render_func(context))
+        except TemplateError as error:
+            raise TemplateError(f"{self.name}{self._line(error)}: {error}") from None
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"{self.name}{self._line(error)}: {_words(error)}") from None
+        except Exception as error:
+            # Whatever fails in there is the template's doing.
+            raise TemplateError(f"{self.name}{self._line(error)} fails: {_words(error)}") from None
+
+    def _line(self, error: BaseException) -> str:
+        """Where in the template an error was raised."""
+        found, trace = None, error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_globals.get("environment") is self._compiled.environment:
+                found = self._compiled.get_corresponding_lineno(trace.tb_lineno)
+            trace = trace.tb_next
+        return f", line {found}" if found else ""
+
+    def _shape(self, message: Message) -> dict[str, Any]:
+        """As templates expect a message: they add texts up, and take arguments apart."""
+        shape: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.reasoning:
+            # OpenAI's own template has another word for it.
+            shape["reasoning_content"] = shape["thinking"] = message.reasoning
+        if message.tool_calls:
+            shape["tool_calls"] = [self._shape_call(call) for call in message.tool_calls]
+        if message.tool_call_id is not None:
+            shape["tool_call_id"] = self._id(message.tool_call_id)
+        if message.name is not None:
+            shape["name"] = message.name
+        return shape
+
+    def _shape_call(self, call: ToolCall) -> dict[str, Any]:
+        arguments: Any
+        try:
+            arguments = call.parsed
+        except InvalidInputError:
+            arguments = call.arguments
+        function = {"name": call.name, "arguments": arguments}
+        return {"id": self._id(call.id), "type": "function", "function": function}
+
+    def _id(self, given: str) -> str:
+        if not self._short_ids or (len(given) == 9 and given.isalnum()):
+            return given
+        return hashlib.sha256(given.encode()).hexdigest()[:9]
+
+
+@functools.cache
+def _sandbox() -> Sandbox:
+    return Sandbox()
+
+
+def _library() -> Any:
+    return importlib.resources.files("perdure.chat") / "templates"
+
+
+def _size(messages: Sequence[Mapping[str, Any]]) -> int:
+    total = 0
+    for message in messages:
+        total += 64 + len(message["content"]) + 2 * len(message.get("thinking", ""))
+        if "tool_calls" in message:
+            total += len(repr(message["tool_calls"]))
+    return total
+
+
+def _plain(value: Any, name: str, depth: int = 0) -> Any:
+    """A copy out of plain values: whatever has methods of its own stays out of the sandbox."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if depth > 50:
+        raise InvalidInputError(f"{name} is nested deeper than 50")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, name, depth + 1) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each, name, depth + 1) for each in value]
+    if isinstance(value, (str, int, float)):
+        kind = str if isinstance(value, str) else int if isinstance(value, int) else float
+        return kind(value)
+    raise InvalidInputError(f"{name} must be a plain value for the template, got {type(value).__name__}")
+
+
+def _words(error: BaseException) -> str:
+    words = str(error) or type(error).__name__
+    return words if len(words) <= _WORDS else f"{words[:_WORDS]} …"
