@@ -1,0 +1,309 @@
+"""A reply's raw text, read as it comes: what is shown, what was thought, what is to be called."""
+
+from __future__ import annotations
+
+import functools
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from perdure.chat.json_text import Malformed
+from perdure.chat.message import Message, Tool, ToolCall
+from perdure.chat.region import Region
+from perdure.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from perdure.chat.family import Family
+
+ReasoningMode = Literal["show", "hide", "capture"]
+
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is new in a reply. A call's id and name come with its first part, its arguments bit by bit.
+
+    `dropped` takes a call back: it turned out to be none, and its text follows as text.
+    """
+
+    kind: Literal["text", "reasoning", "call"]
+    text: str = ""
+    call: int = 0
+    id: str = ""
+    name: str = ""
+    dropped: bool = False
+
+
+class Reader:
+    """Reads one reply in pieces, cut anywhere: the parts add up to the same whatever the cuts.
+
+    Markers never show, wherever they were cut; everything else arrives once, and in order. White space that
+    touches a marker belongs to it, but for what keeps two texts apart. The work for a character does not
+    depend on the reply so far.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        *,
+        reasoning: ReasoningMode = "capture",
+        tools: Sequence[Tool] = (),
+        thinking: bool = False,
+    ) -> None:
+        if reasoning not in ("show", "hide", "capture"):
+            raise InvalidInputError(f"reasoning is one of show, hide, capture, got {reasoning!r}")
+        self._watch = watch(family)
+        self._format = family.calls
+        self._reasoning = reasoning
+        self._tools = tuple(tools)
+        self.thinking = thinking and family.reasoning is not None
+        """Whether what comes now is reasoning."""
+        self._parts: list[Part] = []
+        self._held = ""
+        """The start of a marker, perhaps."""
+        self._space: list[str] = []
+        self._trims = self.thinking
+        """Whether white space that comes now touches a marker."""
+        self._shown = False
+        self._before: list[str] = []
+        self._after: list[str] = []
+        """White space before a marker and behind it, for when more text comes."""
+        self._may_lead = bool(tools)
+        self._region: Region | None = None
+        self._opener = ""
+        self._raw: list[str] = []
+        self._calls = 0
+        self._calling = False
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that `text` makes certain."""
+        while text:
+            text = self._read_region(text) if self._region is not None else self._read_prose(text)
+        return self._take()
+
+    def finish(self) -> list[Part]:
+        """What was held back, once nothing more will come."""
+        while self._region is not None:
+            text = self._end_region()
+            while text:
+                text = self._read_region(text) if self._region is not None else self._read_prose(text)
+        held, self._held = self._held, ""
+        self._say(held)
+        self._emit("".join(self._space))
+        self._space = []
+        return self._take()
+
+    # Prose.
+
+    def _read_prose(self, text: str) -> str:
+        """Read up to the next marker, and what is left behind it."""
+        text, self._held = self._held + text, ""
+        end, marker = self._watch.first(text)
+        if self._may_lead and not self.thinking and (start := _first_word(text, end)) is not None:
+            self._may_lead = False
+            if self._format is not None and text[start] in self._format.leads:
+                self._say(text[:start])
+                self._open("")
+                return text[start:]
+        self._say(text[:end])
+        if not marker:
+            self._held = text[end:]
+            return ""
+        self._act(marker)
+        return text[end + len(marker) :]
+
+    def _say(self, text: str) -> None:
+        if self._trims:
+            stripped = text.lstrip(_SPACE)
+            if not self.thinking:
+                self._after.append(text[: len(text) - len(stripped)])
+            text, self._trims = stripped, not stripped
+        words = text.rstrip(_SPACE)
+        if words:
+            self._emit("".join(self._space) + words)
+            self._space = []
+        if len(words) < len(text):
+            self._space.append(text[len(words) :])
+
+    def _emit(self, text: str) -> None:
+        if not text or (self.thinking and self._reasoning == "hide"):
+            return
+        if self.thinking and self._reasoning == "capture":
+            self._parts.append(Part("reasoning", text))
+            return
+        if self._shown:
+            text = ("".join(self._before) or "".join(self._after)) + text
+        self._before, self._after, self._shown = [], [], True
+        self._parts.append(Part("text", text))
+
+    def _act(self, marker: str) -> None:
+        meaning = self._watch.meanings[marker]
+        if meaning == "call":
+            self._open(marker)
+        elif meaning == "reasoning" and not self.thinking:
+            self._turn(thinking=True)
+        elif meaning == "answer" and self.thinking:
+            self._turn(thinking=False)
+
+    def _turn(self, *, thinking: bool) -> None:
+        # What is shown in one piece keeps the white space between its parts.
+        if self._reasoning != "show" or not self._shown:
+            self._set_aside()
+        self.thinking = thinking
+
+    def _set_aside(self) -> None:
+        """The white space so far touches a marker, and so does what comes next."""
+        if not self.thinking:
+            self._before += self._space
+        self._space, self._trims = [], True
+
+    # Calls.
+
+    def _open(self, opener: str) -> None:
+        assert self._format is not None
+        self._region = self._format.region(opener, self._tools)
+        self._opener, self._raw = opener, []
+
+    def _read_region(self, text: str) -> str:
+        assert self._region is not None
+        self._raw.append(text)
+        try:
+            self._region.push(text)
+        except Malformed:
+            return self._leave(whole=False)
+        return self._leave(whole=True) if self._region.done else self._report()
+
+    def _end_region(self) -> str:
+        assert self._region is not None
+        try:
+            self._region.finish()
+        except Malformed:
+            return self._leave(whole=False)
+        return self._leave(whole=True)
+
+    def _leave(self, *, whole: bool) -> str:
+        """Go back to prose; the text that the region has left."""
+        assert self._region is not None
+        assert self._format is not None
+        self._report()
+        rest = "".join(self._raw)[self._region.safe :]
+        fresh = not self._region.safe
+        self._region, self._raw, self._may_lead = None, [], False
+        if self._calling:
+            self._parts.append(Part("call", call=self._calls - 1, dropped=True))
+            self._calling = False
+        if not whole and fresh and self._format.opener_is_text:
+            self._say(self._opener)
+        return rest
+
+    def _report(self) -> str:
+        assert self._region is not None
+        for kind, text in self._region.events:
+            call = self._calls - 1
+            if kind == "name":
+                self._parts.append(Part("call", call=call + 1, id=f"call_{secrets.token_hex(12)}", name=text))
+                self._calls, self._calling = self._calls + 1, True
+            elif kind == "arguments":
+                self._parts.append(Part("call", text, call=call))
+            elif kind == "end":
+                self._set_aside()
+                self._calling, self.thinking = False, False
+            else:
+                self._turn(thinking=text == "reasoning")
+        self._region.events.clear()
+        return ""
+
+    def _take(self) -> list[Part]:
+        """The parts so far, neighbours of one kind as one."""
+        joined: list[Part] = []
+        for part in self._parts:
+            last = joined[-1] if joined else None
+            if last and (last.kind, last.call) == (part.kind, part.call) and not (part.id or part.dropped):
+                joined[-1] = replace(last, text=last.text + part.text)
+            else:
+                joined.append(part)
+        self._parts = []
+        return joined
+
+
+def read(
+    family: Family,
+    text: str,
+    *,
+    reasoning: ReasoningMode = "capture",
+    tools: Sequence[Tool] = (),
+    thinking: bool = False,
+) -> Message:
+    """A whole reply as a message."""
+    reader = Reader(family, reasoning=reasoning, tools=tools, thinking=thinking)
+    return gather([*reader.push(text), *reader.finish()])
+
+
+def gather(parts: Sequence[Part]) -> Message:
+    """The message that parts add up to."""
+    texts: dict[str, list[str]] = {"text": [], "reasoning": []}
+    calls: dict[int, list[Part]] = {}
+    for part in parts:
+        if part.kind != "call":
+            texts[part.kind].append(part.text)
+        elif part.dropped:
+            del calls[part.call]
+        else:
+            calls.setdefault(part.call, []).append(part)
+    content, reasoning = "".join(texts["text"]), "".join(texts["reasoning"])
+    return Message(
+        role="assistant",
+        content=content if content or not calls else None,
+        reasoning=reasoning or None,
+        tool_calls=tuple(
+            ToolCall(id=each[0].id, name=each[0].name, arguments="".join(part.text for part in each))
+            for each in calls.values()
+        ),
+    )
+
+
+Meaning = Literal["call", "reasoning", "answer", "nothing"]
+
+
+class Watch:
+    """The markers of a family, and where in a text the first of them begins."""
+
+    def __init__(self, meanings: dict[str, Meaning]) -> None:
+        self.meanings = meanings
+        self._any = re.compile("|".join(map(re.escape, sorted(meanings, key=len, reverse=True))) or r"(?!)")
+        self._starts = frozenset(mark[:size] for mark in meanings for size in range(1, len(mark)))
+        self._firsts = frozenset(mark[:1] for mark in meanings)
+        self._longest = max(map(len, meanings), default=1) - 1
+
+    def first(self, text: str) -> tuple[int, str]:
+        """Where the first marker begins and the marker; where it may yet turn out to begin, and nothing."""
+        found = self._any.search(text)
+        end = len(text)
+        for at in range(max(0, end - self._longest), end if found is None else found.start()):
+            if text[at] in self._firsts and text[at:] in self._starts:
+                return at, ""
+        return (end, "") if found is None else (found.start(), found[0])
+
+
+@functools.lru_cache(maxsize=64)
+def watch(family: Family) -> Watch:
+    meanings: dict[str, Meaning] = {}
+    if family.calls is not None:
+        meanings |= dict.fromkeys(family.calls.marks, "nothing")
+        meanings |= dict.fromkeys(family.calls.openers, "call")
+    openers = family.calls.openers if family.calls is not None else ()
+    if family.reasoning is not None:
+        meanings[family.reasoning.close] = "answer"
+        # Where calls and reasoning begin alike, the region behind the opener tells them apart.
+        if not family.reasoning.open.startswith(openers or "\0"):
+            meanings[family.reasoning.open] = "reasoning"
+    return Watch(meanings)
+
+
+def _first_word(text: str, end: int) -> int | None:
+    """Where the first character before `end` stands that is no white space."""
+    start = len(text) - len(text.lstrip(_SPACE))
+    return start if start < end else None
