@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -57,6 +58,12 @@ def slow() -> ToyModel:
 
 def no_memory() -> ToyModel:
     return ToyModel(faults=Faults(no_memory=True))
+
+
+def chatty() -> ToyModel:
+    logging.getLogger("perdure.chatty").warning("%d words", 2)
+    logging.getLogger("perdure.chatty").info("not asked for")
+    return ToyModel()
 
 
 def stillborn() -> ToyModel:

@@ -396,6 +396,20 @@ def test_what_was_kept_on_disk_is_there_after_a_death(tmp_path: Path) -> None:
         assert reply.tokens == toy_alone([*prompt, 1], max_tokens=4, **GREEDY).tokens
 
 
+def test_a_conversation_goes_on_after_a_death(tmp_path: Path) -> None:
+    """H4: committed turns are there, and what is said next is what would have been said."""
+    said = []
+    for factory, dies in (("full", False), ("full", True)):
+        with isolated(factory, n_ctx=1024, store=tmp_path / str(dies)) as rt:
+            session = rt.session("alice", system="You are terse.")
+            first = session.say("Hello", max_tokens=12, temperature=0)
+            if dies:
+                kill(rt)
+            second = session.say("And then?", max_tokens=12, temperature=0)
+            said.append((first.text, second.text))
+    assert said[0] == said[1]
+
+
 # Nothing is left behind.
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +31,9 @@ from perdure import (
     TokenError,
 )
 from perdure.engine.toy import ToyModel
-from worker.engines import HOLD, LATER, QUICK, Hold, isolated, remote
+from perdure.worker import remote as module
+from perdure.worker.care import Care
+from worker.engines import HOLD, LATER, QUICK, Hold, isolated, pid, remote
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "seed": 0}
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -193,6 +198,23 @@ def test_the_cache_is_warmed_told_and_cleared_from_here() -> None:
             there.cache.warm([])
 
 
+def test_state_is_planned_put_to_sleep_woken_and_taken_elsewhere_through_the_worker(tmp_path: Path) -> None:
+    """S8: whatever a book can do, by name."""
+    prompt = list(range(40, 140))
+    with isolated("full", store=tmp_path / "there") as there, open_toy(store=tmp_path / "here") as here:
+        for rt in (there, here):
+            rt.cache.warm(prompt)
+        assert there.cache.plan(prompt) == here.cache.plan(prompt)
+        for rt in (there, here):
+            rt.cache.save(prompt)
+            rt.cache.sleep(prompt)
+        assert there.cache.wake(iter(prompt)) == here.cache.wake(prompt)
+        identity, blocks = there.cache.pack(prompt)
+        assert identity == here.cache.pack(prompt)[0]
+        with isolated("full") as elsewhere:
+            assert elsewhere.cache.unpack(identity, blocks) == here.cache.unpack(identity, blocks)
+
+
 def test_the_cache_has_the_methods_of_a_book_and_no_others(shared: Runtime) -> None:
     with pytest.raises(AttributeError):
         shared.cache.warn  # type: ignore[attr-defined]
@@ -235,7 +257,41 @@ def test_a_child_that_dies_at_its_start_is_told_with_its_last_words() -> None:
     assert "a last word on stdout" in str(raised.value)
 
 
+def test_what_the_child_logs_is_in_the_parents_log(caplog: pytest.LogCaptureFixture) -> None:
+    with isolated("chatty"):
+        pass
+    assert [(record.name, record.levelno, record.message) for record in caplog.records] == [
+        ("perdure.chatty", logging.WARNING, "2 words")
+    ]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"backoff": 0}, {"hang_timeout": "1"}, {"attempts": 0}, {"memory_limit": 1.5}, {"grace": True}],
+)
+def test_care_that_makes_no_sense_is_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(setting))):
+        Care(**setting)
+
+
 # Waiting, cancelling, leaving.
+
+
+def test_submit_does_not_wait_for_a_child_that_does_not_answer(
+    hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H7: a server's loop is not held up; what is wrong is then told by the job."""
+    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    with isolated() as rt:
+        child = pid(rt)
+        os.kill(child, signal.SIGSTOP)
+        good, bad = rt.submit([65, 66], max_tokens=5, **GREEDY), rt.submit([65, 66], regex="(")
+        assert not good.done
+        os.kill(child, signal.SIGCONT)
+        assert good.reply().finish_reason == "length"
+        with pytest.raises(GrammarError):
+            bad.reply()
+        assert rt.load == (0, 0)
 
 
 def test_load_counts_those_who_wait_and_a_full_queue_is_refused(hold: Hold) -> None:

@@ -219,6 +219,8 @@ def main(fd: int) -> None:
     # The terminal's Ctrl-C is for the parent, which says what is to be done about it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with_parent()
+    # An abort is to end the process at once, not to call up a debugger first.
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     wire = Wire(socket.socket(fileno=fd))
     with contextlib.suppress(EOFError):
         setup: Setup = wire.receive()
