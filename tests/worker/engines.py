@@ -23,7 +23,7 @@ from perdure.worker.care import Care
 from perdure.worker.remote import RemoteBackend
 
 # Bytes that no text has and that the toy never writes: what happens when one is decoded.
-ABORT, SEGFAULT, EXIT, HANG, EAT, HOLD, ABORT_ONCE = 1, 2, 3, 4, 5, 6, 7
+ABORT, SEGFAULT, EXIT, HANG, EAT, HOLD, ABORT_ONCE, DEFECT = 1, 2, 3, 4, 5, 6, 7, 8
 # The same, so many tokens later.
 LATER = 14
 """Added to one of the above."""
@@ -102,7 +102,7 @@ class Rigged(ToyModel):
                 batch.tokens[:size].tolist(),
                 strict=True,
             ):
-                if LATER < token <= LATER + ABORT_ONCE:
+                if LATER < token <= LATER + DEFECT:
                     armed[seq, pos + DELAY] = token - LATER
                 act(armed.pop((seq, pos), token))
             outcome: Outcome = decode(batch)
@@ -125,6 +125,8 @@ def act(what: int) -> None:
         os._exit(5)
     elif what == HANG:
         threading.Event().wait()
+    elif what == DEFECT:
+        raise AssertionError("planted")
     elif what == EAT:
         eaten.append(np.ones(MEAL, np.uint8))
         threading.Event().wait()

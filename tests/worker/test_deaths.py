@@ -15,10 +15,11 @@ import pytest
 
 import perdure
 from decode.observed import Seen, alone, check_delivery, outcome, read
-from perdure import BusyError, EngineDiedError, GrammarError, Job, MemoryKind, Reply, Runtime
+from perdure import BusyError, EngineDiedError, EngineError, GrammarError, Job, MemoryKind, Reply, Runtime
 from worker.engines import (
     ABORT,
     ABORT_ONCE,
+    DEFECT,
     EAT,
     EXIT,
     HANG,
@@ -154,6 +155,14 @@ def test_a_call_that_meets_a_death_is_made_again_once(rt: Runtime) -> None:
     with pytest.raises(EngineDiedError):
         rt.cache.warm([65, 66, ABORT])
     check_serves(rt)
+
+
+def test_a_defect_that_ends_the_engine_thread_ends_the_process_and_nobody_else(rt: Runtime) -> None:
+    """H4: what was served is told; what comes next is served by a new process, not refused by the old."""
+    with pytest.raises(EngineError, match="planted"):
+        rt.generate([65, DEFECT], **LONG)
+    check_serves(rt)
+    assert "code 70" in (remote(rt).health().last_death or "")
 
 
 # While it is gone.

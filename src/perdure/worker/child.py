@@ -155,6 +155,7 @@ class Child:
         try:
             ticket.job = self._backend.submit(message.request)
         except BaseException as error:
+            self._check_engine(error)
             self._forget(ticket.id)
             self._wire.send(Answer(ticket.id, error=_portable(error)))
             return
@@ -178,6 +179,7 @@ class Child:
             answer = Answer(call.id, value=self._result(call))
             data = pack(answer)
         except BaseException as error:
+            self._check_engine(error)
             data = pack(Answer(call.id, error=_portable(error)))
         self._wire.send_packed(data)
 
@@ -193,14 +195,18 @@ class Child:
         while not self._closing.wait(self._pulse_seconds):
             try:
                 self._backend.scheduler.call(lambda: None)
-            except ClosedError:
-                if not self._closing.is_set():
-                    # The engine thread is gone by a defect of ours. A new process has a new one.
-                    self._wire.flush(_FLUSH)
-                    os._exit(_ENGINE_GONE)
+            except ClosedError as error:
+                self._check_engine(error)
                 return
             rounds += 1
             self._wire.send(Pulse(rounds))
+
+    def _check_engine(self, error: BaseException) -> None:
+        """Only a defect of ours ends the engine thread, and then nothing works here: a new process has a
+        new one, and is asked again what was not answered."""
+        if isinstance(error, ClosedError) and not self._closing.is_set():
+            self._wire.flush(_FLUSH)
+            os._exit(_ENGINE_GONE)
 
 
 class LogToParent(logging.Handler):
