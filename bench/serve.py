@@ -189,7 +189,7 @@ class Server:
         async def measured() -> list[float]:
             async with self._client() as client:
                 reading = asyncio.ensure_future(_heard(client, long))
-                firsts = []
+                firsts: list[float] = []
                 while not reading.done():
                     firsts.append((await _heard(client, short(len(firsts)))).first)
                 await reading
@@ -232,13 +232,13 @@ def bare_speed(kind: str) -> float:
             said = [
                 child.ask("reply", conversation=0, prompt=list(range(1000, 1032)), count=65) for _ in range(3)
             ]
-        return statistics.median(64 / (each["last"] - each["first"]) for each in said)
+        return float(statistics.median(64 / (each["last"] - each["first"]) for each in said))
     with Child("bench.streams", "bare") as child:
         number = child.ask("open", path=model_path(), streams=1, n_ctx=512, threads=THREADS)
         runs = [
             child.ask("write", number=number, prompts=[list(range(1000, 1032))], count=65) for _ in range(3)
         ]
-    return statistics.median(64 / (run["times"][0][-1] - run["times"][0][0]) for run in runs)
+    return float(statistics.median(64 / (run["times"][0][-1] - run["times"][0][0]) for run in runs))
 
 
 def _body(messages: Sequence[Mapping[str, str]], count: int) -> dict[str, Any]:

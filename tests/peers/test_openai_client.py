@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 from perdure.server.keys import Keys
 from server.house import House
 
-USER = [{"role": "user", "content": "Hello"}]
+USER: Any = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def client(here: House, key: tuple[str, Keys]) -> Iterator[openai.OpenAI]:
 
 
 def test_a_chat(client: openai.OpenAI) -> None:
-    reply = client.chat.completions.create(model="toy", messages=USER, max_tokens=8, temperature=0)  # type: ignore[arg-type]
+    reply = client.chat.completions.create(model="toy", messages=USER, max_tokens=8, temperature=0)
     assert reply.choices[0].message.role == "assistant"
     assert reply.choices[0].finish_reason in ("stop", "length")
     assert reply.usage is not None
@@ -32,10 +33,10 @@ def test_a_chat(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_with_usage(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model="toy", messages=USER, max_tokens=8, temperature=0)  # type: ignore[arg-type]
+    whole = client.chat.completions.create(model="toy", messages=USER, max_tokens=8, temperature=0)
     stream = client.chat.completions.create(
         model="toy",
-        messages=USER,  # type: ignore[arg-type]
+        messages=USER,
         max_completion_tokens=8,
         temperature=0,
         stream=True,
@@ -53,7 +54,7 @@ def test_an_answer_that_parses_into_a_class(client: openai.OpenAI) -> None:
 
     reply = client.chat.completions.parse(
         model="toy",
-        messages=USER,  # type: ignore[arg-type]
+        messages=USER,
         response_format=Answer,
         max_tokens=64,
         temperature=0,
@@ -62,6 +63,7 @@ def test_an_answer_that_parses_into_a_class(client: openai.OpenAI) -> None:
 
 
 def test_tools(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "function": {"name": "light"}}
     parameters = {
         "type": "object",
         "properties": {"on": {"type": "boolean"}},
@@ -70,9 +72,9 @@ def test_tools(client: openai.OpenAI) -> None:
     }
     reply = client.chat.completions.create(
         model="toy",
-        messages=USER,  # type: ignore[arg-type]
+        messages=USER,
         tools=[{"type": "function", "function": {"name": "light", "parameters": parameters}}],
-        tool_choice={"type": "function", "function": {"name": "light"}},
+        tool_choice=tool,
         parallel_tool_calls=False,
         max_tokens=200,
         temperature=0,
@@ -83,22 +85,19 @@ def test_tools(client: openai.OpenAI) -> None:
     assert call.type == "function"
     assert set(json.loads(call.function.arguments)) == {"on"}
     # The answer of the tool goes back, with the call as it came.
-    again = client.chat.completions.create(
-        model="toy",
-        messages=[  # type: ignore[misc, list-item]
-            *USER,
-            message.model_dump(),
-            {"role": "tool", "tool_call_id": call.id, "content": "done"},
-        ],
-        max_tokens=4,
-    )
+    answered: Any = [
+        *USER,
+        message.model_dump(),
+        {"role": "tool", "tool_call_id": call.id, "content": "done"},
+    ]
+    again = client.chat.completions.create(model="toy", messages=answered, max_tokens=4)
     assert again.choices[0].finish_reason in ("stop", "length")
 
 
 def test_log_probabilities(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(
         model="toy",
-        messages=USER,  # type: ignore[arg-type]
+        messages=USER,
         max_tokens=3,
         logprobs=True,
         top_logprobs=2,
@@ -121,7 +120,7 @@ def test_errors_are_of_the_clients_own_classes(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="toy", messages=[], max_tokens=8)
     assert bad.value.param == "messages"
     with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="other", messages=USER)  # type: ignore[arg-type]
+        client.chat.completions.create(model="other", messages=USER)
     with pytest.raises(openai.APIStatusError) as long:
         client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "x" * 9000}])
     assert (long.value.status_code, long.value.code) == (413, "context_length_exceeded")
@@ -139,7 +138,7 @@ def test_the_extension_travels_in_extra_body(client: openai.OpenAI) -> None:
     for _ in range(2):
         reply = client.chat.completions.create(
             model="toy",
-            messages=USER,  # type: ignore[arg-type]
+            messages=USER,
             max_tokens=4,
             extra_body=extra,
         )
@@ -155,7 +154,7 @@ def test_many_at_once_from_asyncio(here: House, key: tuple[str, Keys]) -> None:
         async with openai.AsyncOpenAI(base_url=f"{here.url}/v1", api_key=key[0], max_retries=0) as client:
             replies = await asyncio.gather(
                 *(
-                    client.chat.completions.create(model="toy", messages=USER, max_tokens=8, temperature=0)  # type: ignore[arg-type]
+                    client.chat.completions.create(model="toy", messages=USER, max_tokens=8, temperature=0)
                     for _ in range(12)
                 )
             )

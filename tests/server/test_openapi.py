@@ -37,18 +37,39 @@ def _document() -> dict[str, Any]:
         return document
 
 
+CHECKS = (
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+)
 schema = schemathesis.openapi.from_dict(_document()).exclude(path=_LEFT_OUT)
 
 
+def tries(count: int) -> settings:
+    return settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
 @schema.parametrize()
-@settings(
-    max_examples=12,
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
+@tries(3)
 def test_every_answer_is_as_documented(case: Any, fuzzed: House) -> None:
+    ask(case, fuzzed)
+
+
+@pytest.mark.soak
+@schema.parametrize()
+@tries(100)
+def test_every_answer_is_as_documented_however_often_one_asks(case: Any, fuzzed: House) -> None:
+    ask(case, fuzzed)
+
+
+def ask(case: Any, server: House) -> None:
     if isinstance(case.body, dict):
         # A toy writes fast, but not for ever.
         limit = case.body.get("max_tokens")
@@ -58,16 +79,7 @@ def test_every_answer_is_as_documented(case: Any, fuzzed: House) -> None:
         for name in ("n", "best_of"):
             if isinstance(case.body.get(name), int) and case.body[name] > 2:
                 case.body[name] = 2
-    response = case.call(base_url=fuzzed.url)
-    case.validate_response(
-        response,
-        checks=(
-            not_a_server_error,
-            status_code_conformance,
-            content_type_conformance,
-            response_schema_conformance,
-        ),
-    )
+    case.validate_response(case.call(base_url=server.url), checks=CHECKS)
 
 
 def test_every_operation_documents_its_errors() -> None:

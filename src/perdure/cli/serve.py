@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -176,7 +176,7 @@ def serve(
     folder = None if no_store else store or settings().store
     with fetching(model or "the default model") as progress:
         path = models.path(model, progress)
-    engine = {} if threads is None else {"threads": threads}
+    engine: dict[str, Any] = {} if threads is None else {"threads": threads}
     with perdure.open(
         path, n_ctx=ctx, slots=slots, queue=queue, exact=exact, store=folder, isolated=isolated, **engine
     ) as runtime:

@@ -14,10 +14,12 @@ from perdure.server.door import OPEN, Door
 from perdure.server.intake import Intake
 from perdure.server.record import Record
 from perdure.server.routes import cache, chat, completions, memories, models, operation, sessions
+from perdure.server.shapes.base import ErrorAnswer
 
 _ABOUT = "Local language models whose sessions last. OpenAI's routes, and sessions as resources."
 _UNTRUE = ("HTTPValidationError", "ValidationError")
 """FastAPI documents these errors everywhere; here they have the shape of all others."""
+_ERROR = {"$ref": f"#/components/schemas/{ErrorAnswer.__name__}"}
 
 
 def build(desk: Desk) -> FastAPI:
@@ -54,6 +56,10 @@ def _document(app: FastAPI, desk: Desk) -> dict[str, Any]:
                 answers = operation_["responses"]
                 if "HTTPValidationError" in str(answers.get("422")):
                     del answers["422"]
+                for status in answers:
+                    if status >= "400":
+                        # Whatever a route gives, its errors are JSON.
+                        answers[status]["content"] = {"application/json": {"schema": _ERROR}}
                 if len(desk.keys) and path not in OPEN:
                     operation_["security"] = [{"key": []}]
         if len(desk.keys):

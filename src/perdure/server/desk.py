@@ -20,12 +20,12 @@ from perdure.server.figures import Figures
 from perdure.server.keys import Keys
 from perdure.server.limits import Limits
 from perdure.server.refusal import Refused
-from perdure.server.visit import Job, Visit
+from perdure.server.visit import Job, Part, Visit
 
 P = ParamSpec("P")
 T = TypeVar("T")
-D = TypeVar("D")
-R = TypeVar("R")
+D = TypeVar("D", bound=Part)
+R = TypeVar("R", bound=Part)
 
 _THREADS = 64
 """Calls that wait for the engine or the disk at once."""

@@ -53,5 +53,5 @@ def _secret(scope: Scope) -> str | None:
         if name == b"authorization":
             scheme, _, secret = value.decode("latin-1").partition(" ")
             if scheme.lower() == "bearer":
-                return secret.strip()
+                return str(secret).strip()
     return None

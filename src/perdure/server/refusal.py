@@ -115,7 +115,7 @@ def refusal(error: BaseException) -> Refused:
 
 def validation(problems: Sequence[Any]) -> Refused:
     """What is wrong with a body, by the path of the first field that is."""
-    first = problems[0] if problems else {"loc": (), "msg": "not valid"}
+    first: dict[str, Any] = problems[0] if problems else {"loc": (), "msg": "not valid"}
     where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     # The names of variants that were tried are not part of the path.
     path = ".".join(part for part in where if not _is_variant(part))

@@ -14,17 +14,17 @@ from starlette.background import BackgroundTask
 
 from perdure.server.limits import Limits
 from perdure.server.refusal import refusal
-from perdure.server.visit import Visit
+from perdure.server.visit import Part, Visit
 
 log = logging.getLogger("perdure.server")
 
 # The library would end every stream at once when the server is told to stop; here they may finish.
-AppStatus.disable_automatic_graceful_drain()
+AppStatus.enable_automatic_graceful_drain = False
 
 D = TypeVar("D", contravariant=True)
 R = TypeVar("R", contravariant=True)
-A = TypeVar("A")
-B = TypeVar("B")
+A = TypeVar("A", bound=Part)
+B = TypeVar("B", bound=Part)
 
 Chunk = dict[str, Any]
 _DONE = b"data: [DONE]\n\n"
@@ -77,7 +77,7 @@ async def _events(
                         yield event(chunk)
             replies = await visit.ended()
             settle(replies)
-            refused = visit.cut(replies)  # type: ignore[arg-type]
+            refused = visit.cut(replies)
             ending = list(writer.ending(replies)) if refused is None else []
         except Exception as error:
             refused, ending = refusal(error), []
