@@ -11,18 +11,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from perdure import Job, Model
+    from perdure import Model
 
 _PATIENCE = 0.5
 """Seconds of loading that need no bar."""
 _INSISTENCE = 2.0
 """Seconds after which a second Ctrl-C means that the first did not help."""
 _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")}, "\ufffd")
+
+
+class Cancellable(Protocol):
+    """A job of any kind."""
+
+    def cancel(self) -> None: ...
 
 
 def load(name: str | None) -> Model:
@@ -43,7 +49,7 @@ def load(name: str | None) -> Model:
 
 
 @contextmanager
-def stopped_by_ctrl_c(job: Job) -> Iterator[threading.Event]:
+def stopped_by_ctrl_c(job: Cancellable) -> Iterator[threading.Event]:
     """While this is open, Ctrl-C cancels `job` and sets the event; one much later is as usual.
 
     An exception could strike between taking a piece of text and showing it, and lose it.
@@ -69,18 +75,41 @@ def stopped_by_ctrl_c(job: Job) -> Iterator[threading.Event]:
 
 def write(text: str) -> None:
     """Put a model's text on standard output at once. A terminal sees none of its control characters."""
+    emit(harmless(text) if sys.stdout.isatty() else text)
+
+
+def emit(text: str) -> None:
+    """Put text on standard output at once, as it is."""
     out = sys.stdout
-    shown = text.translate(_CONTROLS) if out.isatty() else text
     try:
-        out.write(shown)
+        out.write(text)
     except UnicodeEncodeError:
-        out.write(shown.encode(out.encoding, "replace").decode(out.encoding))
+        out.write(text.encode(out.encoding, "replace").decode(out.encoding))
     out.flush()
+
+
+def harmless(text: str) -> str:
+    """Text without characters that a terminal would obey."""
+    return text.translate(_CONTROLS)
+
+
+def styled() -> bool:
+    """Whether standard output is a terminal that shows colours, and nobody asked for none."""
+    from rich.console import Console
+
+    console = Console()
+    return sys.stdout.isatty() and not console.no_color and not console.is_dumb_terminal
 
 
 def note(text: str) -> None:
     """A line on standard error, as errors are told."""
-    print(f"perdure: {text}", file=sys.stderr, flush=True)
+    tell(f"perdure: {text}")
+
+
+def tell(text: str) -> None:
+    """A line on standard error, for whoever watches."""
+    # Standard error replaces what it cannot encode by itself.
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

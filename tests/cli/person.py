@@ -1,0 +1,115 @@
+"""Somebody at a terminal, and somebody with a pipe."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+COMMAND = [sys.executable, "-m", "perdure.cli"]
+PATIENCE = 60.0
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
+
+
+def plain(text: str) -> str:
+    """What a screen shows, without what only tells it how."""
+    return _ESCAPES.sub("", text)
+
+
+def piped(
+    environment: dict[str, str], text: str | bytes, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        env=environment,
+        input=text if isinstance(text, bytes) else text.encode(),
+        capture_output=True,
+        check=False,
+    )
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+class Terminal:
+    """A person at a terminal, with the command as its child."""
+
+    def __init__(self, screen: int, process: subprocess.Popen[bytes]) -> None:
+        self._screen = screen
+        self._seen = b""
+        self.process = process
+
+    def type(self, text: str) -> None:
+        """Press keys. What the command shows meanwhile is read, else neither would get on."""
+        rest = text.encode()
+        while rest:
+            readable, writable, _ = select.select([self._screen], [self._screen], [], PATIENCE)
+            assert readable or writable, f"it does not read: {self._seen!r}"
+            if readable:
+                self._read()
+            if writable:
+                rest = rest[os.write(self._screen, rest[:512]) :]
+
+    def paste(self, text: str) -> None:
+        """As terminals tell a program that text was pasted."""
+        self.type(f"\x1b[200~{text}\x1b[201~")
+
+    def until(self, pattern: str) -> str:
+        """Read on until the screen shows `pattern` after what was read before; what came up to its end."""
+        ends = time.monotonic() + PATIENCE
+        while not (match := re.search(pattern, self._text(), re.DOTALL)):
+            readable, _, _ = select.select([self._screen], [], [], max(0.0, ends - time.monotonic()))
+            assert readable, f"no {pattern!r} in {self._text()!r}"
+            try:
+                self._read()
+            except OSError:
+                raise AssertionError(f"it ended without {pattern!r}: {self._text()!r}") from None
+        text = self._text()
+        self._seen = text[match.end() :].encode()
+        return text[: match.end()]
+
+    def leaves(self) -> int:
+        """Read what is left, and the exit code."""
+        while True:
+            try:
+                self._read()
+            except OSError:
+                return self.process.wait(PATIENCE)
+
+    def _read(self) -> None:
+        data = os.read(self._screen, 65536)
+        if not data:
+            raise OSError("the terminal was closed")
+        self._seen += data
+
+    def _text(self) -> str:
+        return self._seen.decode("utf-8", "ignore").replace("\r\n", "\n").replace("\r", "")
+
+
+@contextmanager
+def terminal(environment: dict[str, str], *arguments: str, columns: int = 200) -> Iterator[Terminal]:
+    screen, inner = pty.openpty()
+    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with subprocess.Popen(
+        [*COMMAND, *arguments],
+        env=environment,
+        stdin=inner,
+        stdout=inner,
+        stderr=inner,
+        start_new_session=True,
+        # Ctrl-C reaches the process only if this is its terminal.
+        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),
+    ) as process:
+        os.close(inner)
+        try:
+            yield Terminal(screen, process)
+        finally:
+            process.kill()
+            os.close(screen)
