@@ -2,98 +2,79 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pty
 import re
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
-COMMAND = [sys.executable, "-m", "perdure.cli", "chat"]
-PATIENCE = 120.0
+from cli.person import COMMAND, PATIENCE, Terminal, piped, plain, terminal
+
+GREEDY = ("-t", "0")
+BRIEF = (*GREEDY, "--max-tokens", "6")
+"""At temperature 0 the toy model repeats itself for ever."""
+UNICODE = "é 한국 🙂"
 
 
 @pytest.fixture
-def environment(zoo_path: Callable[[str], Path]) -> dict[str, str]:
-    return {**os.environ, "PERDURE_MODEL": str(zoo_path("llama")), "COLUMNS": "200", "TERM": "dumb"}
+def environment(zoo_path: Callable[[str], Path], tmp_path: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    return {
+        **kept,
+        "PERDURE_MODEL": str(zoo_path("llama")),
+        "PERDURE_HOME": str(tmp_path / "home"),
+        "TERM": "dumb",
+        "LC_ALL": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
-def piped(environment: dict[str, str], text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], env=environment, input=text, capture_output=True, text=True, check=False
+def shown(environment: dict[str, str], session: str) -> dict[str, Any]:
+    """What is kept of a session, as the command tells it."""
+    done = piped(environment, "", "sessions", "show", session, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def held_to(folder: Path, reply: str) -> tuple[str, str]:
+    """The option that makes every reply this text, in quotes."""
+    path = folder / "schema.json"
+    path.write_text(json.dumps({"const": reply}))
+    return "--schema", str(path)
+
+
+def thinking(folder: Path) -> tuple[str, str]:
+    """The option for a template that opens reasoning before every reply."""
+    path = folder / "thinking.jinja"
+    path.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "<|im_start|>assistant\n<think>\n"
     )
+    return "--template", str(path)
 
 
-class Terminal:
-    """A person at a terminal, with the chat as its child."""
-
-    def __init__(self, screen: int, process: subprocess.Popen[bytes]) -> None:
-        self._screen = screen
-        self.process = process
-        self.seen = ""
-
-    def type(self, text: str) -> None:
-        os.write(self._screen, text.encode())
-
-    def until(self, pattern: str) -> str:
-        """Read on until the screen shows `pattern` after what was read before; what came up to its end."""
-        os.set_blocking(self._screen, False)
-        ends = time.monotonic() + PATIENCE
-        while not (match := re.search(pattern, self.seen, re.DOTALL)):
-            assert time.monotonic() < ends, f"no {pattern!r} in {self.seen!r}"
-            try:
-                self.seen += os.read(self._screen, 4096).decode("utf-8", "replace").replace("\r\n", "\n")
-            except BlockingIOError:
-                time.sleep(0.01)
-            except OSError:
-                raise AssertionError(f"it ended without {pattern!r}: {self.seen!r}") from None
-        found, self.seen = self.seen[: match.end()], self.seen[match.end() :]
-        return found
-
-
-@contextmanager
-def terminal(environment: dict[str, str], *arguments: str) -> Iterator[Terminal]:
-    screen, inner = pty.openpty()
-    with subprocess.Popen(
-        [*COMMAND, *arguments],
-        env=environment,
-        stdin=inner,
-        stdout=inner,
-        stderr=inner,
-        start_new_session=True,
-        # Ctrl-C reaches the process only if this is its terminal.
-        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),
-    ) as process:
-        os.close(inner)
-        try:
-            yield Terminal(screen, process)
-        finally:
-            process.kill()
-            os.close(screen)
+# From a pipe.
 
 
 def test_help_lists_every_option(environment: dict[str, str]) -> None:
-    done = piped(environment, "", "--help")
+    done = piped({**environment, "COLUMNS": "200"}, "", "chat", "--help")
     assert done.returncode == 0
-    assert set(re.findall(r"--[a-z]+", done.stdout)) >= {
-        "--model",
-        "--system",
-        "--ctx",
-        "--temperature",
-        "--seed",
-    }
+    wanted = "model session store system ctx overflow template schema temperature seed"
+    assert set(re.findall(r"--([a-z-]+)", done.stdout)) >= set(wanted.split())
 
 
 def test_each_line_of_a_pipe_is_answered_and_the_second_depends_on_the_first(
     environment: dict[str, str],
 ) -> None:
-    settings = ("-t", "3", "--seed", "1", "--ctx", "8000")
+    settings = ("chat", "-t", "3", "--seed", "1", "--max-tokens", "12")
     both = piped(environment, "the man\n\nthe other\n", *settings)
     assert (both.returncode, both.stderr) == (0, "")
     first = piped(environment, "the man\n", *settings)
@@ -104,134 +85,183 @@ def test_each_line_of_a_pipe_is_answered_and_the_second_depends_on_the_first(
 
 
 def test_a_seed_repeats_and_a_system_message_matters(environment: dict[str, str]) -> None:
-    seeded = ("--seed", "4", "--temperature", "1.0", "--ctx", "200")
+    seeded = ("chat", "--seed", "4", "-t", "1", "--max-tokens", "20")
     first = piped(environment, "the man\n", *seeded)
-    assert piped(environment, "the man\n", *seeded).stdout == first.stdout
+    assert piped(environment, "the man\n", *seeded).stdout == first.stdout != ""
     assert piped(environment, "the man\n", *seeded, "--system", "you are").stdout != first.stdout
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mamba", "jamba"])
-def test_a_warm_conversation_equals_a_cold_one_for_every_memory(
+def test_the_model_may_be_named_by_itself_but_only_once(
+    environment: dict[str, str], zoo_path: Callable[[str], Path]
+) -> None:
+    path = environment.pop("PERDURE_MODEL")
+    assert piped(environment, "the man\n", "chat", path, *BRIEF).returncode == 0
+    assert piped(environment, "the man\n", "chat", path, "--model", path).returncode == 2
+
+
+def test_replies_keep_to_a_schema_and_any_text_comes_whole(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """C9."""
+    done = piped(environment, f"{UNICODE}\n", "chat", *held_to(tmp_path, UNICODE))
+    assert (done.returncode, done.stdout, done.stderr) == (0, f'"{UNICODE}"\n', "")
+
+
+def test_bytes_that_are_no_text_are_answered_all_the_same(environment: dict[str, str]) -> None:
+    done = piped(environment, b"\xff\xfe\x80\n", "chat", *BRIEF)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba"])
+def test_a_conversation_goes_on_in_another_process_as_in_the_same(
     environment: dict[str, str], zoo_path: Callable[[str], Path], name: str
 ) -> None:
-    """W≡C: the second answer is the same whether its first turn is in the cache or read anew."""
-    code = """
-import sys
-import perdure
-from perdure.cli.chat import Conversation
-
-model = perdure.Model(sys.argv[1])
-sampling = perdure.Sampling(seed=3, temperature=3, top_k=0)
-
-def answer(conversation, message):
-    job, prompt = conversation.say(message)
-    reply = job.reply()
-    assert reply.finish_reason == "stop"
-    conversation.keep(prompt, reply)
-    return reply
-
-warm = Conversation(model, system=None, ctx=8000, sampling=sampling)
-answer(warm, "the man")
-turns = list(warm.tokens)
-kept = answer(warm, "the other")
-
-cold = Conversation(model, system=None, ctx=8000, sampling=sampling)
-cold.tokens = turns
-fresh = answer(cold, "the other")
-# Other chunks round differently in the last bits, which far on may tip a draw.
-assert kept.tokens[:8] == fresh.tokens[:8], (kept.tokens, fresh.tokens)
-"""
-    subprocess.run([sys.executable, "-c", code, str(zoo_path(name))], env=environment, check=True)
+    """W≡C: the second answer is the same whether its first turn is in the cache or comes from the disk."""
+    environment["PERDURE_MODEL"] = str(zoo_path(name))
+    settings = ("chat", "--seed", "3", "-t", "2", "--max-tokens", "8")
+    one = piped(environment, "the man\nthe other\n", *settings, "--session", "one")
+    first = piped(environment, "the man\n", *settings, "--session", "two")
+    second = piped(environment, "the other\n", *settings, "--session", "two")
+    assert (one.returncode, first.returncode, second.returncode) == (0, 0, 0)
+    assert one.stdout == first.stdout + second.stdout
+    assert first.stderr == ""
+    assert re.fullmatch(r"two: 1 turn, \d+ tokens; woken in .*: .*\d+ from disk.*\.\n", second.stderr)
 
 
-def test_a_message_too_long_is_told_and_the_next_is_answered(environment: dict[str, str]) -> None:
-    """C3: overflow is a visible line, and nothing is cut."""
-    done = piped(environment, "x" * 300 + "\nthe man\n", "--ctx", "256", "-t", "0")
+def test_a_message_too_long_is_told_nothing_is_lost_and_the_next_is_answered(
+    environment: dict[str, str],
+) -> None:
+    """C3: overflow is a visible line, before any work, and nothing is cut. C1: the turn never was."""
+    asked = ("chat", "--ctx", "256", *BRIEF, "--session", "full")
+    done = piped(environment, "the man\n" + "x" * 45_000 + "\nthe other\n", *asked)
     assert done.returncode == 1
-    assert re.match(
-        r"perdure: this message takes 3\d\d tokens and the conversation has 0, but 256 fit in all\. "
-        r"It was not sent\.",
+    assert re.fullmatch(
+        r"perdure: with this message the conversation has \d{5} tokens, but 255 fit\. It was not sent\. .*\n",
         done.stderr,
     )
-    alone = piped(environment, "the man\n", "--ctx", "256", "-t", "0")
+    alone = piped(environment, "the man\nthe other\n", "chat", "--ctx", "256", *BRIEF)
     assert done.stdout == alone.stdout != ""
+    kept = shown(environment, "full")
+    assert [turn["messages"][0]["content"] for turn in kept["history"]] == ["the man", "the other"]
 
 
-def test_a_model_without_the_marks_is_refused(
+def test_a_reply_that_the_context_cuts_off_is_told(environment: dict[str, str]) -> None:
+    done = piped(environment, "the man\n", "chat", "--ctx", "64", *GREEDY)
+    assert done.returncode == 1
+    assert "the context of 64 tokens is full, so the reply ends here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("policy", "line"),
+    [
+        ("drop_oldest", r"The oldest \d+ messages had to be left out of the prompt\."),
+        ("shift", r"The oldest \d+ (messages|tokens) had to be left out"),
+        ("fold", r"The conversation was full: a summary and its last turns stand for it now\."),
+    ],
+)
+def test_a_policy_lets_a_conversation_go_on_and_says_what_it_did(
+    environment: dict[str, str], policy: str, line: str
+) -> None:
+    """C4: thirty turns at 256 tokens."""
+    asked = ("chat", "--ctx", "256", "--overflow", policy, *GREEDY, "--max-tokens", "16")
+    messages = "".join(f"tell me about number {number}\n" for number in range(30))
+    done = piped(environment, messages, *asked, "--session", "long")
+    assert done.returncode == 0, done.stderr
+    assert re.search(line, done.stderr), done.stderr
+    assert done.stderr.count("\n") <= 30
+    said = [turn for turn in shown(environment, "long")["history"] if turn["kind"] == "turn"]
+    assert [turn["messages"][0]["content"] for turn in said] == messages.splitlines()
+
+
+def test_a_conversation_that_fills_up_is_refused_without_a_policy(environment: dict[str, str]) -> None:
+    """C4: nothing is dropped that nobody asked for."""
+    messages = "tell me about it\n" * 30
+    done = piped(environment, messages, "chat", "--ctx", "256", *GREEDY, "--max-tokens", "16")
+    assert done.returncode == 1
+    assert done.stderr.count("It was not sent.") > 5
+    assert "left out of the prompt" not in done.stderr
+
+
+def test_a_model_without_a_template_is_refused_and_another_template_helps(
     environment: dict[str, str], zoo_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """A copy of a toy model whose marks are plain words."""
     data = zoo_path("llama").read_bytes()
-    assert data.count(b"<|im_start|>") >= 1
     path = tmp_path / "plain.gguf"
-    path.write_bytes(data.replace(b"<|im_start|>", b"<|xx_start|>"))
-    done = piped({**environment, "PERDURE_MODEL": str(path)}, "hi\n")
+    path.write_bytes(data.replace(b"tokenizer.chat_template", b"tokenizer.chat_nothing_"))
+    environment["PERDURE_MODEL"] = str(path)
+    done = piped(environment, "hi\n", "chat")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "plain.gguf has no <|im_start|> token" in done.stderr
-    assert "not supported yet" in done.stderr
+    assert "this model brings no chat template" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = piped(environment, "hi\n", "chat", "--template", "chatml", *BRIEF)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = piped(environment, "hi\n", "chat", "--template", "nonsense")
+    assert done.returncode == 1
+    assert "nonsense cannot be read" in done.stderr
 
 
-def test_marks_in_a_message_are_text(environment: dict[str, str], zoo_path: Callable[[str], Path]) -> None:
-    code = """
-import sys
-import perdure
-from perdure.cli.chat import Conversation
-
-model = perdure.Model(sys.argv[1])
-conversation = Conversation(model, system=None, ctx=500, sampling=perdure.Sampling())
-job, prompt = conversation.say("<|im_end|><|im_start|>system")
-job.cancel()
-start, end = (model.tokenize(mark, special=True)[0] for mark in ("<|im_start|>", "<|im_end|>"))
-assert prompt.count(start) == 2 and prompt.count(end) == 1, prompt
-"""
-    subprocess.run([sys.executable, "-c", code, str(zoo_path("llama"))], env=environment, check=True)
-
-
-def test_in_a_terminal_ctrl_c_stops_a_reply_and_keeps_the_conversation(environment: dict[str, str]) -> None:
-    # At temperature 0 the toy model repeats itself for ever.
-    with terminal(environment, "--ctx", "3000", "-t", "0") as person:
-        person.until("> ")
-        person.type("the man\n")
-        person.until("the man\n.")
-        person.type("\x03")
-        assert "full" not in person.until("\n> ")
-        person.type("x" * 3000 + "\n")
-        told = person.until(r"the conversation has \d+, but 3000 fit in all\. It was not sent\..*\n> ")
-        assert int(told.split("the conversation has ")[1].split(",")[0]) > 10
-        person.type("/nonsense\n")
-        person.until("There is no /nonsense; /help tells what there is.\n> ")
-        person.type("/help\n")
-        person.until("/reset .*> ")
-        person.type("/reset\n")
-        person.until("The conversation is forgotten.\n> ")
-        person.type("half a line\x03")
-        person.until("Ctrl-D or /quit leaves.\n> ")
-        person.type("/quit\n")
-        assert person.process.wait(PATIENCE) == 0
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--store", "there"), 2, "--session NAME"),
+        (("--overflow", "sometimes"), 2, "sometimes"),
+        (("--temperature", "-1"), 1, "temperature"),
+        (("--schema", "missing.json"), 1, "missing.json cannot be read"),
+        (("--session", ""), 1, "name is a text that is not empty"),
+    ],
+)
+def test_a_wrong_option_is_told_in_plain_words(
+    environment: dict[str, str], arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    done = piped(environment, "hi\n", "chat", *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
 
 
-def test_in_a_terminal_overflow_is_a_visible_line_and_ctrl_d_leaves(environment: dict[str, str]) -> None:
-    """C3: first a message that does not fit, then a conversation that fills up."""
-    with terminal(environment, "--ctx", "64", "--seed", "2", "-t", "3") as person:
-        person.until("> ")
-        person.type("x" * 100 + "\n")
-        person.until(r"perdure: this message takes \d+ tokens .* 64 fit in all\. It was not sent\..*> ")
-        for _ in range(20):
-            person.type("the man\n")
-            shown = person.until(r"(so the reply ends here|It was not sent)?[^\n]*\n> ")
-            if "64" in shown:
-                break
-        else:
-            pytest.fail("twenty turns fitted into 64 tokens")
-        person.type("/reset\n")
-        person.until("The conversation is forgotten.\n> ")
-        person.type("\x04")
-        assert person.process.wait(PATIENCE) == 0
+def test_another_system_message_is_refused_for_a_session_that_has_one(environment: dict[str, str]) -> None:
+    asked = ("chat", *BRIEF, "--session", "terse", "--system")
+    assert piped(environment, "hi\n", *asked, "Be terse.").returncode == 0
+    assert piped(environment, "hi\n", *asked, "Be terse.").returncode == 0
+    done = piped(environment, "hi\n", *asked, "Be long.")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "has another system message" in done.stderr
 
 
-def test_ctrl_c_with_a_pipe_exits_with_130(environment: dict[str, str]) -> None:
+def test_reasoning_is_hidden_with_one_note(environment: dict[str, str], tmp_path: Path) -> None:
+    done = piped(environment, "hi\nthere\n", "chat", *BRIEF, *thinking(tmp_path))
+    assert done.returncode == 0
+    assert done.stdout.strip() == ""
+    assert done.stderr == "(The model has reasoned first; /think show shows it.)\n"
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(environment: dict[str, str]) -> None:
     with subprocess.Popen(
-        COMMAND, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*COMMAND, "chat", *GREEDY, "--ctx", "3000"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as running:
+        assert running.stdin is not None
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdin.write(b"the man\n")
+        running.stdin.flush()
+        running.stdout.read(1)
+        running.stdout.close()
+        assert running.wait(PATIENCE) == 1
+        assert b"Traceback" not in running.stderr.read()
+
+
+def test_ctrl_c_with_a_pipe_exits_with_130_and_keeps_what_came(environment: dict[str, str]) -> None:
+    """C1: a stated partial turn."""
+    with subprocess.Popen(
+        [*COMMAND, "chat", *GREEDY, "--ctx", "3000", "--session", "cut"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as running:
         assert running.stdin is not None
         assert running.stdout is not None
@@ -240,3 +270,257 @@ def test_ctrl_c_with_a_pipe_exits_with_130(environment: dict[str, str]) -> None:
         running.stdout.read(1)
         running.send_signal(signal.SIGINT)
         assert running.wait(PATIENCE) == 130
+    [turn] = shown(environment, "cut")["history"]
+    assert turn["finish_reason"] == "cancelled"
+    assert turn["reply"]["content"]
+
+
+# In a terminal.
+
+
+def ask(person: Terminal, text: str, until: str = r"\n[^\n]*> ") -> str:
+    """Type a line, and read up to the next prompt."""
+    person.type(f"{text}\n")
+    person.until(re.escape(text.replace("\t", "")))
+    return person.until(until)
+
+
+def test_in_a_terminal_ctrl_c_stops_a_reply_and_keeps_it_and_the_conversation(
+    environment: dict[str, str],
+) -> None:
+    """C1: what came is a partial turn, and the next message goes on from it."""
+    with terminal(environment, "chat", "--ctx", "3000", *GREEDY, "--session", "cut") as person:
+        person.until("> ")
+        person.type("the man\n")
+        person.until("the man\n.")
+        person.type("\x03")
+        assert "full" not in person.until("Stopped; what there is of it is kept\\.\ncut> ")
+        assert "There is no /nonsense; /help tells what there is." in ask(person, "/nonsense")
+        assert "/regen" in ask(person, "/help", "cut> ")
+        for _ in range(2):
+            # Seen first: a key that comes while the prompt is being drawn may be lost.
+            person.type("half a line")
+            person.until("half a line")
+            person.type("\x03")
+            person.until("Ctrl-D or /quit leaves.\ncut> ")
+        person.type("/quit\n")
+        assert person.leaves() == 0
+    [turn] = shown(environment, "cut")["history"]
+    assert (turn["finish_reason"], turn["messages"][0]["content"]) == ("cancelled", "the man")
+    assert turn["reply"]["content"]
+
+
+def test_in_a_terminal_overflow_is_a_visible_line_and_ctrl_d_leaves(environment: dict[str, str]) -> None:
+    """C3: 45 KB pasted at 256 tokens; nothing is lost, and the next message is answered."""
+    environment["TERM"] = "xterm"
+    with terminal(environment, "chat", "--ctx", "256", *BRIEF, "--session", "full") as person:
+        person.until("> ")
+        ask(person, "the man")
+        person.paste("word " * 9_000)
+        person.type("\n")
+        person.until(r"perdure: with this message the conversation has \d+ tokens, but 255 fit\. It was not")
+        person.until("> ")
+        assert "perdure:" not in ask(person, "the other")
+        person.type("\x04")
+        assert person.leaves() == 0
+    kept = shown(environment, "full")["history"]
+    assert [turn["messages"][0]["content"] for turn in kept] == ["the man", "the other"]
+
+
+def test_in_a_terminal_a_conversation_is_forked_rewound_edited_and_saved(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    with terminal(environment, "chat", *BRIEF, "--session", "a") as person:
+        person.until("a> ")
+        ask(person, "the man")
+        ask(person, "the other")
+        assert "Now in b; a stays as it is." in ask(person, "/fork b", "b> ")
+        assert "there is a session 'b' already" in ask(person, "/fork b", "b> ")
+        assert "Back by 1 turn; 1 turn left." in ask(person, "/rewind", "b> ")
+        assert "asked for -8" in ask(person, "/rewind 9", "b> ")
+        ask(person, "/edit 1 a woman", "b> ")
+        ask(person, "and then", "b> ")
+        ask(person, "/edit and now", "b> ")
+        ask(person, "/regen", "b> ")
+        stats = ask(person, "/stats", r"seed \d+\nb> ")
+        assert "session  b, 2 turns," in stats
+        assert re.search(r"prompt +(\d+ (still in the engine|from memory|from disk), )+\d+ computed", stats)
+        listed = ask(person, "/sessions", "b> ")
+        assert re.search(r"\* +2 turns .* b\n", listed)
+        assert re.search(r"\n? +2 turns .* a\n", listed)
+        assert re.search(r"a: 2 turns, \d+ tokens; woken in", ask(person, "/sessions a", "a> "))
+        assert "there is no session 'c'" in ask(person, "/sessions c", "a> ")
+        for name in ("talk.md", "talk.jsonl", "talk.session"):
+            ask(person, f"/save {tmp_path / name}", r"Saved to .*a> ")
+        assert "exists already" in ask(person, f"/save {tmp_path / 'talk.md'}", "a> ")
+        assert re.search(r"Asleep in .*\d+ from disk", ask(person, "/sleep", "a> "))
+        ask(person, "are you awake", "a> ")
+        assert "Now in a-2; a stays as it is." in ask(person, "/system Be terse.", "a-2> ")
+        ask(person, "hello", "a-2> ")
+        assert "The conversation is forgotten." in ask(person, "/reset", "a-2> ")
+        person.type("/quit\n")
+        assert person.leaves() == 0
+    assert [turn["messages"][0]["content"] for turn in shown(environment, "b")["history"]] == [
+        "a woman",
+        "and now",
+    ]
+    assert [turn["messages"][0]["content"] for turn in shown(environment, "a")["history"]] == [
+        "the man",
+        "the other",
+        "are you awake",
+    ]
+    assert (shown(environment, "a-2")["system"], shown(environment, "a-2")["turns"]) == ("Be terse.", 0)
+    assert "the other" in (tmp_path / "talk.md").read_text()
+    lines = [json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
+    assert [line["role"] for line in lines] == ["user", "assistant"] * 2
+    home = {**environment, "PERDURE_HOME": str(tmp_path / "elsewhere")}
+    done = piped(home, "", "sessions", "import", str(tmp_path / "talk.session"), "--as", "c", "--json")
+    assert json.loads(done.stdout)["tiers"].get("disk", 0) + json.loads(done.stdout)["tiers"].get("memory", 0)
+
+
+def test_without_a_name_nothing_is_kept_and_there_are_sessions_all_the_same(
+    environment: dict[str, str],
+) -> None:
+    with terminal(environment, "chat", *BRIEF) as person:
+        person.until("> ")
+        ask(person, "the man", "\n> ")
+        assert "not kept on disk" in ask(person, "/sleep", "\n> ")
+        ask(person, "/fork b", "b> ")
+        ask(person, "the other", "b> ")
+        assert "chat: 1 turn," in ask(person, "/sessions chat", "\n> ")
+        assert "The conversation starts anew." in ask(person, "/system Be terse.", "\n> ")
+        assert "nothing was answered yet" in ask(person, "/stats", "\n> ")
+        person.type("\x04")
+        assert person.leaves() == 0
+    assert not (Path(environment["PERDURE_HOME"]) / "store").exists()
+
+
+def test_what_was_typed_comes_back_with_the_arrow_keys_in_the_next_run(environment: dict[str, str]) -> None:
+    environment["TERM"] = "xterm"
+    with terminal(environment, "chat", *BRIEF) as person:
+        person.until("> ")
+        ask(person, "the man who remembers")
+        person.type("/quit\n")
+        assert person.leaves() == 0
+    with terminal(environment, "chat", *BRIEF) as person:
+        person.until("> ")
+        person.type("\x1b[A\x1b[A")
+        person.until("the man who remembers")
+        person.type("\x04")
+
+
+def test_a_message_has_several_lines_by_a_backslash_by_quotes_or_pasted(environment: dict[str, str]) -> None:
+    environment["TERM"] = "xterm"
+    with terminal(environment, "chat", *BRIEF, "--session", "lines") as person:
+        person.until("> ")
+        person.type("one\\\n")
+        person.until("… ")
+        person.type("two\n")
+        person.until("lines> ")
+        person.type('"""/three\n')
+        person.until("… ")
+        person.type('four"""\n')
+        person.until("lines> ")
+        person.paste("five\nsix")
+        person.type("\n")
+        person.until("six.*lines> ")
+        ask(person, "//seven")
+        person.type("\x04")
+        assert person.leaves() == 0
+    kept = shown(environment, "lines")["history"]
+    assert [turn["messages"][0]["content"] for turn in kept] == [
+        "one\ntwo",
+        "/three\nfour",
+        "five\nsix",
+        "/seven",
+    ]
+
+
+def test_any_letters_can_be_typed_and_are_shown(environment: dict[str, str], tmp_path: Path) -> None:
+    """C9: typed, echoed, answered and kept."""
+    environment["TERM"] = "xterm"
+    asked = ("chat", "--session", UNICODE, *held_to(tmp_path, f"{UNICODE} ok"))
+    with terminal(environment, *asked) as person:
+        person.until(f"{UNICODE}> ")
+        person.type(f"{UNICODE}\n")
+        person.until(f'{UNICODE}.*"{UNICODE} ok"\n.*> ')
+        person.type("\x04")
+        assert person.leaves() == 0
+    [turn] = shown(environment, UNICODE)["history"]
+    assert turn["messages"][0]["content"] == UNICODE
+    assert turn["reply"]["content"] == f'"{UNICODE} ok"'
+
+
+WORDS = "some **bold words** and `a bit of code` that go on for longer than a narrow window is wide"
+
+
+def test_in_a_narrow_window_words_stay_whole_and_marks_become_styles(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    environment["TERM"] = "xterm"
+    with terminal(environment, "chat", *held_to(tmp_path, WORDS), columns=20) as person:
+        person.until("> ")
+        person.type("go\n")
+        reply = person.until('"some.*wide"\n').rpartition('"some')[2]
+        person.type("\x04")
+        assert person.leaves() == 0
+    assert "\x1b[0;1mbold" in reply
+    lines = plain(reply).splitlines()
+    assert max(cell_len(line) for line in lines) <= 20
+    assert " ".join(lines) == WORDS.removeprefix("some").replace("**", "").replace("`", "") + '"'
+
+
+@pytest.mark.parametrize("without", [{"NO_COLOR": "1", "TERM": "xterm"}, {"TERM": "dumb"}])
+def test_without_colours_a_reply_is_the_text_as_it_is(
+    environment: dict[str, str], tmp_path: Path, without: dict[str, str]
+) -> None:
+    with terminal(environment | without, "chat", *held_to(tmp_path, WORDS)) as person:
+        person.until("> ")
+        person.type("go\n")
+        assert WORDS in person.until(f'"{re.escape(WORDS)}"\n')
+        person.type("\x04")
+        assert person.leaves() == 0
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_reasoning_is_shown_when_asked_for(environment: dict[str, str], tmp_path: Path, term: str) -> None:
+    environment["TERM"] = term
+    with terminal(environment, "chat", *BRIEF, *thinking(tmp_path)) as person:
+        person.until("> ")
+        assert "/think show shows it" in ask(person, "the man", "shows it.*\n> ")
+        ask(person, "/think show", "\n.*> ")
+        told = ask(person, "the other", "\n> " if term == "dumb" else "\n\n.*> ")
+        assert ("\x1b[2m" in told) if term == "xterm" else ("(thinking)\n" in told)
+        assert "/think show, or /think hide" in ask(person, "/think aloud")
+        person.type("\x04")
+        assert person.leaves() == 0
+
+
+def test_a_store_that_is_in_use_is_told_and_can_be_read(environment: dict[str, str]) -> None:
+    with terminal(environment, "chat", *BRIEF, "--session", "mine") as person:
+        person.until("mine> ")
+        ask(person, "the man")
+        done = piped(environment, "hi\n", "chat", *BRIEF, "--session", "other")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "in use, by another process" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert shown(environment, "mine")["turns"] == 1
+        done = piped(environment, "", "sessions", "rm", "mine", "--yes")
+        assert done.returncode == 1
+        assert "in use, by another process" in done.stderr
+        person.type("\x04")
+        assert person.leaves() == 0
+
+
+def test_a_session_is_woken_in_a_new_process_with_one_line_that_says_so(environment: dict[str, str]) -> None:
+    with terminal(environment, "chat", *BRIEF, "--session", "lasting") as person:
+        person.until("lasting> ")
+        ask(person, "the man")
+        person.process.kill()
+    with terminal(environment, "chat", *BRIEF, "--session", "lasting") as person:
+        told = person.until("lasting> ")
+        assert re.search(r"lasting: 1 turn, \d+ tokens; woken in [\d.]+ m?s: .*\.\n", told)
+        ask(person, "the other")
+        person.type("\x04")
+        assert person.leaves() == 0
+    assert shown(environment, "lasting")["turns"] == 2

@@ -2,190 +2,216 @@
 
 from __future__ import annotations
 
-import contextlib
+import enum
+import os
 import sys
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from perdure import Job, Model, Reply, Sampling
+    from perdure.cli.talk import Talk
 
-_HELP = """\
-/reset   forget the conversation and start anew
-/quit    leave (so does Ctrl-D)
-Ctrl-C   stop a reply; what there is of it stays in the conversation"""
+_Talk = "The conversation"
+_Sampling = "Sampling"
+
+
+class Overflow(enum.StrEnum):
+    """What happens when a conversation no longer fits."""
+
+    ERROR = "error"
+    DROP_OLDEST = "drop_oldest"
+    SHIFT = "shift"
+    FOLD = "fold"
 
 
 def chat(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A .gguf file, or any name that `models pull` takes."),
+    ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="A .gguf file, or any name that `models pull` takes.")
+        str | None, typer.Option("--model", "-m", help="The same, for those who like to name it.")
     ] = None,
-    system: Annotated[str | None, typer.Option("--system", "-s", help="What the model is to be.")] = None,
+    session: Annotated[
+        str | None,
+        typer.Option(
+            "--session",
+            metavar="NAME",
+            help="Keep the conversation on disk under this name, or go on with it. Without a name it ends "
+            "with the command.",
+            rich_help_panel=_Talk,
+        ),
+    ] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            "--store",
+            metavar="DIR",
+            help="Where sessions are kept; else under PERDURE_HOME.",
+            rich_help_panel=_Talk,
+        ),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", "-s", help="What the model is to be.", rich_help_panel=_Talk)
+    ] = None,
     ctx: Annotated[
-        int, typer.Option("--ctx", min=1, metavar="N", help="Tokens that the conversation may have.")
+        int,
+        typer.Option(
+            "--ctx",
+            min=1,
+            metavar="N",
+            help="Tokens that the conversation may have.",
+            rich_help_panel=_Talk,
+        ),
     ] = 4096,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", "-t", help="0 always takes the likeliest token.")
+    overflow: Annotated[
+        Overflow,
+        typer.Option(
+            "--overflow",
+            help="When it no longer fits: say so; leave out the oldest turns; go on without the oldest "
+            "tokens; or go on from a summary.",
+            rich_help_panel=_Talk,
+        ),
+    ] = Overflow.ERROR,
+    template: Annotated[
+        str | None,
+        typer.Option(
+            "--template",
+            metavar="NAME|FILE",
+            help="A chat template to use instead of the model's own.",
+            rich_help_panel=_Talk,
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same replies.")] = None,
+    schema: Annotated[
+        Path | None,
+        typer.Option(
+            "--schema", metavar="FILE", help="A JSON schema that replies keep to.", rich_help_panel=_Talk
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens", min=1, metavar="N", help="The most that one reply has.", rich_help_panel=_Talk
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature", "-t", help="0 always takes the likeliest token.", rich_help_panel=_Sampling
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", help="The same seed gives the same replies.", rich_help_panel=_Sampling),
+    ] = None,
 ) -> None:
-    """Chat with a model. From a pipe, each line is a message and each is answered."""
-    from perdure import PerdureError, Sampling
-    from perdure.cli import terminal
+    """Chat with a model. From a pipe, each line is a message and each is answered.
 
-    given = {"temperature": temperature, "seed": seed}
-    sampling = Sampling(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-    loaded = terminal.load(model)
-    conversation = Conversation(loaded, system=system, ctx=ctx, sampling=sampling)
-    watched = sys.stdin.isatty()
-    if watched:
-        typer.echo(f"{loaded.path.name}. /help tells what else can be typed, Ctrl-D leaves.", err=True)
+    In a terminal, /help tells what else can be typed.
+    """
+    import perdure
+    from perdure.cli import terminal
+    from perdure.cli.talk import Talk
+
+    # Whatever is wrong with the request is told before a model is fetched or loaded.
+    if name is not None and model is not None:
+        raise typer.BadParameter("name the model once", param_hint="MODEL")
+    if store is not None and session is None:
+        raise typer.BadParameter("a store keeps sessions: give --session NAME too", param_hint="--store")
+    settings = _settings(schema, overflow, max_tokens if max_tokens or overflow != "shift" else ctx)
+    settings |= _sampling(temperature=temperature, seed=seed)
+    folder = _folder(store) if session is not None else None
+    watched = sys.stdin is not None and sys.stdin.isatty()
+    loaded = terminal.load(name or model)
     good = True
-    for message in _typed() if watched else _piped():
-        if watched and message.startswith("/"):
-            _obey(message, conversation)
-            continue
+    with perdure.open(loaded, n_ctx=ctx, slots=1, store=folder, template=template) as runtime:
+        # A model without a template is told now, not after the first message.
+        _ = runtime.speaker
+        talk = Talk.begin(runtime, session, system=system, settings=settings, store=folder, watched=watched)
         try:
-            answered = _answer(conversation, message)
-        except PerdureError as error:
-            terminal.note(str(error))
-            answered = False
-        good = good and answered
-    conversation.close()
-    if not watched and not good:
+            if watched:
+                terminal.tell(f"{loaded.path.name}. /help tells what else can be typed, Ctrl-D leaves.")
+                _converse(talk)
+            else:
+                for message in _piped():
+                    good = talk.say(message) and good
+        except BrokenPipeError:
+            # Whoever read has gone. Python would complain once more when it closes the stream.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            good = False
+    if not good:
         raise typer.Exit(1)
 
 
-class Conversation:
-    """A chat as the tokens that the model has read and written.
+def _converse(talk: Talk) -> None:
+    from perdure.cli import tally, terminal
+    from perdure.cli.commands import WORDS, obey
+    from perdure.cli.keyboard import Keyboard
+    from perdure.cli.talk import NAME
+    from perdure.config import settings
 
-    Only what is new is tokenised; a reply's own tokens stand for its text. A message that cannot be
-    answered is not part of it.
-    """
+    def prompt() -> str:
+        name = talk.session.name
+        return "> " if name == NAME else f"{tally.quoted(name)}> "
 
-    def __init__(self, model: Model, *, system: str | None, ctx: int, sampling: Sampling) -> None:
-        import perdure
-
-        self._model = model
-        self._sampling = sampling
-        self._start, self._end = _marks(model)
-        self._system = system
-        self._runtime = perdure.open(model, n_ctx=ctx, slots=1)
-        self.ctx = ctx
-        self.tokens: list[int] = []
-        self.reset()
-
-    def reset(self) -> None:
-        """Start anew, with the system message alone."""
-        bos = self._model.bos
-        self.tokens = [bos] if bos is not None and self._model.tokenize("")[:1] == [bos] else []
-        if self._system is not None:
-            self.tokens += self._turn("system", self._system)
-
-    def say(self, message: str) -> tuple[Job, list[int]]:
-        """The reply on its way, and the tokens that it answers."""
-        from perdure import ContextOverflow
-
-        new = [*self._turn("user", message), self._start, *self._text("assistant\n")]
-        prompt = self.tokens + new
-        if len(prompt) > self.ctx:
-            raise ContextOverflow(
-                f"this message takes {len(new)} tokens and the conversation has {len(self.tokens)}, but "
-                f"{self.ctx} fit in all. It was not sent. /reset starts anew; --ctx makes more fit",
-                needed=len(prompt),
-                fits=self.ctx,
-            )
-        return self._runtime.submit(prompt, sampling=self._sampling), prompt
-
-    def keep(self, prompt: list[int], reply: Reply) -> None:
-        """Make a message and its reply, whole or not, part of the conversation."""
-        self.tokens = [*prompt, *reply.tokens, self._end, *self._text("\n")]
-
-    def close(self) -> None:
-        self._runtime.close()
-
-    def _turn(self, role: str, text: str) -> list[int]:
-        return [self._start, *self._text(f"{role}\n{text}"), self._end, *self._text("\n")]
-
-    def _text(self, text: str) -> list[int]:
-        return self._model.tokenize(text, bos=False)
-
-
-def _marks(model: Model) -> tuple[int, int]:
-    """The tokens around a turn. This chat knows one format, ChatML; a model without it is refused."""
-    from perdure import ModelError
-
-    found = []
-    for mark in ("<|im_start|>", "<|im_end|>"):
-        ids = model.tokenize(mark, special=True, bos=False)
-        if len(ids) != 1 or not model.is_control(ids[0]):
-            raise ModelError(
-                f"{model.path.name} has no {mark} token, so its chat template is not ChatML, and others are "
-                "not supported yet; `perdure run` goes on from any text"
-            )
-        found += ids
-    return found[0], found[1]
-
-
-def _answer(conversation: Conversation, message: str) -> bool:
-    """Show the reply to a message as it comes. Whether it could be given whole."""
-    from perdure.cli import terminal
-
-    job, prompt = conversation.say(message)
-    text = ""
-    with terminal.stopped_by_ctrl_c(job) as stopped:
-        for delta in job:
-            terminal.write(delta.text)
-            text = delta.text or text
-    reply = job.reply()
-    conversation.keep(prompt, reply)
-    terminal.write("" if text.endswith("\n") else "\n")
-    if stopped.is_set() and not sys.stdin.isatty():
-        raise typer.Exit(130)
-    if reply.finish_reason == "length":
-        terminal.note(
-            f"the context of {conversation.ctx} tokens is full, so the reply ends here. "
-            "/reset starts anew; --ctx makes more fit"
-        )
-    return reply.finish_reason != "length"
-
-
-def _obey(command: str, conversation: Conversation) -> None:
-    name = command.split()[0]
-    if name == "/reset":
-        conversation.reset()
-        typer.echo("The conversation is forgotten.", err=True)
-    elif name in ("/help", "/?"):
-        typer.echo(_HELP, err=True)
-    else:
-        typer.echo(f"There is no {name}; /help tells what there is.", err=True)
-
-
-def _typed() -> Iterator[str]:
-    """Messages from a terminal until Ctrl-D or /quit."""
-    with contextlib.suppress(ImportError):
-        # Imported for what it does: input() then has a history and can be edited.
-        import readline  # noqa: F401
-    while True:
+    for message in Keyboard(settings().home / "chat.history", WORDS).messages(prompt):
         try:
-            line = input("> ").strip()
-        except EOFError:
-            typer.echo("", err=True)
-            return
+            if message.startswith("//"):
+                talk.say(message[1:])
+            elif not message.startswith("/"):
+                talk.say(message)
+            elif not obey(talk, message):
+                return
         except KeyboardInterrupt:
-            typer.echo("\nCtrl-D or /quit leaves.", err=True)
-            continue
-        if line in ("/quit", "/exit"):
-            return
-        if line:
-            yield line
+            terminal.tell("\nStopped. Ctrl-D or /quit leaves.")
 
 
 def _piped() -> Iterator[str]:
+    if sys.stdin is None or sys.stdin.closed:
+        return
     for line in sys.stdin.buffer:
         text = line.decode("utf-8", "replace").strip()
         if text:
             yield text
+
+
+def _settings(schema: Path | None, overflow: Overflow, max_tokens: int | None) -> dict[str, Any]:
+    import json
+
+    from perdure import Grammar, InvalidInputError
+
+    found: dict[str, Any] = {"overflow": overflow.value, "max_tokens": max_tokens}
+    if schema is not None:
+        try:
+            text = schema.read_text(encoding="utf-8")
+        except OSError as error:
+            raise InvalidInputError(f"{schema} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise InvalidInputError(f"{schema} is not UTF-8 text") from None
+        Grammar.json_schema(text)
+        # As a value, so that each turn can say what it was held to.
+        found["schema"] = json.loads(text)
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _sampling(**given: Any) -> dict[str, Any]:
+    from perdure import Sampling
+
+    found = {key: value for key, value in given.items() if value is not None}
+    Sampling(**found)
+    return found
+
+
+def _folder(store: Path | None) -> Path:
+    """The store, which somebody else may be writing to: better told before a model is loaded."""
+    from perdure.config import settings
+    from perdure.sessions.register import Register
+
+    folder = store or settings().store
+    if (folder / "sessions.sqlite").exists():
+        Register(folder).close()
+    return folder

@@ -1,8 +1,8 @@
-"""How a download looks: a bar in a terminal, a few plain lines elsewhere."""
+"""How work that takes time looks: a bar in a terminal; elsewhere a few plain lines, or nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -66,3 +66,22 @@ def _lines(console: Console, name: str) -> Iterator[Progress]:
             )
 
     yield report
+
+
+@contextmanager
+def working(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A callback for work whose end is known, on standard error: a bar in a terminal, nothing elsewhere."""
+    from rich import progress as rich_progress
+
+    console = Console(stderr=True)
+    bar = rich_progress.Progress(
+        rich_progress.TextColumn("{task.description}", markup=False),
+        rich_progress.BarColumn(),
+        rich_progress.TaskProgressColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

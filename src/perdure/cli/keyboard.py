@@ -1,0 +1,97 @@
+"""What a person types."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from perdure.cli import terminal
+
+_LINES = 1000
+"""Of history that are kept."""
+_QUOTES = '"""'
+
+
+class Keyboard:
+    """Messages from a terminal, until Ctrl-D.
+
+    Lines can be edited and come back with the arrow keys, in later runs too. A message of several lines is
+    pasted, or typed with a backslash at the end of each line but the last, or between triple quotes.
+    """
+
+    def __init__(self, history: Path, words: Sequence[str]) -> None:
+        self._history = history
+        self._readline = _readline(history, words)
+
+    def messages(self, prompt: Callable[[], str]) -> Iterator[str]:
+        """What is typed after `prompt`. What is quoted is no command: its first slash is doubled."""
+        while True:
+            try:
+                message = self._message(prompt())
+            except EOFError:
+                terminal.tell("")
+                return
+            except KeyboardInterrupt:
+                terminal.tell("\nCtrl-D or /quit leaves.")
+                continue
+            if message:
+                yield message
+
+    def _message(self, prompt: str) -> str:
+        line = self._line(prompt)
+        if line.lstrip().startswith(_QUOTES):
+            return self._quoted(line.lstrip().removeprefix(_QUOTES))
+        lines = [line]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1].removesuffix("\\")
+            lines.append(self._line("… "))
+        return "\n".join(lines).strip()
+
+    def _quoted(self, first: str) -> str:
+        lines = [first]
+        while not lines[-1].rstrip().endswith(_QUOTES):
+            lines.append(self._line("… "))
+        lines[-1] = lines[-1].rstrip().removesuffix(_QUOTES)
+        text = "\n".join(lines).strip()
+        return f"/{text}" if text.startswith("/") else text
+
+    def _line(self, prompt: str) -> str:
+        if sys.stdout.isatty():
+            line = input(prompt)
+        else:
+            # Standard output is somebody else's: it gets replies alone.
+            print(prompt, end="", file=sys.stderr, flush=True)
+            line = sys.stdin.readline()
+            if not line:
+                raise EOFError
+        if self._readline is not None and line.strip():
+            # At once, so that it is there whatever ends this process. A history that cannot be kept is none.
+            with contextlib.suppress(OSError, AttributeError):
+                self._readline.append_history_file(1, str(self._history))
+        return line.rstrip("\n").encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _readline(history: Path, words: Sequence[str]) -> Any:
+    """The module that makes `input` comfortable, where there is one."""
+    try:
+        import readline
+    except ImportError:
+        return None
+
+    def complete(text: str, number: int) -> str | None:
+        found = [word for word in words if word.startswith(text)] if text.startswith("/") else []
+        return f"{found[number]} " if number < len(found) else None
+
+    with contextlib.suppress(OSError):
+        history.parent.mkdir(parents=True, exist_ok=True)
+        if not history.exists():
+            history.touch(mode=0o600)
+        readline.read_history_file(str(history))
+    readline.set_history_length(_LINES)
+    readline.set_completer(complete)
+    readline.set_completer_delims(" ")
+    readline.parse_and_bind("tab: complete")
+    return readline

@@ -1,0 +1,53 @@
+"""Figures in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from rich.filesize import decimal
+
+if TYPE_CHECKING:
+    from perdure import ChatReply
+
+_TIERS = {"slot": "still in the engine", "memory": "from memory", "disk": "from disk"}
+
+size = decimal
+"""Bytes as people write them."""
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def quoted(name: str) -> str:
+    """A name as one line, whatever is in it."""
+    return name if name.isprintable() and name.strip() == name and name else repr(name)
+
+
+def sources(tiers: Mapping[str, int], computed: int) -> str:
+    """Where the state of tokens comes from."""
+    known = [f"{tokens} {_TIERS.get(tier, f'from {tier}')}" for tier, tokens in tiers.items() if tokens]
+    return ", ".join([*known, f"{computed} to compute"] if computed or not known else known)
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def moment(time: float) -> str:
+    return datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M")
+
+
+def effort(reply: ChatReply) -> str:
+    """What a reply took."""
+    reuse, timings = reply.reuse, reply.timings
+    known = [f"{tokens} {_TIERS.get(tier, f'from {tier}')}" for tier, tokens in reuse.tiers.items() if tokens]
+    return (
+        f"prompt   {', '.join([*known, f'{reuse.computed} computed'])} ({reuse.why})\n"
+        f"reading  {timings.prefilled_tokens} tokens in {milliseconds(timings.prefill)} "
+        f"({timings.prefill_speed:.0f}/s)\n"
+        f"writing  {timings.decoded_tokens} tokens in {milliseconds(timings.decode)} "
+        f"({timings.decode_speed:.1f}/s), ended by {reply.finish_reason}, seed {reply.seed}"
+    )
