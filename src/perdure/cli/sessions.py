@@ -1,0 +1,409 @@
+"""`perdure sessions`: what is kept of conversations, and what can be done with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perdure.cli import memories
+
+if TYPE_CHECKING:
+    from perdure import Runtime, Session, Turn
+    from perdure.sessions.register import Row
+
+app = typer.Typer(help="Conversations that are kept.", no_args_is_help=True)
+app.add_typer(memories.app, name="memories")
+
+Name = Annotated[str, typer.Argument(help="The session's name.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Store = Annotated[
+    Path | None,
+    typer.Option("--store", metavar="DIR", help="The folder of the store; else the one under PERDURE_HOME."),
+]
+Namespace = Annotated[
+    str, typer.Option("--namespace", help="Whose sessions: a server keeps one namespace a key.")
+]
+ModelName = Annotated[str | None, typer.Option("--model", "-m", help="A model's name or file.")]
+_CTX = 4096
+
+
+@app.command()
+def ls(
+    everyone: Annotated[bool, typer.Option("--all", help="Those of every namespace.")] = False,
+    namespace: Namespace = "",
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """List the sessions, the latest first."""
+    from perdure.cli import tally, terminal
+    from perdure.cli.asleep import asleep
+
+    with asleep(store, readonly=True) as sessions:
+        rows = sessions.register.list(None if everyone else namespace)
+    if as_json:
+        _print([_listed(row) for row in rows])
+        return
+    for row in rows:
+        whose = f"  {tally.quoted(row.namespace)}" if everyone else ""
+        origin = f"  ({_origin(row.origin)})" if row.origin else ""
+        turns = tally.count(row.depth, "turn")
+        terminal.write(f"{turns:>10}  {tally.moment(row.updated)}{whose}  {tally.quoted(row.name)}{origin}\n")
+    if not rows:
+        terminal.tell("There are no sessions yet.")
+
+
+@app.command()
+def show(name: Name, namespace: Namespace = "", store: Store = None, as_json: Json = False) -> None:
+    """Show what was said, and what is known of the session."""
+    from perdure.cli import tally, terminal
+    from perdure.cli.asleep import asleep
+
+    with asleep(store, readonly=True) as sessions:
+        row = sessions.register.find(namespace, name)
+        session = sessions.get(name, namespace)
+    turns = session.history()
+    if as_json:
+        _print(
+            {
+                **_listed(row),
+                "tokens": len(session.tokens),
+                "system": session.system,
+                "settings": dict(row.settings),
+                "history": [_turn(number, turn) for number, turn in enumerate(turns, 1)],
+            }
+        )
+        return
+    facts = {
+        "session": tally.quoted(row.name),
+        "turns": f"{session.turns}, {tally.count(len(session.tokens), 'token')}",
+        "system": session.system or "",
+        "settings": json.dumps(dict(row.settings), ensure_ascii=False) if row.settings else "",
+        "origin": _origin(row.origin) if row.origin else "",
+        "created": tally.moment(row.created),
+        "updated": tally.moment(row.updated),
+    }
+    terminal.write("".join(f"{fact:<9} {value}\n" for fact, value in facts.items() if value))
+    for number, turn in enumerate(turns, 1):
+        ended = "" if turn.finish_reason in ("stop", "") else f" ({turn.finish_reason})"
+        terminal.write(f"\n[{number}]{' folded' if turn.kind == 'fold' else ''}{ended}\n")
+        for message in [*turn.messages, *([turn.reply] if turn.reply is not None else [])]:
+            terminal.write(f"{message.role}: {message.content or ''}\n")
+
+
+@app.command()
+def fork(
+    name: Name,
+    new: Annotated[str, typer.Argument(help="The name of the new session.")],
+    turn: Annotated[int | None, typer.Option("--turn", min=0, help="Start after that turn.")] = None,
+    namespace: Namespace = "",
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Start a new session where one stands, or stood; the two share what they have in common."""
+    from perdure.cli import tally
+    from perdure.cli.asleep import asleep
+
+    with asleep(store, readonly=False) as sessions:
+        made = sessions.get(name, namespace).fork(new, turn=turn)
+        turns = tally.count(made.turns, "turn")
+        _tell(as_json, f"{tally.quoted(new)} starts with {turns} of {tally.quoted(name)}", _figures(made))
+
+
+@app.command()
+def rewind(
+    name: Name,
+    turns: Annotated[int, typer.Argument(min=0, help="How many turns to go back by.")] = 1,
+    to: Annotated[int | None, typer.Option("--to", min=0, help="Go back to after that turn instead.")] = None,
+    namespace: Namespace = "",
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Go back by some turns. What neither a fork nor a memory needs is deleted."""
+    from perdure.cli import tally
+    from perdure.cli.asleep import asleep
+
+    with asleep(store, readonly=False) as sessions:
+        session = sessions.get(name, namespace)
+        session.rewind(turns, to=to)
+        _tell(
+            as_json, f"{tally.quoted(name)} has {tally.count(session.turns, 'turn')} now", _figures(session)
+        )
+
+
+@app.command()
+def label(
+    name: Name,
+    label: Annotated[str, typer.Argument(help="What to call this point.")],
+    turn: Annotated[int | None, typer.Option("--turn", min=0, help="After that turn, not the last.")] = None,
+    kind: Annotated[str, typer.Option("--kind", help="What kind of memory it is.")] = "memory",
+    note: Annotated[str, typer.Option("--note", help="A text to find it by.")] = "",
+    namespace: Namespace = "",
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Remember a point of a session, and print the address that it can be woken by."""
+    from perdure.cli.asleep import asleep
+
+    with asleep(store, readonly=False) as sessions:
+        memory = sessions.get(name, namespace).label(label, kind=kind, turn=turn, note=note)
+    _tell(as_json, memory.address, memories.plain(memory))
+
+
+@app.command()
+def rm(
+    names: Annotated[list[str], typer.Argument(help="The sessions' names.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    namespace: Namespace = "",
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Forget sessions. Forks of them and memories stay; cached state goes when its room is needed."""
+    from perdure.cli import tally
+    from perdure.cli.asleep import asleep
+
+    with asleep(store, readonly=False) as sessions:
+        # All are looked up first: a wrong name deletes none.
+        found = [sessions.get(name, namespace) for name in dict.fromkeys(names)]
+        shown = ", ".join(tally.quoted(session.name) for session in found)
+        if not yes:
+            typer.confirm(f"Forget {shown}?", abort=True, err=True)
+        for session in found:
+            session.delete()
+    _tell(as_json, f"forgot {shown}", {"removed": [session.name for session in found]})
+
+
+@app.command()
+def sleep(
+    name: Name,
+    model: ModelName = None,
+    namespace: Namespace = "",
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Put the whole state of a session on disk, so that it wakes fast. What is missing is computed."""
+    from perdure.cli import tally
+
+    with _awake(store, model, name, namespace) as (runtime, session):
+        computed = session.plan_wake().computed
+        if computed > 1:
+            runtime.generate(session.tokens, max_tokens=1, temperature=0, namespace=namespace)
+        session.sleep()
+        plan = session.plan_wake()
+    _tell(
+        as_json,
+        f"{tally.quoted(name)} sleeps: {tally.size(plan.nbytes)}; to wake it: "
+        f"{tally.sources(plan.tiers, plan.computed)}",
+        {**_figures(session), "tiers": dict(plan.tiers), "compute": plan.computed, "bytes": plan.nbytes},
+    )
+
+
+@app.command()
+def wake(
+    name: Name,
+    plan_only: Annotated[bool, typer.Option("--plan", help="Only say what it would take.")] = False,
+    model: ModelName = None,
+    namespace: Namespace = "",
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Prove a session's turns, bring its state back once, and say what that took."""
+    import time
+
+    from perdure.cli import tally
+
+    with _awake(store, model, name, namespace) as (_, session):
+        plan = session.plan_wake()
+        facts = {"tiers": dict(plan.tiers), "compute": plan.computed, "bytes": plan.nbytes}
+        told = f"{tally.quoted(name)}: {tally.sources(plan.tiers, plan.computed)}; {tally.size(plan.nbytes)}"
+        if not plan_only:
+            started = time.monotonic()
+            report = session.wake()
+            took = time.monotonic() - started
+            facts |= {"tiers": dict(report.tiers), "compute": report.computed, "seconds": took}
+            sources = tally.sources(report.tiers, report.computed)
+            told = f"{tally.quoted(name)} woke in {tally.milliseconds(took)}: {sources}"
+    _tell(as_json, told, {**_figures(session), **facts})
+
+
+@app.command()
+def export(
+    name: Name,
+    file: Annotated[
+        Path, typer.Argument(help="Where to: .md and .jsonl give text, others the session as a whole.")
+    ],
+    state: Annotated[
+        bool, typer.Option("--state/--no-state", help="With its state, which takes the model, or without.")
+    ] = True,
+    kind: Annotated[str | None, typer.Option("--kind", help="What kind of export it says it is.")] = None,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Replace a file that is there.")] = False,
+    model: ModelName = None,
+    namespace: Namespace = "",
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Write a session to one file that can be moved, or what was said in it as text."""
+    from perdure.cli import tally
+    from perdure.cli.asleep import asleep
+    from perdure.cli.progress import working
+    from perdure.errors import InvalidInputError
+
+    if file.exists() and not force:
+        raise InvalidInputError(f"{file} exists already: choose another name, or --force")
+    suffix = file.suffix.lower()
+    with working(f"Writing {file.name}") as progress:
+        if suffix in (".md", ".jsonl"):
+            with asleep(store, readonly=True) as sessions:
+                text = sessions.get(name, namespace).transcript("markdown" if suffix == ".md" else "jsonl")
+            _write(file, text)
+        elif not state:
+            with asleep(store, readonly=True) as sessions:
+                sessions.get(name, namespace).export(file, state=False, kind=kind, progress=progress)
+        else:
+            with _awake(store, model, name, namespace) as (_, session):
+                session.export(file, kind=kind, progress=progress)
+    written = file.stat().st_size
+    _tell(
+        as_json,
+        f"{tally.quoted(name)} is in {file} ({tally.size(written)})",
+        {"file": str(file), "bytes": written},
+    )
+
+
+@app.command(name="import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="A file that `export` wrote.")],
+    name: Annotated[str | None, typer.Option("--as", help="Another name for it.")] = None,
+    state: Annotated[
+        bool,
+        typer.Option("--state/--no-state", help="With the state in it, which takes the model, or without."),
+    ] = True,
+    model: ModelName = None,
+    namespace: Namespace = "",
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Bring in a session that was exported, after proving all of it."""
+    import perdure
+    from perdure.cli import tally, terminal
+    from perdure.cli.asleep import Asleep, asleep, place
+    from perdure.cli.progress import working
+    from perdure.sessions.bundle import manifest_of
+
+    manifest = manifest_of(file)
+    with working(f"Reading {file.name}") as progress:
+        if state and manifest.get("identity") is not None:
+            folder = place(store, create=True)
+            if (folder / "sessions.sqlite").is_file():
+                # That it is in use is better told before a model is loaded.
+                Asleep(folder, readonly=False).close()
+            with perdure.open(terminal.load(model), n_ctx=_CTX, slots=1, store=folder) as runtime:
+                made = runtime.sessions.import_(file, name, namespace=namespace, progress=progress)
+                plan = made.plan_wake()
+                facts = {**_figures(made), "tiers": dict(plan.tiers), "compute": plan.computed}
+                came = f"; to wake it: {tally.sources(plan.tiers, plan.computed)}"
+        else:
+            with asleep(store, readonly=False, create=True) as sessions:
+                made = sessions.import_(file, name, namespace=namespace, progress=progress)
+                facts, came = _figures(made), ""
+    turns = tally.count(made.turns, "turn")
+    _tell(as_json, f"{tally.quoted(made.name)} has come with {turns}{came}", facts)
+
+
+@app.command()
+def verify(store: Store = None, as_json: Json = False) -> None:
+    """Prove every turn of every session and read all state that is kept, moving damaged files aside.
+
+    The exit code is 1 if anything was wrong, and 0 when all is well.
+    """
+    from perdure.cli import terminal
+    from perdure.cli.asleep import place
+    from perdure.cli.inspection import inspect
+    from perdure.cli.progress import working
+
+    folder = place(store)
+    with working("Reading") as progress:
+        found = inspect(folder, progress)
+    if as_json:
+        _print(found.plain())
+    else:
+        terminal.write("".join(f"{line}\n" for line in found.lines()))
+    if not found.sound:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _awake(
+    store: Path | None, model: str | None, name: str, namespace: str
+) -> Iterator[tuple[Runtime, Session]]:
+    """A session with an engine that has room for it. Whatever is wrong is told before a model is loaded."""
+    import perdure
+    from perdure.cli import terminal
+    from perdure.cli.asleep import asleep, place
+
+    with asleep(store, readonly=False) as sessions:
+        needed = len(sessions.get(name, namespace).tokens)
+    ctx = max(_CTX, needed + 1)
+    with perdure.open(terminal.load(model), n_ctx=ctx, slots=1, store=place(store)) as runtime:
+        yield runtime, runtime.sessions.get(name, namespace)
+
+
+def _write(file: Path, text: str) -> None:
+    from perdure.errors import InvalidInputError
+
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInputError(f"{file} cannot be written: {error.strerror}") from None
+
+
+def _listed(row: Row) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "namespace": row.namespace,
+        "kind": row.kind,
+        "turns": row.depth,
+        "origin": dict(row.origin),
+        "created": row.created,
+        "updated": row.updated,
+    }
+
+
+def _figures(session: Session) -> dict[str, Any]:
+    return {
+        "name": session.name,
+        "namespace": session.namespace,
+        "turns": session.turns,
+        "tokens": len(session.tokens),
+        "origin": dict(session.origin),
+    }
+
+
+def _turn(number: int, turn: Turn) -> dict[str, Any]:
+    """A turn without its tokens."""
+    facts = turn.to_json()
+    left_out = ("tokens", "cuts", "keep", "text")
+    return {"number": number, **{key: value for key, value in facts.items() if key not in left_out}}
+
+
+def _origin(origin: Any) -> str:
+    from perdure.cli.tally import quoted
+
+    return f"{origin.get('how')} of {quoted(str(origin.get('session')))} after turn {origin.get('turn')}"
+
+
+def _tell(as_json: bool, text: str, facts: dict[str, Any]) -> None:
+    from perdure.cli import terminal
+
+    if as_json:
+        _print(facts)
+    else:
+        terminal.write(f"{text}\n")
+
+
+def _print(facts: Any) -> None:
+    typer.echo(json.dumps(facts, indent=2))
