@@ -232,7 +232,7 @@ def test_reasoning_is_hidden_with_one_note(environment: dict[str, str], tmp_path
     done = piped(environment, "hi\nthere\n", "chat", *BRIEF, *thinking(tmp_path))
     assert done.returncode == 0
     assert done.stdout.strip() == ""
-    assert done.stderr == "(The model has reasoned first; /think show shows it.)\n"
+    assert done.stderr == "(The model has reasoned first; that is not shown.)\n"
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(environment: dict[str, str]) -> None:

@@ -71,7 +71,7 @@ class Talk:
         settings = dict(self.settings)
         if settings.get("seed") is not None and self.session.history():
             # The same seed would only draw the same reply again.
-            settings["seed"] = self.session.history()[-1].seed + 1
+            settings["seed"] = (self.session.history()[-1].seed + 1) % (1 << 32)
         return self.follow(lambda: self.session.submit_regenerate(keep_partial=True, **settings))
 
     def follow(self, submit: Callable[[], ChatJob]) -> bool:
@@ -89,10 +89,10 @@ class Talk:
         except PerdureError as error:
             terminal.note(str(error))
             return False
-        if self._folds() > before:
-            terminal.tell(
-                "The conversation was full: a summary and the last turns stand for it from here on."
-            )
+        finally:
+            # Folding comes first, so a message that is refused may have been preceded by it.
+            if self._folds() > before:
+                terminal.tell("The conversation was full: a summary and its last turns stand for it now.")
         page = Page(think=self.think)
         try:
             with terminal.stopped_by_ctrl_c(job) as stopped:
@@ -114,7 +114,8 @@ class Talk:
     def _tell(self, reply: ChatReply, page: Page) -> None:
         """Whatever a reader should know and cannot see."""
         if page.thought and not self.think and not self._hinted:
-            terminal.tell("(The model has reasoned first; /think show shows it.)")
+            how = "/think show shows it" if self.watched else "that is not shown"
+            terminal.tell(f"(The model has reasoned first; {how}.)")
             self._hinted = True
         if not reply.text and reply.finish_reason == "stop" and self.watched:
             terminal.tell("(The reply is empty.)")
@@ -122,9 +123,8 @@ class Talk:
             left_out = tally.count(reply.dropped, "message")
             terminal.tell(f"The oldest {left_out} had to be left out of the prompt.")
         if reply.shifted:
-            terminal.tell(
-                f"The oldest {tally.count(reply.shifted, 'token')} were left out while it was written."
-            )
+            left_out = tally.count(reply.shifted, "token")
+            terminal.tell(f"The oldest {left_out} had to be left out while it was written.")
         if reply.finish_reason == "cancelled" and self.watched:
             terminal.tell(
                 "Stopped; what there is of it is kept." if reply.kept else "Stopped; nothing is kept."
