@@ -108,11 +108,17 @@ def test_a_request_of_which_nothing_had_come_is_tried_again_unseen(
     assert remote(rt).health().restarts == 1
 
 
-def test_an_unseeded_request_keeps_its_draw_when_it_is_tried_again(rt: Runtime, hold: Hold) -> None:
-    job = rt.submit([65, ABORT_ONCE], max_tokens=30, temperature=1.5)
-    reply = job.reply()
-    again = toy_alone([65, ABORT_ONCE], max_tokens=30, temperature=1.5, seed=reply.seed)
-    assert reply.tokens == again.tokens
+def test_a_reply_cut_short_tells_the_seed_it_was_drawn_with(rt: Runtime, hold: Hold) -> None:
+    """C7: though none was given, and the process that drew cannot be asked any more."""
+    prompt = [65, LATER + HOLD]
+    job = rt.submit(prompt, max_tokens=30, temperature=1.5, ignore_eos=True)
+    hold.reached()
+    kill(rt)
+    (reply,) = outcome(job)
+    whole = toy_alone(prompt, max_tokens=30, temperature=1.5, ignore_eos=True, seed=reply.seed)
+    assert reply.finish_reason == "error"
+    assert len(reply.tokens) > 5
+    assert reply.tokens == whole.tokens[: len(reply.tokens)]
 
 
 def test_a_request_that_kills_every_engine_is_given_up(rt: Runtime) -> None:

@@ -245,6 +245,8 @@ def test_what_is_wrong_with_the_settings_is_raised_by_open(tmp_path: Path) -> No
         isolated("nothing_of_that_name")
     with pytest.raises(TypeError, match="colour"):
         isolated("full", colour="red")
+    with pytest.raises(InvalidInputError, match="plain data"):
+        isolated("full", threads=lambda: 1)
     with pytest.raises(perdure.ModelNotFoundError):
         perdure.open(tmp_path / "none.gguf", isolated=True)
 

@@ -62,7 +62,7 @@ class Desk:
     def submit(self, request: Request) -> Flight:
         """Ask for a reply. While there is no engine it waits here, if there is room."""
         flight = Flight(self._next(), request)
-        data = _packed(flight.message())
+        data = packed(flight.message())
         with self._changing:
             self._check_open()
             if self._wire is None:
@@ -92,13 +92,13 @@ class Desk:
     ) -> Future[Any]:
         """Call a method of something in the engine's process, once there is one."""
         question = Question(Call(self._next(), target, name, args, keywords))
-        data = _packed(question.call)
+        data = packed(question.call)
         with self._changing:
             self._check_open()
             self._questions[question.call.id] = question
             if self._wire is not None:
                 question.tries += 1
-                self._wire.send_packed(data)
+                self._wire.sendpacked(data)
         return question.answer
 
     @property
@@ -217,7 +217,7 @@ class Desk:
 
     def _send(self, wire: Wire, flight: Flight, data: bytes) -> None:
         flight.tries += 1
-        wire.send_packed(data)
+        wire.sendpacked(data)
         # A cancel that came before the request itself was nobody's.
         if flight.cancelled:
             wire.send(Cancel(flight.id))
@@ -233,7 +233,8 @@ class Desk:
             self._questions = {id_: each for id_, each in self._questions.items() if not each.answer.done()}
 
 
-def _packed(message: object) -> bytes:
+def packed(message: object) -> bytes:
+    """A message as it travels; a caller's value that cannot is refused."""
     try:
         return pack(message)
     except Exception as error:

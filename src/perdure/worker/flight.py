@@ -38,7 +38,7 @@ class Flight:
 
     def __init__(self, id_: AskId, request: Request) -> None:
         self.id = id_
-        # Settled here, so that a second try draws as the first one did.
+        # Settled here, so that a second try draws as the first did, and a reply cut short can tell.
         self.request = replace(request, sampling=request.sampling.seeded())
         self.outbox = Outbox()
         self.tries = 0

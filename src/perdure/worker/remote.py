@@ -19,7 +19,7 @@ from perdure.decode.job import Job
 from perdure.decode.request import Request
 from perdure.errors import InvalidInputError
 from perdure.worker.care import Care, Health
-from perdure.worker.desk import Desk
+from perdure.worker.desk import Desk, packed
 from perdure.worker.messages import Setup, Target
 from perdure.worker.supervisor import Supervisor
 from perdure.worker.vocabulary import Asked, RemoteVocabulary
@@ -56,6 +56,7 @@ class RemoteBackend:
             pulse=1.0,
             log_level=logging.getLogger("perdure").getEffectiveLevel(),
         )
+        packed(setup)
         queue = settings.get("queue", 256)
         self._desk = Desk(queue if isinstance(queue, int) else 0)
         self._supervisor = Supervisor(setup, care or Care(), self._desk)
