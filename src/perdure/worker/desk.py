@@ -98,7 +98,7 @@ class Desk:
             self._questions[question.call.id] = question
             if self._wire is not None:
                 question.tries += 1
-                self._wire.sendpacked(data)
+                self._wire.send_packed(data)
         return question.answer
 
     @property
@@ -217,7 +217,7 @@ class Desk:
 
     def _send(self, wire: Wire, flight: Flight, data: bytes) -> None:
         flight.tries += 1
-        wire.sendpacked(data)
+        wire.send_packed(data)
         # A cancel that came before the request itself was nobody's.
         if flight.cancelled:
             wire.send(Cancel(flight.id))
