@@ -1,0 +1,90 @@
+"""What docs/chat.md and docs/sessions.md say is so: their snippets run, their commands and links exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from cli.person import COMMAND
+from perdure.cli.commands import COMMANDS
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = ("chat.md", "sessions.md")
+
+
+def read(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", read(page), re.DOTALL)
+
+
+def snippets() -> list[tuple[str, int]]:
+    return [(page, number) for page in PAGES for number in range(len(blocks(page, "python")))]
+
+
+def commands() -> list[str]:
+    lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
+    return [line.split(" | ")[-1] for line in lines]
+
+
+@cache
+def help_of(*command: str) -> str:
+    done = subprocess.run(
+        [*COMMAND, *command, "--help"],
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize(("page", "number"), snippets())
+def test_a_snippet_runs(page: str, number: int, zoo_path: Callable[[str], Path], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", blocks(page, "python")[number]],
+        env={
+            **os.environ,
+            "PERDURE_MODEL": str(zoo_path("llama")),
+            "PERDURE_HOME": str(tmp_path / "home"),
+            "OMP_NUM_THREADS": "1",
+        },
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_and_its_options_exist(command: str) -> None:
+    program, *words = shlex.split(command)
+    assert program == "perdure"
+    deep = {"chat": 1, "sessions": 3 if "memories" in words else 2}[words[0]]
+    shown = help_of(*words[:deep])
+    for option in (word for word in words if word.startswith("--")):
+        assert re.search(rf"{option}\b", shown), f"{command}: no {option}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", read(page))
+    assert all((DOCS / link).exists() for link in links)
+
+
+def test_the_page_lists_what_can_be_typed() -> None:
+    assert set(re.findall(r"^\| `(/\w+)", read("chat.md"), re.MULTILINE)) == {
+        *(command.name for command in COMMANDS),
+        "/quit",
+    }
