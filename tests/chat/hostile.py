@@ -48,6 +48,8 @@ HOSTILE = {
     + "{% for a in range(50) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ {ns.x: 1} | length }}",
     "nested dicts, as JSON": GROW
     + "{% for a in range(50) %}{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% endfor %}{{ ns.x | tojson }}",
+    "nested dicts, shown": GROW
+    + "{% for a in range(50) %}{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% endfor %}{{ ns.x }}",
     "nested by dict()": GROW
     + "{% for a in range(50) %}{% set ns.x = dict(a=ns.x, b=ns.x) %}{% endfor %}{{ ns.x }}",
     "nested by varargs": "{% macro f() %}{% set ns.x = varargs %}{% endmacro %}"
@@ -142,7 +144,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
     signal.signal(signal.SIGALRM, stopped)
     outcomes = {}
-    for name, source in HOSTILE.items():
+    for name in sys.argv[1:] or HOSTILE:
+        source = HOSTILE[name]
         signal.alarm(20)
         try:
             text = Template(source).render(messages)

@@ -184,6 +184,28 @@ RAW = [
     Raw("hermes", "<tool_call>", ""),
     Raw("hermes", '<tool_call>{"name": 7}</tool_call>', '{"name": 7}'),
     Raw("hermes", '<tool_call>{"arguments": {}}</tool_call>', '{"arguments": {}}'),
+    *(
+        Raw(
+            "hermes",
+            f'<tool_call>{{"name": "f", "arguments": {{"a": {wrong}}}}}',
+            f'{{"name": "f", "arguments": {{"a": {wrong}}}}}',
+        )
+        for wrong in (
+            "tru",
+            "01",
+            "-",
+            "1.",
+            "[1,]",
+            "[1 2]",
+            '"\\x"',
+            '"\\u12g4"',
+            '"\n"',
+            "{1: 2}",
+            '{"b" 1}',
+            '{"b": 1,}',
+            "}",
+        )
+    ),
     Raw("hermes", '<tool_call>{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": [1]}'),
     Raw("hermes", '<tool_call>{"name": "f", "arguments": "oops"}', '{"name": "f", "arguments": "oops"}'),
     Raw("hermes", '<tool_call>{"name": "f", "name": "g"}', '{"name": "f", "name": "g"}'),

@@ -16,6 +16,7 @@ from chat.conversations import CONVERSATIONS, TOOLS
 from chat.replies import PARIS, RAW, Raw, message
 from chat.test_template import BOS, EOS, PUBLISHED
 from perdure import InvalidInputError
+from perdure.chat import family as registry
 from perdure.chat import reader as module
 from perdure.chat.family import Family, Markers, Part, Reader, detect, family, names, read
 from perdure.chat.message import Message, parse_messages
@@ -278,11 +279,10 @@ def test_what_a_template_writes_is_read_back(name: str, conversation: str) -> No
 # Families of one's own.
 
 
-def test_a_family_of_ones_own_is_read_and_detected() -> None:
-    from perdure.chat.family import register
-
+def test_a_family_of_ones_own_is_read_and_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     mine = Family("mine", Markers(open="<<", close=">>"), None, signs=("<<mine>>",))
-    register(mine)
+    registry.register(mine)
     assert detect("{# <<mine>> <tool_call> #}") is mine
     made = read(mine, "<<Hm.>> Hi")
     assert (made.content, made.reasoning) == ("Hi", "Hm.")

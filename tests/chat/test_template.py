@@ -226,6 +226,7 @@ def test_a_template_that_does_not_compile_says_where(source: Any, words: str) ->
         ("{{ messages + 1 }}", "line 1 fails"),
         ("{{ x | tojson }}", "line 1 fails.*Undefined"),
         ("{{ raise_exception('no') }}", "line 1: no$"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "call each other more than 100 deep"),
     ],
 )
 def test_a_template_that_fails_says_where(source: str, words: str) -> None:

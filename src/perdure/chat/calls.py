@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jsonschema
-
 from perdure.chat.call_object import Objects
 from perdure.chat.channels import Channels
 from perdure.chat.fence import Fence
@@ -153,8 +151,12 @@ def check_arguments(call: ToolCall, tools: Iterable[Tool]) -> str | None:
         arguments = call.parsed
     except InvalidInputError as error:
         return str(error)
+    # Slow to import, and needed only where there are calls.
+    import jsonschema
+
+    kind = jsonschema.validators.validator_for(tool.parameters, default=jsonschema.Draft202012Validator)
     try:
-        problem = jsonschema.exceptions.best_match(_validator(tool).iter_errors(arguments))
+        problem = jsonschema.exceptions.best_match(kind(tool.parameters).iter_errors(arguments))
     except Exception as error:
         # A tool's schema is its author's; what fails in it is not the model's fault.
         return f"the schema of {tool.name} cannot be used: {error}"
@@ -162,11 +164,6 @@ def check_arguments(call: ToolCall, tools: Iterable[Tool]) -> str | None:
         return None
     place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in problem.absolute_path)
     return f"the arguments of {call.name} do not fit its schema: arguments{place}: {_brief(problem.message)}"
-
-
-def _validator(tool: Tool) -> Any:
-    kind = jsonschema.validators.validator_for(tool.parameters, default=jsonschema.Draft202012Validator)
-    return kind(tool.parameters)
 
 
 def _brief(words: str, longest: int = 300) -> str:

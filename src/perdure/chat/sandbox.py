@@ -85,7 +85,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             del self.filters[name]
         self.filters["tojson"] = _tojson
         self.filters = {name: _bounded_filter(name, each) for name, each in self.filters.items()}
-        self.filters |= {"_paced": _paced, "_joined": _joined, "_sliced": _sliced, "_weighed": _weighed}
+        self.filters |= {"_paced": _paced, "_joined": _joined, "_weighed": _weighed}
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
@@ -193,13 +193,6 @@ class _Bounding(NodeTransformer):
         self.generic_visit(node)
         return _filter(jinja2.nodes.Tuple(node.nodes, "load", lineno=node.lineno), "_joined")
 
-    def visit_Getitem(self, node: jinja2.nodes.Getitem) -> Node:  # noqa: N802
-        self.generic_visit(node)
-        if node.ctx != "load" or not isinstance(node.arg, jinja2.nodes.Slice):
-            return node
-        ends = (node.arg.start, node.arg.stop, node.arg.step)
-        return _filter(node.node, "_sliced", *(each if each is not None else Const(None) for each in ends))
-
     def visit_List(self, node: jinja2.nodes.List) -> Node:  # noqa: N802
         self.generic_visit(node)
         return node if all(isinstance(each, Const) for each in node.items) else _filter(node, "_weighed")
@@ -254,17 +247,6 @@ def _joined(context: Context, parts: tuple[Any, ...]) -> str:
     texts = [_finalized(context, part) for part in parts]
     _allowance(context).fits(sum(map(len, texts)))
     return "".join(texts)
-
-
-@pass_context
-def _sliced(context: Context, value: Any, start: Any, stop: Any, step: Any) -> Any:
-    allowance = _allowance(context)
-    made = value[start:stop:step]
-    if isinstance(made, (list, tuple)):
-        allowance.added(made, allowance.weigh(value))
-    else:
-        allowance.take(made)
-    return made
 
 
 @pass_context
