@@ -88,7 +88,8 @@ def _sessions(talk: Talk, name: str) -> None:
         return
     for row in talk.runtime.sessions.list():
         here = "*" if row.name == talk.session.name else " "
-        terminal.tell(f"{here} {row.depth:>4} turns  {tally.moment(row.updated)}  {tally.quoted(row.name)}")
+        turns = tally.count(row.depth, "turn")
+        terminal.tell(f"{here} {turns:>10}  {tally.moment(row.updated)}  {tally.quoted(row.name)}")
 
 
 def _sleep(talk: Talk, _: str) -> None:

@@ -28,7 +28,7 @@ def quoted(name: str) -> str:
 
 def sources(tiers: Mapping[str, int], computed: int) -> str:
     """Where the state of tokens comes from."""
-    known = [f"{tokens} {_TIERS.get(tier, f'from {tier}')}" for tier, tokens in tiers.items() if tokens]
+    known = _known(tiers)
     return ", ".join([*known, f"{computed} to compute"] if computed or not known else known)
 
 
@@ -43,11 +43,14 @@ def moment(time: float) -> str:
 def effort(reply: ChatReply) -> str:
     """What a reply took."""
     reuse, timings = reply.reuse, reply.timings
-    known = [f"{tokens} {_TIERS.get(tier, f'from {tier}')}" for tier, tokens in reuse.tiers.items() if tokens]
     return (
-        f"prompt   {', '.join([*known, f'{reuse.computed} computed'])} ({reuse.why})\n"
-        f"reading  {timings.prefilled_tokens} tokens in {milliseconds(timings.prefill)} "
+        f"prompt   {', '.join([*_known(reuse.tiers), f'{reuse.computed} computed'])} ({reuse.why})\n"
+        f"reading  {count(timings.prefilled_tokens, 'token')} in {milliseconds(timings.prefill)} "
         f"({timings.prefill_speed:.0f}/s)\n"
-        f"writing  {timings.decoded_tokens} tokens in {milliseconds(timings.decode)} "
+        f"writing  {count(timings.decoded_tokens, 'token')} in {milliseconds(timings.decode)} "
         f"({timings.decode_speed:.1f}/s), ended by {reply.finish_reason}, seed {reply.seed}"
     )
+
+
+def _known(tiers: Mapping[str, int]) -> list[str]:
+    return [f"{tokens} {_TIERS.get(tier, f'from {tier}')}" for tier, tokens in tiers.items() if tokens]
