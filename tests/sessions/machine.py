@@ -112,10 +112,10 @@ def life(subject: Subject, **settings: Any) -> type[RuleBasedStateMachine]:
                 self.session(name).fork(other, turn=len(turns))
                 self.known[other] = turns
 
-        @rule(name=st.sampled_from(NAMES), text=st.sampled_from(TEXTS), data=st.data())
-        def edit(self, name: str, text: str, data: st.DataObject) -> None:
+        @rule(name=st.sampled_from(NAMES), text=st.sampled_from(TEXTS), which=st.integers(0, 20))
+        def edit(self, name: str, text: str, which: int) -> None:
             if self.known.get(name):
-                turn = data.draw(st.integers(1, len(self.known[name])))
+                turn = 1 + which % len(self.known[name])
                 session = self.session(name)
                 try:
                     reply = self.talk.checked(
@@ -177,10 +177,10 @@ def life(subject: Subject, **settings: Any) -> type[RuleBasedStateMachine]:
                 self.marked[memory.address] = self.known[name]
 
         @precondition(lambda self: self.marked)
-        @rule(other=st.sampled_from(NAMES), data=st.data())
-        def remember(self, other: str, data: st.DataObject) -> None:
+        @rule(other=st.sampled_from(NAMES), which=st.integers(0, 20))
+        def remember(self, other: str, which: int) -> None:
             if other not in self.known:
-                address = data.draw(st.sampled_from(sorted(self.marked)))
+                address = sorted(self.marked)[which % len(self.marked)]
                 self.talk.rt.memories.wake(address, other)
                 self.known[other] = self.marked[address]
 
@@ -198,15 +198,15 @@ def life(subject: Subject, **settings: Any) -> type[RuleBasedStateMachine]:
                 self.session(name).delete()
                 del self.known[name]
 
-        @rule(data=st.data())
-        def damage(self, data: st.DataObject) -> None:
+        @rule(which=st.integers(0, 1 << 20), where=st.integers(0, 1 << 20))
+        def damage(self, which: int, where: int) -> None:
             """A block on the disk is not what it was."""
             files = sorted(path for path in (self.folder / "blocks").rglob("*") if path.is_file())
             if files:
-                path = data.draw(st.sampled_from(files))
+                path = files[which % len(files)]
                 content = bytearray(path.read_bytes())
                 if content:
-                    content[data.draw(st.integers(0, len(content) - 1))] ^= 0x40
+                    content[where % len(content)] ^= 0x40
                     path.write_bytes(content)
 
     return Life

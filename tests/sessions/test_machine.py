@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import subjects
@@ -17,13 +17,16 @@ from sessions.machine import life
 from subjects import NAMES, Subject
 
 
-def live(subject: Subject, examples: int, steps: int, **options: object) -> None:
+def live(
+    subject: Subject, examples: int, steps: int, phases: Sequence[Phase] = tuple(Phase), **options: object
+) -> None:
     run_state_machine_as_test(
         life(subject, **options),
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
             deadline=None,
+            phases=phases,
             derandomize=examples < 50,
             suppress_health_check=list(HealthCheck),
         ),
@@ -35,7 +38,7 @@ def test_whatever_happens_sessions_go_on_as_fresh_ones_would(
     name: str, zoo_path: Callable[[str], Path]
 ) -> None:
     toy = name.startswith("toy")
-    live(subjects.find(name, zoo_path), examples=12 if toy else 3, steps=30 if toy else 15)
+    live(subjects.find(name, zoo_path), examples=8 if toy else 2, steps=25 if toy else 12)
 
 
 @pytest.mark.soak
@@ -50,7 +53,7 @@ def test_a_turn_that_is_lost_is_seen(
     """Planted: a rewind that moves nothing on the disk."""
     monkeypatch.setattr(Register, "move", lambda self, session, head: None)
     with pytest.raises(AssertionError):
-        live(subjects.find("toy-full", zoo_path), examples=30, steps=30)
+        live(subjects.find("toy-full", zoo_path), examples=30, steps=30, phases=[Phase.generate])
 
 
 def test_tokens_that_are_not_those_of_the_text_are_seen(
@@ -64,4 +67,4 @@ def test_tokens_that_are_not_those_of_the_text_are_seen(
 
     monkeypatch.setattr(turn_module, "_kept", short)
     with pytest.raises(BaseException):  # noqa: B017
-        live(subjects.find("toy-full", zoo_path), examples=30, steps=30)
+        live(subjects.find("toy-full", zoo_path), examples=30, steps=30, phases=[Phase.generate])

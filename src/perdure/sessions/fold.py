@@ -51,14 +51,19 @@ def _head(turns: Sequence[Turn]) -> list[Message]:
 
 def _written(speaker: Speaker, messages: list[Message], namespace: str, settings: Mapping[str, Any]) -> str:
     """The model's own summary."""
-    length = min(192, speaker.n_ctx // 8)
-    wanted = {"max_tokens": length, "temperature": 0, **settings}
+    wanted = {"max_tokens": min(192, speaker.n_ctx // 8), **settings}
     wanted |= {"overflow": "drop_oldest", "reasoning": "hide"}
-    job = speaker.ask([*messages, Message(role="user", content=_ASK)], namespace=namespace, **wanted)
-    try:
-        text = job.reply().text.strip()
-    finally:
-        job.cancel()
-    if not text:
-        raise SessionError("the model wrote an empty summary: give one")
-    return text
+    # A small model may have nothing to say at first.
+    for temperature in (0.0, 0.7, 1.0):
+        job = speaker.ask(
+            [*messages, Message(role="user", content=_ASK)],
+            namespace=namespace,
+            **{"temperature": temperature, "seed": 1, **wanted},
+        )
+        try:
+            text = job.reply().text.strip()
+        finally:
+            job.cancel()
+        if text:
+            return text
+    raise SessionError("the model wrote an empty summary: give one")

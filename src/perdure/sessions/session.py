@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -57,9 +58,9 @@ class _Point:
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """A turn on its way."""
+    """A turn on its way. A job that nobody holds any more is cancelled, so it must not be held here."""
 
-    job: ChatJob | None = None
+    job: weakref.ref[ChatJob] | None = None
 
 
 class Session:
@@ -313,7 +314,7 @@ class Session:
 
             known = self._usable if point is self._point else None
             try:
-                ticket.job = self._sessions.speaker.ask(
+                job = self._sessions.speaker.ask(
                     [*context(point.turns), *said],
                     namespace=self.namespace,
                     known=known,
@@ -323,7 +324,8 @@ class Session:
             except BaseException:
                 self._ticket = None
                 raise
-            return ticket.job
+            ticket.job = weakref.ref(job)
+            return job
 
     def _settle(
         self,
@@ -408,7 +410,8 @@ class Session:
         return _Changing(self)
 
     def _check_free(self) -> None:
-        job = self._ticket.job if self._ticket is not None else None
+        held = self._ticket.job if self._ticket is not None else None
+        job = held() if held is not None else None
         if job is not None and not (job.done or job.cancelled):
             raise SessionBusyError(
                 f"session {self.name!r} is answering another turn: wait for it, cancel it, or fork it"
