@@ -208,7 +208,8 @@ async def _heard(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Heard:
     first = last = 0.0
     pieces = []
     async with client.stream("POST", CHAT, json={**body, "stream": True}) as answer:
-        answer.raise_for_status()
+        if answer.status_code != 200:
+            raise RuntimeError(f"{client.base_url}: {(await answer.aread()).decode()}")
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
                 continue
