@@ -9,6 +9,7 @@ import sys
 from typing import NoReturn
 
 BIG = "{% set big = 'x' * 1000000 %}"
+LONG = "{% set l = [0] * 2000000 %}"
 GROW = "{% set ns = namespace(x='x') %}"
 
 HOSTILE = {
@@ -23,6 +24,11 @@ HOSTILE = {
     "rounding": "{{ 1.5 | round(999999999, 'ceil') }}",
     "rounding down": "{{ 15 | round(-999999999) }}",
     "sorting": BIG + "{{ ([big, big ~ 'y'] * 50000) | sort | first }}",
+    "searching": LONG + "{% if 1 in l %}{% endif %}" * 8000,
+    "comparing": LONG + "{% set m = l[:] %}" + "{% if l == m %}{% endif %}" * 8000,
+    "testing": LONG + "{% if 1 is in l %}{% endif %}" * 8000,
+    "slicing": LONG + "{% set m = l[::-1] %}" * 8000,
+    "adding lists up": "{{ ([[0] * 100] * 20000) | sum(start=[]) | length }}",
     # Memory.
     "long text": "{{ 'x' * 10 ** 10 }}",
     "long text, other way": "{{ 10 ** 10 * 'x' }}",

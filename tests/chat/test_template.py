@@ -70,6 +70,7 @@ SCRAPS = {
     "{{ 'a b' | title }}{{ [1, 1] | unique | list }}",
     "more filters": "{{ [1, 2, 3] | batch(2, 0) | list }}"
     "{{ [1, 2, 3] | slice(2) | list }}{{ 2.345 | round(1) }}",
+    "flat": "{{ [[1], [2, 3]] | sum(start=[]) }}{{ [1, 2] == [1, 2] }}{{ 1 in [1] }}{{ 3 is in [1] }}",
     "groups": "{% for role, each in messages | groupby('role') %}{{ role }}{{ each | length }}{% endfor %}",
     "select": "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list }}",
     "indent": "{{ 'a\nb' | indent(2) }}{{ 'a\nb' | indent('> ', true) }}{{ 'aaa bbb' | wordwrap(3) }}",

@@ -79,6 +79,11 @@ def _split(allowance: Allowance, text: str, sep: Any = None, *_: Any, **__: Any)
     return len(text) + 8 * text.count(sep) if isinstance(sep, str) and sep else 4 * len(text)
 
 
+def _sum(allowance: Allowance, items: Any, attribute: Any = None, start: Any = 0) -> int:
+    # Lists are added up one by one, each time into a new one.
+    return 0 if isinstance(start, (int, float)) else allowance.weigh(items) * len(items) // 8
+
+
 def _round(allowance: Allowance, value: Any, precision: int = 0, *_: Any, **__: Any) -> int:
     return 0 if abs(precision) <= 300 else allowance.largest + abs(precision)
 
@@ -121,6 +126,7 @@ FILTERS: dict[str, Growth] = {
     "replace": _replace,
     "round": _round,
     "slice": _width,
+    "sum": _sum,
     "tojson": _json,
     "wordwrap": _wrap,
 }

@@ -32,6 +32,25 @@ from perdure.errors import TemplateError
 _UNUSED = ("pprint", "random", "striptags", "urlize", "xmlattr")
 """Filters that no chat template has a use for, and whose cost is hard to foresee."""
 
+_COMPARING = (
+    "in",
+    "eq",
+    "equalto",
+    "==",
+    "ne",
+    "!=",
+    "lt",
+    "lessthan",
+    "<",
+    "le",
+    "<=",
+    "gt",
+    ">",
+    "ge",
+    ">=",
+)
+"""Tests that look through whole values."""
+
 _METHODS: dict[type, frozenset[str]] = {
     str: frozenset(
         (
@@ -85,7 +104,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             del self.filters[name]
         self.filters["tojson"] = _tojson
         self.filters = {name: _bounded_filter(name, each) for name, each in self.filters.items()}
-        self.filters |= {"_paced": _paced, "_joined": _joined, "_weighed": _weighed}
+        self.filters |= {"_paced": _paced, "_joined": _joined, "_ticked": _ticked, "_weighed": _weighed}
+        self.tests |= {name: _bounded_test(self.tests[name]) for name in _COMPARING}  # type: ignore[arg-type]
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
@@ -100,12 +120,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return bounded
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        # Most of what a template does; asking a dict for an attribute that it lacks is slow.
+        # Most of what a template does, and the usual checks are slow; these three have nothing to hide.
         if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
             try:
                 return obj[attribute]
             except KeyError:
                 return self.undefined(obj=obj, name=attribute)
+        if type(obj) in (LoopContext, _Namespace) and hasattr(obj, attribute) and attribute[0] != "_":
+            return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -193,6 +215,20 @@ class _Bounding(NodeTransformer):
         self.generic_visit(node)
         return _filter(jinja2.nodes.Tuple(node.nodes, "load", lineno=node.lineno), "_joined")
 
+    def visit_Getitem(self, node: jinja2.nodes.Getitem) -> Node:  # noqa: N802
+        self.generic_visit(node)
+        sliced = node.ctx == "load" and isinstance(node.arg, jinja2.nodes.Slice)
+        return _filter(node, "_ticked") if sliced else node
+
+    def visit_Compare(self, node: jinja2.nodes.Compare) -> Node:  # noqa: N802
+        self.generic_visit(node)
+        for operand in node.ops:
+            # What is compared with a constant is compared at once.
+            constant = isinstance(node.expr, Const) or isinstance(operand.expr, Const)
+            if operand.op in ("in", "notin") or not constant:
+                operand.expr = _filter(operand.expr, "_ticked")
+        return node
+
     def visit_List(self, node: jinja2.nodes.List) -> Node:  # noqa: N802
         self.generic_visit(node)
         return node if all(isinstance(each, Const) for each in node.items) else _filter(node, "_weighed")
@@ -250,6 +286,12 @@ def _joined(context: Context, parts: tuple[Any, ...]) -> str:
 
 
 @pass_context
+def _ticked(context: Context, value: Any) -> Any:
+    _allowance(context).tick()
+    return value
+
+
+@pass_context
 def _weighed(context: Context, value: Any) -> Any:
     _allowance(context).take(value)
     return value
@@ -299,6 +341,15 @@ def _bounded_filter(name: str, made_by: Callable[..., Any]) -> Callable[..., Any
             made = made_by(value, *args, **kwargs)
         allowance.take(made)
         return made
+
+    return bounded
+
+
+def _bounded_test(compares: Callable[..., bool]) -> Callable[..., bool]:
+    @pass_context
+    def bounded(context: Context, *values: Any) -> bool:
+        _allowance(context).tick()
+        return compares(*values)
 
     return bounded
 
