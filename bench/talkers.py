@@ -40,7 +40,7 @@ class _Ours:
             finally:
                 self._inside += time.perf_counter() - started
 
-        Context.step = timed  # type: ignore[method-assign]
+        Context.step = timed  # type: ignore[method-assign,assignment]
         self._runtime.chat([{"role": "user", "content": "Hello"}], max_tokens=2, temperature=0)
         self.anew()
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from perdure.chat.calls import check_arguments
 from perdure.chat.family import Part, Reader
-from perdure.chat.message import Message, Tool, ToolCall
+from perdure.chat.message import Tool
+from perdure.chat.reader import gather
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.decode.job import Job
 from perdure.decode.request import Delta, Reply
@@ -19,9 +20,8 @@ class _Draft:
 
     reader: Reader
     tokens: list[int] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[list[str]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    calls: set[int] = field(default_factory=set)
     thought: int = 0
     """Tokens of reasoning so far."""
     raw: int = 0
@@ -29,30 +29,15 @@ class _Draft:
     finished: bool = False
 
     def take(self, parts: Sequence[Part]) -> tuple[str, str, tuple[CallDelta, ...]]:
+        self.parts += parts
         calls = []
         for part in parts:
-            if part.kind == "text":
-                self.text.append(part.text)
-            elif part.kind == "reasoning":
-                self.reasoning.append(part.text)
-            else:
-                while len(self.calls) <= part.call:
-                    self.calls.append(["", "", ""])
-                call = self.calls[part.call]
-                call[0], call[1], call[2] = part.id or call[0], part.name or call[1], call[2] + part.text
-                calls.append(CallDelta(part.call, part.id, part.name, part.text))
+            if part.kind == "call":
+                (self.calls.discard if part.dropped else self.calls.add)(part.call)
+                calls.append(CallDelta(part.call, part.id, part.name, part.text, part.dropped))
         text = "".join(part.text for part in parts if part.kind == "text")
         reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
         return text, reasoning, tuple(calls)
-
-    def message(self) -> Message:
-        calls = tuple(ToolCall(id=call[0], name=call[1], arguments=call[2]) for call in self.calls)
-        return Message(
-            role="assistant",
-            content="".join(self.text),
-            reasoning="".join(self.reasoning) or None,
-            tool_calls=calls,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +226,7 @@ class ChatJob:
         # Whoever asked for the reply alone has read nothing yet.
         if not draft.finished:
             draft.take([*draft.reader.push(raw.text[draft.raw :]), *draft.reader.finish()])
-        message = draft.message()
+        message = gather(draft.parts)
         raw = _joined(self._earlier, raw)
         problems = [check_arguments(call, self._tools) for call in message.tool_calls]
         return ChatReply(

@@ -11,12 +11,16 @@ from perdure.decode.request import FinishReason, Reply, Timings, TokenLogprob, U
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """What is new of a tool call. Its id and name come first, then its arguments, bit by bit."""
+    """What is new of a tool call. Its id and name come first, then its arguments, bit by bit.
+
+    One that is `dropped` turned out to be none: its text comes as text.
+    """
 
     index: int
     id: str = ""
     name: str = ""
     arguments: str = ""
+    dropped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from perdure.chat.job import Budget, ChatJob, Shift
 from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.overflow import Overflow, check_policy, drop_oldest, overflow
 from perdure.chat.recall import Recall
+from perdure.chat.rendering import Renderer, Rendering
 from perdure.chat.reply import ChatReply
 from perdure.chat.template import Template
 from perdure.chat.transcript import Scribe, Transcript, common
@@ -38,6 +39,8 @@ class Prompt:
     thinking: bool
     """Whether it has opened the model's reasoning."""
     keep_at: tuple[int, ...] = ()
+    rendering: Rendering | None = None
+    """What the next prompt of the same conversation may go on from."""
 
     def __len__(self) -> int:
         return len(self.transcript.tokens)
@@ -55,6 +58,11 @@ class Wish:
     overflow: Overflow = "error"
     variables: Mapping[str, Any] | None = None
     """For the template."""
+
+    @property
+    def shown_tools(self) -> tuple[Tool, ...]:
+        """What the template is told of."""
+        return () if self.tool_choice == "none" else self.tools
 
     def __post_init__(self) -> None:
         check_policy(self.overflow)
@@ -85,6 +93,7 @@ class Speaker:
         self._backend = backend
         self.scribe = Scribe(backend.model)
         self._recall = Recall(self.scribe)
+        self._renderer = Renderer(template, self._guarded)
         self._returns = backend.model.memory.kind is not MemoryKind.FULL
 
     @classmethod
@@ -105,10 +114,14 @@ class Speaker:
         *,
         namespace: str = "",
         known: Transcript | None = None,
+        before: Rendering | None = None,
     ) -> Prompt:
-        """Messages as tokens. `known` is a transcript that they may go on from, besides those remembered."""
+        """Messages as tokens. `known` is a transcript that they may go on from, besides those remembered;
+        `before` is how their beginning was rendered."""
         wish = wish or Wish()
-        text = self._render(messages, wish)
+        text, rendering = self._renderer.prompt(
+            tuple(messages), tools=wish.shown_tools, variables=wish.variables, before=before
+        )
         found = [each for each in (self._recall.find(text, namespace),) if each is not None]
         if known is not None and (agreed := self.scribe.common(text, known)) is not None:
             found.insert(0, agreed)
@@ -120,6 +133,7 @@ class Speaker:
             new,
             thinking=self.family.opens_reasoning(text),
             keep_at=self._departures(messages, wish, transcript) if self._returns else (),
+            rendering=rendering,
         )
 
     def ask(
@@ -128,6 +142,7 @@ class Speaker:
         *,
         namespace: str = "",
         known: Transcript | None = None,
+        before: Rendering | None = None,
         then: Callable[[Prompt, ChatReply], ChatReply] | None = None,
         **settings: Any,
     ) -> ChatJob:
@@ -135,7 +150,7 @@ class Speaker:
         wish = Wish.take(settings)
         tools, grammar = self._tools(wish, settings)
         wish = replace(wish, tools=tools)
-        prompt, dropped = self._fitting(parse_messages(messages), wish, settings, namespace, known)
+        prompt, dropped = self._fitting(parse_messages(messages), wish, settings, namespace, known, before)
         # Its own limits are checked before anything is queued.
         request = Request.of(
             prompt.transcript.tokens,
@@ -173,13 +188,6 @@ class Speaker:
 
     # Rendering.
 
-    def _render(self, messages: Sequence[Message], wish: Wish, *, reply_follows: bool = True) -> str:
-        guarded = [self._guarded(message) for message in messages]
-        tools = () if wish.tool_choice == "none" else wish.tools
-        return self.template.render(
-            guarded, tools=tools, add_generation_prompt=reply_follows, **(wish.variables or {})
-        )
-
     def _guarded(self, message: Message) -> Message:
         """Nothing that somebody wrote becomes a control token."""
         content, reasoning = message.content, message.reasoning
@@ -204,7 +212,11 @@ class Speaker:
         """
         answer = Message(role="assistant", content="x", reasoning="y" if self.family.reasoning else None)
         try:
-            later = self._render([*messages, answer, Message(role="user", content="z")], wish)
+            later = self._renderer.whole(
+                [*messages, answer, Message(role="user", content="z")],
+                tools=wish.shown_tools,
+                variables=wish.variables,
+            )
         except PerdureError:
             return ()
         shared = common(later, prompt.text)
@@ -226,11 +238,12 @@ class Speaker:
         settings: Mapping[str, Any],
         namespace: str,
         known: Transcript | None,
+        before: Rendering | None,
     ) -> tuple[Prompt, int]:
         limit = self._backend.n_ctx - 1
 
         def prompt(kept: Sequence[Message]) -> Prompt:
-            return self.prompt(kept, wish, namespace=namespace, known=known)
+            return self.prompt(kept, wish, namespace=namespace, known=known, before=before)
 
         whole = prompt(messages)
         if wish.overflow == "error" or wish.overflow == "fold":

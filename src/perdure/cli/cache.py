@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,15 +57,15 @@ def warm(
     as_json: Json = False,
 ) -> None:
     """Compute the state of a text once, and keep it for every later run."""
+    from perdure.backend import LocalBackend
     from perdure.cli.terminal import load
     from perdure.config import settings
-    from perdure.runtime import Runtime
 
     text = _piped() if prompt is None or prompt == "-" else prompt
     folder = store or settings().store
-    with Runtime(load(model), n_ctx=ctx, slots=1, store=folder, own_model=True) as runtime:
-        record = runtime.cache.warm(text, labels=labels or ())
-        computed = runtime.cache.stats().computed_tokens
+    with closing(LocalBackend(load(model), n_ctx=ctx, slots=1, store=folder, own_model=True)) as backend:
+        record = backend.cache.warm(text, labels=labels or ())
+        computed = backend.cache.stats().computed_tokens
     if as_json:
         typer.echo(json.dumps({**_plain(record), "computed": computed}, indent=2))
     else:

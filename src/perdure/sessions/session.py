@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from perdure.chat.job import ChatJob
 from perdure.chat.message import Message
+from perdure.chat.rendering import Rendering
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.speaker import Prompt, reply_room
 from perdure.chat.transcript import Transcript
@@ -44,6 +45,7 @@ class _Point:
     numbers: tuple[int, ...]
     turns: tuple[Turn, ...]
     transcript: Transcript
+    rendering: Rendering | None = None
 
     @classmethod
     def at(cls, numbers: Sequence[int], turns: Sequence[Turn]) -> _Point:
@@ -76,6 +78,7 @@ class Session:
         self._point = point
         self._lock = threading.RLock()
         self._ticket: _Ticket | None = None
+        self._saved = len(point.transcript.tokens)
         self.last: ChatReply | None = None
         """The latest reply that this process has made."""
 
@@ -318,6 +321,7 @@ class Session:
                     [*context(point.turns), *said],
                     namespace=self.namespace,
                     known=known,
+                    before=point.rendering,
                     then=settle,
                     **wanted,
                 )
@@ -370,8 +374,10 @@ class Session:
             except (StoreError, SessionError, InvalidInputError) as error:
                 # What was said was said: the caller has the reply, and learns that it will not last.
                 return replace(reply, not_kept=str(error))
-            self._point = _Point((*base.numbers, number), (*base.turns, turn), whole)
-        self._sessions.write_behind(whole.tokens, self.namespace)
+            self._point = _Point((*base.numbers, number), (*base.turns, turn), whole, prompt.rendering)
+        # Going back or branching has others begin where this one was.
+        self._saved = min(self._saved, keep[1])
+        self._saved = self._sessions.write_behind(whole.tokens, self.namespace, self._saved)
         return replace(reply, kept=True)
 
     def _folded(

@@ -22,6 +22,9 @@ from perdure.sessions.turn import Turn
 if TYPE_CHECKING:
     from perdure.sessions.session import _Point
 
+_SAVED_AT_ONCE = 256
+"""Tokens that a session has grown by when its state is next written."""
+
 
 class Sessions:
     """Opens sessions by their names, one object a session. Safe from any thread."""
@@ -149,11 +152,17 @@ class Sessions:
             self.register.delete(session._row.number)
             self._open.pop((session.namespace, session.name), None)
 
-    def write_behind(self, tokens: array[int], namespace: str) -> None:
-        """Have the state of a turn written when nobody waits for the engine."""
-        if self._durable and self.backend.load == (0, 0):
+    def write_behind(self, tokens: array[int], namespace: str, saved: int) -> int:
+        """Have the state of a session written now and then, when nobody waits for the engine.
+
+        A few turns at a time: reading a state out of the engine takes longer the longer it is. What is not
+        written when the process dies is computed from the turns, which are.
+        """
+        if self._durable and len(tokens) - saved >= _SAVED_AT_ONCE and self.backend.load == (0, 0):
             with suppress(PerdureError):
                 self.backend.cache.save(tokens, namespace=namespace)
+                return len(tokens)
+        return saved
 
     def _opened(self, row: Row) -> Session:
         key = (row.namespace, row.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 from array import array
@@ -148,6 +149,23 @@ def _kept(whole: Transcript, keep: tuple[int, int]) -> Transcript:
 
 def added(base: Transcript, whole: Transcript) -> tuple[tuple[int, int], Transcript]:
     """What `whole` adds to `base`: where they part, and the rest."""
+    if whole.cuts[: len(base.cuts)] == base.cuts and base.cuts and _begins(base, whole):
+        keep = base.cuts[-1]
+    else:
+        keep = _parting(base, whole)
+    chars, tokens = keep
+    later = whole.cuts[bisect.bisect_right(whole.cuts, keep) :]
+    cuts = tuple((at - chars, count - tokens) for at, count in later)
+    return keep, Transcript(whole.text[chars:], whole.tokens[tokens:], cuts)
+
+
+def _begins(base: Transcript, whole: Transcript) -> bool:
+    chars, tokens = base.cuts[-1]
+    return whole.tokens[:tokens] == base.tokens[:tokens] and whole.text.startswith(base.text[:chars])
+
+
+def _parting(base: Transcript, whole: Transcript) -> tuple[int, int]:
+    """The last cut up to which both are alike."""
     keep = (0, 0)
     for cut, other in zip(base.cuts, whole.cuts, strict=False):
         if cut != other or base.tokens[keep[1] : cut[1]] != whole.tokens[keep[1] : cut[1]]:
@@ -155,9 +173,7 @@ def added(base: Transcript, whole: Transcript) -> tuple[tuple[int, int], Transcr
         if base.text[keep[0] : cut[0]] != whole.text[keep[0] : cut[0]]:
             break
         keep = cut
-    chars, tokens = keep
-    cuts = tuple((at - chars, count - tokens) for at, count in whole.cuts if (at, count) > keep)
-    return keep, Transcript(whole.text[chars:], whole.tokens[tokens:], cuts)
+    return keep
 
 
 def context(turns: Sequence[Turn]) -> list[Message]:

@@ -1,0 +1,89 @@
+"""A conversation rendered turn by turn is the conversation rendered whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perdure import Message, Template, TemplateError
+from perdure.chat.rendering import Renderer, Rendering
+
+FILES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
+ALL = {path.stem: Template.from_file(path, bos="<s>", eos="</s>") for path in FILES} | {
+    f"our {name}": Template.named(name, bos="<s>", eos="</s>") for name in Template.names()
+}
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+
+
+def renderer(template: Template) -> Renderer:
+    return Renderer(template, lambda message: message)
+
+
+def conversation(system: str | None, said: list[str]) -> tuple[Message, ...]:
+    head = [] if system is None else [Message(role="system", content=system)]
+    roles = ("user", "assistant")
+    return tuple(head + [Message(role=roles[at % 2], content=text) for at, text in enumerate(said)])
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=25)
+@given(system=st.none() | texts, said=st.lists(texts, min_size=1, max_size=9))
+def test_turn_by_turn_is_the_whole(name: str, system: str | None, said: list[str]) -> None:
+    under_test = renderer(ALL[name])
+    messages = conversation(system, said)
+    before: Rendering | None = None
+    first = len(messages) - len(said) + 1
+    for end in range(first, len(messages) + 1, 2):
+        try:
+            right = under_test.whole(messages[:end])
+        except TemplateError:
+            return
+        text, before = under_test.prompt(messages[:end], before=before)
+        assert text == right
+
+
+def test_most_templates_treat_a_turn_by_itself() -> None:
+    local = {name for name, template in ALL.items() if renderer(template).local}
+    assert {"our chatml", "our llama3", "our gemma"} <= local
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content if loop.last else m.content | trim }}{% endfor %}",
+        "{% for m in messages | reverse %}{{ m.content }}{% endfor %}",
+        "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{{ raise_exception('no') }}",
+    ],
+)
+def test_one_that_does_not_is_seen(source: str) -> None:
+    assert not renderer(Template(source)).local
+
+
+def test_only_what_is_new_is_rendered() -> None:
+    counted: list[int] = []
+    under_test = Renderer(Template.named("chatml"), lambda message: counted.append(0) or message)  # type: ignore[func-returns-value]
+    assert under_test.local
+    messages = conversation("s", [f"text {number}" for number in range(201)])
+    _, before = under_test.prompt(messages[:200])
+    counted.clear()
+    text, after = under_test.prompt(messages[:202], before=before)
+    assert len(counted) < 20
+    assert text == under_test.whole(messages[:202])
+    assert after is not None
+
+
+def test_reasoning_and_tools_are_rendered_whole() -> None:
+    under_test = renderer(Template.named("chatml"))
+    messages = conversation(None, ["a", "b", "c"])
+    _, before = under_test.prompt(messages[:1])
+    thought = (messages[0], Message(role="assistant", content="b", reasoning="r"), messages[2])
+    assert under_test.prompt(thought, before=before)[0] == under_test.whole(thought)
+    # The beginning is not that of the rendering.
+    other = (Message(role="user", content="x"), *messages[1:])
+    assert under_test.prompt(other, before=before)[0] == under_test.whole(other)
