@@ -181,6 +181,15 @@ def test_the_doctor_finds_a_damaged_store(zoo_path: Callable[[str], Path], tmp_p
     assert "perdure cache verify" in done.stdout
 
 
+def test_the_doctor_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    monkeypatch.delenv("PERDURE_MODEL", raising=False)
+    done = run("doctor")
+    assert done.returncode == 0
+    assert "not here yet" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("command", ["serve", "doctor"])
 def test_help_needs_no_engine(command: str) -> None:
     done = run(command, "--help")

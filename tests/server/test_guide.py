@@ -18,6 +18,7 @@ from perdure.server.app import build
 from server.house import House, house, opened
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+DEPLOYED = sorted((Path(__file__).resolve().parents[2] / "deploy").iterdir())
 ADDRESS = "http://127.0.0.1:8080"
 
 
@@ -63,9 +64,16 @@ def commands() -> list[str]:
     return [line for line in lines if line.startswith("perdure serve")]
 
 
+def served(file: Path) -> str:
+    """The lines of a file in deploy/ that start the server."""
+    lines = [line for line in file.read_text().splitlines() if "serve" in line and not line.startswith("#")]
+    return re.sub(r'[",\]]', " ", " ".join(lines)) + " "
+
+
 def test_every_option_exists() -> None:
     named = {word for line in commands() for word in shlex.split(line) if word.startswith("--")}
     named |= set(re.findall(r"`(--[a-z-]+)", GUIDE))
+    named |= {option for file in DEPLOYED for option in re.findall(r"(--[a-z]+) ", served(file))}
     assert named
     assert {option for option in named if not re.search(rf"{option}\b", help_of_serve())} == set()
 

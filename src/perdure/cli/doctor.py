@@ -124,37 +124,33 @@ def _threads() -> Iterator[Finding]:
 
 
 def _memory(model: str | None) -> Iterator[Finding]:
-    from perdure import ModelError, models
+    from perdure.config import settings
+    from perdure.errors import ModelError
+    from perdure.models import read_parts, resolve
+    from perdure.models.registry import DEFAULT
+    from perdure.models.shelf import locate
 
     total, free = _memory_bytes()
     found = f"{_size(free)} of {_size(total)} are free"
+    name = model or settings().model or DEFAULT
     try:
-        path = models.path(model) if model is not None else _default_model()
+        # Nothing is fetched by looking.
+        path = locate(resolve(name))
+        parts = read_parts(path) if path is not None else []
     except ModelError as error:
         yield Finding("memory", "ok", found)
         yield Finding("model", "bad", str(error), "`perdure models list` shows what is here")
         return
-    if path is None:
+    if not parts:
         yield Finding("memory", "ok", found)
-        yield Finding("model", "ok", "none is here yet; the default one is fetched on first use (98 MB)")
+        yield Finding("model", "ok", f"{name} is not here yet; it is fetched when it is first used")
         return
-    needed = path.stat().st_size
+    needed = sum(part.path.stat().st_size for part in parts)
     if needed > free:
         advice = "close other programs, or take a smaller quantisation"
-        yield Finding("memory", "bad", f"{found}, {path.name} needs {_size(needed)}", advice)
+        yield Finding("memory", "bad", f"{found}, {name} needs {_size(needed)}", advice)
     else:
-        yield Finding("memory", "ok", f"{found}, {path.name} needs {_size(needed)} and its contexts")
-
-
-def _default_model() -> Path | None:
-    """The default model's file, if it is here: nothing is fetched by looking."""
-    from perdure.config import settings
-
-    named = settings().model
-    if named and Path(named).is_file():
-        return Path(named)
-    found = sorted(settings().models.rglob("*.gguf")) if settings().models.is_dir() else []
-    return found[0] if found else None
+        yield Finding("memory", "ok", f"{found}, {name} needs {_size(needed)} and its contexts")
 
 
 def _memory_bytes() -> tuple[int, int]:

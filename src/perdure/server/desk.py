@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
+import anyio
 import anyio.to_thread
 from fastapi import Depends, Request
 
@@ -27,8 +28,8 @@ T = TypeVar("T")
 D = TypeVar("D", bound=Part)
 R = TypeVar("R", bound=Part)
 
-_THREADS = 64
-"""Calls that wait for the engine or the disk at once."""
+_QUICK, _SLOW = 64, 8
+"""Calls that are made at once: those that only ask something, and those that compute or move state."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -48,6 +49,7 @@ class Desk:
 
     def __post_init__(self) -> None:
         self.figures = Figures(self.runtime)
+        self._limiters: dict[int, anyio.CapacityLimiter] = {}
         self.creating = threading.Lock()
         """Held while a session is made, so that two who ask for one name do not both get it."""
         self.fingerprint = f"fp_{self.runtime.model.digest[:16]}"
@@ -55,9 +57,11 @@ class Desk:
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
         """What `function` gives, called in a thread."""
-        return await anyio.to_thread.run_sync(
-            functools.partial(function, *args, **keywords), limiter=self._limiter
-        )
+        return await self._in_thread(_QUICK, functools.partial(function, *args, **keywords))
+
+    async def work(self, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
+        """The same for what takes long by its nature, so that it never keeps quick calls waiting."""
+        return await self._in_thread(_SLOW, functools.partial(function, *args, **keywords))
 
     def visit(self, job: Job[D, R], request: Request, timeout: float | None) -> Visit[D, R]:
         """A job for the client of `request`."""
@@ -107,10 +111,10 @@ class Desk:
         for visit in list(self.visits):
             visit.cancel()
 
-    @functools.cached_property
-    def _limiter(self) -> Any:
-        # Belongs to the event loop that it is made in.
-        return anyio.CapacityLimiter(_THREADS)
+    async def _in_thread(self, threads: int, function: Callable[[], T]) -> T:
+        # A limiter belongs to the event loop that it is made in.
+        limiter = self._limiters.setdefault(threads, anyio.CapacityLimiter(threads))
+        return await anyio.to_thread.run_sync(function, limiter=limiter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ async def warm(asked: WarmRequest, desk: ADesk, caller: ACaller) -> RecordAnswer
     """Compute a prefix once, and keep it."""
     refuse_fields(asked, strict=desk.strict, refused={})
     labels = Labels(caller.namespace)
-    record = await desk.call(
+    record = await desk.work(
         desk.runtime.cache.warm, asked.prompt, labels=labels.inside(asked.labels), namespace=caller.namespace
     )
     return labels.answer(record)

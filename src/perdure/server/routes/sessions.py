@@ -80,7 +80,7 @@ async def import_session(
     with tempfile.TemporaryDirectory(prefix="perdure-import-") as folder:
         path = FilePath(folder) / "session"
         await _receive(request, path, desk)
-        return await desk.call(_import, desk, caller.namespace, path, name)
+        return await desk.work(_import, desk, caller.namespace, path, name)
 
 
 @router.get("/{name}", responses=errors(404))
@@ -178,7 +178,7 @@ async def sleep(name: Named, desk: ADesk, caller: ACaller) -> SessionAnswer:
         session.sleep()
         return SessionAnswer.of(session)
 
-    return await desk.call(work)
+    return await desk.work(work)
 
 
 @router.get("/{name}/plan", responses=errors(404))
@@ -190,7 +190,7 @@ async def plan(name: Named, desk: ADesk, caller: ACaller) -> PlanAnswer:
 @router.post("/{name}/wake", responses=errors(404, 409, 422))
 async def wake(name: Named, desk: ADesk, caller: ACaller) -> ReuseAnswer:
     """Bring its state back. What is missing or damaged is computed with the next turn."""
-    return await desk.call(lambda: ReuseAnswer.of(_session(desk, caller, name).wake()))
+    return await desk.work(lambda: ReuseAnswer.of(_session(desk, caller, name).wake()))
 
 
 @router.post("/{name}/label", status_code=201, responses=errors(404, 507))
@@ -217,7 +217,7 @@ async def export(name: Named, desk: ADesk, caller: ACaller, state: bool = True) 
     folder = tempfile.TemporaryDirectory(prefix="perdure-export-")
     try:
         path = FilePath(folder.name) / "session"
-        written = await desk.call(lambda: _session(desk, caller, name).export(path, state=state))
+        written = await desk.work(lambda: _session(desk, caller, name).export(path, state=state))
     except BaseException:
         folder.cleanup()
         raise
