@@ -496,6 +496,21 @@ def test_reasoning_is_shown_when_asked_for(environment: dict[str, str], tmp_path
         assert person.leaves() == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_chat_without_a_name_leaves_nothing_behind_when_it_is_ended(
+    environment: dict[str, str], tmp_path: Path, number: signal.Signals
+) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    with terminal({**environment, "TMPDIR": str(folder)}, "chat", *BRIEF) as person:
+        person.until("> ")
+        ask(person, "the man")
+        assert list(folder.iterdir())
+        person.process.send_signal(number)
+        assert person.leaves() == 128 + number
+    assert not list(folder.iterdir())
+
+
 def test_a_store_that_is_in_use_is_told_and_can_be_read(environment: dict[str, str]) -> None:
     with terminal(environment, "chat", *BRIEF, "--session", "mine") as person:
         person.until("mine> ")

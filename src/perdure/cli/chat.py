@@ -128,7 +128,10 @@ def chat(
     watched = sys.stdin is not None and sys.stdin.isatty()
     loaded = terminal.load(name or model)
     good = True
-    with perdure.open(loaded, n_ctx=ctx, slots=1, store=folder, template=template) as runtime:
+    with (
+        terminal.leaving_in_order(),
+        perdure.open(loaded, n_ctx=ctx, slots=1, store=folder, template=template) as runtime,
+    ):
         # A model without a template is told now, not after the first message.
         _ = runtime.speaker
         talk = Talk.begin(runtime, session, system=system, settings=settings, store=folder, watched=watched)

@@ -73,6 +73,22 @@ def stopped_by_ctrl_c(job: Cancellable) -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def leaving_in_order() -> Iterator[None]:
+    """While this is open, a closed window or a plain kill ends the process as an error would: what is open
+    is closed, and nothing that was meant to end with it is left behind. The exit code tells the signal."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def write(text: str) -> None:
     """Put a model's text on standard output at once. A terminal sees none of its control characters."""
     emit(harmless(text) if sys.stdout.isatty() else text)
