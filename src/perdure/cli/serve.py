@@ -56,6 +56,15 @@ def serve(
             rich_help_panel=_Engine,
         ),
     ] = False,
+    template: Annotated[
+        str | None,
+        typer.Option(
+            "--template",
+            metavar="NAME",
+            help="A chat template, by its name or as a file; else the model's own.",
+            rich_help_panel=_Engine,
+        ),
+    ] = None,
     isolated: Annotated[
         bool,
         typer.Option(
@@ -177,6 +186,8 @@ def serve(
     with fetching(model or "the default model") as progress:
         path = models.path(model, progress)
     engine: dict[str, Any] = {} if threads is None else {"threads": threads}
+    if template is not None:
+        engine["template"] = template
     with perdure.open(
         path, n_ctx=ctx, slots=slots, queue=queue, exact=exact, store=folder, isolated=isolated, **engine
     ) as runtime:
