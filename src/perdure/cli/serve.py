@@ -211,12 +211,11 @@ def _listen(desk: Desk, listening: object, folder: Path | None, isolated: bool) 
     from perdure.server.record import JsonLines
 
     assert isinstance(listening, socket.socket)
-    lines = JsonLines(sys.stderr)
-    for logger, level in (("perdure", logging.INFO), ("uvicorn.error", logging.ERROR)):
-        logging.getLogger(logger).addHandler(lines)
-        logging.getLogger(logger).setLevel(level)
-    # What the engine has to say at this level is for those who build it.
-    logging.getLogger("perdure.llama").setLevel(logging.ERROR)
+    logging.getLogger().addHandler(JsonLines(sys.stderr))
+    logging.getLogger("perdure").setLevel(logging.INFO)
+    # What the engine has to say below this is for those who build it, and that clients leave is no news.
+    for name in ("perdure.llama", "uvicorn.error", "asyncio"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     listening.listen(2048)
     runtime = desk.runtime
     state = "in a process of its own" if isolated else "in this process"
