@@ -15,7 +15,7 @@ import httpx
 import perdure
 from perdure import Runtime
 from perdure.server.desk import Desk
-from perdure.server.keys import Key, Keys, new_key
+from perdure.server.keys import Keys
 from perdure.server.limits import Limits
 from perdure.server.listener import Listener, address, bind
 
@@ -70,15 +70,13 @@ def opened(model: Any, **settings: Any) -> Iterator[Runtime]:
         yield runtime
 
 
-def two_keys() -> tuple[Keys, str, str]:
-    """Keys of two namespaces, and their secrets."""
-    (alice, first), (bob, second) = new_key("alice"), new_key("bob")
-    return Keys([first, second]), alice, bob
-
-
-def metrics_key() -> tuple[Key, str]:
-    secret, key = new_key("metrics")
-    return key, secret
+def check_freed(runtime: Runtime) -> None:
+    """The engine is between two steps, and nobody is served. One that is held in a step does not answer."""
+    asking = threading.Thread(target=runtime.cache.stats, daemon=True)
+    asking.start()
+    asking.join(PATIENCE)
+    assert not asking.is_alive(), "the engine is still in a step"
+    assert runtime.load == (0, 0)
 
 
 def hello(**more: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.house import PATIENCE, House, hello, house, opened
+from server.house import PATIENCE, House, check_freed, hello, house, opened
 
 CHAT = "/v1/chat/completions"
 
@@ -60,8 +60,7 @@ def test_a_crowd_is_served_and_leaves_nothing_behind(zoo_path: Callable[[str], P
         counts = asyncio.run(crowd(server, 40, 0))
         assert counts["whole"] + counts["left"] + counts["refused"] == 40
         assert counts["whole"] > 20
-        rt.cache.stats()
-        assert rt.load == (0, 0)
+        check_freed(rt)
 
 
 @pytest.mark.soak
@@ -69,7 +68,6 @@ def test_two_hundred_clients_for_five_minutes(zoo_path: Callable[[str], Path]) -
     with opened(zoo_path("llama"), threads=1, slots=8, isolated=True) as rt, house(rt) as server:
         counts = asyncio.run(crowd(server, 200, 300))
         assert counts["whole"] > 200
-        rt.cache.stats()
-        assert rt.load == (0, 0)
+        check_freed(rt)
         with server.client() as client:
             assert client.get("/ready").json()["restarts"] == 0

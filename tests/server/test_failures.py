@@ -13,7 +13,7 @@ from decode.observed import Turnstile, open_toy, toy, trouble
 from perdure import Runtime
 from perdure.engine.toy import Faults
 from perdure.server.refusal import refusal
-from server.house import House, events, hello, house, opened, raw, streamed
+from server.house import House, check_freed, events, hello, house, opened, raw, streamed
 
 CHAT = "/v1/chat/completions"
 ENDLESS = {"logit_bias": {"256": -100, "258": -100}, "max_tokens": 400}
@@ -85,9 +85,7 @@ def test_a_client_that_leaves_during_prefill_frees_its_slot_h2(
     with server.connect() as connection:
         connection.sendall(raw(CHAT, json.dumps(hello(stream=stream, **ENDLESS)).encode()))
         assert gate.reached.wait(60)
-    # Answered between two steps: so the step was given up.
-    rt.cache.stats()
-    assert rt.load == (0, 0)
+    check_freed(rt)
     gate.open()
     with server.client() as client:
         assert client.post(CHAT, json=hello()).status_code == 200
@@ -109,8 +107,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_reply_frees_its_slot_h2(
                 said += bool(chunk["choices"][0]["delta"].get("content"))
             # All that it may compute is used up, long before the reply is whole.
             assert gate.reached.wait(60)
-    rt.cache.stats()
-    assert rt.load == (0, 0)
+    check_freed(rt)
     gate.open()
     with server.client() as client:
         assert client.post(CHAT, json=hello()).status_code == 200
@@ -164,8 +161,7 @@ def test_a_deadline_during_prefill_is_504_h7(stream: bool) -> None:
         response = client.post(CHAT, json=body)
         assert response.status_code == 504
         assert response.json()["error"]["code"] == "deadline_exceeded"
-        rt.cache.stats()
-        assert rt.load == (0, 0)
+        check_freed(rt)
 
 
 def test_a_deadline_in_the_middle_of_a_reply_is_told_h7() -> None:
@@ -180,8 +176,7 @@ def test_a_deadline_in_the_middle_of_a_reply_is_told_h7() -> None:
         *_, error, last = streamed(client, CHAT, body)
         assert error["error"]["code"] == "deadline_exceeded"
         assert last["choices"][0]["finish_reason"] == "error"
-        rt.cache.stats()
-        assert rt.load == (0, 0)
+        check_freed(rt)
 
 
 def test_the_servers_own_limit_of_time_holds_for_everybody() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from decode.observed import Turnstile, toy
 from perdure import Model
-from server.house import House, hello, house, opened, streamed, text_of
+from server.house import House, check_freed, hello, house, opened, streamed, text_of
 
 SESSIONS = "/v1/sessions"
 
@@ -233,7 +233,7 @@ def test_a_turn_whose_client_leaves_is_no_part_of_the_session_c1(tmp_path: Path)
             lines = response.iter_lines()
             next(lines)
             assert gate.reached.wait(60)
-        rt.cache.stats()
+        check_freed(rt)
         gate.open()
         assert [question for question, _ in said(client, "one")] == ["kept"]
         say(client, "one", "goes on")
