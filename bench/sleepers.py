@@ -37,11 +37,11 @@ class Ours:
         return len(session.tokens)
 
     def wake(self, text: str) -> float:
-        """From the call of `wake` to the first token of another reply."""
+        """From the call of `wake` to the first token that goes on from it."""
         started = time.perf_counter()
         session = self._runtime.session("sleeper", create=False)
         session.wake()
-        job = session.submit_regenerate(max_tokens=REPLY, temperature=0, ignore_eos=True)
+        job = self._runtime.submit(session.tokens, max_tokens=REPLY, temperature=0)
         next(iter(job))
         took = time.perf_counter() - started
         job.cancel()

@@ -71,6 +71,8 @@ class LocalBackend:
             self.context = model.context(n_ctx=n_ctx, n_seq=slots, **context)
             undo.callback(self.context.close)
             if store is not None:
+                # Now, rather than when somebody waits for the first session to wake.
+                self.context.prepare()
                 self._disk = WriteBehind(DiskTier(Path(store), budget=store_bytes))
                 undo.callback(self._disk.close)
             self.places = places = WorkingSet(self.context, budget=budget, lower=self._disk)

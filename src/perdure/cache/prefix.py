@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,8 @@ from perdure.cache.tier import MemoryTier
 from perdure.errors import CorruptStateError
 
 Ids = NDArray[np.int32]
+
+_READERS = 2
 
 
 class Entry(Protocol):
@@ -145,8 +148,9 @@ class Tiers:
         """The blocks of `found`, up to the first that is damaged or gone; that one is dropped."""
         blocks: list[Block] = []
         lower = 0
+        read = self._read([entry for entry in found.entries if not isinstance(entry, Block)])
         for entry in found.entries:
-            block = self.block(entry)
+            block = read[entry.id] if entry.id in read else self.block(entry)
             if block is None:
                 while whole and blocks and blocks[-1].rest is None:
                     blocks.pop()
@@ -164,18 +168,32 @@ class Tiers:
     def block(self, entry: Entry) -> Block | None:
         """The block of `entry`, verified; None where it is damaged or gone, and is then dropped."""
         if not isinstance(entry, Block):
-            start = time.perf_counter()
-            block = self.lower.get(entry.id) if self.lower else None
-            if block is not None:
-                self.rates.read(block.nbytes, time.perf_counter() - start)
-            # What an index says of a block may be wrong; the block itself is verified.
-            return block if block is not None and block.has_rest >= entry.has_rest else None
+            return self._read([entry])[entry.id]
         try:
             entry.verify()
         except CorruptStateError:
             self.memory.drop(entry.id)
             return None
         return entry
+
+    def _read(self, entries: Sequence[Entry]) -> dict[BlockId, Block | None]:
+        """Blocks out of the lower tier, several at a time: most of it is waiting and hashing."""
+        if self.lower is None or not entries:
+            return {entry.id: None for entry in entries}
+        start = time.perf_counter()
+        names = [entry.id for entry in entries]
+        if len(names) == 1:
+            found = [self.lower.get(names[0])]
+        else:
+            with ThreadPoolExecutor(_READERS, thread_name_prefix="perdure-read") as readers:
+                found = list(readers.map(self.lower.get, names))
+        nbytes = sum(block.nbytes for block in found if block is not None)
+        self.rates.read(nbytes, time.perf_counter() - start)
+        # What an index says of a block may be wrong; the block itself is verified.
+        return {
+            entry.id: block if block is not None and block.has_rest >= entry.has_rest else None
+            for entry, block in zip(entries, found, strict=True)
+        }
 
     def children(self, parent: BlockId) -> list[Entry]:
         """The blocks that follow `parent`, in whatever tier they are."""

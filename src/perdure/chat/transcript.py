@@ -52,8 +52,7 @@ class Scribe:
     def control(self) -> dict[int, str]:
         """The control tokens and their texts."""
         model = self._model
-        ids = (token for token in range(model.n_vocab) if model.is_control(token))
-        texts = {token: model.piece(token, special=True).decode("utf-8", "replace") for token in ids}
+        texts = {t: model.piece(t, special=True).decode("utf-8", "replace") for t in sorted(model.controls)}
         return {token: text for token, text in texts.items() if text}
 
     @cached_property

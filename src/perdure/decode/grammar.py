@@ -150,8 +150,8 @@ class _Words:
     def __init__(self, model: Model) -> None:
         self._model = model
         ids = range(model.n_vocab)
-        self.ends = [token for token in ids if model.is_end(token)]
-        self.special_token_ids = [token for token in ids if model.is_control(token)]
+        self.ends = sorted(model.ends)
+        self.special_token_ids = sorted(model.controls)
         marks = set(self.special_token_ids)
         self.tokens = [
             b"\xff" + model.piece(token, special=True) if token in marks else model.piece(token, special=True)

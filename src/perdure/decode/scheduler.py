@@ -179,7 +179,7 @@ class Scheduler:
 
     @functools.cached_property
     def _ends(self) -> list[int]:
-        return [token for token in range(self._context.n_vocab) if self._model.is_end(token)]
+        return sorted(self._model.ends)
 
     def _cancel(self, group: Group) -> None:
         with self._changed:

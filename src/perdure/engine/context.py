@@ -476,6 +476,12 @@ class Context:
 
     # Its own life.
 
+    def prepare(self) -> None:
+        """Find out now how state is laid out, which the first capture or assembling does otherwise."""
+        with self._turn():
+            if not any(map(self._ledger.length, range(self.n_seq))):
+                self._core.prepare()
+
     def close(self) -> None:
         """Stop what is in flight and give everything back. Closing twice is fine."""
         self._closing = True

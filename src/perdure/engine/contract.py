@@ -155,6 +155,10 @@ class Core(Protocol):
         """Compute with these adapters at these scales from now on. False: refused, as before."""
         ...
 
+    def prepare(self) -> None:
+        """Do now what the first capture or assembling would do first. All sequences are empty."""
+        ...
+
     def stop(self) -> None:
         """Ask the decode in flight, if there is one, to end. Any thread may call this."""
         ...
@@ -183,6 +187,15 @@ class Vocabulary(Protocol):
     def piece(self, token: int, *, special: bool = False) -> bytes: ...
     def is_end(self, token: int) -> bool: ...
     def is_control(self, token: int) -> bool: ...
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens with which the model says that it is done."""
+        ...
+
+    @property
+    def controls(self) -> frozenset[int]:
+        """The tokens that are marks for the model, never text."""
+        ...
 
 
 class Model(Vocabulary, Protocol):

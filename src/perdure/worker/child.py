@@ -282,8 +282,8 @@ def _tables(model: ModelContract) -> Tables:
     return Tables(
         pieces=[model.piece(token) for token in ids],
         special_pieces=[model.piece(token, special=True) for token in ids],
-        ends=frozenset(token for token in ids if model.is_end(token)),
-        controls=frozenset(token for token in ids if model.is_control(token)),
+        ends=model.ends,
+        controls=model.controls,
     )
 
 

@@ -46,6 +46,14 @@ class RemoteVocabulary:
     def is_control(self, token: int) -> bool:
         return self._check(token) in self._tables.controls
 
+    @property
+    def ends(self) -> frozenset[int]:
+        return self._tables.ends
+
+    @property
+    def controls(self) -> frozenset[int]:
+        return self._tables.controls
+
     @functools.cached_property
     def _tables(self) -> Tables:
         tables: Tables = self._ask("tables", "all")()

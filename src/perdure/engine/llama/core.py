@@ -19,6 +19,8 @@ from perdure.errors import ClosedError, EngineError, OutOfMemoryError
 
 _OUTCOMES = {0: Outcome.DONE, 1: Outcome.FULL, 2: Outcome.ABORTED, -1: Outcome.REJECTED}
 _PARTIAL = 1
+_AT_HAND = 64 << 20
+"""Memory for a state in passing that is made ready before there is one, at most."""
 _OPENING = 8
 """The bytes with which every state starts: a mark and the sequence."""
 
@@ -52,6 +54,7 @@ class LlamaCore:
         self._kind = kind
         self._layout: layout.Layout | None = None
         self._layout_known = False
+        self._longest = params.n_ctx // params.n_seq_max if self._streams else params.n_ctx
         self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._native: tuple[Batch, Any] | None = None
 
@@ -171,6 +174,13 @@ class LlamaCore:
         tail = None if rest is None else rest[_OPENING:]
         size = self._layout.size(sum(len(piece) for piece in pieces)) + (0 if tail is None else len(tail))
         return self.write(seq, self._layout.build(seq, pieces, tail, self._room(size)), partial=False)
+
+    def prepare(self) -> None:
+        if not self._layout_known:
+            self._prove_layout(0)
+        if self._layout is not None:
+            # Fresh pages can cost more than all else that it takes to put a state back.
+            self._room(min(self._layout.size(self._longest), _AT_HAND))[::4096] = 0
 
     def _prove_layout(self, seq: int) -> None:
         """Find the layout on two tokens of our own: nothing has been captured here yet. `seq` is empty."""

@@ -115,11 +115,23 @@ class Model:
 
     def is_end(self, token: int) -> bool:
         """Whether the model says with `token` that it is done."""
-        return self._vocabulary().is_end(token)
+        vocabulary = self._vocabulary()
+        return vocabulary.check(token) in vocabulary.ends
 
     def is_control(self, token: int) -> bool:
         """Whether `token` is a mark for the model, never text."""
-        return self._vocabulary().is_control(token)
+        vocabulary = self._vocabulary()
+        return vocabulary.check(token) in vocabulary.controls
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens with which the model says that it is done."""
+        return self._vocabulary().ends
+
+    @property
+    def controls(self) -> frozenset[int]:
+        """The tokens that are marks for the model, never text."""
+        return self._vocabulary().controls
 
     # Contexts.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterable
 
 import numpy as np
@@ -71,11 +72,15 @@ class Vocabulary:
             room = -size
         return self._pieces.setdefault((token, special), buffer.raw[:size])
 
-    def is_end(self, token: int) -> bool:
-        return bool(self._lib.llama_vocab_is_eog(self._weights.vocab, self.check(token)))
+    @functools.cached_property
+    def ends(self) -> frozenset[int]:
+        ask, vocab = self._lib.llama_vocab_is_eog, self._weights.vocab
+        return frozenset(token for token in range(self.size) if ask(vocab, token))
 
-    def is_control(self, token: int) -> bool:
-        return bool(self._lib.llama_vocab_is_control(self._weights.vocab, self.check(token)))
+    @functools.cached_property
+    def controls(self) -> frozenset[int]:
+        ask, vocab = self._lib.llama_vocab_is_control, self._weights.vocab
+        return frozenset(token for token in range(self.size) if ask(vocab, token))
 
     def special(self, name: str) -> int | None:
         """The id of `bos`, `eos`, `eot`, … where the model has one."""

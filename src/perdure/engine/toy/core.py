@@ -243,6 +243,9 @@ class ToyCore:
 
     # Its own life.
 
+    def prepare(self) -> None:
+        pass
+
     def stop(self) -> None:
         self._stop.set()
         if self.faults.gate is not None:

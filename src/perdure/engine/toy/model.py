@@ -124,6 +124,14 @@ class ToyModel:
         """Whether `token` is a mark for the model, never text."""
         return self._check_token(token) >= 256
 
+    @property
+    def ends(self) -> frozenset[int]:
+        return _ENDS
+
+    @property
+    def controls(self) -> frozenset[int]:
+        return frozenset(range(256, self.n_vocab))
+
     # Contexts.
 
     def adapter(self, name: str) -> ToyAdapter:
