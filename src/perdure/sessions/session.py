@@ -284,8 +284,9 @@ class Session:
         from perdure.sessions.bundle import write_bundle
 
         tokens = self._usable.tokens if state else None
-        cache = self._sessions.backend.cache
-        packed = cache.pack(tokens, namespace=self.namespace) if tokens else None
+        packed = None
+        if tokens:
+            packed = self._sessions.backend.cache.pack(tokens, namespace=self.namespace)
         return write_bundle(Path(path), self, self._point.turns, packed, kind=kind, progress=progress)
 
     # Inside.
@@ -426,7 +427,7 @@ class Session:
     def _check_turn(self, turn: int, low: int) -> None:
         if isinstance(turn, bool) or not isinstance(turn, int) or not low <= turn <= self.turns:
             raise InvalidInputError(
-                f"session {self.name!r} has {self.turns} turns; asked for {turn!r}, from {low} on would do"
+                f"session {self.name!r} has {self.turns} turns: {turn!r} is none of {low} to {self.turns}"
             )
 
 
