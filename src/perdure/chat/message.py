@@ -155,7 +155,10 @@ def parse_messages(values: Iterable[object]) -> tuple[Message, ...]:
             'messages must be a list such as [{"role": "user", "content": "Hi"}], '
             f"got {type(values).__name__}"
         )
-    messages = tuple(Message.parse(value, f"messages[{index}]") for index, value in enumerate(values))
+    messages = tuple(
+        value if type(value) is Message else Message.parse(value, f"messages[{index}]")
+        for index, value in enumerate(values)
+    )
     if not messages:
         raise InvalidInputError("messages must not be empty: give at least one")
     return messages

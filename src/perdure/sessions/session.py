@@ -45,11 +45,28 @@ class _Point:
     numbers: tuple[int, ...]
     turns: tuple[Turn, ...]
     transcript: Transcript
+    messages: tuple[Message, ...]
+    """What the next prompt starts with."""
+    models: frozenset[str]
+    """Those whose tokens are in the transcript."""
     rendering: Rendering | None = None
 
     @classmethod
     def at(cls, numbers: Sequence[int], turns: Sequence[Turn]) -> _Point:
-        return cls(tuple(numbers), tuple(turns), transcript(turns))
+        models = frozenset(turn.model for turn in turns if turn.kind != "start" and turn.added.tokens)
+        return cls(tuple(numbers), tuple(turns), transcript(turns), tuple(context(turns)), models)
+
+    def then(self, number: int, turn: Turn, whole: Transcript, rendering: Rendering | None) -> _Point:
+        """One turn further. The work does not grow with the conversation, but for copying."""
+        said = (*turn.messages, *([turn.reply] if turn.reply is not None else []))
+        return _Point(
+            (*self.numbers, number),
+            (*self.turns, turn),
+            whole,
+            self.messages + said,
+            self.models | {turn.model},
+            rendering,
+        )
 
     def first(self, count: int) -> _Point:
         """After its first `count` turns."""
@@ -133,7 +150,7 @@ class Session:
 
     def messages(self) -> list[Message]:
         """What the next prompt starts with."""
-        return context(self._point.turns)
+        return list(self._point.messages)
 
     # Talking.
 
@@ -294,9 +311,8 @@ class Session:
     @property
     def _usable(self) -> Transcript:
         """Its transcript, if the tokens are of this model."""
-        model = self._sessions.backend.model.digest
-        said = [turn for turn in self._point.turns if turn.kind != "start" and turn.added.tokens]
-        return self._point.transcript if all(turn.model == model for turn in said) else Transcript()
+        models = self._point.models
+        return self._point.transcript if models <= {self._sessions.backend.model.digest} else Transcript()
 
     def _submit(
         self, point: _Point, said: list[Message], settings: dict[str, Any], keep_partial: bool
@@ -319,7 +335,7 @@ class Session:
             known = self._usable if point is self._point else None
             try:
                 job = self._sessions.speaker.ask(
-                    [*context(point.turns), *said],
+                    (*point.messages, *said),
                     namespace=self.namespace,
                     known=known,
                     before=point.rendering,
@@ -375,7 +391,7 @@ class Session:
             except (StoreError, SessionError, InvalidInputError) as error:
                 # What was said was said: the caller has the reply, and learns that it will not last.
                 return replace(reply, not_kept=str(error))
-            self._point = _Point((*base.numbers, number), (*base.turns, turn), whole, prompt.rendering)
+            self._point = base.then(number, turn, whole, prompt.rendering)
         # Going back or branching has others begin where this one was.
         self._saved = min(self._saved, keep[1])
         self._saved = self._sessions.write_behind(whole.tokens, self.namespace, self._saved)
