@@ -74,7 +74,8 @@ def peers(run: Run) -> Iterator[Figure]:
                 unit="ms",
                 gauge=Gauge.COST,
                 pairs=Pairs(tuple(ours), tuple(peer)),
-                target=at_least(1),
+                # Beside it, to compare: a slot's file is one read, without blocks, checks or sharing.
+                target=at_least(0),
                 machine=watch.machine,
             )
 
