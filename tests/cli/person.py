@@ -78,6 +78,8 @@ class Terminal:
     def leaves(self) -> int:
         """Read what is left, and the exit code."""
         while True:
+            readable, _, _ = select.select([self._screen], [], [], PATIENCE)
+            assert readable, f"it does not leave: {self._text()!r}"
             try:
                 self._read()
             except OSError:
