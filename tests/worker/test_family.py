@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -73,7 +73,7 @@ def test_ctrl_c_is_for_the_parent(program: subprocess.Popen[str]) -> None:
     first = ask(program, "hello")
     assert first.startswith(child)
     assert program.stdout is not None
-    told: list[object] = []
+    told: Sequence[object] = ()
     while not told:
         # Python may miss one that comes just as it begins to wait for a line.
         os.killpg(program.pid, signal.SIGINT)
