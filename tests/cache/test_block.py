@@ -41,6 +41,7 @@ def made(tokens: Sequence[int] = (1, 2, 3), *, start: int = 0, rows: bool = True
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_p1_another_identity_is_another_chain(field: str) -> None:
+    """P1."""
     other = dataclasses.replace(IDENTITY, **{field: "another"})
     assert root(other) != root()
     assert block_id(root(other), ids(1, 2)) != block_id(root(), ids(1, 2))

@@ -193,7 +193,8 @@ class Archive:
         return list(self.tiers.load(found, whole=self.whole).blocks)
 
     def unpack(self, identity: Identity, blocks: Sequence[Block], namespace: str) -> int:
-        """Take in blocks of another archive, under names of this one. How many tokens, from the first on."""
+        """Take in copies of blocks of another archive, under names of this one. How many tokens, from the
+        first on."""
         here = self._context.identity
         if (field := here.difference(identity)) is not None:
             raise IncompatibleStateError(
@@ -205,7 +206,8 @@ class Archive:
             block.verify()
             if block.start != end or (block is not blocks[-1] and len(block.tokens) != self._size):
                 raise CorruptStateError(f"blocks of a state do not follow each other at token {end}")
-            made = Block.make(parent, end, block.tokens, block.rows, block.rest)
+            rows, rest = (None if part is None else part.copy() for part in (block.rows, block.rest))
+            made = Block.make(parent, end, block.tokens.copy(), rows, rest)
             if not self.tiers.memory.put(made) and self.tiers.lower is None:
                 break
             taken.append(made)

@@ -14,7 +14,8 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,38 +102,25 @@ def write_bundle(
 
 def read_bundle(path: Path, *, progress: Progress | None = None) -> Bundle:
     """Read a file that `write_bundle` wrote. Anything in it that is not as it was is refused."""
-    with explained(path):
-        try:
-            with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-                return _read(archive, progress)
-        except (
-            tarfile.TarError,
-            EOFError,
-            UnicodeDecodeError,
-            json.JSONDecodeError,
-            RecursionError,
-        ) as error:
-            raise CorruptStateError(
-                f"{path.name} is not an export of a session, or is damaged: {error}"
-            ) from error
+    with _opened(path) as archive:
+        return _read(archive, progress)
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
     """What a file says that it holds; the rest of it is not looked at."""
+    with _opened(path) as archive:
+        return _manifest(archive)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tarfile.TarFile]:
     with explained(path):
         try:
             with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-                return _manifest(archive)
-        except (
-            tarfile.TarError,
-            EOFError,
-            UnicodeDecodeError,
-            json.JSONDecodeError,
-            RecursionError,
-        ) as error:
-            raise CorruptStateError(
-                f"{path.name} is not an export of a session, or is damaged: {error}"
-            ) from error
+                yield archive
+        except (tarfile.TarError, EOFError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            words = f"{path.name} is not an export of a session, or is damaged: {error}"
+            raise CorruptStateError(words) from error
 
 
 def _read(archive: tarfile.TarFile, progress: Progress | None) -> Bundle:
