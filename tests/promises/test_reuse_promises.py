@@ -301,6 +301,7 @@ OTHER: dict[str, dict[str, Any]] = {
 def test_c11_p1_another_identity_finds_nothing_and_answers_as_if_cold(
     changed: str, llama: Model, tmp_path: Path
 ) -> None:
+    """C11, P1: each field of the identity in turn."""
     base = prompt(150)
     with Desk(llama, more={"store": tmp_path / "store"}) as desk:
         desk.ask(base)
@@ -338,6 +339,7 @@ def test_c11_an_adapter_is_another_identity(llama: Model, zoo_path: Callable[[st
 
 
 def test_p1_a_namespace_is_part_of_the_name(desk: Desk) -> None:
+    """P1: whose prompt it is counts as much as what it is computed with."""
     with desk:
         desk.ask(prompt(150), namespace="a")
         assert desk.ask(prompt(150), namespace="b").reuse.reused == 0
@@ -453,6 +455,7 @@ def test_p4_clearing_a_label_clears_just_that(desk: Desk) -> None:
 
 
 def test_p5_the_longest_prefix_wins_and_stays_for_others(desk: Desk) -> None:
+    """P5, whoever took it before."""
     desk.slots = 1
     with desk:
         base = prompt(256)

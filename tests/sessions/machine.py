@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from perdure import ChatReply, ContextOverflow, Session
+from perdure.sessions.turn import transcript
 from sessions.talking import Talk, talking
 from subjects import Subject
 
@@ -57,7 +58,12 @@ def life(subject: Subject, **settings: Any) -> type[RuleBasedStateMachine]:
 
         def check(self, *names: str) -> None:
             for name in names or self.known:
-                history = self.session(name).history()
+                session = self.session(name)
+                history = session.history()
+                # The tokens, read by themselves, are the text that stands for them.
+                whole = transcript([session._point.turns[0], *history]).text
+                if "\ufffd" not in whole:
+                    assert self.talk.rt.model.detokenize(session.tokens, special=True) == whole
                 assert [str(turn.messages[-1].content) for turn in history] == [
                     ask for ask, _ in self.known[name]
                 ]
@@ -85,8 +91,8 @@ def life(subject: Subject, **settings: Any) -> type[RuleBasedStateMachine]:
         @rule(name=st.sampled_from(NAMES), read=st.integers(0, 3), text=st.sampled_from(TEXTS))
         def cancel(self, name: str, read: int, text: str) -> None:
             if name in self.known:
-                stream = self.session(name).stream(text, max_tokens=400, temperature=0, ignore_eos=True)
                 try:
+                    stream = self.session(name).stream(text, max_tokens=60, temperature=0, ignore_eos=True)
                     for _ in range(read):
                         next(stream)
                     stream.close()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from perdure import CorruptStateError, SessionExistsError, StateError, StoreError, StoreVersionError
+from perdure.cache.block import Block
 from perdure.engine.toy import ToyModel
 from perdure.sessions.bundle import manifest_of, read_bundle
 from sessions.talking import said, talking
@@ -98,6 +99,61 @@ def test_progress_is_told(toy: Subject, tmp_path: Path) -> None:
     read: list[tuple[int, int]] = []
     read_bundle(path, progress=lambda done, total: read.append((done, total)))
     assert read[-1] == told[-1]
+
+
+# S5: what a caller gives is copied.
+
+
+def test_s5_a_state_that_was_loaded_is_not_the_callers(subject: Subject) -> None:
+    """S5: a caller's bytearray, changed afterwards, changes nothing that is held."""
+    with subject.context() as ctx:
+        ctx.decode(subject.tokens(30))
+        given = bytearray(ctx.save())
+        ctx.load(given, seq=1)
+        held = ctx.save(1)
+        given[:] = bytes(len(given))
+        assert ctx.save(1) == held
+
+
+def test_s5_blocks_that_were_taken_in_are_not_the_callers(subject: Subject) -> None:
+    """S5: and neither is kept state; were it shared, it would be found damaged and computed anew."""
+    with talking(subject) as talk:
+        s = talk.session("alice")
+        talk.say(s, LONG)
+        tokens = s.tokens
+        identity, blocks = talk.rt.cache.pack(tokens)
+        own = [
+            Block.make(
+                block.parent,
+                block.start,
+                block.tokens.copy(),
+                None if block.rows is None else block.rows.copy(),
+                None if block.rest is None else block.rest.copy(),
+            )
+            for block in blocks
+        ]
+    with talking(subject) as talk:
+        taken = talk.rt.cache.unpack(identity, own)
+        assert taken > 60
+        for block in own:
+            for part in (block.rows, block.rest, block.tokens):
+                if part is not None:
+                    part[...] = 0
+        plan = talk.rt.cache.plan(tokens)
+        report = talk.rt.cache.wake(tokens)
+        assert dict(report.tiers) == dict(plan.tiers) == {"memory": taken}
+
+
+def test_s5_settings_are_not_the_callers(toy: Subject, tmp_path: Path) -> None:
+    """S5: a list in them, changed afterwards, changes neither the session nor its turns."""
+    stops = ["no such text"]
+    with talking(toy, tmp_path) as talk:
+        s = talk.session("alice", stop=stops)
+        talk.say(s, "Hello")
+        stops.append("nor this")
+        assert s.settings["stop"] == s.history()[0].settings["stop"] == ["no such text"]
+    with talking(toy, tmp_path) as talk:
+        assert talk.session("alice").settings["stop"] == ["no such text"]
 
 
 # Damage.

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import subjects
+from perdure import CorruptStateError
 from perdure.chat.transcript import Transcript
 from perdure.sessions import turn as turn_module
 from perdure.sessions.register import Register
@@ -66,5 +67,5 @@ def test_tokens_that_are_not_those_of_the_text_are_seen(
         return kept(whole, (keep[0], max(0, keep[1] - 1)))
 
     monkeypatch.setattr(turn_module, "_kept", short)
-    with pytest.raises(BaseException):  # noqa: B017
+    with pytest.raises((AssertionError, CorruptStateError)):
         live(subjects.find("toy-full", zoo_path), examples=30, steps=30, phases=[Phase.generate])

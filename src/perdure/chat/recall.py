@@ -58,12 +58,6 @@ class Recall:
                 oldest = next(iter(self._held))
                 self._forget(oldest, bisect.bisect_left(self._sorted[oldest[0]], oldest[1]))
 
-    def clear(self) -> None:
-        with self._lock:
-            self._held.clear()
-            self._sorted.clear()
-            self._chars = 0
-
     def _forget(self, key: tuple[str, str], at: int) -> None:
         del self._held[key]
         del self._sorted[key[0]][at]

@@ -1,6 +1,7 @@
 """Conversations that last.
 
     turn         what was said, with its exact tokens, and a digest over all of it
+    point        where a conversation stands: the turns that led there
     register     sessions, turns and memories in SQLite
     session      one conversation: say, fork, rewind, sleep, wake
     sessions     all of them: find, list, import

@@ -118,7 +118,13 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
         try:
             with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
                 yield archive
-        except (tarfile.TarError, EOFError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (
+            tarfile.TarError,
+            EOFError,
+            UnicodeDecodeError,
+            json.JSONDecodeError,
+            RecursionError,
+        ) as error:
             words = f"{path.name} is not an export of a session, or is damaged: {error}"
             raise CorruptStateError(words) from error
 

@@ -9,6 +9,7 @@ from urllib.parse import quote, unquote
 from perdure.errors import AmbiguousError, CorruptStateError, InvalidInputError, SessionNotFoundError
 
 if TYPE_CHECKING:
+    from perdure.sessions.point import Point
     from perdure.sessions.session import Session
     from perdure.sessions.sessions import Sessions
 
@@ -55,13 +56,14 @@ class Memories:
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
 
-    def add(self, session: Session, label: str, *, kind: str, note: str, turn: int) -> Memory:
+    def add(self, session: Session, point: Point, label: str, *, kind: str, note: str) -> Memory:
+        """Label a point of a session."""
         for name, value in (("label", label), ("kind", kind)):
             if not isinstance(value, str) or not value:
                 raise InvalidInputError(f"a {name} is a text that is not empty, got {value!r}")
-        numbers, turns = session._point.numbers, session._point.turns
+        turn, digest = len(point.turns) - 1, point.turns[-1].digest
         self._sessions.register.label(
-            session.namespace, session.name, numbers[turn], turn, label, kind, note, turns[turn].digest
+            session.namespace, session.name, point.numbers[-1], turn, label, kind, note, digest
         )
         return self.get(
             f"{_SCHEME}{quote(session.name, safe='')}/{turn}#{quote(label, safe='')}", session.namespace
@@ -105,7 +107,7 @@ class Memories:
                 f"what lies at {memory.address} is not what was remembered: its digest differs; "
                 "nothing was woken"
             )
-        return self._sessions.wake_at(memory, name, numbers, turns)
+        return self._sessions.wake_at(memory, name, numbers[-1])
 
     def forget(self, address: str, namespace: str = "") -> None:
         self._sessions.register.forget(self.get(address, namespace).number)

@@ -216,12 +216,6 @@ class Register:
         with self._writing():
             self._move(session, head)
 
-    def set(self, session: int, settings: Mapping[str, Any]) -> None:
-        with self._writing():
-            self.index.run(
-                "UPDATE session SET settings = ? WHERE number = ?", json.dumps(dict(settings)), session
-            )
-
     def delete(self, session: int) -> None:
         with self._writing():
             [(head,)] = self.index.rows("SELECT head FROM session WHERE number = ?", session)

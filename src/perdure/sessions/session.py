@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from perdure.chat.job import ChatJob
 from perdure.chat.message import Message
-from perdure.chat.rendering import Rendering
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.speaker import Prompt, reply_room
 from perdure.chat.transcript import Transcript
@@ -29,50 +28,14 @@ from perdure.errors import (
 )
 from perdure.sessions.fold import folded
 from perdure.sessions.memory import Memory
+from perdure.sessions.point import Point
 from perdure.sessions.register import Row
-from perdure.sessions.turn import Turn, added, context, transcript
+from perdure.sessions.turn import Turn, added, context
 
 if TYPE_CHECKING:
     from perdure.sessions.sessions import Sessions
 
 Said = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """Where a conversation stands: the turns that led there, as they are and as they are registered."""
-
-    numbers: tuple[int, ...]
-    turns: tuple[Turn, ...]
-    transcript: Transcript
-    messages: tuple[Message, ...]
-    """What the next prompt starts with."""
-    models: frozenset[str]
-    """Those whose tokens are in the transcript."""
-    rendering: Rendering | None = None
-
-    @classmethod
-    def at(cls, numbers: Sequence[int], turns: Sequence[Turn]) -> _Point:
-        models = frozenset(turn.model for turn in turns if turn.kind != "start" and turn.added.tokens)
-        return cls(tuple(numbers), tuple(turns), transcript(turns), tuple(context(turns)), models)
-
-    def then(self, number: int, turn: Turn, whole: Transcript, rendering: Rendering | None) -> _Point:
-        """One turn further. The work does not grow with the conversation, but for copying."""
-        said = (*turn.messages, *([turn.reply] if turn.reply is not None else []))
-        return _Point(
-            (*self.numbers, number),
-            (*self.turns, turn),
-            whole,
-            self.messages + said,
-            self.models | {turn.model},
-            rendering,
-        )
-
-    def first(self, count: int) -> _Point:
-        """After its first `count` turns."""
-        if count == len(self.turns) - 1:
-            return self
-        return _Point.at(self.numbers[: count + 1], self.turns[: count + 1])
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +52,7 @@ class Session:
     session is as it was before. `kept` in the reply says which.
     """
 
-    def __init__(self, sessions: Sessions, row: Row, point: _Point) -> None:
+    def __init__(self, sessions: Sessions, row: Row, point: Point) -> None:
         self._sessions = sessions
         self._row = row
         self._point = point
@@ -101,7 +64,7 @@ class Session:
 
     @classmethod
     def open(cls, sessions: Sessions, row: Row) -> Session:
-        return cls(sessions, row, _Point.at(*sessions.register.chain(row.head)))
+        return cls(sessions, row, Point.at(*sessions.register.chain(row.head)))
 
     def __repr__(self) -> str:
         return f"<Session {self.name!r}, {self.turns} turns, {len(self.tokens)} tokens>"
@@ -229,7 +192,7 @@ class Session:
         with self._lock:
             count = self.turns if turn is None else turn
             self._check_turn(count, 0)
-            return self._sessions.memories.add(self, label, kind=kind, note=note, turn=count)
+            return self._sessions.memories.add(self, self._point.first(count), label, kind=kind, note=note)
 
     def fold(
         self, name: str | None = None, *, summary: str | None = None, keep: int = 2, **settings: Any
@@ -243,7 +206,7 @@ class Session:
             if name is not None:
                 return self._sessions.branch(self, name, self._point, how="fold", turns=[turn], kind="fold")
             number = self._sessions.register.add(self._row.number, self._point.numbers[-1], turn)
-            self._point = _Point.at((*self._point.numbers, number), (*self._point.turns, turn))
+            self._point = Point.at((*self._point.numbers, number), (*self._point.turns, turn))
             return self
 
     def delete(self) -> None:
@@ -269,7 +232,7 @@ class Session:
         """Bring its state back, after proving that its turns are what they were. What is missing or
         damaged is computed with the next turn, and the report says so."""
         with self._changing():
-            self._point = _Point.at(*self._sessions.register.chain(self._point.numbers[-1]))
+            self._point = Point.at(*self._sessions.register.chain(self._point.numbers[-1]))
             if not (tokens := self._usable.tokens):
                 return ReuseReport(computed=0, why="nothing was said under this model yet")
             return self._sessions.backend.cache.wake(tokens, namespace=self.namespace)
@@ -315,7 +278,7 @@ class Session:
         return self._point.transcript if models <= {self._sessions.backend.model.digest} else Transcript()
 
     def _submit(
-        self, point: _Point, said: list[Message], settings: dict[str, Any], keep_partial: bool
+        self, point: Point, said: list[Message], settings: dict[str, Any], keep_partial: bool
     ) -> ChatJob:
         wanted = {**self.settings, **settings}
         if wanted.get("n", 1) != 1:
@@ -351,7 +314,7 @@ class Session:
     def _settle(
         self,
         ticket: _Ticket,
-        base: _Point,
+        base: Point,
         said: Sequence[Message],
         settings: Mapping[str, Any],
         keep_partial: bool,
@@ -398,13 +361,13 @@ class Session:
         return replace(reply, kept=True)
 
     def _folded(
-        self, point: _Point, summary: str | None, keep: int, settings: Mapping[str, Any] | None = None
+        self, point: Point, summary: str | None, keep: int, settings: Mapping[str, Any] | None = None
     ) -> Turn:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
             raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
         return folded(self._sessions.speaker, point.turns, summary, keep, self.namespace, settings or {})
 
-    def _folded_if_full(self, point: _Point, said: list[Message], settings: dict[str, Any]) -> _Point:
+    def _folded_if_full(self, point: Point, said: list[Message], settings: dict[str, Any]) -> Point:
         """The point to go on from: where the next prompt does not fit any more, behind a fold."""
         speaker, limit = self._sessions.speaker, self._sessions.backend.n_ctx - 1
         room = reply_room(settings, self._sessions.backend.n_ctx)
@@ -426,7 +389,7 @@ class Session:
                 fits=limit,
             )
         number = self._sessions.register.add(self._row.number, point.numbers[-1], turn)
-        self._point = _Point.at((*point.numbers, number), (*point.turns, turn))
+        self._point = Point.at((*point.numbers, number), (*point.turns, turn))
         return self._point
 
     def _changing(self) -> _Changing:

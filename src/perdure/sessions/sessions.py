@@ -8,19 +8,17 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perdure.backend import Backend
 from perdure.chat.message import Message
 from perdure.chat.speaker import Speaker
 from perdure.errors import InvalidInputError, PerdureError, SessionError
 from perdure.sessions.memory import Memories, Memory
+from perdure.sessions.point import Point
 from perdure.sessions.register import Register, Row
 from perdure.sessions.session import Session
 from perdure.sessions.turn import Turn
-
-if TYPE_CHECKING:
-    from perdure.sessions.session import _Point
 
 _SAVED_AT_ONCE = 256
 """Tokens that a session has grown by when its state is next written."""
@@ -119,7 +117,7 @@ class Sessions:
         self,
         session: Session,
         name: str,
-        point: _Point,
+        point: Point,
         *,
         how: str,
         turns: Sequence[Turn] = (),
@@ -137,12 +135,12 @@ class Sessions:
             )
             return self._opened(row)
 
-    def wake_at(self, memory: Memory, name: str, numbers: Sequence[int], turns: Sequence[Turn]) -> Session:
+    def wake_at(self, memory: Memory, name: str, head: int) -> Session:
         with self._lock:
             row = self.register.create(
                 memory.namespace,
                 _name(name),
-                head=numbers[-1],
+                head=head,
                 origin={"how": "wake", "session": memory.session, "turn": memory.turn, "label": memory.label},
             )
             return self._opened(row)
