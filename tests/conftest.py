@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import subjects
 import zoo
+from subjects import Subject
 
 # A busy machine is no reason for a test to fail.
 settings.register_profile("perdure", deadline=None)
@@ -27,3 +29,22 @@ def zoo_path(pytestconfig: pytest.Config) -> Callable[[str], Path]:
         return written if written.exists() else zoo.write(name, folder)
 
     return path
+
+
+@pytest.fixture(scope="session")
+def find_subject(zoo_path: Callable[[str], Path]) -> Callable[[str], Subject]:
+    """`find_subject("gemma3")` is that model, opened once."""
+    known: dict[str, Subject] = {}
+
+    def find(name: str) -> Subject:
+        if name not in known:
+            known[name] = subjects.find(name, zoo_path)
+        return known[name]
+
+    return find
+
+
+@pytest.fixture(params=subjects.NAMES)
+def subject(request: pytest.FixtureRequest, find_subject: Callable[[str], Subject]) -> Subject:
+    """Every model in turn: the toy engine's kinds of memory, then the zoo on llama.cpp."""
+    return find_subject(request.param)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import perdure
-import subjects
 from perdure import (
     ChatReply,
     ContextOverflow,
@@ -23,7 +21,7 @@ from perdure import (
     TemplateError,
 )
 from perdure.engine.toy import ToyModel
-from subjects import NAMES, Subject
+from subjects import Subject
 
 ASK: dict[str, Any] = {"max_tokens": 6, "temperature": 0}
 SYSTEM = {"role": "system", "content": "Be terse."}
@@ -40,11 +38,6 @@ TOOL = {
         },
     },
 }
-
-
-@pytest.fixture(params=NAMES)
-def subject(request: pytest.FixtureRequest, zoo_path: Callable[[str], Path]) -> Subject:
-    return subjects.find(request.param, zoo_path)
 
 
 def opened(subject: Subject, **settings: Any) -> Runtime:

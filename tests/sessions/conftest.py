@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-import subjects
-from subjects import NAMES, Subject
-
-
-@pytest.fixture(params=NAMES)
-def subject(request: pytest.FixtureRequest, zoo_path: Callable[[str], Path]) -> Subject:
-    return subjects.find(request.param, zoo_path)
+from subjects import Subject
 
 
 @pytest.fixture
-def toy(zoo_path: Callable[[str], Path]) -> Subject:
-    return subjects.find("toy-full", zoo_path)
+def toy(find_subject: Callable[[str], Subject]) -> Subject:
+    return find_subject("toy-full")
