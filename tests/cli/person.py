@@ -12,7 +12,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 COMMAND = [sys.executable, "-m", "perdure.cli"]
@@ -96,11 +96,13 @@ class Terminal:
 
 
 @contextmanager
-def terminal(environment: dict[str, str], *arguments: str, columns: int = 200) -> Iterator[Terminal]:
+def terminal(
+    environment: dict[str, str], *arguments: str, columns: int = 200, command: Sequence[str] = COMMAND
+) -> Iterator[Terminal]:
     screen, inner = pty.openpty()
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with subprocess.Popen(
-        [*COMMAND, *arguments],
+        [*command, *arguments],
         env=environment,
         stdin=inner,
         stdout=inner,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from perdure.cli import terminal
 _LINES = 1000
 """Of history that are kept."""
 _QUOTES = '"""'
+_NUDGES = (0.02, 0.1, 0.5)
+"""Seconds after a signal at which a line that is being read is made to look for it."""
 
 
 class Keyboard:
@@ -60,7 +65,8 @@ class Keyboard:
 
     def _line(self, prompt: str) -> str:
         if sys.stdout.isatty():
-            line = input(prompt)
+            with _nudged():
+                line = input(prompt)
         else:
             # Standard output is somebody else's: it gets replies alone.
             print(prompt, end="", file=sys.stderr, flush=True)
@@ -72,6 +78,43 @@ class Keyboard:
             with contextlib.suppress(OSError, AttributeError):
                 self._readline.append_history_file(1, str(self._history))
         return line.rstrip("\n").encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+@contextlib.contextmanager
+def _nudged() -> Iterator[None]:
+    """While this is open, no signal waits for the next key.
+
+    One that comes while the prompt is being drawn is noted by Python, but the wait for a key that follows
+    does not know of it. Another signal, which means nothing, ends that wait.
+    """
+    main = threading.main_thread().ident
+    if not hasattr(signal, "pthread_kill") or threading.get_ident() != main:
+        yield
+        return
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    over = threading.Event()
+
+    def nudge() -> None:
+        while data := reading.recv(64):
+            if set(data) != {signal.SIGURG}:
+                for seconds in _NUDGES:
+                    if not over.wait(seconds):
+                        signal.pthread_kill(main, signal.SIGURG)
+
+    handler = signal.signal(signal.SIGURG, lambda number, frame: None)
+    before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=nudge, name="perdure-nudge", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        writing.close()
+        thread.join()
+        reading.close()
+        signal.signal(signal.SIGURG, handler)
 
 
 def _readline(history: Path, words: Sequence[str]) -> Any:

@@ -72,22 +72,24 @@ class WriteBehind:
         return found
 
     def offer(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            known = self.entry(block.id)
-            with self._changed:
-                # While damage is being looked into, what is said to be there may be damaged too.
-                sure = isinstance(known, Block) or not self._damaged
-                if known is not None and known.has_rest + sure > block.has_rest:
-                    continue
+        """Take these in for writing, all at once: the thread finds them together."""
+        known = {block.id: self.entry(block.id) for block in blocks}
+        with self._changed:
+            for block in blocks:
                 before = self._pending.get(block.id)
+                there = before or known[block.id]
+                # While damage is being looked into, what is said to be there may be damaged too.
+                sure = isinstance(there, Block) or not self._damaged
+                if there is not None and there.has_rest + sure > block.has_rest:
+                    continue
                 more = block.nbytes - (before.nbytes if before is not None else 0)
                 if self._bytes + more > self._limit or self._closing:
                     # What follows it would be of no use without it.
                     self.turned_down += 1
-                    return
+                    break
                 self._pending[block.id] = block
                 self._bytes += more
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def drop(self, blocks: Iterable[BlockId]) -> None:
         self.flush()
