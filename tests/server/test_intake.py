@@ -84,6 +84,32 @@ def test_as_many_messages_as_are_allowed() -> None:
         assert response.json()["error"]["param"] == "messages"
 
 
+def test_a_connection_too_many_is_told_so_and_the_others_go_on_h3() -> None:
+    """H3."""
+    with (
+        opened(toy()) as rt,
+        house(rt, connections=2) as server,
+        server.client() as first,
+        server.client() as second,
+    ):
+        for client in (first, second):
+            assert client.post(CHAT, json=hello()).status_code == 200
+        with server.client() as third:
+            refused = third.post(CHAT, json=hello())
+        assert refused.status_code == 503
+        assert refused.headers["content-type"] == "application/json"
+        assert int(refused.headers["retry-after"]) > 0
+        assert refused.headers["connection"] == "close"
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("server_error", "too_many_connections")
+        assert first.post(CHAT, json=hello()).status_code == 200
+        # One who leaves makes room.
+        assert second.get("/health", headers={"connection": "close"}).status_code == 200
+        with server.client() as third:
+            assert third.post(CHAT, json=hello()).status_code == 200
+            assert 'status="503"} 1.0' in third.get("/metrics").text
+
+
 def test_a_thousand_malformed_requests_cost_nothing_that_lasts_h3(server: House) -> None:
     """H3: then a good one is answered."""
     chance = random.Random(7)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -72,6 +73,27 @@ def test_figures_count_what_happened(here: House, client: httpx.Client) -> None:
     assert after["perdure_engine_up", ()] == 1
     assert after["perdure_engine_restarts_total", ()] == 0
     assert after["perdure_kept_bytes", (("tier", "memory"),)] >= 0
+    assert ("perdure_kept_bytes", (("tier", "disk"),)) not in after
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_what_is_on_the_disk_is_told(
+    zoo_path: Callable[[str], Path], tmp_path: Path, *, isolated: bool
+) -> None:
+    disk = ("perdure_kept_bytes", (("tier", "disk"),))
+    with (
+        opened(zoo_path("llama"), threads=1, store=tmp_path, isolated=isolated) as rt,
+        house(rt) as server,
+        server.client() as client,
+    ):
+        assert figures(client)[disk] == 0
+        assert client.post("/v1/sessions", json={"name": "kept"}).status_code == 201
+        said = {"message": "Keep this one, all of it", "max_tokens": 40}
+        assert client.post("/v1/sessions/kept/turns", json=said).status_code == 200
+        assert client.post("/v1/sessions/kept/sleep").status_code == 200
+        there = sum(path.stat().st_size for path in (tmp_path / "blocks").rglob("*") if path.is_file())
+        assert figures(client)[disk] == there > 0
+        assert client.get("/v1/cache").json()["totals"]["disk_bytes"] == there
 
 
 def test_a_line_of_log_for_every_request_without_its_text(lines: io.StringIO) -> None:

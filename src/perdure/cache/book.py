@@ -41,6 +41,8 @@ class CacheStats:
     nbytes: int
     state_bytes: int
     budget: int
+    disk_bytes: int | None
+    """What is on the disk; None where nothing is kept there."""
     evicted: int
     records: int
     reused_tokens: dict[str, int]
@@ -185,12 +187,13 @@ class Book:
         return len(dropped)
 
     def _stats(self) -> CacheStats:
-        tier = self._places.tier
+        tier, lower = self._places.tier, self._places.tiers.lower
         return CacheStats(
             blocks=len(tier),
             nbytes=self._places.nbytes,
             state_bytes=tier.state_bytes,
             budget=self._places.budget,
+            disk_bytes=None if lower is None else lower.nbytes,
             evicted=tier.evicted,
             records=len(self._records),
             reused_tokens=dict(self._places.reused),

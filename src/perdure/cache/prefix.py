@@ -43,6 +43,11 @@ class LowerTier(Protocol):
 
     name: str
 
+    @property
+    def nbytes(self) -> int:
+        """What it keeps now; what waits to be written is not in it."""
+        ...
+
     def entry(self, block: BlockId) -> Entry | None: ...
     def children(self, parent: BlockId) -> Iterable[Entry]: ...
     def get(self, block: BlockId) -> Block | None:

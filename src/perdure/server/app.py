@@ -6,13 +6,14 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from perdure.server import refusal
 from perdure.server.desk import Desk
 from perdure.server.door import OPEN, Door
 from perdure.server.intake import Intake
 from perdure.server.record import Record
+from perdure.server.refusal import crowded
 from perdure.server.routes import cache, chat, completions, memories, models, operation, sessions
 from perdure.server.shapes.base import ErrorAnswer
 
@@ -40,6 +41,16 @@ def build(desk: Desk) -> FastAPI:
 def served(desk: Desk) -> ASGIApp:
     """The routes behind everything that a request has to pass."""
     return Record(Door(Intake(build(desk), desk.limits), desk.keys), desk.figures)
+
+
+def turned_away(desk: Desk) -> ASGIApp:
+    """What answers on a connection that is one too many."""
+    refused = crowded(desk.limits.connections)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await refused.response()(scope, receive, send)
+
+    return Record(answer, desk.figures)
 
 
 def _document(app: FastAPI, desk: Desk) -> dict[str, Any]:

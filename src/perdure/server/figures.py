@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -118,20 +118,14 @@ class _Engine(Collector):
         yield GaugeMetricFamily("perdure_queue_length", "Requests that wait for a slot", value=waiting)
         yield GaugeMetricFamily("perdure_slots_busy", "Requests that are being served", value=served)
         kept = GaugeMetricFamily("perdure_kept_bytes", "State that is kept, by tier", labels=["tier"])
-        for tier, nbytes in _bytes_by_tier(stats).items():
-            kept.add_metric([tier], nbytes)
+        kept.add_metric(["memory"], stats.nbytes)
+        if stats.disk_bytes is not None:
+            kept.add_metric(["disk"], stats.disk_bytes)
         yield kept
         yield CounterMetricFamily(
             "perdure_computed_tokens", "Prompt tokens that had to be computed", value=stats.computed_tokens
         )
         yield CounterMetricFamily("perdure_evicted_blocks", "Blocks that had to go", value=stats.evicted)
-
-
-def _bytes_by_tier(stats: Any) -> dict[str, int]:
-    tiers = {"memory": stats.nbytes}
-    if getattr(stats, "disk_bytes", None) is not None:
-        tiers["disk"] = stats.disk_bytes
-    return tiers
 
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})

@@ -12,11 +12,13 @@ from collections.abc import Generator
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from perdure.errors import InvalidInputError
-from perdure.server.app import served
+from perdure.server.app import served, turned_away
 from perdure.server.desk import Desk
+from perdure.server.limits import Limits
 
 _LEEWAY = 5
 """Seconds for answers to be sent after their replies were ended."""
@@ -61,13 +63,12 @@ class Listener(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 served(desk),
-                http=_protocol(limits.head_seconds),
+                http=_protocol(limits, turned_away(desk)),
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                limit_concurrency=limits.connections,
                 timeout_keep_alive=_IDLE,
                 timeout_graceful_shutdown=int(limits.grace_seconds) + _LEEWAY,
                 h11_max_incomplete_event_size=64 << 10,
@@ -110,15 +111,18 @@ class Listener(uvicorn.Server):
         self.stop(now=self.should_exit)
 
 
-def _protocol(head_seconds: float) -> type[H11Protocol]:
-    """HTTP for clients that have to send their headers within a time: who only connects is shown out."""
+def _protocol(limits: Limits, turned_away: ASGIApp) -> type[H11Protocol]:
+    """HTTP for clients that have to send their headers within a time: who only connects is shown out. Who
+    comes when all connections are taken is told so; those who were there before go on."""
 
     class Protocol(H11Protocol):
         _waiting: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._waiting = self.loop.call_later(head_seconds, self._show_out)
+            self._waiting = self.loop.call_later(limits.head_seconds, self._show_out)
+            if len(self.connections) > limits.connections:
+                self.app = turned_away
 
         def handle_events(self) -> None:
             before = self.cycle
@@ -132,7 +136,7 @@ def _protocol(head_seconds: float) -> type[H11Protocol]:
             super().on_response_complete()
             # A next request that was sent ahead is being served already.
             if self.cycle is before and self._waiting is None:
-                self._waiting = self.loop.call_later(_IDLE + head_seconds, self._show_out)
+                self._waiting = self.loop.call_later(_IDLE + limits.head_seconds, self._show_out)
 
         def connection_lost(self, exc: Exception | None) -> None:
             if self._waiting is not None:

@@ -29,6 +29,8 @@ from perdure.errors import (
 
 log = logging.getLogger("perdure.server")
 
+_CROWDED = "too_many_connections"
+
 
 class Refused(Exception):
     """An answer other than the one that was asked for, with all that HTTP says about it."""
@@ -60,7 +62,7 @@ class Refused(Exception):
         headers = {"retry-after": str(self.retry_after)} if self.retry_after is not None else {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        if self.status in (408, 413):
+        if self.status in (408, 413) or self.code == _CROWDED:
             # What is left of the body is not worth reading.
             headers["connection"] = "close"
         return headers
@@ -86,6 +88,16 @@ def deadline(seconds: float) -> Refused:
         "ask for fewer tokens, or for more time",
         kind="timeout_error",
         code="deadline_exceeded",
+    )
+
+
+def crowded(limit: int) -> Refused:
+    return Refused(
+        503,
+        f"{limit} connections are open, which is the limit; ask again later",
+        kind="server_error",
+        code=_CROWDED,
+        retry_after=2,
     )
 
 

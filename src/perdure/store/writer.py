@@ -41,6 +41,10 @@ class WriteBehind:
 
     # As a lower tier of the block cache.
 
+    @property
+    def nbytes(self) -> int:
+        return self.disk.nbytes
+
     def entry(self, block: BlockId) -> Entry | Block | None:
         with self._changed:
             waiting = self._pending.get(block)

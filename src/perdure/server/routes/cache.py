@@ -85,6 +85,7 @@ def _totals(stats: CacheStats) -> TotalsAnswer:
         blocks=stats.blocks,
         nbytes=stats.nbytes,
         budget=stats.budget,
+        disk_bytes=stats.disk_bytes,
         evicted=stats.evicted,
         reused_tokens=dict(stats.reused_tokens),
         computed_tokens=stats.computed_tokens,

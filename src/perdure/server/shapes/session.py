@@ -239,6 +239,8 @@ class TotalsAnswer(Given):
     blocks: int
     nbytes: int
     budget: int
+    disk_bytes: int | None
+    """None where nothing is kept on a disk."""
     evicted: int
     reused_tokens: dict[str, int]
     computed_tokens: int
