@@ -348,6 +348,24 @@ def test_b6_a_failed_step_leaves_each_sequence_before_it_or_says_what_is_left(
             check(ctx.logits().copy(), subject.cold([[*text, 5]], n_batch=3))
 
 
+def test_b6_after_a_failed_step_of_sequences_apart_tokens_go_where_they_would_have_gone(
+    subject: Subject,
+) -> None:
+    """Without flash attention the places of cells count, to the last bit."""
+    if not subject.toy and subject.kind is not MemoryKind.FULL:
+        pytest.skip("its cells have no places of their own, or lose them")
+    texts = [subject.tokens(45, seq) for seq in range(3)]
+    with subject.context(n_batch=3, fine=True) as ctx:
+        for seq, text in enumerate(texts):
+            ctx.decode(text, seq)
+        with pytest.raises(DecodeError), failing_decode(ctx, step=1, after=0):
+            ctx.step([Feed(0, [1]), Feed(2, [1])])
+        for seq, text in enumerate(texts):
+            if ctx.tokens(seq):
+                ctx.decode([5], seq)
+                check(ctx.logits().copy(), subject.cold([[*text, 5]], n_batch=3, fine=True))
+
+
 def test_b6_cancelling_a_step_never_costs_a_sequence_that_is_no_part_of_it(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

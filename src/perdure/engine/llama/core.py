@@ -17,6 +17,8 @@ from perdure.engine.llama.sampler import LlamaSampler
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, EngineError, OutOfMemoryError
 
+_BEYOND = 1 << 30
+"""A position that no token has."""
 _OUTCOMES = {0: Outcome.DONE, 1: Outcome.FULL, 2: Outcome.ABORTED, -1: Outcome.REJECTED}
 _PARTIAL = 1
 _AT_HAND = 64 << 20
@@ -50,6 +52,7 @@ class LlamaCore:
         self._streams = not params.kv_unified and params.n_seq_max > 1
         slides = self._lib.llama_model_n_swa(weights.handle) > 0 and not params.swa_full
         self._sheds = slides and not self._streams
+        self._settles = bool(self._streams and not slides and self._memory and self.can_shift())
         self._n_streams = params.n_seq_max if self._streams else 1
         self._kind = kind
         self._layout: layout.Layout | None = None
@@ -85,6 +88,11 @@ class LlamaCore:
 
     def remove(self, seq: int, start: int) -> None:
         self._lib.llama_memory_seq_rm(self._memory, seq, start, -1)
+        if self._settles:
+            # After a step that failed, the engine may look for the next free cell behind the first one (it
+            # takes back where it stood in another stream). Moving no cell at all makes it look from the
+            # start: without flash attention the places of cells count.
+            self._lib.llama_memory_seq_add(self._memory, seq, _BEYOND, -1, 1)
 
     def copy(self, src: int, dst: int) -> None:
         self._lib.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
