@@ -4,6 +4,7 @@ from perdure.chat.job import ChatJob
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.chat.template import Template
+from perdure.decode.embedding import Embeddings
 from perdure.decode.grammar import Grammar
 from perdure.decode.job import Job
 from perdure.decode.placement import Plan, ReuseReport
@@ -11,6 +12,7 @@ from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
 from perdure.decode.sampling import Sampling
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Capabilities, Memory, MemoryKind
+from perdure.engine.embedder import Embedder, Pooling
 from perdure.engine.llama.model import Model
 from perdure.engine.logits import Candidate, LogitsView
 from perdure.engine.state import Checkpoint
@@ -80,6 +82,8 @@ __all__ = [
     "DecodeCancelled",
     "DecodeError",
     "Delta",
+    "Embedder",
+    "Embeddings",
     "EngineDiedError",
     "EngineError",
     "Feed",
@@ -103,6 +107,7 @@ __all__ = [
     "PerdureError",
     "PinnedError",
     "Plan",
+    "Pooling",
     "Reply",
     "ReuseReport",
     "RowError",

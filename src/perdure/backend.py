@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,15 +14,19 @@ from numpy.typing import NDArray
 
 from perdure.cache.book import Book
 from perdure.cache.working_set import WorkingSet
+from perdure.decode.embedding import EmbeddingQueue, Embeddings
 from perdure.decode.job import Job
 from perdure.decode.request import Request
 from perdure.decode.sampling import Sampling
 from perdure.decode.scheduler import Scheduler
-from perdure.engine.contract import Model, Vocabulary
+from perdure.engine.contract import Model, Tokens, Vocabulary
 from perdure.errors import InvalidInputError
 from perdure.store.disk import DiskTier
 from perdure.store.records import Records
 from perdure.store.writer import WriteBehind
+
+_ALIKE = ("threads", "flash", "rope_freq_base", "rope_freq_scale")
+"""Settings of the context that embeddings are computed with too."""
 
 
 class Backend(Protocol):
@@ -40,6 +46,14 @@ class Backend(Protocol):
         ...
 
     def submit(self, request: Request) -> Job: ...
+    def embed(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
+        """Have vectors made of texts. Cancelling the future ends that."""
+        ...
+
+    def embedding_width(self) -> int:
+        """Numbers of a vector. It may have to wait for the engine."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -80,6 +94,11 @@ class LocalBackend:
                 model, self.context, exact=exact, queue=queue, placement=places if budget else None
             )
             undo.callback(self.scheduler.close)
+            # Not opened before somebody asks for it: it has a memory of its own.
+            alike = {name: context[name] for name in _ALIKE if name in context}
+            self._embeddings = EmbeddingQueue(
+                lambda: model.embedder(n_ctx=n_ctx, **alike), self.scheduler.post, limit=queue
+            )
             self.cache = Book(
                 places,
                 tokenize=model.tokenize,
@@ -104,6 +123,13 @@ class LocalBackend:
     def submit(self, request: Request) -> Job:
         return self.scheduler.submit(request)
 
+    def embed(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
+        self.scheduler.check_thread()
+        return self._embeddings.submit(texts)
+
+    def embedding_width(self) -> int:
+        return self._embeddings.width
+
     def close(self) -> None:
         """End what is running as cancelled, and give everything back."""
         # First, for it may refuse: a processor cannot close the runtime that waits for it.
@@ -114,6 +140,7 @@ class LocalBackend:
             if self._disk is not None:
                 ending.callback(self._disk.close)
             ending.callback(self.context.close)
+            ending.callback(self._embeddings.close)
             if self._disk is not None and not self.context.closed:
                 self.places.store_all()
 

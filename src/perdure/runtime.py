@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, cast, overload
+
+import numpy as np
 
 from perdure.backend import Backend, LocalBackend
 from perdure.cache.book import Book
@@ -16,12 +20,13 @@ from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.speaker import Speaker
 from perdure.chat.template import Template
-from perdure.decode.job import Job
+from perdure.decode.embedding import Embeddings
+from perdure.decode.job import Job, result_of
 from perdure.decode.request import Delta, Reply, Request
 from perdure.engine.contract import Model as ModelContract
-from perdure.engine.contract import Vocabulary
+from perdure.engine.contract import Tokens, Vocabulary
 from perdure.engine.llama.model import Model
-from perdure.errors import InvalidInputError
+from perdure.errors import InvalidInputError, TokenError
 from perdure.sessions.memory import Memories
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Sessions
@@ -174,6 +179,45 @@ class Runtime:
         """The log probabilities of a prompt's own tokens, and its perplexity."""
         return self.generate(prompt, prompt_logprobs=top, max_tokens=1, temperature=0)
 
+    def embed(self, texts: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Embeddings:
+        """The vectors of texts, or of one: each given as text or as token ids.
+
+        The same text has the same vector to the last bit, whoever else is served.
+        """
+        answer = self.submit_embed(texts)
+        try:
+            return result_of(answer)
+        finally:
+            answer.cancel()
+
+    async def aembed(self, texts: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Embeddings:
+        """Like `embed`, for asyncio."""
+        # In a thread: there may be much to tokenise.
+        submitted = asyncio.get_running_loop().run_in_executor(None, self.submit_embed, texts)
+        try:
+            answer = await asyncio.shield(submitted)
+        except asyncio.CancelledError:
+            submitted.add_done_callback(lambda done: done.exception() or done.result().cancel())
+            raise
+        return await asyncio.wrap_future(answer)
+
+    def submit_embed(self, texts: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Future[Embeddings]:
+        """Queue texts to be made vectors and return at once. Cancel what it gives to end that."""
+        return self.backend.embed([self._tokens(text, at) for at, text in enumerate(_texts(texts))])
+
+    @property
+    def embedding_width(self) -> int:
+        """Numbers of a vector that `embed` gives."""
+        return self.backend.embedding_width()
+
+    def _tokens(self, text: str | Tokens, at: int) -> Tokens:
+        if not isinstance(text, str):
+            return text
+        if not text:
+            # A mark that the model puts before every text is no text.
+            raise TokenError(f"text {at} is empty; give at least one token")
+        return self.model.tokenize(text)
+
     def close(self) -> None:
         """End what is running as cancelled, and give everything back."""
         self.backend.close()
@@ -186,6 +230,17 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _texts(given: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Sequence[str | Tokens]:
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, np.ndarray):
+        return [given] if given.ndim == 1 and given.size else list(given)
+    if not isinstance(given, Sequence):
+        raise InvalidInputError(f"embed takes a text, tokens, or a list of either, got {given!r}")
+    one = len(given) > 0 and all(isinstance(each, (int, np.integer)) for each in given)
+    return [cast(Tokens, given)] if one else cast("Sequence[str | Tokens]", given)
 
 
 @overload

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perdure import Context, MemoryKind, Runtime
+from perdure import Context, Embedder, MemoryKind, Runtime
 from perdure import open as open_runtime
 from perdure.engine.batch import Batch
 from perdure.engine.contract import Outcome
@@ -90,26 +90,34 @@ class Rigged(ToyModel):
 
     def context(self, **settings: Any) -> Context:
         context = super().context(**settings)
-        core: Any = context._core
-        decode = core.decode
-        armed: dict[tuple[int, int], int] = {}
-
-        def rigged_decode(batch: Batch) -> Outcome:
-            size = batch.size
-            for seq, pos, token in zip(
-                batch.seqs[:size].tolist(),
-                batch.positions[:size].tolist(),
-                batch.tokens[:size].tolist(),
-                strict=True,
-            ):
-                if LATER < token <= LATER + DEFECT:
-                    armed[seq, pos + DELAY] = token - LATER
-                act(armed.pop((seq, pos), token))
-            outcome: Outcome = decode(batch)
-            return outcome
-
-        core.decode = rigged_decode
+        rig(context._core)
         return context
+
+    def embedder(self, **settings: Any) -> Embedder:
+        embedder = super().embedder(**settings)
+        rig(embedder._core)
+        return embedder
+
+
+def rig(core: Any) -> None:
+    decode = core.decode
+    armed: dict[tuple[int, int], int] = {}
+
+    def rigged_decode(batch: Batch) -> Outcome:
+        size = batch.size
+        for seq, pos, token in zip(
+            batch.seqs[:size].tolist(),
+            batch.positions[:size].tolist(),
+            batch.tokens[:size].tolist(),
+            strict=True,
+        ):
+            if LATER < token <= LATER + DEFECT:
+                armed[seq, pos + DELAY] = token - LATER
+            act(armed.pop((seq, pos), token))
+        outcome: Outcome = decode(batch)
+        return outcome
+
+    core.decode = rigged_decode
 
 
 def rigged() -> ToyModel:

@@ -9,9 +9,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from concurrent.futures import Future
+from typing import Any, TypeAlias, TypeVar
 
 from perdure.decode.request import Delta, Reply
+
+T = TypeVar("T")
 
 Sleeper: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]"
 """A reader in an event loop, and what ends its wait."""
@@ -79,6 +82,16 @@ def _waited(condition: threading.Condition, ready: Callable[[], Any], timeout: f
         if time.monotonic() >= end:
             return False
     return True
+
+
+def result_of(answer: Future[T]) -> T:
+    """What `answer` gives or raises, waited for in such naps."""
+    while not answer.done():
+        try:
+            answer.exception(_NAP)
+        except TimeoutError:
+            continue
+    return answer.result()
 
 
 def _end(futures: list[asyncio.Future[None]]) -> None:

@@ -84,7 +84,8 @@ class Scheduler:
         self._waiting: deque[Group] = deque()
         self._active: list[Group] = []
         self._readers: list[Outbox] = []
-        self._errands: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._errands: list[tuple[Callable[[], Any], Future[Any], Callable[[], None] | None]] = []
+        self._stop_errand: Callable[[], None] | None = None
         self._flying: frozenset[int] = frozenset()
         self._turn = 0
         self._closing = False
@@ -95,7 +96,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> Job:
         """Queue a request. Whatever is wrong with it is raised here, before any work."""
-        self._check_thread()
+        self.check_thread()
         runs = self._prepare(request, outbox := Outbox())
         deadline = None if request.timeout is None else time.monotonic() + request.timeout
         group = Group(outbox, runs, deadline)
@@ -117,14 +118,18 @@ class Scheduler:
 
     def call(self, function: Callable[[], T]) -> T:
         """Run `function` in the engine thread, between two steps, and return what it returns."""
-        self._check_thread()
+        self.check_thread()
+        return self.post(function).result()
+
+    def post(self, function: Callable[[], T], *, stop: Callable[[], None] | None = None) -> Future[T]:
+        """The same without waiting. `stop` is called if the runtime is closed while `function` runs."""
         errand: Future[T] = Future()
         with self._changed:
             if self._closing:
                 raise ClosedError("this runtime is closed")
-            self._errands.append((function, errand))
+            self._errands.append((function, errand, stop))
             self._changed.notify_all()
-        return errand.result()
+        return errand
 
     @property
     def load(self) -> tuple[int, int]:
@@ -134,14 +139,17 @@ class Scheduler:
 
     def close(self) -> None:
         """End every request as cancelled and stop the engine thread."""
-        self._check_thread()
+        self.check_thread()
         with self._changed:
             self._closing = True
             self._context.cancel()
+            if self._stop_errand is not None:
+                self._stop_errand()
             self._changed.notify_all()
         self._thread.join()
 
-    def _check_thread(self) -> None:
+    def check_thread(self) -> None:
+        """Refuse a caller for whom the engine thread itself would have to wait."""
         if threading.current_thread() is self._thread:
             raise InvalidInputError("a processor cannot wait for the runtime that waits for it")
 
@@ -222,11 +230,19 @@ class Scheduler:
     def _run_errands(self) -> None:
         with self._changed:
             errands, self._errands = self._errands, []
-        for function, errand in errands:
+        for function, errand, stop in errands:
+            with self._changed:
+                self._stop_errand = stop
+                closing = self._closing and stop is not None
             try:
-                errand.set_result(function())
+                if closing:
+                    raise ClosedError("this runtime is closed")
+                result = function()
             except BaseException as error:
                 errand.set_exception(error)
+            else:
+                errand.set_result(result)
+            self._stop_errand = None
 
     def _end_overdue(self) -> None:
         with self._changed:
@@ -469,7 +485,7 @@ class Scheduler:
             self._waiting.clear()
             self._active.clear()
             errands, self._errands = self._errands, []
-        for _, errand in errands:
+        for _, errand, _ in errands:
             errand.set_exception(ClosedError("this runtime is closed"))
         cause = None if error is None else EngineError(f"the engine thread ended: {error!r}")
         for group in groups:

@@ -16,6 +16,7 @@ from perdure.memory import MemoryKind as MemoryKind
 if TYPE_CHECKING:
     from perdure.engine.batch import Batch
     from perdure.engine.context import Context
+    from perdure.engine.embedder import Embedder
 
 TokenId = NewType("TokenId", int)
 SeqId = NewType("SeqId", int)
@@ -104,10 +105,19 @@ class Core(Protocol):
     """
 
     n_vocab: int
+    width: int
+    """Numbers of a hidden state."""
 
     def decode(self, batch: Batch) -> Outcome: ...
     def row(self, index: int) -> Floats:
         """The logits of batch entry `index`, over engine memory."""
+        ...
+
+    def hidden(self, count: int) -> Floats:
+        """The hidden states of all `count` tokens of the last batch, over engine memory.
+
+        Only of a core that was opened for an embedder.
+        """
         ...
 
     def sampler(self, stages: Sequence[Stage]) -> Sampler: ...
@@ -204,6 +214,11 @@ class Model(Vocabulary, Protocol):
     @property
     def context(self) -> Callable[..., Context]:
         """Opens a context; takes `n_ctx` and `n_seq`, and what else the engine knows."""
+        ...
+
+    @property
+    def embedder(self) -> Callable[..., Embedder]:
+        """Opens a context for embeddings; takes `n_ctx` and `threads`, and what else the engine knows."""
         ...
 
     def close(self) -> None: ...

@@ -16,10 +16,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
 
 from perdure.backend import LocalBackend
+from perdure.decode.embedding import Embeddings
 from perdure.decode.job import Job, Outbox
 from perdure.decode.request import Reply
 from perdure.engine.contract import Model as ModelContract
@@ -54,12 +56,17 @@ class Ticket:
     def __init__(self, id_: AskId) -> None:
         self.id = id_
         self.cancelled = False
-        self.job: Job | None = None
+        self.job: Job | Future[Embeddings] | None = None
 
     @property
     def outbox(self) -> Outbox:
-        assert self.job is not None
+        assert isinstance(self.job, Job)
         return self.job._outbox
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.job is not None:
+            self.job.cancel()
 
 
 class Post:
@@ -144,7 +151,11 @@ class Child:
                         _in_a_thread(self._submit, ticket, message)
                 case Cancel():
                     self._cancel(message.id)
-                case Call(target="cache" | "tables"):
+                case Call(target="backend", name="embed"):
+                    ticket = self._tickets[message.id] = Ticket(message.id)
+                    # The first has to open a context for it.
+                    _in_a_thread(self._embed, ticket, message)
+                case Call(target="cache" | "tables" | "backend"):
                     _in_a_thread(self._answer, message)
                 case Call():
                     self._answer(message)
@@ -167,26 +178,48 @@ class Child:
     def _cancel(self, id_: AskId) -> None:
         ticket = self._tickets.get(id_)
         if ticket is not None:
-            ticket.cancelled = True
-            if ticket.job is not None:
-                ticket.job.cancel()
+            ticket.cancel()
 
     def _forget(self, id_: AskId) -> None:
         self._tickets.pop(id_, None)
 
+    def _embed(self, ticket: Ticket, call: Call) -> None:
+        try:
+            vectors = ticket.job = self._backend.embed(*call.args)
+        except BaseException as error:
+            self._forget(ticket.id)
+            self._send_error(ticket.id, error)
+            return
+        vectors.add_done_callback(lambda vectors: self._embedded(ticket, vectors))
+        if ticket.cancelled:
+            vectors.cancel()
+
+    def _embedded(self, ticket: Ticket, vectors: Future[Embeddings]) -> None:
+        self._forget(ticket.id)
+        if vectors.cancelled():
+            return
+        if (error := vectors.exception()) is not None:
+            self._send_error(ticket.id, error)
+        else:
+            self._wire.send(Answer(ticket.id, value=vectors.result()))
+
     def _answer(self, call: Call) -> None:
         try:
-            answer = Answer(call.id, value=self._result(call))
-            data = pack(answer)
+            data = pack(Answer(call.id, value=self._result(call)))
         except BaseException as error:
-            self._check_engine(error)
-            data = pack(Answer(call.id, error=_portable(error)))
-        self._wire.send_packed(data)
+            self._send_error(call.id, error)
+        else:
+            self._wire.send_packed(data)
+
+    def _send_error(self, id_: AskId, error: BaseException) -> None:
+        self._check_engine(error)
+        self._wire.send(Answer(id_, error=_portable(error)))
 
     def _result(self, call: Call) -> Any:
         if call.target == "tables":
             return _tables(self._backend.model)
-        found = getattr(self._backend.model if call.target == "model" else self._backend.cache, call.name)
+        targets = {"model": self._backend.model, "cache": self._backend.cache, "backend": self._backend}
+        found = getattr(targets[call.target], call.name)
         return found(*call.args, **call.keywords) if callable(found) else found
 
     def _pulse(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 from perdure.decode.job import rouse
@@ -31,12 +32,12 @@ class Question:
         self.answer: Future[Any] = Future()
 
     def settle(self, value: Any = None, error: Exception | None = None) -> None:
-        if self.answer.done():
-            return
-        if error is None:
-            self.answer.set_result(value)
-        else:
-            self.answer.set_exception(error)
+        # Whoever asked may have given up just now.
+        with suppress(InvalidStateError):
+            if error is None:
+                self.answer.set_result(value)
+            else:
+                self.answer.set_exception(error)
 
 
 class Desk:
@@ -90,8 +91,12 @@ class Desk:
     def ask(
         self, target: Target, name: str, args: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Future[Any]:
-        """Call a method of something in the engine's process, once there is one."""
+        """Call a method of something in the engine's process, once there is one.
+
+        To cancel what it gives is to withdraw the question.
+        """
         question = Question(Call(self._next(), target, name, args, keywords))
+        question.answer.add_done_callback(lambda answer: self._withdraw(question, answer))
         data = packed(question.call)
         with self._changing:
             self._check_open()
@@ -100,6 +105,12 @@ class Desk:
                 question.tries += 1
                 self._wire.send_packed(data)
         return question.answer
+
+    def _withdraw(self, question: Question, answer: Future[Any]) -> None:
+        if answer.cancelled():
+            self._drop(question.call.id)
+            if (wire := self._wire) is not None:
+                wire.send(Cancel(question.call.id))
 
     @property
     def load(self) -> tuple[int, int]:
@@ -121,7 +132,7 @@ class Desk:
         """Whether the engine thread has work."""
         with self._changing:
             return bool(self._flights) or any(
-                question.call.target == "cache" for question in self._questions.values()
+                question.call.target in ("cache", "backend") for question in self._questions.values()
             )
 
     def connect(self, wire: Wire, slots: int) -> None:

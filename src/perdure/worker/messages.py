@@ -12,7 +12,7 @@ from perdure.memory import Memory
 AskId = NewType("AskId", int)
 """Names a request or a call. Never used twice, so that a late answer is nobody else's."""
 
-Target = Literal["model", "cache", "tables"]
+Target = Literal["model", "cache", "tables", "backend"]
 
 PlainDelta: TypeAlias = tuple[str, tuple[int, ...], tuple[TokenLogprob, ...], int, FinishReason | None]
 """A delta as it travels: every token brings one, and tuples are an order cheaper to send than objects."""

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
@@ -15,8 +15,10 @@ import numpy as np
 
 from perdure import models
 from perdure.cache.book import Book
-from perdure.decode.job import Job
+from perdure.decode.embedding import Embeddings
+from perdure.decode.job import Job, result_of
 from perdure.decode.request import Request
+from perdure.engine.contract import Tokens
 from perdure.errors import InvalidInputError
 from perdure.worker.care import Care, Health
 from perdure.worker.desk import Desk, packed
@@ -27,7 +29,6 @@ from perdure.worker.vocabulary import Asked, RemoteVocabulary
 _FACTORY = re.compile(r"(?!hf:)[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
 _PATIENCE = 5.0
 """Seconds that `submit` waits to hear that a request was taken. After that, a refusal ends the job."""
-_NAP = 0.2
 
 
 class RemoteBackend:
@@ -90,6 +91,15 @@ class RemoteBackend:
             raise flight.refusal
         return job
 
+    def embed(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
+        answer = self._desk.ask("backend", "embed", ([_plain(text) for text in texts],), {})
+        self._supervisor.nudge()
+        return answer
+
+    def embedding_width(self) -> int:
+        width: int = self._method("backend", "embedding_width")()
+        return width
+
     def health(self) -> Health:
         return self._supervisor.health()
 
@@ -102,7 +112,7 @@ class RemoteBackend:
             sent = {key: _plain(value) for key, value in keywords.items()}
             answer = self._desk.ask(target, name, tuple(map(_plain, args)), sent)
             self._supervisor.nudge()
-            return _result(answer)
+            return result_of(answer)
 
         return call
 
@@ -126,13 +136,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (str, bytes, list, tuple, set, frozenset, dict, np.ndarray)):
         return value
     return list(value) if isinstance(value, Iterable) else value
-
-
-def _result(answer: Future[Any]) -> Any:
-    # In short naps: Python may miss a Ctrl-C that comes just as a wait begins.
-    while not answer.done():
-        try:
-            answer.exception(_NAP)
-        except TimeoutError:
-            continue
-    return answer.result()

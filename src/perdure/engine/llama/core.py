@@ -15,7 +15,7 @@ from perdure.engine.llama import layout, library
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.sampler import LlamaSampler
 from perdure.engine.llama.weights import Weights
-from perdure.errors import ClosedError, EngineError, OutOfMemoryError
+from perdure.errors import ClosedError, EngineError, InvalidInputError, OutOfMemoryError
 
 _BEYOND = 1 << 30
 """A position that no token has."""
@@ -35,6 +35,7 @@ class LlamaCore:
         self._ears = library.ears()
         self._weights = weights
         self.n_vocab = weights.n_vocab
+        self.width = int(self._lib.llama_model_n_embd_out(weights.handle))
         # The abort callback is C's own strlen over this text: empty means go on. The engine asks it at
         # every node of every graph, where a callback into Python would cost more than the work.
         self._flag = ctypes.create_string_buffer(2)
@@ -48,6 +49,9 @@ class LlamaCore:
                 f"sequences ({library.last_error()}): try a smaller n_ctx or n_seq"
             )
         self._memory = self._lib.llama_get_memory(self._context)
+        self.reads_on = bool(self._memory and self._lib.llama_get_causal_attn(self._context))
+        """Whether a text can be read in pieces: no token looks at those that follow it."""
+        self._embeds = bool(params.embeddings)
         self._row = ctypes.c_float * self.n_vocab
         self._streams = not params.kv_unified and params.n_seq_max > 1
         slides = self._lib.llama_model_n_swa(weights.handle) > 0 and not params.swa_full
@@ -62,6 +66,9 @@ class LlamaCore:
         self._native: tuple[Batch, Any] | None = None
 
     def decode(self, batch: Batch) -> Outcome:
+        if not self.reads_on and not self._embeds:
+            # The library would take it for a text to encode, and end the process where that is long.
+            raise InvalidInputError("this model reads whole texts and writes none; use it for embeddings")
         native = self._bind(batch)
         native.n_tokens = batch.size
         return _OUTCOMES.get(self._lib.llama_decode(self._context, native), Outcome.FAILED)
@@ -72,6 +79,13 @@ class LlamaCore:
             raise EngineError(f"the engine has no logits for batch entry {index}")
         address = ctypes.addressof(pointer.contents)
         return np.frombuffer(memoryview(self._row.from_address(address)), np.float32)
+
+    def hidden(self, count: int) -> Floats:
+        pointer = self._lib.llama_get_embeddings(self._context)
+        if not pointer:
+            raise EngineError("the engine has no hidden states: this context was not opened for them")
+        block = (ctypes.c_float * (count * self.width)).from_address(ctypes.addressof(pointer.contents))
+        return np.frombuffer(memoryview(block), np.float32).reshape(count, self.width)
 
     def sampler(self, stages: Sequence[Stage]) -> LlamaSampler:
         return LlamaSampler(self._weights, stages)
@@ -184,7 +198,7 @@ class LlamaCore:
         return self.write(seq, self._layout.build(seq, pieces, tail, self._room(size)), partial=False)
 
     def prepare(self) -> None:
-        if not self._layout_known:
+        if not self._layout_known and self.reads_on:
             self._prove_layout(0)
         if self._layout is not None:
             # Fresh pages can cost more than all else that it takes to put a state back.

@@ -12,6 +12,7 @@ from typing import Any
 from perdure import models
 from perdure.engine.context import Context
 from perdure.engine.contract import Capabilities, Memory, MemoryKind
+from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.llama import library
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.core import LlamaCore
@@ -29,6 +30,7 @@ _ROWS = 64
 _TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
 _BITS = dict(zip(_TYPES, (32.0, 16.0, 16.0, 8.5, 6.0, 5.5, 5.0, 4.5), strict=True))
 _PLAIN = ("f32", "f16", "bf16")
+_NO_POOLING = 0
 _LARGEST = 3.4e38
 """The library's floats end here."""
 
@@ -160,37 +162,26 @@ class Model:
         on where their cells lie; else each has a stream of its own and is exact.
         """
         weights = self._open()
-        threads = library.default_threads() if threads is None else threads
         _check("n_seq", n_seq, 1, MAX_SEQUENCES)
         _check("n_ctx", n_ctx, 1, (1 << 31) // n_seq - 256)
         _check("n_batch", n_batch, 1, 1 << 16)
-        _check("threads", threads, 1, MAX_THREADS)
         for name, value in (("k_type", k_type), ("v_type", v_type)):
             if value not in _TYPES:
                 raise InvalidInputError(f"{name} is one of {', '.join(_TYPES)}, got {value!r}")
         if v_type not in _PLAIN and not flash:
             raise InvalidInputError(f"v_type {v_type} needs flash attention; leave flash on")
-        for name, number in (("rope_freq_base", rope_freq_base), ("rope_freq_scale", rope_freq_scale)):
-            if not 0.0 <= number <= _LARGEST:
-                raise InvalidInputError(f"{name} is 0 (the model's own) or above, got {number}")
         self._check_memory(n_ctx * n_seq, k_type, v_type)
 
-        lib = library.load()
+        params = _params(threads, flash, rope_freq_base, rope_freq_scale)
         n_batch = max(min(n_batch, n_ctx), n_seq)
-        params = lib.llama_context_default_params()
         params.n_ctx = n_ctx * n_seq if shared else -(-n_ctx // 256) * 256 * n_seq
         params.n_seq_max = n_seq
         # One physical batch a native step, so that a failed step is never half done for one sequence.
         params.n_batch = params.n_ubatch = n_batch
         params.n_outputs_max = max(min(_ROWS, n_batch), n_seq)
-        params.n_threads = params.n_threads_batch = threads
         params.type_k, params.type_v = _TYPES[k_type], _TYPES[v_type]
-        params.flash_attn_type = 1 if flash else 0
         params.kv_unified = shared
         params.swa_full = swa_full
-        params.rope_freq_base = rope_freq_base
-        params.rope_freq_scale = rope_freq_scale
-        params.no_perf = True
         core = LlamaCore(weights, params, self._memory.kind)
         memory = Memory(kind=self._memory.kind, window=self._memory.window, keeps_window=swa_full)
         streams = 1 if shared else n_seq
@@ -226,6 +217,41 @@ class Model:
             n_batch=n_batch,
         )
 
+    def embedder(
+        self,
+        *,
+        n_ctx: int = 4096,
+        threads: int | None = None,
+        flash: bool = True,
+        rope_freq_base: float = 0.0,
+        rope_freq_scale: float = 0.0,
+    ) -> Embedder:
+        """A context that makes vectors of texts of up to `n_ctx` tokens, pooled as the model's file says.
+
+        A model whose tokens also look at what follows them takes a text in one step, and no longer one
+        than it was trained for.
+        """
+        weights = self._open()
+        pooling = Pooling.of(weights.metadata)
+        _check("n_ctx", n_ctx, 1, (1 << 31) - 256)
+        self._check_memory(n_ctx, "f16", "f16")
+        params = _params(threads, flash, rope_freq_base, rope_freq_scale)
+        params.embeddings = True
+        params.pooling_type = _NO_POOLING
+        params.n_ctx = -(-n_ctx // 256) * 256
+        params.n_seq_max = 1
+        chunk = min(CHUNK, n_ctx)
+        params.n_batch = params.n_ubatch = params.n_outputs_max = chunk
+        core = LlamaCore(weights, params, self._memory.kind)
+        if not core.reads_on:
+            core.close()
+            # The library reserves a row of logits for every token, though such a model has none.
+            rows = _physical() // 4 // (4 * self.n_vocab)
+            chunk = n_ctx = max(1, min(n_ctx, self.n_ctx_train, rows))
+            params.n_batch = params.n_ubatch = params.n_outputs_max = chunk
+            core = LlamaCore(weights, params, self._memory.kind)
+        return Embedder(core, pooling=pooling, n_ctx=n_ctx, chunk=chunk)
+
     def close(self) -> None:
         """Take no more calls. The weights stay until the last context is closed."""
         self._weights = self._words = None
@@ -260,12 +286,28 @@ class Model:
         if self._memory.kind is MemoryKind.RECURRENT or self._gpu_layers:
             return
         needed = cells * lib.llama_model_n_layer(handle) * width * (_BITS[k_type] + _BITS[v_type]) / 8
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        physical = _physical()
         if needed > physical:
             raise OutOfMemoryError(
                 f"{cells} cells need {needed / 2**30:.1f} GiB, this machine has {physical / 2**30:.1f}: "
                 "choose a smaller n_ctx, fewer sequences, or a smaller k_type and v_type"
             )
+
+
+def _params(threads: int | None, flash: bool, rope_freq_base: float, rope_freq_scale: float) -> Any:
+    """What contexts of either sort have in common."""
+    threads = library.default_threads() if threads is None else threads
+    _check("threads", threads, 1, MAX_THREADS)
+    for name, number in (("rope_freq_base", rope_freq_base), ("rope_freq_scale", rope_freq_scale)):
+        if not 0.0 <= number <= _LARGEST:
+            raise InvalidInputError(f"{name} is 0 (the model's own) or above, got {number}")
+    params = library.load().llama_context_default_params()
+    params.n_threads = params.n_threads_batch = threads
+    params.flash_attn_type = 1 if flash else 0
+    params.rope_freq_base = rope_freq_base
+    params.rope_freq_scale = rope_freq_scale
+    params.no_perf = True
+    return params
 
 
 def _memory(lib: Any, weights: Weights) -> Memory:
@@ -285,6 +327,11 @@ def _rope_reach(metadata: Mapping[str, str], n_ctx: int) -> str:
         if key.endswith(".rope.scaling.original_context_length"):
             return "long" if n_ctx > int(value) else "short"
     return "one"
+
+
+def _physical() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _version(file: Path) -> tuple[int, int, int] | None:

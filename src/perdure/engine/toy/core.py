@@ -20,6 +20,8 @@ from perdure.engine.toy.faults import Faults, Mishap, Trouble
 from perdure.engine.toy.sampler import ToySampler
 from perdure.errors import EngineError
 
+WIDTH = 16
+"""Numbers of a hidden state."""
 _NOISE = np.float32(1e30)
 """What is found in memory that was freed or half written."""
 
@@ -53,6 +55,7 @@ class ToyCore:
         faults: Faults,
     ) -> None:
         self.n_vocab = len(bias)
+        self.width = WIDTH
         self.faults = Trouble(faults)
         self._memory = memory
         self._weights = weights
@@ -66,6 +69,7 @@ class ToyCore:
         self._ramp = (np.arange(1, self.n_vocab + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         self._buffer: Floats = np.full((1, self.n_vocab), _NOISE, np.float32)
         self._places: dict[int, int] = {}
+        self._values: list[int] = []
         self._stop = threading.Event()
         self._closed = False
 
@@ -98,6 +102,7 @@ class ToyCore:
                 self._leave(entries, index)
                 return outcome
             value = self._held[seq].compute(pos, token, self._salt)
+            self._values.append(value)
             if index in self._places:
                 self._buffer[self._places[index]] = self._logits(value)
         if mishap and mishap.outcome is not Outcome.DONE:
@@ -111,6 +116,11 @@ class ToyCore:
             raise EngineError(f"the engine has no logits for batch entry {index}")
         row: Floats = self._buffer[self._places[index]]
         return row
+
+    def hidden(self, count: int) -> Floats:
+        self._check_open()
+        rows = [[mix(value, place) for place in range(self.width)] for value in self._values[:count]]
+        return np.array([[(word >> 40) * 2.0**-23 - 1.0 for word in row] for row in rows], np.float32)
 
     def sampler(self, stages: Sequence[Stage]) -> ToySampler:
         return ToySampler(stages)
@@ -149,6 +159,7 @@ class ToyCore:
         if len(outputs) > len(self._buffer):
             self._buffer = np.full((len(outputs), self.n_vocab), _NOISE, np.float32)
         self._places = {index: place for place, index in enumerate(outputs)}
+        self._values.clear()
 
     def _interruption(self, mishap: Mishap | None, index: int) -> Outcome:
         if mishap and mishap.outcome is not Outcome.DONE and index == mishap.after:

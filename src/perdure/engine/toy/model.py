@@ -11,6 +11,7 @@ import numpy as np
 
 from perdure.engine.context import Context
 from perdure.engine.contract import Capabilities, Memory, MemoryKind
+from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.toy.core import ToyAdapter, ToyCore
 from perdure.engine.toy.faults import Faults
 from perdure.errors import ClosedError, InvalidInputError, OutOfMemoryError, TokenError
@@ -151,27 +152,12 @@ class ToyModel:
     ) -> Context:
         """A context of `n_seq` sequences that hold `n_ctx` tokens each. It uses no threads of its own."""
         self._check_open()
-        for name, value in (("n_ctx", n_ctx), ("n_seq", n_seq), ("n_batch", n_batch)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidInputError(f"{name} is a whole number from 1, got {value!r}")
-        if self._faults.no_memory:
-            raise OutOfMemoryError(
-                f"the engine could not open a context of {n_ctx * n_seq} cells: try a smaller n_ctx or n_seq"
-            )
+        _check_counts(n_ctx=n_ctx, n_seq=n_seq, n_batch=n_batch)
         n_batch = max(min(n_batch, n_ctx), n_seq)
         rows = max(min(_ROWS, n_batch), n_seq)
         memory = Memory(kind=self._memory.kind, window=self._memory.window, keeps_window=swa_full)
-        core = ToyCore(
-            memory=memory,
-            weights=self._digest,
-            bias=self._bias,
-            n_seq=n_seq,
-            n_batch=n_batch,
-            cells=n_ctx * n_seq if shared else n_ctx,
-            max_outputs=rows,
-            shared=shared,
-            faults=self._faults,
-        )
+        cells = n_ctx * n_seq if shared else n_ctx
+        core = self._core(memory, n_seq=n_seq, n_batch=n_batch, cells=cells, max_outputs=rows, shared=shared)
 
         def identity(adapters: str) -> Identity:
             return Identity(
@@ -200,6 +186,14 @@ class ToyModel:
             n_batch=n_batch,
         )
 
+    def embedder(self, *, n_ctx: int = 4096, threads: int | None = None) -> Embedder:
+        """A context that makes vectors of texts of up to `n_ctx` tokens."""
+        self._check_open()
+        _check_counts(n_ctx=n_ctx)
+        chunk = min(CHUNK, n_ctx)
+        core = self._core(self._memory, n_seq=1, n_batch=chunk, cells=n_ctx, max_outputs=chunk, shared=False)
+        return Embedder(core, pooling=Pooling.of(self.metadata), n_ctx=n_ctx, chunk=chunk)
+
     def close(self) -> None:
         """Take no more calls. Open contexts go on."""
         self._closed = True
@@ -215,6 +209,23 @@ class ToyModel:
     def __repr__(self) -> str:
         return f"<ToyModel {self._memory.kind.value}{', closed' if self._closed else ''}>"
 
+    def _core(self, memory: Memory, *, n_seq: int, cells: int, shared: bool, **sizes: int) -> ToyCore:
+        if self._faults.no_memory:
+            total = cells if shared else cells * n_seq
+            raise OutOfMemoryError(
+                f"the engine could not open a context of {total} cells: try a smaller n_ctx or n_seq"
+            )
+        return ToyCore(
+            memory=memory,
+            weights=self._digest,
+            bias=self._bias,
+            n_seq=n_seq,
+            cells=cells,
+            shared=shared,
+            faults=self._faults,
+            **sizes,
+        )
+
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this toy model is closed")
@@ -226,3 +237,9 @@ class ToyModel:
         if not 0 <= token < self.n_vocab:
             raise TokenError(f"token ids run from 0 to {self.n_vocab - 1}, got {token}")
         return int(token)
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidInputError(f"{name} is a whole number from 1, got {value!r}")
