@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from pydantic import BaseModel
@@ -127,9 +128,39 @@ def test_errors_are_of_the_clients_own_classes(client: openai.OpenAI) -> None:
     stranger = client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError):
         stranger.models.list()
-    with pytest.raises(openai.APIStatusError) as unsupported:
-        client.embeddings.create(model="toy", input="text")
-    assert unsupported.value.code == "not_supported"
+
+
+def test_embeddings(here: House, client: openai.OpenAI) -> None:
+    """The client asks for base64 by itself, and unpacks it."""
+    texts = ["one", "two " * 100]
+    expected = here.runtime.embed(texts)
+    for asked in (texts, [here.runtime.model.tokenize(text) for text in texts]):
+        found = client.embeddings.create(model="toy", input=asked)
+        assert [each.index for each in found.data] == [0, 1]
+        np.testing.assert_array_equal(
+            np.array([each.embedding for each in found.data], np.float32), expected.vectors
+        )
+        assert found.usage.prompt_tokens == found.usage.total_tokens == sum(expected.tokens)
+    plain = client.embeddings.create(model="toy", input=texts[0], encoding_format="float")
+    np.testing.assert_array_equal(np.array(plain.data[0].embedding, np.float32), expected.vectors[0])
+    width = len(plain.data[0].embedding)
+    assert len(client.embeddings.create(model="toy", input="one", dimensions=width, user="u").data) == 1
+
+
+def test_embeddings_that_cannot_be_had(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as wide:
+        client.embeddings.create(model="toy", input="one", dimensions=3)
+    assert wide.value.param == "dimensions"
+    with pytest.raises(openai.BadRequestError) as empty:
+        client.embeddings.create(model="toy", input="")
+    assert empty.value.param == "input"
+    with pytest.raises(openai.APIStatusError) as long:
+        client.embeddings.create(model="toy", input="x" * 9000)
+    assert (long.value.status_code, long.value.code) == (413, "context_length_exceeded")
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="other", input="one")
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").embeddings.create(model="toy", input="one")
 
 
 def test_the_extension_travels_in_extra_body(client: openai.OpenAI) -> None:

@@ -102,9 +102,3 @@ def test_the_model_is_listed(here: House, client: httpx.Client) -> None:
     assert model["n_ctx"] == here.runtime.n_ctx
     assert client.get("/v1/models/toy").json() == model
     assert client.get("/v1/models/other").status_code == 404
-
-
-def test_embeddings_are_refused_in_openais_shape(client: httpx.Client) -> None:
-    response = client.post("/v1/embeddings", json={"input": "text"})
-    assert response.status_code == 501
-    assert response.json()["error"]["code"] == "not_supported"

@@ -14,7 +14,7 @@ from perdure.server.door import OPEN, Door
 from perdure.server.intake import Intake
 from perdure.server.record import Record
 from perdure.server.refusal import crowded
-from perdure.server.routes import cache, chat, completions, memories, models, operation, sessions
+from perdure.server.routes import cache, chat, completions, embeddings, memories, models, operation, sessions
 from perdure.server.shapes.base import ErrorAnswer
 
 _ABOUT = "Local language models whose sessions last. OpenAI's routes, and sessions as resources."
@@ -31,7 +31,7 @@ def build(desk: Desk) -> FastAPI:
         title="perdure", version=version("perdure"), description=_ABOUT, docs_url=None, redoc_url=None
     )
     app.state.desk = desk
-    for module in (chat, completions, models, sessions, memories, cache, operation):
+    for module in (chat, completions, embeddings, models, sessions, memories, cache, operation):
         app.include_router(module.router)
     refusal.install(app)
     app.openapi = lambda: _document(app, desk)  # type: ignore[method-assign]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ParamSpec, TypeVar
 from weakref import WeakSet
@@ -20,8 +22,8 @@ from perdure.runtime import Runtime
 from perdure.server.figures import Figures
 from perdure.server.keys import Keys
 from perdure.server.limits import Limits
-from perdure.server.refusal import Refused
-from perdure.server.visit import Job, Part, Visit
+from perdure.server.refusal import Refused, deadline, stopping
+from perdure.server.visit import Job, Part, Visit, while_connected
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,7 +55,7 @@ class Desk:
         self.creating = threading.Lock()
         """Held while a session is made, so that two who ask for one name do not both get it."""
         self.fingerprint = f"fp_{self.runtime.model.digest[:16]}"
-        self.visits: WeakSet[Visit[Any, Any]] = WeakSet()
+        self.visits: WeakSet[Visit[Any, Any] | Future[Any]] = WeakSet()
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
         """What `function` gives, called in a thread."""
@@ -70,6 +72,24 @@ class Desk:
         if self.stopping:
             visit.cancel()
         return visit
+
+    async def outcome(self, work: Future[T], request: Request) -> T:
+        """What comes of work for the client of `request`, unless that leaves or takes too long."""
+        self.visits.add(work)
+        if self.stopping:
+            work.cancel()
+        seconds = self.limits.request_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await while_connected(request, asyncio.wrap_future(work))
+        except TimeoutError:
+            raise deadline(seconds) from None
+        except asyncio.CancelledError:
+            if self.stopping:
+                raise stopping() from None
+            raise
+        finally:
+            work.cancel()
 
     def seconds(self, asked: float | None) -> float:
         """How long a request may take."""
@@ -106,7 +126,7 @@ class Desk:
         return told.state, told.restarts
 
     def end(self) -> None:
-        """End every reply that is still being written."""
+        """End everything that is still being computed for somebody."""
         self.stopping = True
         for visit in list(self.visits):
             visit.cancel()

@@ -81,6 +81,9 @@ class Figures:
             self._reused.labels(tier).inc(count)
         self._finished.labels(reply.finish_reason).inc()
 
+    def embedded(self, tokens: int) -> None:
+        self._tokens.labels("embedded").inc(tokens)
+
     def text(self) -> bytes:
         """All figures in Prometheus' text format. It may wait for the engine."""
         return generate_latest(self.registry)

@@ -17,7 +17,6 @@ _WHAT = {
     422: "A saved state that is damaged, or of another model",
     429: "The queue is full; `Retry-After` says when to ask again",
     500: "The server failed",
-    501: "This cannot be done",
     503: "The engine or the store is not there just now",
     504: "Not finished in time",
     507: "The store is full",

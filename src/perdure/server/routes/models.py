@@ -5,13 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from perdure.server.desk import ADesk, Desk
-from perdure.server.refusal import Refused
 from perdure.server.routes.documented import errors
 from perdure.server.shapes.base import refuse_fields
 from perdure.server.shapes.completion import (
     DetokenizeAnswer,
     DetokenizeRequest,
-    EmbeddingRequest,
     ModelAnswer,
     ModelList,
     TokenizeAnswer,
@@ -49,16 +47,6 @@ async def detokenize(asked: DetokenizeRequest, desk: ADesk) -> DetokenizeAnswer:
     refuse_fields(asked, strict=desk.strict, refused={})
     text = await desk.call(desk.runtime.model.detokenize, asked.tokens, special=asked.special)
     return DetokenizeAnswer(content=text)
-
-
-@router.post("/v1/embeddings", responses=errors(501), status_code=501)
-async def embed(asked: EmbeddingRequest, desk: ADesk) -> None:
-    """Not there yet: the engine keeps conversations, and has no call for embeddings."""
-    raise Refused(
-        501,
-        f"{desk.name} writes text and gives no embeddings here; use an embedding model of another server",
-        code="not_supported",
-    )
 
 
 def _model(desk: Desk) -> ModelAnswer:

@@ -94,13 +94,6 @@ class DetokenizeAnswer(Given):
     content: str
 
 
-class EmbeddingRequest(Asked):
-    model: str = ""
-    input: str | list[str] | list[Token] | list[list[Token]]
-    dimensions: int | None = Field(None, ge=1)
-    encoding_format: Literal["float", "base64"] | None = None
-
-
 class ModelAnswer(Given):
     id: str
     object: Literal["model"] = "model"

@@ -1,0 +1,39 @@
+"""Embeddings in OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from perdure.server.shapes.base import Asked, Given
+from perdure.server.shapes.completion import Token
+
+
+class EmbeddingRequest(Asked):
+    model: str = ""
+    input: str | list[str] | list[Token] | list[list[Token]]
+    dimensions: int | None = Field(None, ge=1, lt=2**31)
+    """As many as the model's vectors have; others are refused."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """`base64` is the numbers as 32-bit floats, little-endian."""
+    user: str | None = None
+    """Not used."""
+
+
+class Embedding(Given):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Given):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingAnswer(Given):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
