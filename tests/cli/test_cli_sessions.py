@@ -218,11 +218,16 @@ def test_verify_names_the_session_whose_turn_was_changed(run: Run, store: Path) 
     run("label", NAME, "here")
     with closing(sqlite3.connect(store / "sessions.sqlite")) as database, database:
         database.execute("UPDATE turn SET reply = replace(reply, 'content', 'conten_') WHERE depth = 2")
+    shown = run("show", NAME)
+    assert "turn 2 of session" in told(shown, 1)
+    assert "Traceback" not in shown.stderr
     found = facts(run("verify", "--json"), 1)
     assert not found["sound"]
     assert [entry["what"] for entry in found["damaged"]] == [f"session {NAME}", f"memory here of {NAME}"]
-    assert f"session {NAME}: " in run("verify").stdout
-    assert "Traceback" not in run("show", NAME).stderr
+    assert found["salvage"]["aside"] == str(store / "sessions.damaged-1.sqlite")
+    # What could be proved is what there is now.
+    assert facts(run("verify", "--json"))["sound"]
+    assert len(facts(run("show", NAME, "--json"))["history"]) == 1
 
 
 def test_verify_finds_damage_in_blocks_and_in_the_database(run: Run, store: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from perdure import AmbiguousError, CorruptStateError, InvalidInputError, SessionError, SessionNotFoundError
 from perdure.sessions.memory import parse_address
+from perdure.sessions.schema import MEMORY_SEAL
 from sessions.talking import ASK, said, talking
 from subjects import Subject
 
@@ -74,6 +75,7 @@ def test_another_bundle_at_the_address_is_refused(toy: Subject) -> None:
         index = talk.rt.sessions.register.index
         with index.writing():
             index.run("UPDATE memory SET turn = (SELECT head FROM session WHERE name = 'bob')")
+            index.run(f"UPDATE memory SET seal = seal({', '.join(MEMORY_SEAL)})")
         names = [row.name for row in talk.rt.sessions.list()]
         with pytest.raises(CorruptStateError, match="digest differs"):
             talk.rt.memories.wake(memory.address, "woken")

@@ -13,11 +13,12 @@ import pytest
 from numpy.typing import NDArray
 
 import perdure
-from decode.observed import trouble
+from decode.observed import Turnstile, trouble
 from perdure import (
     CorruptStateError,
     InvalidInputError,
     LogitsView,
+    Message,
     SessionBusyError,
     SessionError,
     SessionExistsError,
@@ -25,9 +26,10 @@ from perdure import (
     StoreFullError,
     StoreLockedError,
 )
+from perdure.engine.toy import Faults, ToyModel
 from perdure.sessions.register import Register
 from sessions.talking import ASK, said, talking
-from subjects import Subject
+from subjects import Noise, Subject
 
 NAMES = [
     "alice",
@@ -90,7 +92,18 @@ def test_what_is_no_name_is_refused(toy: Subject, name: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", ["", "   ", [], [{"role": "user"}], {"role": "king", "content": "x"}, "\ud800"]
+    "message",
+    [
+        "",
+        "   ",
+        [],
+        {"role": "user", "content": " \n"},
+        Message(role="user", content=""),
+        [{"role": "user", "content": "x"}, {"role": "user", "content": ""}],
+        [{"role": "user"}],
+        {"role": "king", "content": "x"},
+        "\ud800",
+    ],
 )
 def test_a_bad_message_changes_nothing(toy: Subject, message: Any) -> None:
     with talking(toy) as talk:
@@ -162,24 +175,88 @@ def test_one_turn_at_a_time(toy: Subject) -> None:
 # C1: a turn is a transaction.
 
 
-def test_a_cancelled_turn_leaves_the_session_as_it_was(subject: Subject, tmp_path: Path) -> None:
-    """C1, in prefill and in the middle of a reply."""
+class Hold:
+    """Holds the engine when a reply has come to its `at`-th token, until it is let go."""
+
+    def __init__(self, at: int = 1) -> None:
+        self.reached, self._go_on = threading.Event(), threading.Event()
+        self._left = at
+
+    def __call__(self, _: Sequence[int], view: LogitsView) -> NDArray[np.float32]:
+        self._left -= 1
+        if not self._left:
+            self.reached.set()
+            self._go_on.wait()
+        return view.copy()
+
+    def let_go(self) -> None:
+        self._go_on.set()
+
+
+LONG: dict[str, Any] = {"max_tokens": 50, "temperature": 0, "ignore_eos": True}
+
+
+def test_a_turn_that_is_cancelled_before_it_is_read_leaves_the_session_as_it_was(
+    subject: Subject, tmp_path: Path
+) -> None:
+    """C1: while another has the engine."""
     with talking(subject, tmp_path) as talk:
         s = talk.session("alice")
         talk.say(s, "Hello")
-        before = s.tokens
+        before, hold = s.tokens, Hold()
+        other = talk.session("bob").submit("Hello", processors=(hold,), **LONG)
+        hold.reached.wait()
         job = s.submit("A message that is read for a while, for it is rather long", **ASK)
         job.cancel()
+        hold.let_go()
         reply = job.reply()
-        if reply.finish_reason == "cancelled":
-            assert (reply.kept, reply.not_kept) == (False, "the turn ended by cancelled")
-            assert s.tokens == before
-        stream = s.stream("And this one?", max_tokens=50, temperature=0, ignore_eos=True)
+        assert (reply.finish_reason, reply.tokens) == ("cancelled", ())
+        assert (reply.kept, reply.not_kept) == (False, "the turn ended by cancelled")
+        assert (s.turns, s.tokens) == (1, before)
+        assert other.reply().kept
+        assert talk.say(s, "What now?").kept
+
+
+@pytest.mark.parametrize("read", [0, 1, 7, 20])
+def test_a_turn_that_is_cancelled_while_it_is_read_leaves_the_session_as_it_was(
+    read: int, tmp_path: Path
+) -> None:
+    """C1, in prefill."""
+    gate = Turnstile(is_open=True)
+    held = Subject("toy-full", ToyModel(faults=Faults(gate=gate)), Noise(0.0, 0.0))
+    with talking(held, tmp_path) as talk:
+        s = talk.session("alice")
+        s.say("Hello", **ASK)
+        before = s.tokens
+        gate.shut()
+        job = s.submit("A message that is read for a while, for it is rather long", **ASK)
+        gate.reached.wait()
+        if read:
+            gate.pass_through(read)
+        job.cancel()
+        reply = job.reply()
+        assert (reply.finish_reason, reply.tokens, reply.kept) == ("cancelled", (), False)
+        assert (s.turns, s.tokens) == (1, before)
+        gate.open()
+        assert talk.say(s, "What now?").kept
+
+
+def test_a_turn_that_is_cancelled_in_its_reply_leaves_the_session_as_it_was(
+    subject: Subject, tmp_path: Path
+) -> None:
+    """C1: a stream that is left early."""
+    with talking(subject, tmp_path) as talk:
+        s = talk.session("alice")
+        talk.say(s, "Hello")
+        before, hold = s.tokens, Hold(at=5)
+        stream = s.stream("And this one?", processors=(hold,), **LONG)
         next(stream)
+        hold.reached.wait()
         stream.close()
-        assert s.turns in (1, 2)
-        right = talk.say(s, "What now?")
-        assert right.kept
+        hold.let_go()
+        assert (s.turns, s.tokens) == (1, before)
+        assert talk.say(s, "What now?").kept
+        assert s.turns == 2
 
 
 def test_a_partial_reply_is_kept_where_that_was_asked_for(subject: Subject, tmp_path: Path) -> None:
@@ -208,23 +285,32 @@ def test_a_partial_reply_is_kept_where_that_was_asked_for(subject: Subject, tmp_
         assert talk.say(s, "Go on").kept
 
 
-def test_a_turn_whose_engine_fails_leaves_the_session_as_it_was(toy: Subject, tmp_path: Path) -> None:
-    """C1: fail at the start of prefill, in its middle and in the middle of a reply; then resend."""
-    for after in (0, 5, 60):
-        with talking(toy, tmp_path / str(after), cache=1 << 20) as talk:
-            s = talk.session("alice")
-            talk.say(s, "Hello")
-            before = s.tokens
-            faults = trouble(talk.rt)
-            faults.fail_decode(after=after, ahead=1)
-            faults.fail_decode(after=after, ahead=1)
-            try:
-                reply = s.say("Once more, with feeling", **{**ASK, "max_tokens": 30, "ignore_eos": True})
-                assert reply.kept
-            except perdure.EngineError:
-                assert s.tokens == before
-            faults.forget()
-            assert talk.say(s, "What now?").kept
+@pytest.mark.parametrize("when", ["at the start of prefill", "in prefill", "in the reply"])
+def test_a_turn_whose_engine_fails_leaves_the_session_as_it_was(
+    toy: Subject, tmp_path: Path, when: str
+) -> None:
+    """C1: and then it can be sent again."""
+    with talking(toy, tmp_path) as talk:
+        s = talk.session("alice")
+        talk.say(s, "Hello")
+        before, faults = s.tokens, trouble(talk.rt)
+        drawn: list[int] = []
+
+        def fail_later(_: Sequence[int], view: LogitsView) -> NDArray[np.float32]:
+            drawn.append(0)
+            if when == "in the reply" and len(drawn) == 3:
+                faults.fail_decode()
+            return view.copy()
+
+        if when == "at the start of prefill":
+            faults.fail_decode()
+        elif when == "in prefill":
+            faults.fail_decode(after=1, ahead=5)
+        with pytest.raises(perdure.EngineError):
+            s.say("Once more, with feeling", processors=(fail_later,), **LONG)
+        assert len(drawn) == (3 if when == "in the reply" else 0)
+        assert (s.turns, s.tokens) == (1, before)
+        assert talk.say(s, "Once more, with feeling").kept
 
 
 def test_a_store_that_fails_costs_the_turn_not_the_reply(
@@ -441,8 +527,6 @@ def test_a_store_has_one_writer(toy: Subject, tmp_path: Path) -> None:
 
 def test_another_model_reads_the_words_not_the_tokens(toy: Subject, tmp_path: Path) -> None:
     """C11: tokens of another model are never taken for this one's."""
-    from perdure.engine.toy import ToyModel
-
     with talking(toy, tmp_path) as talk:
         talk.say(talk.session("alice"), "Hello there, how is everybody today, if I may ask")
     other = Subject("toy-full", ToyModel(seed=5), toy.rounding)

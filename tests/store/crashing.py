@@ -30,8 +30,8 @@ from perdure.cache.block import Block, BlockId
 from perdure.cache.book import Record
 from perdure.engine.toy import ToyModel
 from perdure.memory import MemoryKind
-from perdure.sessions.register import MIGRATIONS as SESSION_MIGRATIONS
 from perdure.sessions.register import Register
+from perdure.sessions.schema import MIGRATIONS as SESSION_MIGRATIONS
 from perdure.sessions.turn import Turn
 from perdure.store import disk as disk_module
 from perdure.store.disk import DiskTier

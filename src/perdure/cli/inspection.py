@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perdure.cli import tally
 from perdure.errors import CorruptStateError, StoreDamagedError, StoreLockedError
+from perdure.sessions.memory import MEMORY, proved, read_memory
 from perdure.sessions.register import Register
+from perdure.sessions.rows import SESSION, read_session
+from perdure.sessions.salvage import FOUND, Salvage, salvage
+from perdure.sessions.schema import MEMORY_SEAL
+from perdure.sessions.turn import Turn
 
 if TYPE_CHECKING:
     from perdure.store.disk import Findings
 
 Progress = Callable[[int, int], None]
+Chain = tuple[Sequence[int], Sequence[Turn]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +37,10 @@ class Inspection:
     """What is not what its digest says, and why."""
     register: str = ""
     """What is wrong with the database of sessions."""
+    salvage: Salvage | None = None
+    """What was kept of it, if some of it was damaged."""
+    unmended: str = ""
+    """Why nothing could be done about that."""
     blocks: Findings | None = None
     unread: str = ""
     """Why blocks could not be looked at."""
@@ -48,6 +59,8 @@ class Inspection:
             "memories": self.memories,
             "damaged": [{"what": what, "why": why} for what, why in self.damaged],
             "register": self.register or "ok",
+            "salvage": _salvage(self.salvage) if self.salvage is not None else None,
+            "unmended": self.unmended or None,
             "blocks": dataclasses.asdict(self.blocks) if self.blocks is not None else None,
             "unread": self.unread or None,
         }
@@ -60,6 +73,17 @@ class Inspection:
         yield from (f"  {what}: {why}" for what, why in self.damaged)
         if self.register:
             yield f"the database of sessions is damaged: {self.register}"
+        if self.salvage is not None:
+            kept = self.salvage
+            yield (
+                f"kept {tally.count(kept.sessions, 'session')}, {tally.count(kept.turns, 'turn')} and "
+                f"{kept.memories} memories; the damaged database is {kept.aside.name} now"
+            )
+            yield from (f"  {what}" for what in kept.cut)
+            if kept.found:
+                yield f"  turns whose session is not known are in the namespace {FOUND!r}"
+        if self.unmended:
+            yield f"nothing was done about it: {self.unmended}"
         found = self.blocks
         if found is not None:
             yield (
@@ -84,6 +108,11 @@ def inspect(folder: Path, progress: Progress) -> Inspection:
         _read_register(folder, found, progress)
     except StoreDamagedError as error:
         found.register = str(error)
+    if found.damaged or found.register:
+        try:
+            found.salvage = salvage(folder)
+        except (StoreDamagedError, StoreLockedError) as error:
+            found.unmended = str(error)
     if (folder / "blocks").is_dir():
         _read_blocks(folder, found, progress)
     return found
@@ -93,36 +122,47 @@ def _read_register(folder: Path, found: Inspection, progress: Progress) -> None:
     register = Register(folder, readonly=True)
     try:
         register.index.check()
-        heads = [
-            (f"session {tally.quoted(name)}{_of(namespace)}", head, None)
-            for name, namespace, head in register.index.rows("SELECT name, namespace, head FROM session")
-        ]
-        found.sessions = len(heads)
-        remembered = [
-            (f"memory {tally.quoted(label)} of {tally.quoted(session)}{_of(namespace)}", turn, digest)
-            for label, session, namespace, turn, digest in register.index.rows(
-                "SELECT label, session, namespace, turn, digest FROM memory"
-            )
-        ]
-        found.memories = len(remembered)
-        proved: set[int] = set()
-        for number, (what, head, digest) in enumerate([*heads, *remembered], 1):
+        sessions = register.index.rows(SESSION)
+        memories = register.index.rows(MEMORY)
+        found.sessions, found.memories = len(sessions), len(memories)
+        points: list[tuple[str, Callable[[], Chain]]] = []
+        for row in sessions:
+            what = f"session {tally.quoted(str(row[2]))}{_of(row[1])}"
+            points.append((what, partial(_session, register, row)))
+        for row in memories:
+            said = dict(zip(MEMORY_SEAL, row, strict=False))
+            what = f"memory {tally.quoted(str(said['label']))} of {tally.quoted(str(said['session']))}"
+            points.append((what + _of(said["namespace"]), partial(_memory, register, row)))
+        proved_turns: set[int] = set()
+        for number, (what, prove) in enumerate(points, 1):
             try:
-                numbers, turns = register.chain(head)
+                numbers, turns = prove()
             except CorruptStateError as error:
                 found.damaged.append((what, str(error)))
             else:
-                proved.update(at for at, turn in zip(numbers, turns, strict=True) if turn.kind != "start")
-                if digest is not None and turns[-1].digest != digest:
-                    found.damaged.append((what, "it is not what was remembered: its digest differs"))
-            progress(number, len(heads) + len(remembered))
-        found.turns = len(proved)
+                chain = zip(numbers, turns, strict=True)
+                proved_turns.update(at for at, turn in chain if turn.kind != "start")
+            progress(number, len(points))
+        found.turns = len(proved_turns)
     finally:
         register.close()
 
 
-def _of(namespace: str) -> str:
-    return f" of namespace {tally.quoted(namespace)}" if namespace else ""
+def _session(register: Register, row: tuple[Any, ...]) -> Chain:
+    known = read_session(row)
+    return register.chain(known.head, known.name)
+
+
+def _memory(register: Register, row: tuple[Any, ...]) -> Chain:
+    return proved(register, read_memory(row))
+
+
+def _salvage(kept: Salvage) -> dict[str, Any]:
+    return {**dataclasses.asdict(kept), "aside": str(kept.aside)}
+
+
+def _of(namespace: object) -> str:
+    return f" of namespace {tally.quoted(str(namespace))}" if namespace else ""
 
 
 def _read_blocks(folder: Path, found: Inspection, progress: Progress) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from perdure.errors import AmbiguousError, CorruptStateError, InvalidInputError, SessionNotFoundError
+from perdure.sessions.register import ADVICE, Register
+from perdure.sessions.schema import MEMORY_SEAL, seal
 
 if TYPE_CHECKING:
     from perdure.sessions.point import Point
     from perdure.sessions.session import Session
     from perdure.sessions.sessions import Sessions
+    from perdure.sessions.turn import Turn
 
 _SCHEME = "perdure://"
 
@@ -101,12 +105,7 @@ class Memories:
     def wake(self, address: str | None, name: str, *, namespace: str = "") -> Session:
         """A new session at a memory. Without an address there must be exactly one memory."""
         memory = self.get(address, namespace) if address is not None else self._only(namespace)
-        numbers, turns = self._sessions.register.chain(self._turn_of(memory))
-        if turns[-1].digest != memory.digest:
-            raise CorruptStateError(
-                f"what lies at {memory.address} is not what was remembered: its digest differs; "
-                "nothing was woken"
-            )
+        numbers, _ = proved(self._sessions.register, memory)
         return self._sessions.wake_at(memory, name, numbers[-1])
 
     def forget(self, address: str, namespace: str = "") -> None:
@@ -123,17 +122,36 @@ class Memories:
             )
         return found[0]
 
-    def _turn_of(self, memory: Memory) -> int:
-        rows = self._sessions.register.index.rows("SELECT turn FROM memory WHERE number = ?", memory.number)
-        if not rows:
-            raise SessionNotFoundError(f"the memory at {memory.address} is gone")
-        return int(rows[0][0])
-
     def _rows(self, where: str, *values: Any) -> list[Memory]:
-        rows = self._sessions.register.index.rows(
-            "SELECT m.session, m.depth, m.label, m.kind, m.note, m.digest, m.created, m.namespace, m.number"
-            f" FROM memory m JOIN turn t ON t.number = m.turn WHERE {where} ORDER BY m.number",
-            *values,
+        rows = self._sessions.register.index.rows(f"{MEMORY} WHERE {where} ORDER BY m.number", *values)
+        return [read_memory(row) for row in rows]
+
+
+def proved(register: Register, memory: Memory) -> tuple[Sequence[int], Sequence[Turn]]:
+    """The turns that lead to a memory, if they are those that were remembered."""
+    rows = register.index.rows("SELECT turn FROM memory WHERE number = ?", memory.number)
+    if not rows:
+        raise SessionNotFoundError(f"the memory at {memory.address} is gone")
+    numbers, turns = register.chain(rows[0][0], memory.session)
+    if turns[-1].digest != memory.digest:
+        raise CorruptStateError(
+            f"what lies at {memory.address} is not what was remembered: its digest differs; nothing was woken"
         )
-        names = ("session", "turn", "label", "kind", "note", "digest", "created", "namespace", "number")
-        return [Memory(**dict(zip(names, row, strict=True))) for row in rows]
+    return numbers, turns
+
+
+MEMORY = (
+    f"SELECT {', '.join(f'm.{column}' for column in MEMORY_SEAL)}, m.seal"
+    " FROM memory m LEFT JOIN turn t ON t.number = m.turn"
+)
+
+
+def read_memory(row: tuple[Any, ...]) -> Memory:
+    """The memory in a row of `MEMORY`, if it is what its seal says."""
+    said = dict(zip(MEMORY_SEAL, row, strict=False))
+    if seal(*row[:-1]) != row[-1]:
+        raise CorruptStateError(
+            f"the memory {said['label']!r} of session {said['session']!r} is damaged: {ADVICE}"
+        )
+    del said["turn"]
+    return Memory(turn=said.pop("depth"), **said)

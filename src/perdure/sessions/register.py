@@ -3,131 +3,67 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from perdure.chat.message import Message
-from perdure.chat.transcript import Transcript
 from perdure.errors import (
     CorruptStateError,
     InvalidInputError,
     SessionExistsError,
     SessionNotFoundError,
+    StoreDamagedError,
     StoreLockedError,
 )
-from perdure.sessions.turn import FIRST, Turn, pack_tokens
-from perdure.store.durable import explained, sync_folder
+from perdure.sessions.rows import INSERT_TURN, SESSION, TURN, Row, read_session, read_turn, turn_values
+from perdure.sessions.schema import MEMORY_SEAL, MIGRATIONS, SESSION_SEAL, TURN_SEAL, Value, seal
+from perdure.sessions.turn import FIRST, Turn
+from perdure.store.durable import explained, sync_folder, write_file
 from perdure.store.index import Index
 
-MIGRATIONS: Sequence[str] = (
-    """
-    CREATE TABLE turn (
-        number INTEGER PRIMARY KEY,
-        parent INTEGER REFERENCES turn (number),
-        depth INTEGER NOT NULL,
-        kind TEXT NOT NULL,
-        messages TEXT NOT NULL,
-        reply TEXT,
-        keep_chars INTEGER NOT NULL,
-        keep_tokens INTEGER NOT NULL,
-        text TEXT NOT NULL,
-        tokens BLOB NOT NULL,
-        cuts BLOB NOT NULL,
-        settings TEXT NOT NULL,
-        seed INTEGER NOT NULL,
-        finish_reason TEXT NOT NULL,
-        usage TEXT NOT NULL,
-        dropped INTEGER NOT NULL,
-        model TEXT NOT NULL,
-        created REAL NOT NULL,
-        digest BLOB NOT NULL
-    );
-    CREATE INDEX turn_parent ON turn (parent);
-    CREATE TABLE session (
-        number INTEGER PRIMARY KEY,
-        namespace TEXT NOT NULL,
-        name TEXT NOT NULL,
-        kind TEXT NOT NULL,
-        head INTEGER NOT NULL REFERENCES turn (number),
-        settings TEXT NOT NULL,
-        origin TEXT NOT NULL,
-        created REAL NOT NULL,
-        updated REAL NOT NULL,
-        UNIQUE (namespace, name)
-    );
-    CREATE INDEX session_head ON session (head);
-    CREATE TABLE memory (
-        number INTEGER PRIMARY KEY,
-        namespace TEXT NOT NULL,
-        session TEXT NOT NULL,
-        turn INTEGER NOT NULL REFERENCES turn (number),
-        depth INTEGER NOT NULL,
-        label TEXT NOT NULL,
-        kind TEXT NOT NULL,
-        note TEXT NOT NULL,
-        digest BLOB NOT NULL,
-        created REAL NOT NULL,
-        UNIQUE (namespace, session, depth, label)
-    );
-    CREATE INDEX memory_turn ON memory (turn);
-    """,
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A session as it is listed."""
-
-    number: int
-    namespace: str
-    name: str
-    kind: str
-    head: int
-    depth: int
-    settings: Mapping[str, Any]
-    origin: Mapping[str, Any]
-    created: float
-    updated: float
+FILE, MARK, MENDED = "sessions.sqlite", "sessions.id", "sessions.mended"
+"""The register; whose it is; and what a repair that was interrupted has left."""
+ADVICE = "`perdure sessions verify` keeps what can be proved and puts the rest aside"
 
 
 class Register:
     """The durable part of sessions. For any thread.
 
     Always holds: a turn is written once and whole, after the one before it; a session names a turn that is
-    there; turns that nothing leads to any more go with what last led to them.
+    there; turns that nothing leads to any more go with what last led to them. Each row is proved when it is
+    read, and one that is not what it was is refused.
     """
 
     def __init__(self, folder: Path | None, *, readonly: bool = False) -> None:
-        """In `folder`, or without one for as long as this lasts."""
+        """In `folder`, or without one in memory."""
         self.readonly = readonly
         self.folder = folder
         with ExitStack() as held:
-            if folder is None:
-                path = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="perdure-")))
-            else:
-                path = folder
+            known = ""
+            if folder is not None:
                 if not readonly:
-                    with explained(path):
-                        path.mkdir(parents=True, exist_ok=True)
-                    held.callback(_locked(path / "sessions.lock").release)
+                    with explained(folder):
+                        folder.mkdir(parents=True, exist_ok=True)
+                    held.callback(locked(folder).release)
+                known = mark(folder)
+                _check_there(folder, known)
             self.index = Index(
-                path / "sessions.sqlite",
+                folder / FILE if folder is not None else None,
                 readonly=readonly,
                 migrations=MIGRATIONS,
-                durable=folder is not None,
-                advice="restore it from a copy, or move it away and import what was exported",
+                functions={"seal": seal},
+                advice=f"{ADVICE}; else restore it from a copy",
             )
             held.callback(self.index.close)
-            if folder is not None and not readonly and self.index.created:
-                sync_folder(path)
+            # So that none of them is missed: what is found through an index is all there is.
+            for table in ("session", "memory", "register"):
+                self.index.check(table)
+            if folder is not None:
+                self._check_own(folder, known)
             self._held = held.pop_all()
 
     def close(self) -> None:
@@ -155,9 +91,10 @@ class Register:
                 )
             for turn in turns:
                 head = self._add(head, turn)
+            number = self._next("session")
             self.index.run(
-                "INSERT INTO session (namespace, name, kind, head, settings, origin, created, updated)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT INTO session ({', '.join(SESSION_SEAL)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                number,
                 namespace,
                 name,
                 kind,
@@ -167,6 +104,7 @@ class Register:
                 now,
                 now,
             )
+            self._seal(number)
             row = self._find(namespace, name)
             assert row is not None
             return row
@@ -183,25 +121,34 @@ class Register:
     def list(self, namespace: str | None = None) -> list[Row]:
         """The latest first."""
         where, values = ("", ()) if namespace is None else ("WHERE s.namespace = ?", (namespace,))
-        return [_row(each) for each in self.index.rows(f"{_SELECT} {where} ORDER BY s.updated DESC", *values)]
+        rows = self.index.rows(f"{SESSION} {where} ORDER BY s.updated DESC", *values)
+        return [self._read(row) for row in rows]
 
-    def chain(self, head: int) -> tuple[Sequence[int], Sequence[Turn]]:
-        """The turns that lead to `head`, with it, each proved by its digest."""
+    def chain(self, head: int, name: str = "") -> tuple[Sequence[int], Sequence[Turn]]:
+        """The turns that lead to `head`, with it, each proved by its digest. `name` is whose they are."""
         rows = self.index.rows(
             "WITH RECURSIVE up (number, parent, level) AS ("
             " SELECT number, parent, 0 FROM turn WHERE number = ?"
+            # A turn is younger than the one before it: whatever was damaged, this ends.
             " UNION ALL SELECT t.number, t.parent, level + 1 FROM turn t JOIN up ON t.number = up.parent"
-            f") SELECT {_TURN} FROM up JOIN turn t ON t.number = up.number ORDER BY up.level DESC",
+            " WHERE t.number < up.number"
+            f") SELECT {TURN} FROM up JOIN turn t ON t.number = up.number ORDER BY up.level DESC",
             head,
         )
-        numbers, turns, before = [], [], FIRST
+        of = f"of session {name!r}" if name else "of a session"
+        numbers: list[int] = []
+        turns: list[Turn] = []
+        before = FIRST
         for row in rows:
-            turn = _turn(row, before)
+            try:
+                turn = read_turn(row, before)
+            except CorruptStateError as error:
+                raise CorruptStateError(f"turn {len(turns)} {of} {error}: {ADVICE}") from error
             numbers.append(int(row[0]))
             turns.append(turn)
             before = turn.digest
         if not turns or turns[0].kind != "start":
-            raise CorruptStateError("the turns of a session do not lead back to its start")
+            raise CorruptStateError(f"the turns {of} do not lead back to its start: {ADVICE}")
         return numbers, turns
 
     def add(self, session: int, parent: int, turn: Turn) -> int:
@@ -218,9 +165,10 @@ class Register:
 
     def delete(self, session: int) -> None:
         with self._writing():
-            [(head,)] = self.index.rows("SELECT head FROM session WHERE number = ?", session)
+            found = self.index.rows("SELECT head FROM session WHERE number = ?", session)
             self.index.run("DELETE FROM session WHERE number = ?", session)
-            self._prune(head)
+            for (head,) in found:
+                self._prune(head)
 
     # Memories.
 
@@ -236,20 +184,20 @@ class Register:
         digest: bytes,
     ) -> None:
         with self._writing():
-            self.index.run(
-                "INSERT OR REPLACE INTO memory"
-                " (namespace, session, turn, depth, label, kind, note, digest, created)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                namespace,
-                session,
-                turn,
-                depth,
-                label,
-                kind,
-                note,
-                digest,
-                time.time(),
+            said: list[Value] = [self._next("memory"), namespace, session, turn, depth, label, kind, note]
+            said += [digest, time.time()]
+            there = "namespace = ? AND session = ? AND depth = ? AND label = ?"
+            before = self.index.rows(
+                f"SELECT turn FROM memory WHERE {there}", namespace, session, depth, label
             )
+            self.index.run(
+                f"INSERT OR REPLACE INTO memory ({', '.join(MEMORY_SEAL)}, seal)"
+                f" VALUES ({', '.join('?' * len(MEMORY_SEAL))}, ?)",
+                *said,
+                seal(*said),
+            )
+            for (last,) in before:
+                self._prune(last)
 
     def forget(self, memory: int) -> None:
         with self._writing():
@@ -259,6 +207,18 @@ class Register:
                 self._prune(turn)
 
     # Inside.
+
+    def _check_own(self, folder: Path, known: str) -> None:
+        """A register of another store is not taken for this one's."""
+        own = next((row[0] for row in self.index.rows("SELECT id FROM register")), None)
+        if not isinstance(own, str) or not own or (known and own != known):
+            raise StoreDamagedError(
+                f"{folder / FILE} is not the one that was here: restore it from a copy, or if it is to take "
+                f"its place, delete {MARK} beside it"
+            )
+        if not known and not self.readonly:
+            write_file(folder / MARK, [own.encode()])
+            sync_folder(folder)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -270,50 +230,46 @@ class Register:
 
     def _find(self, namespace: str, name: str) -> Row | None:
         try:
-            rows = self.index.rows(f"{_SELECT} WHERE s.namespace = ? AND s.name = ?", namespace, name)
+            rows = self.index.rows(f"{SESSION} WHERE s.namespace = ? AND s.name = ?", namespace, name)
         except UnicodeEncodeError as error:
             raise InvalidInputError(f"a session's name must be valid Unicode text: {error}") from None
-        return _row(rows[0]) if rows else None
+        return self._read(rows[0]) if rows else None
+
+    def _read(self, row: tuple[Any, ...]) -> Row:
+        try:
+            return read_session(row)
+        except CorruptStateError as error:
+            raise CorruptStateError(f"{error}: {ADVICE}") from error
 
     def _add(self, parent: int | None, turn: Turn) -> int:
-        depth = 0
+        number, depth = self._next("turn"), 0
         if parent is not None:
-            [(depth,)] = self.index.rows("SELECT depth FROM turn WHERE number = ?", parent)
-            depth += 1
-        cuts = array("q", [figure for cut in turn.added.cuts for figure in cut])
-        self.index.run(
-            "INSERT INTO turn (parent, depth, kind, messages, reply, keep_chars, keep_tokens, text, tokens,"
-            " cuts, settings, seed, finish_reason, usage, dropped, model, created, digest)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            parent,
-            depth,
-            turn.kind,
-            json.dumps([message.to_dict() for message in turn.messages]),
-            json.dumps(turn.reply.to_dict()) if turn.reply is not None else None,
-            *turn.keep,
-            turn.added.text,
-            pack_tokens(turn.added.tokens),
-            cuts.tobytes(),
-            json.dumps(dict(turn.settings)),
-            turn.seed,
-            turn.finish_reason,
-            json.dumps(dict(turn.usage)),
-            turn.dropped,
-            turn.model,
-            turn.created,
-            turn.digest,
-        )
-        [(number,)] = self.index.rows("SELECT last_insert_rowid()")
-        return int(number)
+            found = self.index.rows(f"SELECT {', '.join(TURN_SEAL)}, seal FROM turn WHERE number = ?", parent)
+            if not found or seal(*found[0][:-1]) != found[0][-1] or found[0][3] != turn.before:
+                raise CorruptStateError(f"the turn that this one goes on from is damaged: {ADVICE}")
+            depth = found[0][2] + 1
+        self.index.run(INSERT_TURN, *turn_values(number, parent, depth, turn))
+        return number
 
     def _move(self, session: int, head: int) -> None:
-        found = self.index.rows("SELECT head FROM session WHERE number = ?", session)
+        found = self.index.rows(f"{SESSION} WHERE s.number = ?", session)
         if not found:
             raise SessionNotFoundError("this session was deleted")
+        before = self._read(found[0])
         self.index.run(
             "UPDATE session SET head = ?, updated = ? WHERE number = ?", head, time.time(), session
         )
-        self._prune(found[0][0])
+        self._seal(session)
+        self._prune(before.head)
+
+    def _next(self, table: str) -> int:
+        [(number,)] = self.index.rows(f"SELECT coalesce(max(number), 0) + 1 FROM {table}")
+        return int(number)
+
+    def _seal(self, session: int) -> None:
+        """After a change."""
+        [(*said, _)] = self.index.rows(f"{SESSION} WHERE s.number = ?", session)
+        self.index.run("UPDATE session SET seal = ? WHERE number = ?", seal(*said), session)
 
     def _prune(self, turn: int | None) -> None:
         """Delete a turn that nothing leads to any more, and then what led only to it."""
@@ -326,94 +282,46 @@ class Register:
             )
             if needed:
                 return
-            [(parent,)] = self.index.rows("SELECT parent FROM turn WHERE number = ?", turn)
+            found = self.index.rows("SELECT parent FROM turn WHERE number = ?", turn)
             self.index.run("DELETE FROM turn WHERE number = ?", turn)
-            turn = parent
+            turn = found[0][0] if found else None
 
 
-_SELECT = (
-    "SELECT s.number, s.namespace, s.name, s.kind, s.head, t.depth, s.settings, s.origin, s.created,"
-    " s.updated FROM session s JOIN turn t ON t.number = s.head"
-)
-_TURN = (
-    "t.number, t.kind, t.messages, t.reply, t.keep_chars, t.keep_tokens, t.text, t.tokens, t.cuts,"
-    " t.settings, t.seed, t.finish_reason, t.usage, t.dropped, t.model, t.created, t.digest"
-)
+def mark(folder: Path) -> str:
+    """Whose the register in `folder` must be; nothing is known of one that is new."""
+    with explained(folder / MARK):
+        try:
+            return (folder / MARK).read_text("utf-8", "replace").strip()
+        except FileNotFoundError:
+            return ""
 
 
-def _row(row: tuple[Any, ...]) -> Row:
-    number, namespace, name, kind, head, depth, settings, origin, created, updated = row
-    try:
-        return Row(
-            number=number,
-            namespace=namespace,
-            name=name,
-            kind=kind,
-            head=head,
-            depth=depth,
-            settings=json.loads(settings),
-            origin=json.loads(origin),
-            created=created,
-            updated=updated,
+def _check_there(folder: Path, known: str) -> None:
+    if (folder / MENDED).exists():
+        raise StoreDamagedError(
+            f"a repair of the sessions in {folder} was interrupted: `perdure sessions verify` ends it"
         )
-    except (TypeError, ValueError) as error:
-        raise CorruptStateError(f"the entry of session {name!r} is damaged: {error}") from error
-
-
-def _turn(row: tuple[Any, ...], before: bytes) -> Turn:
-    """SQLite has no checksums: a turn that is not what its digest says is refused."""
-    (
-        _,
-        kind,
-        messages,
-        reply,
-        chars,
-        tokens,
-        text,
-        ids,
-        cuts,
-        settings,
-        seed,
-        reason,
-        usage,
-        dropped,
-        model,
-        created,
-        digest,
-    ) = row
-    try:
-        figures = array("q", cuts)
-        turn = Turn(
-            kind=kind,
-            messages=tuple(Message.parse(message) for message in json.loads(messages)),
-            reply=Message.parse(json.loads(reply)) if reply is not None else None,
-            keep=(chars, tokens),
-            added=Transcript(text, array("i", ids), tuple(zip(figures[::2], figures[1::2], strict=True))),
-            settings=json.loads(settings),
-            seed=seed,
-            finish_reason=reason,
-            usage=json.loads(usage),
-            dropped=dropped,
-            model=model,
-            created=created,
-            before=before,
+    file = folder / FILE
+    with explained(file):
+        gone = known and not (file.exists() and file.stat().st_size)
+    if gone:
+        raise StoreDamagedError(
+            f"{file} is gone: restore it from a copy, or delete {MARK} beside it to begin without any session"
         )
-        found = turn.digest
-    except (TypeError, ValueError, AttributeError, InvalidInputError) as error:
-        raise CorruptStateError(f"a turn of a session is damaged: {error}") from error
-    if found != digest:
-        raise CorruptStateError("a turn of a session is not what its digest says: it was damaged or replaced")
-    return turn
 
 
-def _locked(path: Path) -> FileLock:
-    lock = FileLock(path, thread_local=False)
-    with explained(path):
+def locked(folder: Path) -> FileLock:
+    """Held by the one who writes."""
+    lock = FileLock(folder / "sessions.lock", thread_local=False)
+    with explained(folder):
         try:
             lock.acquire(timeout=0)
         except Timeout:
             raise StoreLockedError(
-                f"the sessions in {path.parent} are in use, by another process or another runtime of this "
-                "one: close that one, or open the store for reading"
+                f"the sessions in {folder} are in use, by another process or another runtime of this one: "
+                "close that one, or open the store for reading"
             ) from None
     return lock
+
+
+__all__ = ["ADVICE", "FILE", "MARK", "MENDED", "Register", "Row", "locked", "mark"]

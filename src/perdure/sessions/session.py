@@ -24,12 +24,13 @@ from perdure.errors import (
     PerdureError,
     SessionBusyError,
     SessionError,
+    StateError,
     StoreError,
 )
 from perdure.sessions.fold import folded
 from perdure.sessions.memory import Memory
 from perdure.sessions.point import Point
-from perdure.sessions.register import Row
+from perdure.sessions.rows import Row
 from perdure.sessions.turn import Turn, added, context
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Session:
 
     @classmethod
     def open(cls, sessions: Sessions, row: Row) -> Session:
-        return cls(sessions, row, Point.at(*sessions.register.chain(row.head)))
+        return cls(sessions, row, Point.at(*sessions.register.chain(row.head, row.name)))
 
     def __repr__(self) -> str:
         return f"<Session {self.name!r}, {self.turns} turns, {len(self.tokens)} tokens>"
@@ -232,7 +233,7 @@ class Session:
         """Bring its state back, after proving that its turns are what they were. What is missing or
         damaged is computed with the next turn, and the report says so."""
         with self._changing():
-            self._point = Point.at(*self._sessions.register.chain(self._point.numbers[-1]))
+            self._point = Point.at(*self._sessions.register.chain(self._point.numbers[-1], self.name))
             if not (tokens := self._usable.tokens):
                 return ReuseReport(computed=0, why="nothing was said under this model yet")
             return self._sessions.backend.cache.wake(tokens, namespace=self.namespace)
@@ -351,7 +352,7 @@ class Session:
             )
             try:
                 number = self._sessions.register.add(self._row.number, base.numbers[-1], turn)
-            except (StoreError, SessionError, InvalidInputError) as error:
+            except (StoreError, StateError, SessionError, InvalidInputError) as error:
                 # What was said was said: the caller has the reply, and learns that it will not last.
                 return replace(reply, not_kept=str(error))
             self._point = base.then(number, turn, whole, prompt.rendering)
@@ -430,14 +431,15 @@ class _Changing:
 
 def _messages(said: Said) -> list[Message]:
     if isinstance(said, str):
-        if not said.strip():
-            raise InvalidInputError("a message needs some text")
-        return [Message(role="user", content=said)]
-    if isinstance(said, (Message, Mapping)):
-        return [Message.parse(said)]
-    found = [Message.parse(each) for each in said]
+        found = [Message(role="user", content=said)]
+    elif isinstance(said, (Message, Mapping)):
+        found = [Message.parse(said)]
+    else:
+        found = [Message.parse(each) for each in said]
     if not found:
         raise InvalidInputError("a turn needs at least one message")
+    if any(message.role == "user" and not (message.content or "").strip() for message in found):
+        raise InvalidInputError("a message needs some text")
     return found
 
 

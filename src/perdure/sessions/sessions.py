@@ -16,7 +16,8 @@ from perdure.chat.speaker import Speaker
 from perdure.errors import InvalidInputError, PerdureError, SessionError
 from perdure.sessions.memory import Memories, Memory
 from perdure.sessions.point import Point
-from perdure.sessions.register import Register, Row
+from perdure.sessions.register import Register
+from perdure.sessions.rows import Row
 from perdure.sessions.session import Session
 from perdure.sessions.turn import Turn
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -58,20 +58,21 @@ class Index:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | None,
         *,
         readonly: bool,
         migrations: Sequence[str] | None = None,
-        durable: bool = True,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
         advice: str = "`perdure cache verify` rebuilds it from the files beside it",
     ) -> None:
-        """Without `durable`, a power cut may cost the last changes; `advice` is for who finds it damaged."""
+        """Without a path, in memory. `functions` are for its SQL, `advice` is for who finds it damaged."""
         self._path = path
         self._migrations = MIGRATIONS if migrations is None else migrations
-        self._durable = durable
+        self._functions = functions or {}
         self._advice = advice
-        self._reading = threading.Lock()
         self._changing = threading.RLock()
+        # What is in memory has one connection, where a change must not be seen before it is whole.
+        self._reading = threading.RLock() if path is not None else self._changing
         self._changer: int | None = None
         self.readonly = readonly
         self.created = False
@@ -120,9 +121,9 @@ class Index:
             with self._reading:
                 return self._reader.execute(query, values).fetchall()
 
-    def check(self) -> None:
-        """Raise `StoreDamagedError` unless every page of the index is sound."""
-        found = self.rows("PRAGMA integrity_check(1)")
+    def check(self, table: str | None = None) -> None:
+        """Raise `StoreDamagedError` unless every page of the index, or of one table in it, is sound."""
+        found = self.rows(f"PRAGMA integrity_check({table or 1})")
         if found != [("ok",)]:
             raise self._damaged(found[0][0] if found else "no answer")
 
@@ -141,7 +142,7 @@ class Index:
             found = self._version(db)
             self.created = not found
             db.execute("PRAGMA journal_mode = WAL")
-            db.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
+            db.execute("PRAGMA synchronous = FULL")
             db.execute("PRAGMA foreign_keys = ON")
             for number in range(found, len(self._migrations)):
                 _migrate(db, number, self._migrations[number])
@@ -152,7 +153,8 @@ class Index:
 
     def _open_for_reading(self) -> sqlite3.Connection:
         if self._writer is not None:
-            return self._connect("mode=rw")
+            return self._connect("mode=rw") if self._path is not None else self._writer
+        assert self._path is not None, "nobody else writes to what is in memory"
         if not self._path.exists():
             raise StoreError(f"there is no store at {self._path.parent}")
         try:
@@ -175,13 +177,16 @@ class Index:
         return db
 
     def _connect(self, mode: str) -> sqlite3.Connection:
-        return sqlite3.connect(
-            f"{self._path.absolute().as_uri()}?{mode}",
+        db = sqlite3.connect(
+            f"{self._path.absolute().as_uri()}?{mode}" if self._path is not None else ":memory:",
             uri=True,
             check_same_thread=False,
             isolation_level=None,
             timeout=30,
         )
+        for name, function in self._functions.items():
+            db.create_function(name, -1, function, deterministic=True)
+        return db
 
     def _version(self, db: sqlite3.Connection) -> int:
         [(mark,)] = db.execute("PRAGMA application_id")

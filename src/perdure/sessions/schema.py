@@ -1,0 +1,113 @@
+"""The tables of sessions, and what proves their rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+Value = str | int | float | bytes | None
+"""What a column can hold."""
+
+
+def seal(*values: Value) -> bytes:
+    """What proves a row: SQLite has no checksums, so a bit that turns over on the disk is read as it lies.
+
+    Also a function of our SQL, `seal(...)`.
+    """
+    plain = [["bytes", value.hex()] if isinstance(value, bytes) else value for value in values]
+    return hashlib.sha256(b"perdure/row/1\0" + json.dumps(plain).encode()).digest()
+
+
+TURN_SEAL = ("number", "parent", "depth", "digest")
+"""Its place. What was said is proved by the digest, which is also over all that led there."""
+SESSION_SEAL = (
+    "number",
+    "namespace",
+    "name",
+    "kind",
+    "head",
+    "settings",
+    "origin",
+    "created",
+    "updated",
+)
+"""And then the depth and the digest of the turn at which it stands."""
+MEMORY_SEAL = (
+    "number",
+    "namespace",
+    "session",
+    "turn",
+    "depth",
+    "label",
+    "kind",
+    "note",
+    "digest",
+    "created",
+)
+
+MIGRATIONS: Sequence[str] = (
+    """
+    CREATE TABLE turn (
+        number INTEGER PRIMARY KEY,
+        parent INTEGER REFERENCES turn (number),
+        depth INTEGER NOT NULL,
+        kind TEXT NOT NULL,
+        messages TEXT NOT NULL,
+        reply TEXT,
+        keep_chars INTEGER NOT NULL,
+        keep_tokens INTEGER NOT NULL,
+        text TEXT NOT NULL,
+        tokens BLOB NOT NULL,
+        cuts BLOB NOT NULL,
+        settings TEXT NOT NULL,
+        seed INTEGER NOT NULL,
+        finish_reason TEXT NOT NULL,
+        usage TEXT NOT NULL,
+        dropped INTEGER NOT NULL,
+        model TEXT NOT NULL,
+        created REAL NOT NULL,
+        digest BLOB NOT NULL
+    );
+    CREATE INDEX turn_parent ON turn (parent);
+    CREATE TABLE session (
+        number INTEGER PRIMARY KEY,
+        namespace TEXT NOT NULL,
+        name TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        head INTEGER NOT NULL REFERENCES turn (number),
+        settings TEXT NOT NULL,
+        origin TEXT NOT NULL,
+        created REAL NOT NULL,
+        updated REAL NOT NULL,
+        UNIQUE (namespace, name)
+    );
+    CREATE INDEX session_head ON session (head);
+    CREATE TABLE memory (
+        number INTEGER PRIMARY KEY,
+        namespace TEXT NOT NULL,
+        session TEXT NOT NULL,
+        turn INTEGER NOT NULL REFERENCES turn (number),
+        depth INTEGER NOT NULL,
+        label TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        note TEXT NOT NULL,
+        digest BLOB NOT NULL,
+        created REAL NOT NULL,
+        UNIQUE (namespace, session, depth, label)
+    );
+    CREATE INDEX memory_turn ON memory (turn);
+    """,
+    f"""
+    ALTER TABLE turn ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
+    UPDATE turn SET seal = seal({", ".join(TURN_SEAL)});
+    ALTER TABLE session ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
+    UPDATE session SET seal = seal({", ".join(SESSION_SEAL)},
+        (SELECT depth FROM turn WHERE turn.number = head),
+        (SELECT digest FROM turn WHERE turn.number = head));
+    ALTER TABLE memory ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
+    UPDATE memory SET seal = seal({", ".join(MEMORY_SEAL)});
+    CREATE TABLE register (id TEXT NOT NULL);
+    INSERT INTO register VALUES (lower(hex(randomblob(16))))
+    """,
+)
