@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import statistics
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
+from perdure.worker.remote import RemoteBackend
 from server.house import PATIENCE, House, check_freed, hello, house, opened
 
 CHAT = "/v1/chat/completions"
@@ -33,9 +38,11 @@ async def crowd(server: House, clients: int, seconds: float) -> dict[str, int]:
             async with client.stream("POST", CHAT, json={**body, "stream": True}) as response:
                 if response.status_code == 429:
                     counts["refused"] += 1
-                    assert response.headers["retry-after"]
+                    later = int(response.headers["retry-after"])
+                    if time.monotonic() < until:
+                        await asyncio.sleep(later)
                     continue
-                assert response.status_code == 200
+                assert response.status_code == 200, await response.aread()
                 last = ""
                 async for line in response.aiter_lines():
                     if line:
@@ -65,9 +72,54 @@ def test_a_crowd_is_served_and_leaves_nothing_behind(zoo_path: Callable[[str], P
 
 @pytest.mark.soak
 def test_two_hundred_clients_for_five_minutes(zoo_path: Callable[[str], Path]) -> None:
-    with opened(zoo_path("llama"), threads=1, slots=8, isolated=True) as rt, house(rt) as server:
-        counts = asyncio.run(crowd(server, 200, 300))
+    with opened(zoo_path("llama"), threads=1, slots=8, queue=128, isolated=True) as rt, house(rt) as server:
+        assert isinstance(rt.backend, RemoteBackend)
+        engine = rt.backend.health().pid
+        assert engine is not None
+        with Scales(os.getpid(), engine) as scales:
+            counts = asyncio.run(crowd(server, 200, 300))
+        print(f"{counts}; resident MiB of server and clients, of the engine: {scales}")
         assert counts["whole"] > 200
+        assert counts["refused"] > 0
         check_freed(rt)
         with server.client() as client:
             assert client.get("/ready").json()["restarts"] == 0
+        for before, after in scales.halves():
+            assert after < before * 1.05 + 8
+
+
+class Scales:
+    """Weighs processes every second while it is open."""
+
+    def __init__(self, *pids: int) -> None:
+        self._processes = [psutil.Process(pid) for pid in pids]
+        self._weights: list[list[float]] = [[] for _ in pids]
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._weigh)
+
+    def __enter__(self) -> Scales:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _weigh(self) -> None:
+        while not self._over.wait(1):
+            for process, weights in zip(self._processes, self._weights, strict=True):
+                weights.append(process.memory_info().rss / (1 << 20))
+
+    def halves(self) -> list[tuple[float, float]]:
+        """The middles of the second quarter and of the last, in MiB: in the first, caches fill."""
+        quarters = [
+            (each[len(each) // 4 : len(each) // 2], each[-len(each) // 4 :]) for each in self._weights
+        ]
+        return [(statistics.median(before), statistics.median(after)) for before, after in quarters]
+
+    def __str__(self) -> str:
+        shown = [
+            f"at first {each[0]:.0f}, second quarter {before:.0f}, last {after:.0f}, most {max(each):.0f}"
+            for each, (before, after) in zip(self._weights, self.halves(), strict=True)
+        ]
+        return "; ".join(shown)

@@ -120,6 +120,9 @@ def talked(zoo_path: Callable[[str], Path], store: Path, kills: int) -> None:
             assert not talker.is_alive()
         assert client.post("/v1/chat/completions", json=hello()).status_code == 200
         check(client, talkers)
+        acknowledged = [len(talker.acknowledged) for talker in talkers]
+        restarts = engine(rt).health().restarts
+        print(f"{kills} kills, {restarts} restarts, turns acknowledged: {acknowledged}")
     # And once more after a restart of everything.
     with (
         opened(zoo_path("llama"), threads=1, n_ctx=512, store=store) as rt,

@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
-from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.background import BackgroundTask
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from perdure.server.limits import Limits
 from perdure.server.refusal import refusal
 from perdure.server.visit import Part, Visit
 
 log = logging.getLogger("perdure.server")
-
-# The library would end every stream at once when the server is told to stop; here they may finish.
-AppStatus.enable_automatic_graceful_drain = False
 
 D = TypeVar("D", contravariant=True)
 R = TypeVar("R", contravariant=True)
@@ -28,7 +26,10 @@ B = TypeVar("B", bound=Part)
 
 Chunk = dict[str, Any]
 _DONE = b"data: [DONE]\n\n"
-_PING = 15
+_PING = b": still there\n\n"
+_QUIET = 15.0
+"""Seconds of silence after which a proxy in between is told that the answer goes on."""
+_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Writer(Protocol[D, R]):
@@ -42,6 +43,69 @@ class Writer(Protocol[D, R]):
         ...
 
 
+class EventStream(Response):
+    """Events as they come. Whether the client has left, or has stopped reading, is looked after beside the
+    sending, so that an event costs little more than its way to the socket.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes], *, send_seconds: float, background: BackgroundTask
+    ) -> None:
+        self.status_code = 200
+        self.background = background
+        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
+        self._events = events
+        self._send_seconds = send_seconds
+        self._sending = False
+        self._stirred = 0.0
+        """When an event was last begun to be sent, or was sent."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(send))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await self._mind(send, sending, leaving)
+            if sending.done():
+                sending.result()
+        finally:
+            for each in (sending, leaving):
+                each.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+            if self.background is not None:
+                await self.background()
+
+    async def _send_all(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        async with aclosing(self._events) as events:
+            head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            await send(head)
+            async for data in events:
+                self._sending, self._stirred = True, clock()
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                self._sending = False
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _mind(self, send: Send, sending: asyncio.Future[None], leaving: asyncio.Future[None]) -> None:
+        """Return when all is sent, or when nobody takes it any more."""
+        clock = asyncio.get_running_loop().time
+        self._stirred = clock()
+        while not sending.done() and not leaving.done():
+            patience = self._send_seconds if self._sending else _QUIET
+            left = self._stirred + patience - clock()
+            if left > 0:
+                # A send that begins meanwhile may have less patience than the silence before it.
+                left = min(left, self._send_seconds)
+                await asyncio.wait((sending, leaving), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            elif self._sending:
+                log.info("a client took nothing for %g seconds and was left", self._send_seconds)
+                return
+            else:
+                self._stirred = clock()
+                await send({"type": "http.response.body", "body": _PING, "more_body": True})
+
+
 def response(
     visit: Visit[A, B],
     writer: Writer[A, B],
@@ -49,13 +113,11 @@ def response(
     limits: Limits,
     notes: dict[str, Any],
     settle: Callable[[Sequence[B]], None],
-) -> EventSourceResponse:
+) -> EventStream:
     """The answer of a job that has begun."""
-    return EventSourceResponse(
+    return EventStream(
         _events(visit, writer, notes, settle),
-        sep="\n",
-        ping=_PING,
-        send_timeout=limits.send_seconds,
+        send_seconds=limits.send_seconds,
         # A client that leaves before the first event leaves a job that nobody reads.
         background=BackgroundTask(visit.cancel),
     )
@@ -66,15 +128,16 @@ async def _events(
     writer: Writer[A, B],
     notes: dict[str, Any],
     settle: Callable[[Sequence[B]], None],
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes]:
     try:
-        for chunk in writer.opening():
-            yield event(chunk)
+        # What is there at the same time is sent at once.
+        waiting = events(writer.opening())
         try:
             async with aclosing(visit.deltas()) as deltas:  # type: ignore[type-var]
                 async for delta in deltas:
-                    for chunk in writer.piece(delta):
-                        yield event(chunk)
+                    if data := waiting + events(writer.piece(delta)):
+                        waiting = b""
+                        yield data
             replies = await visit.ended()
             settle(replies)
             refused = visit.cut(replies)
@@ -84,9 +147,7 @@ async def _events(
         if refused is not None:
             notes["error"] = refused.code or refused.kind
             ending = [refused.body, *writer.broken()]
-        for chunk in ending:
-            yield event(chunk)
-        yield _DONE
+        yield waiting + events(ending) + _DONE
     except (GeneratorExit, asyncio.CancelledError):
         notes["left"] = True
         raise
@@ -94,5 +155,10 @@ async def _events(
         visit.cancel()
 
 
-def event(chunk: Chunk) -> bytes:
-    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def events(chunks: Iterable[Chunk]) -> bytes:
+    return b"".join(b"data: %b\n\n" % _encoded(chunk).encode() for chunk in chunks)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,111 @@
+"""Streams whose clients are slow, silent, or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import pytest
+from starlette.background import BackgroundTask
+from starlette.types import Message
+
+from perdure.server import stream
+from perdure.server.stream import EventStream
+from server.house import PATIENCE, check_freed, hello, house, opened, raw
+
+
+class Line:
+    """A client's end of a stream, in process."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.came = asyncio.Condition()
+        self.gone = asyncio.Event()
+
+    async def send(self, message: Message) -> None:
+        async with self.came:
+            self.sent.append(message.get("body", b""))
+            self.came.notify_all()
+
+    async def receive(self) -> Message:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def until(self, ready: Callable[[list[bytes]], bool]) -> None:
+        async with self.came:
+            await asyncio.wait_for(self.came.wait_for(lambda: ready(self.sent)), PATIENCE)
+
+
+def test_silence_is_filled_and_a_client_that_leaves_ends_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H2."""
+    monkeypatch.setattr(stream, "_QUIET", 0.01)
+    ended: list[str] = []
+
+    async def events() -> AsyncGenerator[bytes]:
+        try:
+            yield b"data: 1\n\n"
+            await asyncio.Event().wait()
+        finally:
+            ended.append("events")
+
+    async def run() -> list[bytes]:
+        line = Line()
+        response = EventStream(
+            events(), send_seconds=60, background=BackgroundTask(lambda: ended.append("background"))
+        )
+        answering = asyncio.ensure_future(
+            response({"type": "http", "method": "POST"}, line.receive, line.send)
+        )
+        await line.until(lambda sent: len(sent) >= 4)
+        line.gone.set()
+        await asyncio.wait_for(answering, PATIENCE)
+        return line.sent
+
+    head, first, *pings = asyncio.run(run())
+    assert (head, first) == (b"", b"data: 1\n\n")
+    # Lines that start with a colon are comments, which clients skip.
+    assert all(ping.startswith(b":") and ping.endswith(b"\n\n") for ping in pings)
+    assert ended == ["events", "background"]
+
+
+def test_an_error_between_events_is_raised_once_everything_has_ended() -> None:
+    async def events() -> AsyncGenerator[bytes]:
+        yield b"data: 1\n\n"
+        raise ValueError("broken")
+
+    async def run() -> None:
+        line = Line()
+        response = EventStream(events(), send_seconds=60, background=BackgroundTask(lambda: None))
+        await response({"type": "http", "method": "POST"}, line.receive, line.send)
+
+    with pytest.raises(ValueError, match="broken"):
+        asyncio.run(run())
+
+
+def test_a_client_that_takes_nothing_is_left_h3(zoo_path: Callable[[str], Path]) -> None:
+    """H3: it holds neither a slot nor a connection."""
+    body = hello(
+        max_tokens=3500, logit_bias={"381": -100, "383": -100}, logprobs=True, top_logprobs=20, stream=True
+    )
+    with (
+        opened(zoo_path("llama"), threads=1, n_ctx=4096) as rt,
+        house(rt, send_seconds=0.2) as server,
+        socket.socket() as silent,
+        server.client() as client,
+    ):
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.settimeout(PATIENCE)
+        silent.connect(("127.0.0.1", server.port))
+        silent.sendall(raw("/v1/chat/completions", json.dumps(body).encode()))
+        until = time.monotonic() + PATIENCE
+        while 'status="499"' not in client.get("/metrics").text:
+            assert time.monotonic() < until
+        check_freed(rt)
+        heard = b""
+        while data := silent.recv(1 << 16):
+            heard = heard[-100:] + data
+        assert b"[DONE]" not in heard
