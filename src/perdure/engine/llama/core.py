@@ -54,8 +54,9 @@ class LlamaCore:
         self._embeds = bool(params.embeddings)
         self._row = ctypes.c_float * self.n_vocab
         self._streams = not params.kv_unified and params.n_seq_max > 1
-        slides = self._lib.llama_model_n_swa(weights.handle) > 0 and not params.swa_full
-        self._sheds = slides and not self._streams
+        slides = self._lib.llama_model_n_swa(weights.handle) > 0
+        self._sheds = slides and not params.swa_full and not self._streams
+        # A window takes the cells of tokens that it has left behind, wherever the search starts.
         self._settles = bool(self._streams and not slides and self._memory and self.can_shift())
         self._n_streams = params.n_seq_max if self._streams else 1
         self._kind = kind
