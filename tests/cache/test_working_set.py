@@ -353,6 +353,25 @@ def test_namespaces_never_share(subject: Subject) -> None:
         assert served.say(prompt, namespace="a").reused == 39
 
 
+def test_labels_are_of_one_namespace(subject: Subject) -> None:
+    """P4: whoever clears a label of his clears nothing of somebody else's who chose the same."""
+    prompt = subject.tokens(40)
+    with Served(subject, slots=3) as served:
+        for name in ("a", "b", ""):
+            served.book.warm(prompt, labels=["x"], namespace=name)
+        assert [record.namespace for record in served.book.records(["x"], namespace="b")] == ["b"]
+        assert served.book.clear(labels=["x"], namespace="a") == 1
+        assert served.book.clear(labels=["x"]) == 1
+        assert served.book.records(namespace="a") == served.book.records() == []
+        assert served.say([*prompt, 1], namespace="b").reused == 40
+        assert served.say([*prompt, 1], namespace="a").reused == 0
+        served.book.warm(prompt, namespace="a")
+        assert served.book.clear(namespace="b") == 1
+        assert len(served.book.records(namespace="a")) == 1
+        assert served.book.clear() == 1
+        assert served.book.records(namespace="a") == []
+
+
 def test_a_namespace_learns_nothing_of_anothers_evictions_and_identities(toy: Subject) -> None:
     assert isinstance(toy.model, ToyModel)
     with Served(toy, slots=1, budget=9_000) as served:

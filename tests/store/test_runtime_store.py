@@ -74,6 +74,22 @@ def test_namespaces_do_not_meet_on_the_disk(subject: Subject, tmp_path: Path) ->
         assert second.say(prompt, namespace="mine").tiers == {"disk": LENGTH - 1}
 
 
+def test_labels_on_the_disk_are_of_one_namespace(
+    find_subject: Callable[[str], Subject], tmp_path: Path
+) -> None:
+    """P4: cleared in one, kept in the other, also after a restart."""
+    subject = find_subject("toy-full")
+    prompt = subject.tokens(LENGTH)
+    with kept(subject, tmp_path) as first:
+        for name in ("mine", "yours"):
+            first.cache.warm(prompt, labels=["x"], namespace=name)
+        assert first.cache.clear(["x"], namespace="mine") == 1
+    with kept(subject, tmp_path) as second:
+        assert second.cache.records(["x"], namespace="mine") == []
+        [record] = second.cache.records(["x"], namespace="yours")
+        assert (record.namespace, record.kept) == ("yours", LENGTH)
+
+
 # Damage: P2, S4.
 
 Damage = Callable[[Path], None]

@@ -32,6 +32,10 @@ class Record:
     def key(self) -> tuple[BlockId, tuple[int, ...]]:
         return self.root, self.tokens
 
+    def carries(self, labels: frozenset[str] | None, namespace: str) -> bool:
+        """Whether it is of that namespace and has one of `labels`, if there are any to have."""
+        return self.namespace == namespace and (labels is None or bool(labels & self.labels))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
@@ -102,17 +106,18 @@ class Book:
                     self._keeper.put(latest)
         return record
 
-    def records(self, labels: Iterable[str] | None = None) -> list[Record]:
-        """The warmed prefixes, or those that carry one of `labels`."""
+    def records(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> list[Record]:
+        """The warmed prefixes of a namespace, or those of them that carry one of `labels`."""
         wanted = None if labels is None else _names(labels)
         found: list[Record] = self._call(lambda: list(self._records.values()))
-        return [record for record in found if wanted is None or wanted & record.labels]
+        return [record for record in found if record.carries(wanted, namespace)]
 
-    def clear(self, labels: Iterable[str] | None = None) -> int:
-        """Drop the prefixes that carry one of `labels`, wherever they are kept; or everything. How many."""
+    def clear(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> int:
+        """Drop the prefixes of a namespace that carry one of `labels`, or all of them, wherever they are
+        kept. Without either, everything there is. How many."""
         wanted = None if labels is None else _names(labels)
         with self._keeping:
-            return self._call(lambda: self._clear(wanted))  # type: ignore[no-any-return]
+            return self._call(lambda: self._clear(wanted, namespace))  # type: ignore[no-any-return]
 
     def plan(self, tokens: Iterable[int], *, namespace: str = "") -> Plan:
         """What bringing back the state of `tokens` would take. Nothing is moved."""
@@ -165,15 +170,15 @@ class Book:
         self._records[record.key] = record
         return record
 
-    def _clear(self, wanted: frozenset[str] | None) -> int:
-        if wanted is None:
+    def _clear(self, wanted: frozenset[str] | None, namespace: str) -> int:
+        if wanted is None and not namespace:
             count = len(self._records)
             if self._keeper is not None:
                 self._keeper.remove(self._records.values())
             self._records.clear()
             self._places.forget()
             return count
-        gone = [key for key, record in self._records.items() if wanted & record.labels]
+        gone = [key for key, record in self._records.items() if record.carries(wanted, namespace)]
         dropped = [self._records.pop(key) for key in gone]
         if self._keeper is not None:
             self._keeper.remove(dropped)

@@ -78,6 +78,9 @@ def clear(
     labels: Labels = None,
     everything: Annotated[bool, typer.Option("--all", help="Drop everything.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    namespace: Annotated[
+        str, typer.Option("--namespace", help="Whose labels: a server keeps one namespace a key.")
+    ] = "",
     store: Store = None,
     as_json: Json = False,
 ) -> None:
@@ -98,7 +101,7 @@ def clear(
             disk.clear()
             count = len(every)
         else:
-            count = records.clear(labels or ())
+            count = records.clear(labels or (), namespace=namespace)
         freed = before - disk.nbytes
     finally:
         disk.close()

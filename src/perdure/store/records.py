@@ -104,10 +104,10 @@ class Records:
 
         self._disk.drop(doomed, then=unlist)
 
-    def clear(self, labels: Iterable[str]) -> int:
-        """Drop the records that carry one of `labels`. How many."""
-        wanted = set(labels)
-        gone = [record for record in self.all() if wanted & record.labels]
+    def clear(self, labels: Iterable[str], *, namespace: str = "") -> int:
+        """Drop the records of a namespace that carry one of `labels`. How many."""
+        wanted = frozenset(labels)
+        gone = [record for record in self.all() if record.carries(wanted, namespace)]
         self.remove(gone)
         return len(gone)
 

@@ -31,11 +31,10 @@ async def read(desk: ADesk, caller: ACaller) -> CacheAnswer:
 async def warm(asked: WarmRequest, desk: ADesk, caller: ACaller) -> RecordAnswer:
     """Compute a prefix once, and keep it."""
     refuse_fields(asked, strict=desk.strict, refused={})
-    labels = Labels(caller.namespace)
     record = await desk.work(
-        desk.runtime.cache.warm, asked.prompt, labels=labels.inside(asked.labels), namespace=caller.namespace
+        desk.runtime.cache.warm, asked.prompt, labels=asked.labels, namespace=caller.namespace
     )
-    return labels.answer(record)
+    return _record(record)
 
 
 @router.delete("", responses=errors(507))
@@ -47,37 +46,17 @@ async def clear(
     ] = None,
 ) -> DeletedAnswer:
     """Drop your prefixes that carry one of the labels, wherever they are kept; or all of yours."""
-    labels = Labels(caller.namespace)
-    return DeletedAnswer(deleted=await desk.call(desk.runtime.cache.clear, labels.inside_or_all(label)))
+    return DeletedAnswer(deleted=await desk.call(desk.runtime.cache.clear, label, namespace=caller.namespace))
 
 
-class Labels:
-    """Labels of one namespace. The book has one set of labels for all: inside, each carries whose it is,
-    and every prefix has one more that says only that."""
-
-    def __init__(self, namespace: str) -> None:
-        self._namespace = namespace
-        self._mark = f"{namespace}/"
-
-    def inside(self, labels: list[str]) -> list[str]:
-        return [self._mark, *(self._mark + label for label in labels)] if self._namespace else labels
-
-    def inside_or_all(self, labels: list[str] | None) -> list[str] | None:
-        """Those that `clear` is to look for; None for everything there is."""
-        if labels is None:
-            return [self._mark] if self._namespace else None
-        return self.inside(labels)[1:] if self._namespace else labels
-
-    def answer(self, record: Record) -> RecordAnswer:
-        own = {label.removeprefix(self._mark) if self._namespace else label for label in record.labels}
-        return RecordAnswer(tokens=len(record.tokens), kept=record.kept, labels=sorted(own - {""}))
+def _record(record: Record) -> RecordAnswer:
+    return RecordAnswer(tokens=len(record.tokens), kept=record.kept, labels=sorted(record.labels))
 
 
 def _read(desk: Desk, namespace: str) -> CacheAnswer:
-    labels = Labels(namespace)
-    records = [record for record in desk.runtime.cache.records() if record.namespace == namespace]
+    records = desk.runtime.cache.records(namespace=namespace)
     totals = None if len(desk.keys) else _totals(desk.runtime.cache.stats())
-    return CacheAnswer(records=[labels.answer(record) for record in records], totals=totals)
+    return CacheAnswer(records=[_record(record) for record in records], totals=totals)
 
 
 def _totals(stats: CacheStats) -> TotalsAnswer:
