@@ -62,7 +62,8 @@ class Ours:
         sessions = [first, *(first.fork(str(number)) for number in range(1, count))]
         tokens = 0
         for number, session in enumerate(sessions):
-            session.say(f"Number {number}", max_tokens=2, temperature=0, ignore_eos=True)
+            # As little as makes it another conversation: what counts is what is kept.
+            session.say(str(number), max_tokens=1, temperature=0, ignore_eos=True)
             session.sleep()
             tokens += len(session.tokens)
         return {"tokens": tokens}

@@ -22,7 +22,7 @@ _SENTENCE = "The harbour lies still this morning, and the ferry comes in at ten 
 
 def wake(run: Run) -> Iterator[Figure]:
     """The first token of a session in a new process, from the call of `wake`, against computing it."""
-    text = _SENTENCE * run.pick(97, 12)
+    text = _SENTENCE * run.pick(102, 12)
     with _folders() as folders, ExitStack() as held:
         store = folders.new()
         with Child("bench.sleepers", "ours") as child:
@@ -50,7 +50,7 @@ def wake(run: Run) -> Iterator[Figure]:
 
 def peers(run: Run) -> Iterator[Figure]:
     """The same for llama-cpp-python's disk cache and llama-server's saved slots, warm pages."""
-    text = _SENTENCE * run.pick(97, 12)
+    text = _SENTENCE * run.pick(102, 12)
     with _folders() as folders:
         stores = {}
         for kind in ("ours", "llama-cpp-python", "llama-server"):
