@@ -26,11 +26,13 @@ def engine(rt: Runtime) -> RemoteBackend:
     return rt.backend
 
 
-def kill(rt: Runtime) -> None:
-    """Kill the engine's process, as soon as there is one."""
-    while (pid := engine(rt).health().pid) is None:
+def kill(rt: Runtime, last: int | None = None) -> int:
+    """Kill the engine's process, as soon as another than the last is at work."""
+    while (health := engine(rt).health()).state != "ready" or health.pid in (None, last):
         rt.cache.stats()
-    os.kill(pid, signal.SIGKILL)
+    assert health.pid is not None
+    os.kill(health.pid, signal.SIGKILL)
+    return health.pid
 
 
 def test_a_death_in_the_middle_of_a_stream_is_told_and_the_server_goes_on_h4(
@@ -110,10 +112,11 @@ def talked(zoo_path: Callable[[str], Path], store: Path, kills: int) -> None:
         for talker in talkers:
             assert client.post(SESSIONS, json={"name": talker.name}).status_code == 201
             talker.start()
+        killed: int | None = None
         for number in range(kills):
             # Some turns in between, so that deaths hit all phases of one.
             assert talkers[number % len(talkers)].progress.acquire(timeout=60)
-            kill(rt)
+            killed = kill(rt, killed)
         for talker in talkers:
             talker.stopped.set()
             talker.join(60)
@@ -122,6 +125,7 @@ def talked(zoo_path: Callable[[str], Path], store: Path, kills: int) -> None:
         check(client, talkers)
         acknowledged = [len(talker.acknowledged) for talker in talkers]
         restarts = engine(rt).health().restarts
+        assert restarts >= kills
         print(f"{kills} kills, {restarts} restarts, turns acknowledged: {acknowledged}")
     # And once more after a restart of everything.
     with (

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ParamSpec, TypeVar
 from weakref import WeakSet
@@ -18,6 +19,7 @@ from fastapi import Depends, Request
 
 from perdure.chat.reply import ChatReply
 from perdure.decode.request import Reply
+from perdure.errors import TemplateError
 from perdure.runtime import Runtime
 from perdure.server.figures import Figures
 from perdure.server.keys import Keys
@@ -50,6 +52,9 @@ class Desk:
     stopping: bool = False
 
     def __post_init__(self) -> None:
+        # Now, rather than while the first client waits. Without a template there are still completions.
+        with suppress(TemplateError):
+            _ = self.runtime.speaker
         self.figures = Figures(self.runtime)
         self._limiters: dict[int, anyio.CapacityLimiter] = {}
         self.creating = threading.Lock()

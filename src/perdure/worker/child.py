@@ -311,10 +311,11 @@ def _portable_reply(reply: Reply) -> Reply:
 
 
 def _tables(model: ModelContract) -> Tables:
-    ids = range(model.n_vocab)
+    pieces = [model.piece(token) for token in range(model.n_vocab)]
     return Tables(
-        pieces=[model.piece(token) for token in ids],
-        special_pieces=[model.piece(token, special=True) for token in ids],
+        pieces=pieces,
+        # Only what is nothing as text may be something when it is written out.
+        special_pieces=[piece or model.piece(token, special=True) for token, piece in enumerate(pieces)],
         ends=model.ends,
         controls=model.controls,
     )
