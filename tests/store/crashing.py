@@ -9,6 +9,7 @@ there must be whole.
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import shutil
@@ -28,9 +29,12 @@ from unittest.mock import patch
 import perdure
 from perdure.cache.block import Block, BlockId
 from perdure.cache.book import Record
+from perdure.cli.inspection import inspect
 from perdure.engine.toy import ToyModel
 from perdure.memory import MemoryKind
 from perdure.sessions.register import Register
+from perdure.sessions.rows import turn_values
+from perdure.sessions.salvage import salvage
 from perdure.sessions.schema import MIGRATIONS as SESSION_MIGRATIONS
 from perdure.sessions.turn import Turn
 from perdure.store import disk as disk_module
@@ -368,7 +372,8 @@ def talking(kind: MemoryKind, folder: Path | None, **settings: Any) -> Iterator[
         yield runtime
 
 
-def replies(kind: MemoryKind, said: Sequence[str]) -> list[str]:
+@functools.cache
+def replies(kind: MemoryKind, *said: str) -> list[str]:
     """What a fresh runtime answers, with nothing kept."""
     with talking(kind, None, cache=0) as runtime:
         session = runtime.session("fresh", system="Be terse.")
@@ -382,8 +387,8 @@ def check_session(runtime: perdure.Runtime, name: str, told: int, possible: Sequ
     assert said == list(possible[: len(said)])
     assert len(said) >= told
     kind = runtime.model.memory.kind
-    assert [turn.text for turn in session.history()] == replies(kind, said)
-    assert session.say("and now", **SAY).text == replies(kind, [*said, "and now"])[-1]
+    assert [turn.text for turn in session.history()] == replies(kind, *said)
+    assert session.say("and now", **SAY).text == replies(kind, *said, "and now")[-1]
 
 
 def turns(kind: MemoryKind, **settings: Any) -> Scenario:
@@ -456,29 +461,65 @@ def branches(kind: MemoryKind) -> Scenario:
     return Scenario(prepare, act, check)
 
 
+START = Turn(kind="start", messages=())
+
+
 def older_sessions(version: int) -> Scenario:
     def prepare(folder: Path) -> None:
         if version:
-            with closing(sqlite3.connect(folder / "sessions.sqlite")) as db:
+            with closing(sqlite3.connect(folder / "sessions.sqlite")) as db, db:
                 for number in range(version):
                     db.executescript(SESSION_MIGRATIONS[number])
+                values = turn_values(1, None, 0, START)[:-1]
+                db.execute(f"INSERT INTO turn VALUES ({', '.join('?' * len(values))})", values)
+                db.execute("INSERT INTO session VALUES (1, '', 'old', 'session', 1, '{}', '{}', 0, 0)")
                 db.execute(f"PRAGMA application_id = {APPLICATION}")
                 db.execute(f"PRAGMA user_version = {version}")
 
     def act(folder: Path, ack: Ack) -> None:
         with closing(Register(folder)) as register:
             ack("opened")
-            register.create("", "alice", [Turn(kind="start", messages=())])
+            register.create("", "alice", [START])
             ack("created")
 
     def check(folder: Path, acks: set[str]) -> None:
         with closing(Register(folder)) as register:
             assert register.index.rows("PRAGMA user_version") == [(len(SESSION_MIGRATIONS),)]
             assert register.has("", "alice") or "created" not in acks
+            assert register.has("", "old") or not version
             for row in register.list():
                 assert len(register.chain(row.head)[1]) == 1
 
     return Scenario(prepare, act, check)
+
+
+# A register that is damaged, and put right.
+
+
+def damaged_prepare(folder: Path) -> None:
+    with closing(Register(folder)) as register:
+        second = Turn(kind="turn", messages=(), finish_reason="stop", before=START.digest)
+        third = Turn(kind="turn", messages=(), finish_reason="length", before=second.digest)
+        register.create("", "alice", [START, second, third])
+        register.create("", "bob", head=2)
+        with register.index.writing():
+            register.index.run("UPDATE turn SET finish_reason = 'stop!' WHERE number = 3")
+
+
+def damaged_act(folder: Path, ack: Ack) -> None:
+    salvage(folder)
+    ack("mended")
+    with closing(Register(folder)) as register:
+        register.create("", "carol", [START])
+        ack("created")
+
+
+def damaged_check(folder: Path, acks: set[str]) -> None:
+    inspect(folder, lambda done, total: None)
+    with closing(Register(folder)) as register:
+        found = {row.name: len(register.chain(row.head)[1]) for row in register.list()}
+        assert found.pop("carol", 0) == 1 or "created" not in acks
+        assert found == {"alice": 2, "bob": 2}
 
 
 SCENARIOS: dict[str, Callable[[], Scenario]] = {
@@ -491,6 +532,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
     "rebuild": partial(Scenario, rebuild_prepare, rebuild_act, rebuild_check),
     **{f"runtime {kind.value}": partial(life, kind) for kind in MemoryKind},
     **{f"session version {n}": partial(older_sessions, n) for n in range(len(SESSION_MIGRATIONS))},
+    "session salvage": partial(Scenario, damaged_prepare, damaged_act, damaged_check),
     **{f"session turns {kind.value}": partial(turns, kind) for kind in MemoryKind},
     **{f"session branches {kind.value}": partial(branches, kind) for kind in MemoryKind},
     "session eviction": partial(turns, MemoryKind.FULL, store_bytes=6000),
