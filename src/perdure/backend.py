@@ -97,7 +97,10 @@ class LocalBackend:
             # Not opened before somebody asks for it: it has a memory of its own.
             alike = {name: context[name] for name in _ALIKE if name in context}
             self._embeddings = EmbeddingQueue(
-                lambda: model.embedder(n_ctx=n_ctx, **alike), self.scheduler.post, limit=queue
+                lambda: model.embedder(n_ctx=n_ctx, **alike),
+                self.scheduler.post,
+                replying=lambda: self.load[1] > 0,
+                limit=queue,
             )
             self.cache = Book(
                 places,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import perdure
-from decode.observed import Turnstile, alone, check_idle, core, open_toy
+from decode.observed import Clock, Turnstile, alone, check_idle, core, open_toy
 from inside import inside
 from perdure import (
     BusyError,
@@ -113,17 +113,23 @@ def test_replies_and_embeddings_do_not_show_in_each_other(kind: MemoryKind) -> N
         check_idle(rt)
 
 
-def test_a_reply_waits_for_one_chunk_at_most(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much is to be embedded, every chunk of it is followed by a step of the reply."""
+@pytest.mark.parametrize("chunk_seconds", [0.0, 5.0])
+def test_a_reply_waits_for_one_chunk_at_most_and_has_half_of_the_time(
+    rt: Runtime, monkeypatch: pytest.MonkeyPatch, chunk_seconds: float
+) -> None:
+    """However much is to be embedded, every chunk of it is followed by steps of the reply."""
+    clock = Clock()
+    monkeypatch.setattr("perdure.decode.embedding.time", clock)
     rt.embed("opens it")
     steps: list[str] = []
 
-    def noting(name: str, native: Any) -> None:
+    def noting(name: str, native: Any, seconds: float) -> None:
         decode = native.decode
 
         def noted(batch: Batch) -> Outcome:
             assert batch.size <= CHUNK
             steps.append(name)
+            clock.now += seconds
             outcome: Outcome = decode(batch)
             return outcome
 
@@ -131,8 +137,8 @@ def test_a_reply_waits_for_one_chunk_at_most(rt: Runtime, monkeypatch: pytest.Mo
 
     queue = inside(rt)._embeddings
     assert queue._embedder is not None
-    noting("reply", core(rt))
-    noting("text", queue._embedder._core)
+    noting("reply ", core(rt), 1.0)
+    noting("text ", queue._embedder._core, chunk_seconds)
     held = threading.Event()
     inside(rt).scheduler.post(held.wait)
     answer = rt.submit_embed([LONG] * 20)
@@ -140,9 +146,10 @@ def test_a_reply_waits_for_one_chunk_at_most(rt: Runtime, monkeypatch: pytest.Mo
     held.set()
     job.reply()
     answer.result()
-    began, ended = steps.index("reply"), len(steps) - steps[::-1].index("reply")
-    assert steps.count("text") == 20 * -(-len(LONG) // CHUNK)
-    assert "texttext" not in "".join(steps[began:ended])
+    assert steps.count("text ") == 20 * -(-len(LONG) // CHUNK)
+    began, ended = steps.index("reply "), len(steps) - steps[::-1].index("reply ")
+    between = "".join(steps[began:ended]).split("text ")
+    assert min(each.count("reply") for each in between[1:-1]) >= max(1, int(chunk_seconds))
 
 
 def test_requests_take_turns_text_by_text() -> None:

@@ -47,3 +47,9 @@ def test_a_failure_has_its_status(here: House, key: tuple[str, Keys]) -> None:
 def test_figures_and_health(here: House, key: tuple[str, Keys]) -> None:
     assert json.loads(curl(here, key[0], "/health")) == {"status": "ok"}
     assert json.loads(curl(here, key[0], "/v1/models"))["data"][0]["id"] == "toy"
+
+
+def test_embeddings_in_a_terminal(here: House, key: tuple[str, Keys]) -> None:
+    found = json.loads(curl(here, key[0], "/v1/embeddings", "--json", '{"input": ["one", "two"]}'))
+    assert [each["index"] for each in found["data"]] == [0, 1]
+    assert all(abs(sum(x * x for x in each["embedding"]) - 1) < 1e-5 for each in found["data"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -64,13 +65,18 @@ class EmbeddingQueue:
     """Makes vectors of texts, for any thread.
 
     Always holds: a text is read alone and from its beginning, so its vector does not depend on who else is
-    served; the engine thread is never kept for more than a chunk; requests take turns text by text.
+    served; the engine thread is never kept for more than a chunk, and replies have at least half of its time;
+    requests take turns text by text.
     """
 
-    def __init__(self, opened: Callable[[], Embedder], post: Poster, *, limit: int) -> None:
+    def __init__(
+        self, opened: Callable[[], Embedder], post: Poster, *, replying: Callable[[], bool], limit: int
+    ) -> None:
         self._opened = opened
         self._post = post
+        self._replying = replying
         self._limit = limit
+        self._rests_until = 0.0
         self._opening = threading.Lock()
         self._changing = threading.Lock()
         self._embedder: Embedder | None = None
@@ -133,6 +139,10 @@ class EmbeddingQueue:
     # In the engine thread.
 
     def _step(self, embedder: Embedder) -> None:
+        began = time.monotonic()
+        # A chunk takes as long as dozens of a reply's tokens: they get as long again before the next one.
+        if began < self._rests_until and self._replying():
+            return
         with self._changing:
             task = next((task for task in self._tasks if not task.answer.done()), None)
         if task is None:
@@ -142,6 +152,7 @@ class EmbeddingQueue:
         except Exception as error:
             task.fail(error)
             return
+        self._rests_until = 2 * time.monotonic() - began
         if vector is not None:
             task.take(vector)
             with self._changing:
