@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import Block, BlockId, block_id, cost, root_id
+from perdure.cache.block import Block, BlockId, block_id, chain, cost, root_id
 from perdure.cache.prefix import Entry, Found, Tiers, common
 from perdure.engine.context import Context
 from perdure.engine.contract import Capture, MemoryKind
@@ -99,13 +99,14 @@ class Archive:
         """The blocks of a sequence, each after its parent: at each place first the tails that end there."""
         ends = sorted({*points, len(tokens)})
         parent = self.root(namespace)
+        names = chain(parent, tokens, self._size)
         for start in range(0, len(tokens), self._size):
             for end in ends:
                 if start < end < start + self._size:
                     yield parent, start, end
             if start + self._size <= len(tokens):
                 yield parent, start, start + self._size
-                parent = block_id(parent, tokens[start : start + self._size])
+                parent = next(names)
 
     def _has_all(self, namespace: str, tokens: Ids, points: Iterable[int]) -> bool:
         ends = {*points, *([len(tokens)] if self.whole else [])}
@@ -146,9 +147,10 @@ class Archive:
             self.whole = found.length > 0
         return found
 
-    def shared(self, tokens: Ids, namespace: str) -> int:
-        """How many of `tokens` are kept, whether or not a sequence could be put back to there."""
-        return self._search(tokens, namespace, whole=False).length
+    def shared(self, tokens: Ids, namespace: str, found: Found) -> int:
+        """How many of `tokens` are kept, whether or not a sequence could be put back to there, as it can to
+        the end of `found`."""
+        return self._search(tokens, namespace, whole=False).length if self.whole else found.length
 
     def _search(self, tokens: Ids, namespace: str, *, whole: bool) -> Found:
         root = self.root(namespace)
@@ -170,9 +172,8 @@ class Archive:
         memory = self.tiers.memory
         if not memory.evicted:
             return False
-        parent, start = self.root(namespace), at - at % self._size
-        for before in range(0, start, self._size):
-            parent = block_id(parent, tokens[before : before + self._size])
+        start = at - at % self._size
+        parent = [self.root(namespace), *chain(self.root(namespace), tokens[:start], self._size)][-1]
         ends = range(at + 1, min(start + self._size, len(tokens)) + 1)
         return any(memory.was_evicted(block_id(parent, tokens[start:end])) for end in ends)
 
@@ -239,13 +240,11 @@ class Archive:
 
     def _ways_on(self, tokens: Ids, namespace: str) -> tuple[list[BlockId], list[Entry]]:
         """The blocks that `tokens` fill, and those that hold their end and perhaps more."""
-        path, parent = [], self.root(namespace)
         # The last block is among those that may go on, also where it is full.
         last = (len(tokens) - 1) // self._size * self._size
-        for start in range(0, last, self._size):
-            parent = block_id(parent, tokens[start : start + self._size])
-            path.append(parent)
-        tail = tokens[last:]
+        root, tail = self.root(namespace), tokens[last:]
+        path = list(chain(root, tokens[:last], self._size))
+        parent = path[-1] if path else root
         return path, [
             entry for entry in self.tiers.children(parent) if common(entry.tokens, tail) == len(tail)
         ]

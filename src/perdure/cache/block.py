@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NewType
 
@@ -40,6 +41,14 @@ def cost(count: int, row_bytes: int, rest_bytes: int) -> int:
 def block_id(parent: BlockId, tokens: NDArray[np.int32]) -> BlockId:
     """The name of the block that follows `parent` with `tokens`."""
     return BlockId(hashlib.sha256(parent + tokens.astype("<i4").tobytes()).digest())
+
+
+def chain(root: BlockId, tokens: NDArray[np.int32], size: int) -> Iterator[BlockId]:
+    """The names of the whole blocks of `tokens`, from the first on."""
+    name, data = root, tokens.astype("<i4").tobytes()
+    for start in range(0, len(tokens) // size * size * 4, size * 4):
+        name = BlockId(hashlib.sha256(name + data[start : start + size * 4]).digest())
+        yield name
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import Block, BlockId, block_id
+from perdure.cache.block import Block, BlockId, chain
 from perdure.cache.rates import Rates
 from perdure.cache.tier import MemoryTier
 from perdure.errors import CorruptStateError
@@ -71,7 +72,7 @@ class Found:
 
     @property
     def length(self) -> int:
-        return sum(len(entry.tokens) for entry in self.entries[:-1]) + self.keep
+        return self.entries[-1].start + self.keep if self.entries else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,27 +111,31 @@ class Tiers:
 
         Where a memory cannot be cut (`whole`), that is the end of a block with a rest; else any token.
         """
-        path: list[Entry] = []
-        best = Found()
-        parent, at = root, 0
-        while at < limit:
-            name = block_id(parent, tokens[at : at + size])
-            following = self.entry(name) if at + size <= limit else None
-            # A hash names the tokens; the tokens themselves decide.
-            if following is not None and not np.array_equal(following.tokens, tokens[at : at + size]):
-                following = None
-            if following is None or whole:
+        path = self._path(root, tokens[:limit], size)
+        for count in range(len(path), -1, -1):
+            parent = path[count - 1].id if count else root
+            if whole or count == len(path):
                 # A tail may end where no whole block does.
-                shared, entry = self._closest(parent, tokens[at:limit], whole)
+                shared, entry = self._closest(parent, tokens[count * size : limit], whole)
                 if entry is not None:
-                    best = Found((*path, entry), shared)
-            if following is None:
+                    return Found((*path[:count], entry), shared)
+            if count and (not whole or path[count - 1].has_rest):
+                return Found(tuple(path[:count]), size)
+        return Found()
+
+    def _path(self, root: BlockId, tokens: Ids, size: int) -> list[Entry]:
+        """The whole blocks that are kept, one after the other."""
+        path: list[Entry] = []
+        for name in chain(root, tokens, size):
+            entry = self.entry(name)
+            if entry is None:
                 break
-            path.append(following)
-            parent, at = name, at + size
-            if not whole or following.has_rest:
-                best = Found(tuple(path), len(following.tokens))
-        return best
+            path.append(entry)
+        # A hash names the tokens; the tokens themselves decide.
+        if path and common(np.concatenate([entry.tokens for entry in path]), tokens) < len(path) * size:
+            same = (np.array_equal(each.tokens, tokens[i * size :][:size]) for i, each in enumerate(path))
+            return [entry for entry, _ in zip(path, takewhile(bool, same), strict=False)]
+        return path
 
     def lower_bytes(self, found: Found) -> int:
         """How much of `found` would have to be read."""

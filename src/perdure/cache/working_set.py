@@ -100,13 +100,14 @@ class WorkingSet:
         if not idle:
             return None
         wanted = tokens if reuse else tokens[:0]
-        best, options = self._choose(idle, tokens, wanted, namespace)
+        found = self._archive.find(wanted, namespace)
+        best, options = self._choose(idle, tokens, wanted, namespace, found)
         # What a busy sequence has so far does not count: the rest of it is worth waiting for too.
         sure = max(option.length for option in options if not _is_busy(option.source))
         if self._soon(wanted, namespace) - sure >= _WORTH_WAITING:
             return LATER
         reach = max(option.length for option in options)
-        shared = self._shared(wanted, namespace)
+        shared = self._shared(wanted, namespace, found)
         slot = best.slot
         tiers, trouble = self._move_in(best, tokens, namespace)
         self._thin_out()
@@ -161,7 +162,7 @@ class WorkingSet:
     def plan(self, tokens: Ids, namespace: str) -> Plan:
         """Where the state of `tokens` would come from, if it were wanted now."""
         idle = [slot for slot in self._slots if not slot.busy] or self._slots
-        best, _ = self._choose(idle, tokens, tokens, namespace)
+        best, _ = self._choose(idle, tokens, tokens, namespace, self._archive.find(tokens, namespace))
         if not isinstance(best.source, Found):
             tiers = {"slot": best.length} if best.length else {}
             return Plan(tiers=tiers, blocks=0, nbytes=0, computed=len(tokens) - best.length)
@@ -297,10 +298,9 @@ class WorkingSet:
     # Choosing.
 
     def _choose(
-        self, idle: list[_Slot], tokens: Ids, wanted: Ids, namespace: str
+        self, idle: list[_Slot], tokens: Ids, wanted: Ids, namespace: str, found: Found
     ) -> tuple[_Option, list[_Option]]:
         """The best way to serve a prompt, and all there are."""
-        found = self._archive.find(wanted, namespace)
         options = list(self._options(idle, tokens, wanted, namespace, found))
         return min(options, key=lambda option: (option.cost, option.slot.used, option.slot.seq)), options
 
@@ -353,11 +353,11 @@ class WorkingSet:
             return _PLACE + held * (_TAKE_OUT + _PUT_BACK)
         return _PLACE + (held - kept) * _LOST
 
-    def _shared(self, tokens: Ids, namespace: str) -> int:
+    def _shared(self, tokens: Ids, namespace: str, found: Found) -> int:
         """How many of `tokens` are held anywhere, whether or not anything can be brought to there."""
         slots = [slot for slot in self._slots if slot.namespace == namespace]
         held = [self._context.common_prefix(tokens, slot.seq) for slot in slots]
-        return max([self._archive.shared(tokens, namespace), *held])
+        return max([self._archive.shared(tokens, namespace, found), *held])
 
     def _soon(self, tokens: Ids, namespace: str) -> int:
         """The longest prefix of `tokens` that a running request is about to have computed."""
