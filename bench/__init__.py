@@ -13,5 +13,8 @@ reuse     moving state against computing it
 sleepers  conversations that sleep on the disk, in such processes
 wake      waking one, keeping many
 talkers   chats in messages, in such processes
+servers   servers in processes of their own, one client for all, and their builds bare
+foreign   the build of llama.cpp that llama-server has, called like ours
+serve     the server against the library and both peers
 chat      what of a chat is computed again, and what a turn costs besides
 """

@@ -106,9 +106,7 @@ class Bare:
     """`llama_decode` over one batch of all streams and a sampler chain for each, with nothing around them."""
 
     def open(self, path: str, streams: int, n_ctx: int, threads: int) -> None:
-        from perdure.engine.llama import library
-
-        self._lib = lib = library.load()
+        self._lib = lib = self._library()
         self._model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
         self._vocab = lib.llama_model_get_vocab(self._model)
         self._n_vocab = lib.llama_vocab_n_tokens(self._vocab)
@@ -142,6 +140,11 @@ class Bare:
             ("logits", self._outputs),
         ):
             setattr(self._batch, name, ctypes.cast(array, fields[name]))
+
+    def _library(self) -> Any:
+        from perdure.engine.llama import library
+
+        return library.load()
 
     def _chain(self) -> Any:
         lib = self._lib
@@ -202,6 +205,14 @@ class Bare:
             lib.llama_sampler_free(chain)
         return {"tokens": tokens, "times": [times] * len(prompts)}
 
+    def read(self, prompt: Sequence[int]) -> float:
+        """Seconds to read a prompt."""
+        self._lib.llama_memory_clear(self._memory, True)
+        started = time.perf_counter()
+        for at in range(0, len(prompt), BATCH):
+            self._read(0, at, prompt[at : at + BATCH])
+        return time.perf_counter() - started
+
     def interrupt(self, prompt: Sequence[int], long: Sequence[int]) -> list[float]:
         """How long each chunk of a long prompt takes beside one token of a running reply."""
         self._lib.llama_memory_clear(self._memory, True)
@@ -215,6 +226,15 @@ class Bare:
             chunks.append(time.perf_counter() - started)
         self._lib.llama_sampler_free(chain)
         return chunks
+
+
+class BareXllamacpp(Bare):
+    """The same over the build that llama-server has."""
+
+    def _library(self) -> Any:
+        from bench.foreign import Foreign
+
+        return Foreign()
 
 
 class LlamaCppPython:
@@ -245,7 +265,12 @@ class LlamaCppPython:
         return {"tokens": [], "times": [[time.perf_counter() for _ in chunks]]}
 
 
-KINDS: dict[str, Callable[[], Any]] = {"ours": Ours, "bare": Bare, "llama-cpp-python": LlamaCppPython}
+KINDS: dict[str, Callable[[], Any]] = {
+    "ours": Ours,
+    "bare": Bare,
+    "bare-xllamacpp": BareXllamacpp,
+    "llama-cpp-python": LlamaCppPython,
+}
 
 
 class Writers:
@@ -267,6 +292,9 @@ class Writers:
         written: Written = self._open[number].write(**arguments)
         return written
 
+    def read(self, number: int, **arguments: Any) -> float:
+        return float(self._open[number].read(**arguments))
+
     def interrupt(self, number: int, **arguments: Any) -> list[float]:
         gaps: list[float] = self._open[number].interrupt(**arguments)
         return gaps
@@ -274,4 +302,5 @@ class Writers:
 
 if __name__ == "__main__":
     writers = Writers(sys.argv[1])
-    serve({"open": writers.open, "write": writers.write, "interrupt": writers.interrupt})
+    names = ("open", "write", "read", "interrupt")
+    serve({name: getattr(writers, name) for name in names})

@@ -47,6 +47,7 @@ async def crowd(server: House, clients: int, seconds: float) -> dict[str, int]:
                 async for line in response.aiter_lines():
                     if line:
                         last = line
+                    assert not line.startswith('data: {"error"'), line
                     if leaves:
                         break
                 if leaves:
