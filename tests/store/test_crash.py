@@ -19,7 +19,7 @@ RUN = "import runpy; runpy.run_module('store.crashing', run_name='__main__')"
 
 # A runtime has many changes like each other: a sample stands for them here, all of them are in the soak.
 STEPS = {
-    name: 9 if name.startswith(("runtime", "session turns", "session branches", "session eviction")) else 1
+    name: 29 if name.startswith(("runtime", "session turns", "session branches", "session eviction")) else 1
     for name in SCENARIOS
 }
 

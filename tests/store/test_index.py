@@ -137,6 +137,16 @@ def test_somebody_elses_database_is_refused_and_left_as_it_is(
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("readonly", [False, True])
+def test_a_version_that_cannot_be_is_damage(path: Path, readonly: bool) -> None:
+    """A flipped bit makes it negative."""
+    Index(path, readonly=False).close()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(f"PRAGMA user_version = {len(MIGRATIONS) - (1 << 31)}")
+    with pytest.raises(StoreDamagedError, match="of version -"):
+        Index(path, readonly=readonly)
+
+
 def test_no_index_at_all_cannot_be_read(path: Path) -> None:
     with pytest.raises(StoreError, match="there is no store"):
         Index(path, readonly=True)

@@ -195,6 +195,8 @@ class Index:
         if mark != APPLICATION and (mark or found or things):
             raise StoreError(f"{self._path} is a database, but not of a perdure store")
         known = len(self._migrations)
+        if found < 0:
+            raise self._damaged(f"it says to be of version {found}")
         if found > known:
             raise StoreVersionError(
                 f"{self._path} is of version {found}, this perdure knows up to {known}: update perdure",
