@@ -26,6 +26,8 @@ from perdure.store.index import APPLICATION, Index
 FOUND = "lost+found"
 """The namespace of turns whose session is not known any more."""
 _PAGE = 4096
+_UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
+"""Even the words with which SQLite says what is wrong can be damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,7 @@ def _copied(folder: Path) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(copy, isolation_level=None)) as db:
             db.text_factory = lambda raw: raw.decode("utf-8", "replace")
             yield db
-    except sqlite3.Error as error:
+    except _UNREADABLE as error:
         raise StoreDamagedError(
             f"{folder / FILE} cannot be read: restore it from a copy ({error})"
         ) from error
@@ -156,7 +158,7 @@ class _Found:
             self._memory(row)
         self._adopt()
         self.id = ""
-        with suppress(sqlite3.Error, TypeError):
+        with suppress(*_UNREADABLE, TypeError):
             [(self.id,)] = db.execute("SELECT id FROM register")
 
     def write(self, index: Index) -> None:
@@ -274,12 +276,12 @@ def _rows(
     """The rows of a table that can be read at all, by their numbers."""
     numbers: set[int] = set()
     for source in (f"{table} NOT INDEXED", f"{table} INDEXED BY {index}"):
-        with suppress(sqlite3.Error):
+        with suppress(*_UNREADABLE):
             for (number,) in db.execute(f"SELECT number FROM {source}"):
                 numbers.add(number)
     names = [*columns, *(["whole"] if whole else [])]
     for number in sorted(number for number in numbers if isinstance(number, int)):
-        with suppress(sqlite3.Error):
+        with suppress(*_UNREADABLE):
             found = db.execute(
                 f"SELECT {', '.join(f't.{column}' for column in columns)}{', ' if whole else ''}{whole}"
                 f" FROM {table} t NOT INDEXED WHERE t.number = ?",

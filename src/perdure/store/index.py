@@ -209,6 +209,9 @@ class Index:
     def _typed(self) -> Iterator[None]:
         try:
             yield
+        except UnicodeDecodeError as error:
+            # Of a text that was damaged, or of the words with which SQLite says that one was.
+            raise self._damaged(error) from error
         except sqlite3.ProgrammingError as error:
             raise StoreError(f"the index {self._path} cannot be used: {error}") from error
         except sqlite3.Error as error:
