@@ -50,6 +50,12 @@ def life(subject: Subject, **settings: Any) -> type[RuleBasedStateMachine]:
                 self.running.close()
                 self.held.close()
 
+        def settle(self) -> None:
+            """Have no file come or go meanwhile; kills in the middle are in store/test_crash.py."""
+            disk = inside(self.talk.rt)._disk
+            assert disk is not None
+            disk.flush()
+
         def session(self, name: str) -> Session:
             return self.talk.session(name)
 
@@ -174,10 +180,7 @@ def life(subject: Subject, **settings: Any) -> type[RuleBasedStateMachine]:
         @rule()
         def die(self) -> None:
             """What is on the disk now is all that is left."""
-            disk = inside(self.talk.rt)._disk
-            assert disk is not None
-            # So that it does not move while it is copied; kills in the middle are in store/test_crash.py.
-            disk.flush()
+            self.settle()
             self.number += 1
             after = self.base / f"store {self.number}"
             shutil.copytree(self.folder, after, ignore=shutil.ignore_patterns("*lock"))
@@ -217,6 +220,7 @@ def life(subject: Subject, **settings: Any) -> type[RuleBasedStateMachine]:
         @rule(which=st.integers(0, 1 << 20), where=st.integers(0, 1 << 20))
         def damage(self, which: int, where: int) -> None:
             """A block on the disk is not what it was."""
+            self.settle()
             files = sorted(path for path in (self.folder / "blocks").rglob("*") if path.is_file())
             if files:
                 path = files[which % len(files)]
