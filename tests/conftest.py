@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from hypothesis import settings
 import subjects
 import zoo
 from subjects import Subject
+
+# Whoever starts the tests in the background may have them ignore Ctrl-C, and what they start would too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no reason for a test to fail.
 settings.register_profile("perdure", deadline=None)
