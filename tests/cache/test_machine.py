@@ -56,7 +56,8 @@ def test_no_short_history_of_a_runtime_makes_warm_differ_from_cold(
     name: str, swa_full: bool, find_subject: Find, zoo_path: Callable[[str], Path]
 ) -> None:
     subject = find_subject(name)
-    examples = 40 if subject.toy else 15
+    # Where a window is not kept, much is computed again.
+    examples = 40 if subject.toy else 5 if subject.name == "gemma3" and not swa_full else 15
     run(subject, swa_full=swa_full, examples=examples, steps=25, lora=zoo_path("llama-lora"))
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
@@ -71,6 +70,8 @@ class Grammars:
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
+        import llguidance
+
         words = _Words(self._model)
         return llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(words), n_vocab=self._model.n_vocab, eos_token=words.ends or None
@@ -86,6 +87,8 @@ class Grammars:
             raise GrammarError(f"a grammar is one of {', '.join(_KINDS)}, got {grammar.kind!r}")
         if not isinstance(grammar.text, str):
             raise GrammarError(f"a {grammar.kind} is a text, got {type(grammar.text).__name__}")
+        import llguidance
+
         try:
             definition = llguidance.grammar_from(grammar.kind, grammar.text)
             native = llguidance.LLMatcher(self._tokenizer, definition, log_level=0)

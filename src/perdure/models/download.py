@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import certifi
-import httpx
 
 from perdure.errors import FetchError
+
+if TYPE_CHECKING:
+    # A tenth of a second of every command, of which few fetch anything.
+    import httpx
 
 Progress: TypeAlias = Callable[[int, int | None], None]
 """Called with the bytes that are here and, once it is known, how many there will be."""
@@ -39,6 +42,8 @@ class Remote:
     @property
     def shown(self) -> str:
         """The address without what may be secret in it."""
+        import httpx
+
         url = httpx.URL(self.url)
         return f"{url.scheme}://{url.host}{f':{url.port}' if url.port else ''}{url.path}"
 
@@ -57,6 +62,8 @@ def trust(extra: Path | None = None) -> ssl.SSLContext:
 
 def web(*, certificates: Path | None = None, proxy: str | None = None) -> httpx.Client:
     """A client for long downloads."""
+    import httpx
+
     return httpx.Client(
         verify=trust(certificates), proxy=proxy, follow_redirects=True, timeout=httpx.Timeout(60, connect=20)
     )
@@ -98,6 +105,8 @@ def _mistake(remote: Remote, part: Path) -> str | None:
 
 def _persist(client: httpx.Client, remote: Remote, path: Path, progress: Progress | None) -> None:
     """Try until all bytes are there, as long as tries get further."""
+    import httpx
+
     failures = 0
     furthest = 0
     while True:
@@ -138,6 +147,8 @@ def _status(response: httpx.Response) -> str:
 
 def _attempt(client: httpx.Client, remote: Remote, part: _Part, progress: Progress | None) -> bool:
     """One request. True when the part is complete, False when it must be started again."""
+    import httpx
+
     have = part.length
     headers = dict(remote.headers) | {"Accept-Encoding": "identity"}
     if have and part.source != remote.sha256:

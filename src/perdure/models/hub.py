@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-import httpx
-
 from perdure.errors import FetchError, ModelNotFoundError
 from perdure.models.atomic import alone, require_room, settle
 from perdure.models.download import Progress, Remote, download, forget, web
@@ -149,6 +147,7 @@ def _offset(progress: Progress | None, before: int, total: int) -> Progress | No
 @contextmanager
 def _plainly(source: HubSource) -> Iterator[None]:
     """Turn the hub library's errors into ours."""
+    import httpx
     from huggingface_hub import errors
 
     try:
