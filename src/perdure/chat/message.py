@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from perdure.errors import InvalidInputError
 
@@ -155,13 +155,12 @@ def parse_messages(values: Iterable[object]) -> tuple[Message, ...]:
             'messages must be a list such as [{"role": "user", "content": "Hi"}], '
             f"got {type(values).__name__}"
         )
-    messages = tuple(
-        value if type(value) is Message else Message.parse(value, f"messages[{index}]")
-        for index, value in enumerate(values)
-    )
-    if not messages:
+    given = tuple(values)
+    if not given:
         raise InvalidInputError("messages must not be empty: give at least one")
-    return messages
+    if set(map(type, given)) == {Message}:
+        return cast("tuple[Message, ...]", given)
+    return tuple(Message.parse(value, f"messages[{index}]") for index, value in enumerate(given))
 
 
 def _content(value: object, where: str) -> str | None:

@@ -122,10 +122,11 @@ class Speaker:
         text, rendering = self._renderer.prompt(
             tuple(messages), tools=wish.shown_tools, variables=wish.variables, before=before
         )
-        found = [each for each in (self._recall.find(text, namespace),) if each is not None]
-        if known is not None and (agreed := self.scribe.common(text, known)) is not None:
-            found.insert(0, agreed)
-        base = max(found, key=lambda each: len(each.text), default=None)
+        base = self.scribe.common(text, known) if known is not None else None
+        if base is None or base is not known:
+            # What goes on from all of `known` needs no other.
+            found = [each for each in (base, self._recall.find(text, namespace)) if each is not None]
+            base = max(found, key=lambda each: len(each.text), default=None)
         new = text[len(base.text) :] if base is not None else text
         transcript = base if base is not None and not new else self.scribe.write(new, base)
         return Prompt(

@@ -35,6 +35,8 @@ class Transcript:
     def first(self, cut: int) -> Transcript:
         """Up to its cut number `cut`."""
         chars, count = self.cuts[cut]
+        if (chars, count) == (len(self.text), len(self.tokens)):
+            return self
         return Transcript(self.text[:chars], self.tokens[:count], self.cuts[: cut + 1])
 
 
