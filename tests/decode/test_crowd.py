@@ -282,7 +282,8 @@ def test_in_the_default_mode_a_crowd_moves_the_distributions_by_rounding_only(re
     """C10: a share of what is measured below."""
     found = divergences(real, crowds=2, pool=3, longest=40, most=6)
     report(found, "default mode")
-    assert max(found) <= CROWD_KL
+    # Short prompts leave no room for steps of many shapes.
+    assert max(found) <= CROWD_KL / 4
 
 
 @pytest.mark.model
@@ -297,7 +298,7 @@ def test_in_the_default_mode_fifty_crowds_move_the_distributions_by_rounding_onl
 
 
 @pytest.mark.model
-def test_the_bound_is_far_below_what_one_wrong_token_makes(real: Model) -> None:
+def test_the_bound_is_below_what_one_wrong_token_makes(real: Model) -> None:
     """The bound has teeth: one token of the prompt changed moves the distribution beyond it."""
     tokens = real.tokenize(TEXT)[:30]
     rows: list[Row] = []

@@ -173,7 +173,9 @@ def flips(subject: Subject, folder: Path, sampled: int, members: int | None) -> 
     data = path.read_bytes()
     right = read_bundle(path)
     with tarfile.open(path) as archive:
-        headers = [member.offset for member in archive.getmembers()[:members]]
+        parts = archive.getmembers()
+    headers = [part.offset for part in parts[:members]]
+    contents = [range(part.offset_data, part.offset_data + part.size) for part in parts]
     damaged = folder / "damaged.perdure"
     rng = random.Random(7)
     # Names, sizes, kinds and checksums: what follows in a header are owners, and nothing.
@@ -189,6 +191,7 @@ def flips(subject: Subject, folder: Path, sampled: int, members: int | None) -> 
         except (StateError, StoreError):
             seen += 1
             continue
+        assert not any(place in content for content in contents), place
         # What is left are fields of the archive that nobody reads, such as times and owners.
         assert (found.name, found.kind, found.settings) == (right.name, right.kind, right.settings)
         assert found.identity == right.identity
