@@ -8,7 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from perdure import Model
+from decode.observed import Turnstile
+from perdure import Model, Runtime
 from server.house import House, house, opened
 
 
@@ -23,3 +24,11 @@ def here(zoo_path: Callable[[str], Path]) -> Iterator[House]:
 def client(here: House) -> Iterator[httpx.Client]:
     with here.client() as client:
         yield client
+
+
+@pytest.fixture
+def server(rt: Runtime, gate: Turnstile) -> Iterator[House]:
+    """A server on a module's own `rt`, whose engine waits at its `gate`."""
+    with house(rt) as server:
+        yield server
+        gate.open()

@@ -128,13 +128,6 @@ def rt(gate: Turnstile) -> Iterator[Runtime]:
         yield runtime
 
 
-@pytest.fixture
-def server(rt: Runtime, gate: Turnstile) -> Iterator[House]:
-    with house(rt) as server:
-        yield server
-        gate.open()
-
-
 def test_a_client_that_leaves_ends_its_request(rt: Runtime, server: House, gate: Turnstile) -> None:
     """After the chunk in which the engine is held; a hundred more wait."""
     with server.connect() as connection:

@@ -31,13 +31,6 @@ def rt(gate: Turnstile) -> Iterator[Runtime]:
         yield runtime
 
 
-@pytest.fixture
-def server(rt: Runtime, gate: Turnstile) -> Iterator[House]:
-    with house(rt) as server:
-        yield server
-        gate.open()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failure_before_the_first_token_has_a_status_h1(rt: Runtime, server: House, stream: bool) -> None:
     """H1: also for a streaming request."""
