@@ -53,10 +53,10 @@ def aggregate(run: Run) -> Iterator[Figure]:
             for number in range(repeats):
                 for side in sides[:: 1 if number % 2 else -1]:
                     started = time.perf_counter()
-                    heard = side.together([_body(_user(each), count) for each in asked])
+                    side.together([_body(_user(each), count) for each in asked])
                     seconds = time.perf_counter() - started
                     bare = side.bare.writing(min(clients, SLOTS))
-                    taken[side.kind].append(sum(each.pieces for each in heard) / seconds / bare)
+                    taken[side.kind].append(clients * count / seconds / bare)
         name = f"tokens a second of {clients} clients together, against a bare loop of {min(clients, SLOTS)}"
         yield from _figures(name, taken, "of bare", Gauge.RATE, watch.machine)
 
@@ -100,10 +100,10 @@ def overhead(run: Run) -> Iterator[Figure]:
 
         def over_http() -> float:
             [heard] = server.together([body])
-            return (heard.last - heard.first) / (heard.pieces - 1) * 1e3
+            return (heard.last - heard.first) / (count - 1) * 1e3
 
         def step(side: Child) -> float:
-            return float(side.ask("step", count=count)) * 1e3
+            return float(side.ask("step", body=body)) * 1e3
 
         sides: tuple[tuple[str, Callable[[], float]], ...] = (
             ("a step with the engine in another process", lambda: step(worker)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -17,8 +18,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import IO, Any
-from urllib.parse import urlsplit
+from typing import IO, Any, Self
+from urllib.parse import SplitResult, urlsplit
 
 import h11
 import httpx
@@ -37,11 +38,11 @@ _COUNT = 25
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A streamed reply: seconds to its first text and to its last, its pieces, and its text."""
+    """A streamed reply: seconds to its first text and to its last, and its text. It is as long as was asked
+    for: servers differ in how they cut it into pieces."""
 
     first: float
     last: float
-    pieces: int
     text: str
 
 
@@ -56,41 +57,27 @@ class Server:
 
     def together(self, bodies: Sequence[Mapping[str, Any]]) -> list[Heard]:
         """Replies to all of them, asked for at once."""
-
-        async def all_of_them() -> list[Heard]:
-            return list(await asyncio.gather(*map(self._heard, bodies)))
-
-        return asyncio.run(all_of_them())
+        with _Clients(self._url) as clients:
+            for body in bodies:
+                clients.ask(body)
+            while clients.waiting:
+                clients.listen()
+        return [self._read(came) for came in clients.came]
 
     def beside(self, long: Mapping[str, Any], short: Callable[[int], Mapping[str, Any]]) -> list[float]:
         """Seconds to the first text of short prompts, one after the other, while a long one is read."""
-
-        async def measured() -> list[float]:
-            reading = asyncio.ensure_future(self._heard(long))
-            firsts: list[float] = []
-            while not reading.done():
-                firsts.append((await self._heard(short(len(firsts)))).first)
-            await reading
-            return firsts
-
-        return asyncio.run(measured())
-
-    async def _heard(self, body: Mapping[str, Any]) -> Heard:
-        """Ask, and note when what came. It is read afterwards: client and server share the cores."""
-        content = json.dumps({**body, "stream": True}).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: {self._url.netloc}\r\nconnection: close\r\n"
-        head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-        started = time.perf_counter()
-        reader, writer = await asyncio.open_connection(self._url.hostname, self._url.port)
-        writer.write(head.encode() + content)
-        came = []
-        while data := await reader.read(1 << 16):
-            came.append((time.perf_counter() - started, data))
-        writer.close()
-        return self._read(came)
+        with _Clients(self._url) as clients:
+            reading = clients.ask(long)
+            while reading in clients.waiting:
+                if clients.waiting == {reading}:
+                    clients.ask(short(len(clients.came) - 1))
+                clients.listen()
+            while clients.waiting:
+                clients.listen()
+        return [self._read(came).first for came in clients.came[1:]]
 
     def _read(self, came: Sequence[tuple[float, bytes]]) -> Heard:
-        stamps, texts, rest = [], [], b""
+        stamps, texts, rest, reason = [], [], b"", None
         connection = h11.Connection(h11.CLIENT)
         connection.send(h11.Request(method="POST", target=CHAT, headers=[("host", "here")]))
         status = 0
@@ -104,26 +91,78 @@ class Server:
                 if not isinstance(event, h11.Data):
                     continue
                 *lines, rest = (rest + bytes(event.data)).split(b"\n")
-                for text in filter(None, map(self._said, lines)):
-                    stamps.append(stamp)
-                    texts.append(text)
+                for choice in filter(None, map(self._choice, lines)):
+                    reason = choice["finish_reason"] or reason
+                    if text := choice["delta"].get("content"):
+                        stamps.append(stamp)
+                        texts.append(text)
         if status != 200 or not texts:
             raise RuntimeError(f"{self.kind} answered {status}: {rest.decode()}\n{self._complained()}")
-        return Heard(stamps[0], stamps[-1], len(texts), "".join(texts))
+        if reason != "length":
+            raise RuntimeError(f"{self.kind} ended by {reason} before it had written all it should")
+        return Heard(stamps[0], stamps[-1], "".join(texts))
 
-    def _said(self, line: bytes) -> str:
+    def _choice(self, line: bytes) -> dict[str, Any] | None:
         if not line.startswith(b"data: {"):
-            return ""
+            return None
         chunk = json.loads(line[6:])
         if "error" in chunk:
             raise RuntimeError(f"{self.kind}: {chunk['error']}\n{self._complained()}")
-        return str(chunk["choices"][0]["delta"].get("content") or "") if chunk["choices"] else ""
+        return chunk["choices"][0] if chunk["choices"] else None
 
     def _complained(self) -> str:
         """What the server wrote last about things that went wrong."""
         self._complaints.seek(0)
         lines = self._complaints.read().splitlines()
         return "\n".join(line for line in lines if '"level": "info"' not in line)[-4000:]
+
+
+class _Clients:
+    """Requests on connections of their own, and what came on each when. It is read afterwards, and little
+    else is done meanwhile: clients and server share the cores."""
+
+    def __init__(self, url: SplitResult) -> None:
+        self._url = url
+        self._readable = select.poll()
+        self._connections: dict[int, tuple[int, socket.socket]] = {}
+        self._started: list[float] = []
+        self.came: list[list[tuple[float, bytes]]] = []
+        self.waiting: set[int] = set()
+
+    def ask(self, body: Mapping[str, Any]) -> int:
+        """Send a request; its number."""
+        content = json.dumps({**body, "stream": True}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: {self._url.netloc}\r\nconnection: close\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        number = len(self.came)
+        self._started.append(time.perf_counter())
+        connection = socket.create_connection((self._url.hostname, self._url.port))
+        connection.sendall(head.encode() + content)
+        self.came.append([])
+        self.waiting.add(number)
+        self._connections[connection.fileno()] = number, connection
+        self._readable.register(connection.fileno(), select.POLLIN)
+        return number
+
+    def listen(self) -> None:
+        """Note what comes next."""
+        for descriptor, _ in self._readable.poll():
+            number, connection = self._connections[descriptor]
+            data = connection.recv(1 << 16)
+            if data:
+                self.came[number].append((time.perf_counter() - self._started[number], data))
+            else:
+                self._readable.unregister(descriptor)
+                del self._connections[descriptor]
+                connection.close()
+                self.waiting.remove(number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for _, connection in self._connections.values():
+            connection.close()
 
 
 # The processes.
@@ -214,14 +253,14 @@ class Library:
         )
         return ""
 
-    def step(self, count: int) -> float:
-        """Seconds for each token of a reply after its first."""
+    def step(self, body: Mapping[str, Any]) -> float:
+        """Seconds for each token after the first of the reply to a request, as the chat route reads it."""
+        asked = {name: body[name] for name in ("max_tokens", "temperature")}
+        asked["logit_bias"] = {int(token): bias for token, bias in body["logit_bias"].items()}
         stamps = []
 
         async def read() -> None:
-            async for delta in self._runtime.astream(
-                "Once upon a time", max_tokens=count, temperature=0, ignore_eos=True
-            ):
+            async for delta in self._runtime.achat_stream(body["messages"], **asked):
                 if delta.tokens:
                     stamps.append(time.perf_counter())
 

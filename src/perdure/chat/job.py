@@ -30,6 +30,8 @@ class _Draft:
 
     def take(self, parts: Sequence[Part]) -> tuple[str, str, tuple[CallDelta, ...]]:
         self.parts += parts
+        if len(parts) == 1 and parts[0].kind == "text":
+            return parts[0].text, "", ()
         calls = []
         for part in parts:
             if part.kind == "call":

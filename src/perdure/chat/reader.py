@@ -22,7 +22,7 @@ ReasoningMode = Literal["show", "hide", "capture"]
 _SPACE = " \t\r\n"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Part:
     """What is new in a reply. A call's id and name come with its first part, its arguments bit by bit.
 
@@ -218,14 +218,16 @@ class Reader:
 
     def _take(self) -> list[Part]:
         """The parts so far, neighbours of one kind as one."""
+        parts, self._parts = self._parts, []
+        if len(parts) <= 1:
+            return parts
         joined: list[Part] = []
-        for part in self._parts:
+        for part in parts:
             last = joined[-1] if joined else None
             if last and (last.kind, last.call) == (part.kind, part.call) and not (part.id or part.dropped):
                 joined[-1] = replace(last, text=last.text + part.text)
             else:
                 joined.append(part)
-        self._parts = []
         return joined
 
 

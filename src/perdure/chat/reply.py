@@ -23,9 +23,9 @@ class CallDelta:
     dropped: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ChatDelta:
-    """What is new in a reply."""
+    """What is new in a reply. Not frozen, as `Delta` is not."""
 
     text: str = ""
     reasoning: str = ""

@@ -120,9 +120,12 @@ class TokenLogprob:
     top: tuple[Candidate, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
-    """What is new in a reply. Text may come later than its tokens, never earlier."""
+    """What is new in a reply. Text may come later than its tokens, never earlier.
+
+    Every token brings one, so it is not frozen: that would make it thrice as dear.
+    """
 
     text: str = ""
     tokens: tuple[int, ...] = ()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
+from pydantic_core import to_json
 from starlette.background import BackgroundTask
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -27,16 +27,19 @@ B = TypeVar("B", bound=Part)
 Chunk = dict[str, Any]
 _DONE = b"data: [DONE]\n\n"
 _PING = b": still there\n\n"
+_BLANK = "\0"
 _QUIET = 15.0
 """Seconds of silence after which a proxy in between is told that the answer goes on."""
-_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Writer(Protocol[D, R]):
     """Turns what comes of a job into chunks."""
 
     def opening(self) -> Iterable[Chunk]: ...
-    def piece(self, delta: D) -> Iterable[Chunk]: ...
+    def piece(self, delta: D) -> bytes:
+        """Its events: every token makes one, so they may be written in a shorter way than by `events`."""
+        ...
+
     def ending(self, replies: Sequence[R]) -> Iterable[Chunk]: ...
     def broken(self) -> Iterable[Chunk]:
         """What ends every reply that has not ended, by `error`."""
@@ -135,7 +138,7 @@ async def _events(
         try:
             async with aclosing(visit.deltas()) as deltas:  # type: ignore[type-var]
                 async for delta in deltas:
-                    if data := waiting + events(writer.piece(delta)):
+                    if data := waiting + writer.piece(delta):
                         waiting = b""
                         yield data
             replies = await visit.ended()
@@ -156,7 +159,17 @@ async def _events(
 
 
 def events(chunks: Iterable[Chunk]) -> bytes:
-    return b"".join(b"data: %b\n\n" % _encoded(chunk).encode() for chunk in chunks)
+    return b"".join(b"data: %b\n\n" % to_json(chunk) for chunk in chunks)
+
+
+class Frame:
+    """An event of which only one text changes from time to time."""
+
+    def __init__(self, chunk: Callable[[str], Chunk]) -> None:
+        self._before, self._after = events([chunk(_BLANK)]).split(to_json(_BLANK))
+
+    def __call__(self, text: str) -> bytes:
+        return self._before + to_json(text) + self._after
 
 
 async def _left(receive: Receive) -> None:

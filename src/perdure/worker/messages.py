@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NewType, TypeAlias
+from typing import Any, Literal, NamedTuple, NewType, TypeAlias
 
 from perdure.decode.request import FinishReason, Reply, Request, TokenLogprob
 from perdure.memory import Memory
@@ -91,8 +91,7 @@ class Answer:
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(NamedTuple):
     """What a step brought: new deltas by request, and the replies of those that are finished."""
 
     items: Sequence[tuple[AskId, Sequence[PlainDelta], Sequence[Reply] | None]]

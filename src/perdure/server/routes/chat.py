@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -263,12 +264,15 @@ class ChatWriter:
         self._head = head
         self._open = set(range(n))
         self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
+        self._frames = [stream.Frame(functools.partial(self._text, index)) for index in range(n)]
 
     def opening(self) -> Iterable[dict[str, Any]]:
         for index in sorted(self._open):
             yield self._piece(index, {"role": "assistant", "content": ""})
 
-    def piece(self, delta: ChatDelta) -> Iterable[dict[str, Any]]:
+    def piece(self, delta: ChatDelta) -> bytes:
+        if delta.text and not (delta.reasoning or delta.tool_calls or delta.logprobs):
+            return self._frames[delta.index](delta.text)
         new: dict[str, Any] = {}
         if delta.text:
             new["content"] = delta.text
@@ -277,8 +281,10 @@ class ChatWriter:
         if delta.tool_calls:
             new["tool_calls"] = [_call(call) for call in delta.tool_calls]
         logprobs = self._head.logprobs(delta.logprobs) if delta.logprobs else None
-        if new or logprobs:
-            yield self._piece(delta.index, new, logprobs=logprobs.model_dump() if logprobs else None)
+        if not new and not logprobs:
+            return b""
+        shown = logprobs.model_dump() if logprobs else None
+        return stream.events([self._piece(delta.index, new, logprobs=shown)])
 
     def ending(self, replies: Sequence[ChatReply]) -> Iterable[dict[str, Any]]:
         for reply in replies:
@@ -292,6 +298,9 @@ class ChatWriter:
     def broken(self) -> Iterable[dict[str, Any]]:
         for index in sorted(self._open):
             yield self._piece(index, {}, "error")
+
+    def _text(self, index: int, text: str) -> dict[str, Any]:
+        return self._piece(index, {"content": text})
 
     def _piece(
         self,

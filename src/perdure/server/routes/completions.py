@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -212,6 +213,7 @@ class CompletionWriter:
         self._offsets = dict.fromkeys(self._open, 0)
         include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
+        self._frames = [stream.Frame(functools.partial(self._piece, index)) for index in sorted(self._open)]
 
     def opening(self) -> Iterable[dict[str, Any]]:
         for text, _ in self._head.echoed:
@@ -219,14 +221,14 @@ class CompletionWriter:
                 self._offsets[index] = len(text)
                 yield self._piece(index, text)
 
-    def piece(self, delta: Delta) -> Iterable[dict[str, Any]]:
+    def piece(self, delta: Delta) -> bytes:
         logprobs = None
         if delta.logprobs:
             logprobs = self._head.logprobs(delta.logprobs, offset=self._offsets[delta.index])
-        if logprobs:
-            self._offsets[delta.index] += sum(map(len, logprobs.tokens))
-        if delta.text or logprobs:
-            yield self._piece(delta.index, delta.text, logprobs=logprobs.model_dump() if logprobs else None)
+        if logprobs is None:
+            return self._frames[delta.index](delta.text) if delta.text else b""
+        self._offsets[delta.index] += sum(map(len, logprobs.tokens))
+        return stream.events([self._piece(delta.index, delta.text, logprobs=logprobs.model_dump())])
 
     def ending(self, replies: Sequence[Reply]) -> Iterable[dict[str, Any]]:
         for reply in replies:
