@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perdure import Message, Template, TemplateError
-from perdure.chat.rendering import Renderer, Rendering
+from perdure.chat.rendering import Renderer, Rendering, Renderings
 
 FILES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
 ALL = {path.stem: Template.from_file(path, bos="<s>", eos="</s>") for path in FILES} | {
@@ -30,7 +30,7 @@ def conversation(system: str | None, said: list[str]) -> tuple[Message, ...]:
 
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=25)
-@given(system=st.none() | texts, said=st.lists(texts, min_size=1, max_size=9))
+@given(system=st.none() | texts, said=st.lists(texts, min_size=1, max_size=15))
 def test_turn_by_turn_is_the_whole(name: str, system: str | None, said: list[str]) -> None:
     under_test = renderer(ALL[name])
     messages = conversation(system, said)
@@ -46,7 +46,7 @@ def test_turn_by_turn_is_the_whole(name: str, system: str | None, said: list[str
 
 
 def test_most_templates_treat_a_turn_by_itself() -> None:
-    local = {name for name, template in ALL.items() if renderer(template).local}
+    local = {name for name, template in ALL.items() if renderer(template).opening is not None}
     assert {"our chatml", "our llama3", "our gemma"} <= local
 
 
@@ -62,13 +62,13 @@ def test_most_templates_treat_a_turn_by_itself() -> None:
     ],
 )
 def test_one_that_does_not_is_seen(source: str) -> None:
-    assert not renderer(Template(source)).local
+    assert renderer(Template(source)).opening is None
 
 
 def test_only_what_is_new_is_rendered() -> None:
     counted: list[int] = []
     under_test = Renderer(Template.named("chatml"), lambda message: counted.append(0) or message)  # type: ignore[func-returns-value]
-    assert under_test.local
+    assert under_test.opening
     messages = conversation("s", [f"text {number}" for number in range(201)])
     _, before = under_test.prompt(messages[:200])
     counted.clear()
@@ -87,3 +87,49 @@ def test_reasoning_and_tools_are_rendered_whole() -> None:
     # The beginning is not that of the rendering.
     other = (Message(role="user", content="x"), *messages[1:])
     assert under_test.prompt(other, before=before)[0] == under_test.whole(other)
+
+
+def test_a_template_that_the_short_conversation_does_not_suit_gets_the_whole() -> None:
+    source = (
+        "{% if messages[0].content != 'first' %}{{ raise_exception('no') }}{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    under_test = renderer(Template(source))
+    # Its trials would fail for the same reason; as if they had not.
+    under_test.__dict__["opening"] = "<assistant>"
+    messages = conversation(None, ["first", *(f"text {number}" for number in range(14))])
+    before: Rendering | None = None
+    for end in range(1, len(messages) + 1, 2):
+        text, before = under_test.prompt(messages[:end], before=before)
+        assert text == under_test.whole(messages[:end])
+
+
+def test_what_was_rendered_is_found_by_the_messages_that_go_on_from_it() -> None:
+    under_test, remembered = renderer(Template.named("chatml")), Renderings()
+    messages = conversation("s", ["a", "b", "c", "d", "e"])
+    _, first = under_test.prompt(messages[:2])
+    _, second = under_test.prompt(messages[:4], before=first)
+    assert first is not None
+    assert second is not None
+    remembered.add(first, "mine")
+    assert remembered.find(messages[:4], "mine") is first
+    assert remembered.find(messages[:4], "another's") is None
+    assert remembered.find(messages[:2], "mine") is None
+    assert remembered.find(conversation("other", ["a", "b", "c"]), "mine") is None
+    remembered.add(second, "mine", instead_of=first)
+    assert remembered.find(messages[:4], "mine") is None
+    assert remembered.find(messages, "mine") is second
+
+
+def test_the_oldest_renderings_are_forgotten_for_room() -> None:
+    under_test, remembered = renderer(Template.named("chatml")), Renderings(limit=2000)
+    talks = [conversation(None, [f"{number} " + "x" * 500, "b", "c"]) for number in range(9)]
+    for talk in talks:
+        _, rendering = under_test.prompt(talk[:1])
+        assert rendering is not None
+        remembered.add(rendering, "")
+        # Twice is once.
+        remembered.add(rendering, "")
+    found = [remembered.find(talk, "") is not None for talk in talks]
+    assert found == [False] * 6 + [True] * 3

@@ -91,6 +91,31 @@ def test_a_client_that_sends_its_history_is_served_as_a_session_is(subject: Subj
         assert reply.reuse.reused > 60
 
 
+def test_of_a_history_that_is_sent_again_only_the_end_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[int] = []
+    render = Template.render
+
+    def counted(self: Template, messages: Any, **given: Any) -> str:
+        rendered.append(len(messages))
+        return render(self, messages, **given)
+
+    monkeypatch.setattr(Template, "render", counted)
+    with toy(n_ctx=2048) as rt:
+        said = [SYSTEM]
+        for turn in range(30):
+            said.append(user(f"Number {turn}?"))
+            rendered.clear()
+            reply = rt.chat(said, namespace="mine", **ASK)
+            said.append({"role": "assistant", "content": reply.text})
+        assert max(rendered) <= 12
+        again = rt.chat([*said, user("And?")], namespace="mine", **ASK)
+        # Another's history is rendered as a whole, and is the same text.
+        rendered.clear()
+        other = rt.chat([*said, user("And?")], namespace="another's", **ASK)
+        assert max(rendered) == 62
+        assert (other.text, other.usage.prompt_tokens) == (again.text, again.usage.prompt_tokens)
+
+
 def test_one_changed_character_is_tokenised_anew_from_there(subject: Subject) -> None:
     """C2: nothing after the change is reused, all before it is."""
     with opened(subject) as rt:

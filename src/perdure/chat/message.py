@@ -10,6 +10,7 @@ from typing import Any, cast
 from perdure.errors import InvalidInputError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_SPEAKERS = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,18 @@ def parse_messages(values: Iterable[object]) -> tuple[Message, ...]:
         raise InvalidInputError("messages must not be empty: give at least one")
     if set(map(type, given)) == {Message}:
         return cast("tuple[Message, ...]", given)
-    return tuple(Message.parse(value, f"messages[{index}]") for index, value in enumerate(given))
+    return tuple(
+        _simple(value) or Message.parse(value, f"messages[{index}]") for index, value in enumerate(given)
+    )
+
+
+def _simple(value: object) -> Message | None:
+    """A message that is a role and a text, as almost all are: whole histories come again and again."""
+    if type(value) is dict and len(value) == 2:
+        role, content = value.get("role"), value.get("content")
+        if type(content) is str and content.isascii() and role in _SPEAKERS:
+            return Message(role=role, content=content)
+    return None
 
 
 def _content(value: object, where: str) -> str | None:

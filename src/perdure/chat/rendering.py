@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +14,13 @@ from perdure.chat.message import Message, Tool
 from perdure.chat.template import Template
 from perdure.errors import PerdureError
 
+_Key = tuple[str, int, Message, tuple[Message, ...]]
 _ROLES = ("system", "user", "assistant")
+_LIMIT = 4 << 20
+_NEAR = 8
+"""Messages that are rendered for a new one at most, besides those of the system."""
+_REACH = 8
+"""Messages that a conversation may have gone on by since it was last rendered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +29,54 @@ class Rendering:
 
     messages: tuple[Message, ...]
     text: str
+    near: tuple[Message, ...]
+    """A short conversation that starts and ends as this one does."""
+    near_length: int
+    """Characters of the text that it makes."""
+
+
+class Renderings:
+    """The latest renderings, by namespace and messages, up to a number of characters. Safe from any thread.
+
+    A client that sends its whole history each time then has only what is new of it rendered.
+    """
+
+    def __init__(self, *, limit: int = _LIMIT) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._held: OrderedDict[_Key, Rendering] = OrderedDict()
+        self._chars = 0
+
+    def find(self, messages: tuple[Message, ...], namespace: str) -> Rendering | None:
+        """What `messages` go on from."""
+        for count in range(len(messages) - 1, max(0, len(messages) - 1 - _REACH), -1):
+            with self._lock:
+                found = self._held.get(_key(messages[:count], namespace))
+            if found is not None and _begins(messages, found.messages):
+                return found
+        return None
+
+    def add(self, rendering: Rendering, namespace: str, instead_of: Rendering | None = None) -> None:
+        """Remember a rendering, in the place of the one that it goes on from."""
+        with self._lock:
+            for each in (instead_of, rendering):
+                if (
+                    each is not None
+                    and (gone := self._held.pop(_key(each.messages, namespace), None)) is not None
+                ):
+                    self._chars -= len(gone.text)
+            self._held[_key(rendering.messages, namespace)] = rendering
+            self._chars += len(rendering.text)
+            while self._chars > self._limit:
+                self._chars -= len(self._held.popitem(last=False)[1].text)
 
 
 class Renderer:
     """Renders whole conversations, and of one that goes on only what is new.
 
-    The latter only if the template was seen to treat every turn by itself, for plain messages: then the text
-    is the same. Whatever else a template does with a conversation, it is rendered as a whole.
+    The latter only if the template was seen to treat every turn by itself, and to open every reply alike, for
+    plain messages: then the text is the same. Whatever else a template does with a conversation, it is
+    rendered as a whole.
     """
 
     def __init__(self, template: Template, guard: Callable[[Message], Message]) -> None:
@@ -60,55 +110,80 @@ class Renderer:
 
         `before` is a rendering of its beginning.
         """
-        plain = not tools and not variables and self.local
-        if plain and before is not None and _begins(messages, before.messages):
+        if tools or variables or self.opening is None or not messages or messages[-1].role != "user":
+            return self.whole(messages, tools=tools, variables=variables), None
+        if before is not None and _begins(messages, before.messages):
             new = messages[len(before.messages) :]
-            near = _near(before.messages)
-            if all(map(_is_plain, (*near, *new))):
-                return self._go_on(before, near, new)
-        text = self.whole(messages, tools=tools, variables=variables)
-        if not plain or not messages:
-            return text, None
-        return text, Rendering(messages, self.whole(messages, reply_follows=False))
+            if all(map(_is_plain, (*before.near, *new))):
+                return self._go_on(before, new)
+        if not all(map(_is_plain, messages)):
+            return self.whole(messages), None
+        text = self.whole(messages, reply_follows=False)
+        rendering = None
+        # A template may insist on what the short conversation lacks.
+        with suppress(PerdureError):
+            rendering = self._rendering(messages, text, messages, len(text))
+        return text + self.opening, rendering
 
     @cached_property
-    def local(self) -> bool:
-        """Whether the template treats each turn by itself, as far as trials can tell."""
+    def opening(self) -> str | None:
+        """What opens a reply, if the template treats each turn by itself, as far as trials can tell."""
         # Other words on another day.
         if "strftime_now" in self._template.source:
-            return False
+            return None
         try:
-            return all(self._tried(system) for system in (None, "s\n"))
+            openings = {self._tried(system) for system in (None, "s\n")}
         except PerdureError:
-            return False
+            return None
+        return openings.pop() if len(openings) == 1 else None
 
-    def _tried(self, system: str | None) -> bool:
-        words = ("a", " b\n\n", "c <x>\n", "d", "\te ", "f", "g\n")
+    def _tried(self, system: str | None) -> str | None:
+        words = ("a", " b\n\n", "c <x>\n", "d", "\te ", "f", "g\n", "h", "i\n", "j", "k")
         said = [Message(role=_ROLES[1 + at % 2], content=word) for at, word in enumerate(words)]
         messages = tuple([Message(role="system", content=system)] * (system is not None) + said)
-        head = len(messages) - len(words)
-        before = Rendering(messages[: head + 1], self.whole(messages[: head + 1], reply_follows=False))
-        for end in range(head + 3, len(messages) + 1, 2):
-            text, after = self._go_on(before, _near(before.messages), messages[len(before.messages) : end])
-            if text != self.whole(messages[:end]):
-                return False
-            if after.text != self.whole(messages[:end], reply_follows=False):
-                return False
-            before = after
-        return True
+        start = messages[: len(messages) - len(words) + 1]
+        text = self.whole(start, reply_follows=False)
+        opening = self.whole(start)[len(text) :]
+        before = self._rendering(start, text, start, len(text))
+        for end in range(len(start) + 2, len(messages) + 1, 2):
+            before = self._more(before, messages[len(before.messages) : end])
+            if before.text != self.whole(messages[:end], reply_follows=False):
+                return None
+            if before.text + opening != self.whole(messages[:end]):
+                return None
+        return opening
 
-    def _go_on(
-        self, before: Rendering, near: tuple[Message, ...], new: tuple[Message, ...]
-    ) -> tuple[str, Rendering]:
+    def _go_on(self, before: Rendering, new: tuple[Message, ...]) -> tuple[str, Rendering | None]:
+        assert self.opening is not None
+        try:
+            after = self._more(before, new)
+        except PerdureError:
+            return self.whole(before.messages + new), None
+        return after.text + self.opening, after
+
+    def _more(self, before: Rendering, new: tuple[Message, ...]) -> Rendering:
         """What a conversation goes on with, as the end of a short one that goes on alike."""
-        known = len(self.whole(near, reply_follows=False))
-        more = before.text + self.whole((*near, *new), reply_follows=False)[known:]
-        text = before.text + self.whole((*near, *new))[known:]
-        return text, Rendering(before.messages + new, more)
+        near = before.near + new
+        shown = self.whole(near, reply_follows=False)
+        text = before.text + shown[before.near_length :]
+        return self._rendering(before.messages + new, text, near, len(shown))
+
+    def _rendering(
+        self, messages: tuple[Message, ...], text: str, near: tuple[Message, ...], near_length: int
+    ) -> Rendering:
+        if len(near) > _NEAR:
+            near = _end(near)
+            near_length = len(self.whole(near, reply_follows=False))
+        return Rendering(messages, text, near, near_length)
 
 
-def _near(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """A short conversation that starts and ends as a longer one does: its head, and the last turns."""
+def _key(messages: tuple[Message, ...], namespace: str) -> _Key:
+    """What tells most conversations apart; their messages decide."""
+    return namespace, len(messages), messages[0], messages[-2:]
+
+
+def _end(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """A conversation's head, and its last turns."""
     head = 0
     while head < len(messages) and messages[head].role == "system":
         head += 1

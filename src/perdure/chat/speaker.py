@@ -15,7 +15,7 @@ from perdure.chat.job import Budget, ChatJob, Shift
 from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.overflow import Overflow, check_policy, drop_oldest, overflow
 from perdure.chat.recall import Recall
-from perdure.chat.rendering import Renderer, Rendering
+from perdure.chat.rendering import Renderer, Rendering, Renderings
 from perdure.chat.reply import ChatReply
 from perdure.chat.template import Template
 from perdure.chat.transcript import Scribe, Transcript, common
@@ -94,6 +94,7 @@ class Speaker:
         self.scribe = Scribe(backend.model)
         self._recall = Recall(self.scribe)
         self._renderer = Renderer(template, self._guarded)
+        self._renderings = Renderings()
         self._returns = backend.model.memory.kind is not MemoryKind.FULL
 
     @classmethod
@@ -119,9 +120,17 @@ class Speaker:
         """Messages as tokens. `known` is a transcript that they may go on from, besides those remembered;
         `before` is how their beginning was rendered."""
         wish = wish or Wish()
+        messages = tuple(messages)
+        if before is None and known is None:
+            before = self._renderings.find(messages, namespace)
+            if before is not None:
+                # The very same messages are compared at once.
+                messages = before.messages + messages[len(before.messages) :]
         text, rendering = self._renderer.prompt(
-            tuple(messages), tools=wish.shown_tools, variables=wish.variables, before=before
+            messages, tools=wish.shown_tools, variables=wish.variables, before=before
         )
+        if rendering is not None and known is None:
+            self._renderings.add(rendering, namespace, instead_of=before)
         base = self.scribe.common(text, known) if known is not None else None
         if base is None or base is not known:
             # What goes on from all of `known` needs no other.
@@ -144,10 +153,11 @@ class Speaker:
         namespace: str = "",
         known: Transcript | None = None,
         before: Rendering | None = None,
-        then: Callable[[Prompt, ChatReply], ChatReply] | None = None,
+        then: Callable[[Prompt, Transcript, ChatReply], ChatReply] | None = None,
         **settings: Any,
     ) -> ChatJob:
-        """A reply to messages. The keywords are those of `Wish` and of `Request.of`."""
+        """A reply to messages. The keywords are those of `Wish` and of `Request.of`; `then` is given the
+        prompt, the prompt with the reply to it, and the reply."""
         wish = Wish.take(settings)
         tools, grammar = self._tools(wish, settings)
         wish = replace(wish, tools=tools)
@@ -165,8 +175,9 @@ class Speaker:
             raise InvalidInputError("a reasoning budget and shifting are for one sample; leave n at 1")
 
         def ended(reply: ChatReply) -> ChatReply:
-            self.remember(prompt, reply, namespace)
-            return then(prompt, reply) if then is not None else reply
+            whole = self._transcript(prompt, reply)
+            self._recall.add(whole, namespace)
+            return then(prompt, whole, reply) if then is not None else reply
 
         return ChatJob(
             self._backend.submit(self._first(wish, request)),
@@ -179,13 +190,10 @@ class Speaker:
             then=ended,
         )
 
-    def transcript(self, prompt: Prompt, reply: ChatReply) -> Transcript:
+    def _transcript(self, prompt: Prompt, reply: ChatReply) -> Transcript:
         """A prompt with the reply to it."""
         end = () if reply.raw.end is None else (reply.raw.end,)
         return prompt.transcript + self.scribe.read([*reply.raw.tokens, *end])
-
-    def remember(self, prompt: Prompt, reply: ChatReply, namespace: str) -> None:
-        self._recall.add(self.transcript(prompt, reply), namespace)
 
     # Rendering.
 

@@ -291,8 +291,8 @@ class Session:
             ticket = self._ticket = _Ticket()
             base = point
 
-            def settle(prompt: Prompt, reply: ChatReply) -> ChatReply:
-                reply = self._settle(ticket, base, said, wanted, keep_partial, prompt, reply)
+            def settle(prompt: Prompt, whole: Transcript, reply: ChatReply) -> ChatReply:
+                reply = self._settle(ticket, base, said, wanted, keep_partial, prompt, whole, reply)
                 self.last = reply
                 return reply
 
@@ -320,6 +320,7 @@ class Session:
         settings: Mapping[str, Any],
         keep_partial: bool,
         prompt: Prompt,
+        whole: Transcript,
         reply: ChatReply,
     ) -> ChatReply:
         """Make a turn part of the session, if it may be."""
@@ -329,7 +330,6 @@ class Session:
             self._ticket = None
             if reply.finish_reason in ("cancelled", "error") and not (keep_partial and reply.raw.tokens):
                 return replace(reply, not_kept=f"the turn ended by {reply.finish_reason}")
-            whole = self._sessions.speaker.transcript(prompt, reply)
             keep, more = added(base.transcript, whole)
             turn = Turn(
                 kind="turn",
