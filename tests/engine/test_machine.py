@@ -9,10 +9,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from perdure import Context, EngineError, Memory
+from perdure import EngineError, Memory
 from perdure.engine import state
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.toy import ToyCore
+from perdure.engine.undo import Undo
 from subjects import Subject
 
 from .machine import ContextMachine
@@ -109,12 +110,12 @@ def test_the_checker_notices_a_checkpoint_that_is_not_written(
 def test_the_checker_notices_a_failure_that_is_not_undone(
     name: str, find_subject: Find, monkeypatch: Patch
 ) -> None:
-    def forget(self: Context) -> dict[int, int]:
-        kept = {seq: self._ledger.length(seq) for seq in self._unfinished}
-        self._unfinished = {}
+    def forget(self: Undo) -> dict[int, int]:
+        kept = self.lengths()
+        self.marks = {}
         return kept
 
-    monkeypatch.setattr(Context, "_undo", forget)
+    monkeypatch.setattr(Undo, "carry_out", forget)
     found_in(find_subject(name), "ends at|the ledger of|failed to decode")
 
 
@@ -123,7 +124,7 @@ def test_the_checker_notices_states_that_a_failed_step_mislaid(
     name: str, find_subject: Find, monkeypatch: Patch
 ) -> None:
     """It takes a certain order of cells, so here the history is not left to chance."""
-    monkeypatch.setattr(Context, "_doubt_all", lambda self: None)
+    monkeypatch.setattr(Undo, "doubt_all", lambda self: None)
     with pytest.raises(AssertionError, match="warm is not cold"):
         fail_a_step(find_subject(name), 0)
 

@@ -23,6 +23,7 @@ from perdure import (
 )
 from perdure.engine.batch import Batch
 from perdure.engine.contract import Outcome
+from perdure.engine.undo import Undo
 from promises import bad_inputs, children
 from promises.kinds import FULL, KINDS, Kind, positions, prompt, row_after
 
@@ -426,7 +427,7 @@ def test_b6_the_check_sees_tokens_that_were_not_taken_back(
     llama: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: a context that does not undo."""
-    monkeypatch.setattr(Context, "_undo", lambda self: {0: 40})
+    monkeypatch.setattr(Undo, "carry_out", lambda self: {0: 40})
     with FULL.open(llama) as ctx:
         ctx.decode(prompt(40))
         plant(ctx, 3, "stopped")

@@ -35,6 +35,7 @@ from perdure.engine.ledger import Ledger
 from perdure.engine.logits import LogitsView
 from perdure.engine.rows import Source, StepRows, marked, outputs
 from perdure.engine.state import Checkpoint
+from perdure.engine.undo import EMPTY, Mark, Undo
 from perdure.errors import (
     CannotRewindError,
     ClosedError,
@@ -62,17 +63,6 @@ class Feed:
     seq: int
     tokens: Tokens
     rows: Rows = "last"
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """Where to take a sequence if a call fails, with the state for it where it cannot be cut."""
-
-    length: int
-    state: NDArray[np.uint8] | None = None
-
-
-_EMPTY = _Mark(0)
 
 
 class _Failure(Exception):
@@ -113,7 +103,7 @@ class Context:
         self._ledger = Ledger(n_seq)
         self._lock = threading.RLock()
         self._rows = StepRows(core, self._lock)
-        self._unfinished: Mapping[int, _Mark] = {}
+        self._undo = Undo(core, memory, self._ledger, self._rows)
         self._stopping = False
         self._stoppable = True
         self._closing = False
@@ -172,7 +162,7 @@ class Context:
             start = self._check_room(seq, len(ids))
             self._rows.end()
             chunks = list(self._chunks(wanted))
-            marks = {seq: self._mark(seq, len(ids), steps=len(chunks))}
+            marks = {seq: self._undo.mark(seq, len(ids), steps=len(chunks))}
             found: dict[tuple[int, int], Source] = {}
             with self._undoing(marks):
                 for at, end in chunks:
@@ -208,7 +198,7 @@ class Context:
             # The engine batches streams together only in rising order.
             parts.sort(key=lambda part: part.seq)
             self._rows.end()
-            marks = {part.seq: self._mark(part.seq, len(part.tokens)) for part in parts}
+            marks = {part.seq: self._undo.mark(part.seq, len(part.tokens)) for part in parts}
             found: dict[tuple[int, int], Source] = {}
             at = 0
             with self._undoing(marks):
@@ -237,7 +227,7 @@ class Context:
                 return False
             start = self._check_room(seq, 1)
             self._rows.end()
-            self._begin({seq: self._mark(seq, 1)})
+            self._begin({seq: self._undo.mark(seq, 1)})
             try:
                 self._stoppable = True
                 if self._stopping or self._closing:
@@ -250,7 +240,7 @@ class Context:
                     raise _Failure(Outcome.FAILED)
                 self._ledger.append_one(seq, tokens[0])
                 self._rows.publish({(seq, 0): 0}, {seq: 1})
-                self._unfinished = {}
+                self._undo.marks = {}
             except BaseException as error:
                 self._fail(error)
                 raise
@@ -326,7 +316,7 @@ class Context:
                 )
             self._rows.end()
             if length < held:
-                with self._undoing({seq: _Mark(length)}):
+                with self._undoing({seq: Mark(length)}):
                     self._core.remove(seq, length)
                     self._confirm(seq, length)
                     self._ledger.cut(seq, length)
@@ -337,7 +327,7 @@ class Context:
             if src == dst:
                 raise SequenceError(f"sequence {src} cannot be forked into itself")
             self._rows.end()
-            with self._undoing({dst: _EMPTY}):
+            with self._undoing({dst: EMPTY}):
                 self._core.remove(dst, 0)
                 self._ledger.cut(dst, 0)
                 if length := self._ledger.length(src):
@@ -350,7 +340,7 @@ class Context:
         with self._turn(*(() if seq is None else (seq,))):
             self._rows.end()
             seqs = range(self.n_seq) if seq is None else (seq,)
-            with self._undoing(dict.fromkeys(seqs, _EMPTY)):
+            with self._undoing(dict.fromkeys(seqs, EMPTY)):
                 if seq is None:
                     self._core.clear()
                 else:
@@ -371,7 +361,7 @@ class Context:
                 raise InvalidInputError(f"the scale of {adapter!r} must be a finite number, got {scale!r}")
         with self._turn():
             self._rows.end()
-            with self._undoing(dict.fromkeys(range(self.n_seq), _EMPTY)):
+            with self._undoing(dict.fromkeys(range(self.n_seq), EMPTY)):
                 if accepted := self._core.adapt(adapters):
                     named = sorted(f"{each.digest}*{float(scale)!r}" for each, scale in adapters.items())
                     self._adapters = ",".join(named) or "none"
@@ -401,7 +391,7 @@ class Context:
                 raise _overflow(len(tokens), self.n_ctx, "so the saved state says")
             self._check_tokens(tokens)
             self._rows.end()
-            with self._undoing({seq: _EMPTY}):
+            with self._undoing({seq: EMPTY}):
                 # Emptied first: the engine may refuse and keep a part of what was there.
                 self._core.remove(seq, 0)
                 self._ledger.cut(seq, 0)
@@ -438,8 +428,8 @@ class Context:
                 )
             self._check_tokens(checkpoint.tokens)
             self._rows.end()
-            with self._undoing({seq: _EMPTY}):
-                if not self._return_to(seq, _Mark(checkpoint.length, checkpoint.state)):
+            with self._undoing({seq: EMPTY}):
+                if not self._undo.return_to(seq, Mark(checkpoint.length, checkpoint.state)):
                     raise EngineError(f"the engine refused a checkpoint; sequence {seq} is now empty")
                 self._ledger.replace(seq, checkpoint.tokens)
 
@@ -466,7 +456,7 @@ class Context:
             raise InvalidInputError(f"{rows} rows for {len(ids)} tokens, where {self.n_ctx} fit")
         with self._turn(seq):
             self._rows.end()
-            with self._undoing({seq: _EMPTY}):
+            with self._undoing({seq: EMPTY}):
                 self._core.remove(seq, 0)
                 self._ledger.cut(seq, 0)
                 if not self._core.assemble(seq, pieces, rest):
@@ -516,8 +506,8 @@ class Context:
     def _ready(self) -> None:
         if self._closing:
             raise ClosedError("this context is closed")
-        if self._unfinished:
-            self._undo()
+        if self._undo.marks:
+            self._undo.carry_out()
 
     @contextmanager
     def _turn(self, *seqs: int) -> Iterator[None]:
@@ -600,7 +590,7 @@ class Context:
         outcome = self._decode_batch()
         if outcome is not Outcome.DONE:
             if outcome in (Outcome.ABORTED, Outcome.FAILED) and not self._stoppable:
-                self._doubt_all()
+                self._undo.doubt_all()
             raise _Failure(outcome)
         for part in parts:
             if self._core.newest(part.seq) != part.start + len(part.tokens) - 1:
@@ -612,18 +602,8 @@ class Context:
         with stopped_by_ctrl_c(self._halt):
             return self._core.decode(self._batch)
 
-    def _mark(self, seq: int, count: int, *, steps: int = 1) -> _Mark:
-        """Where `seq` stands, with what it takes to come back after `count` tokens went wrong."""
-        length = self._ledger.length(seq)
-        kind = self.memory.kind
-        # One step of a sliding window only overwrites what no later token sees; several lose it.
-        loses = count > 1 if not self.memory.cuts else steps > 1 and not self.memory.keeps_window
-        if length and kind is not MemoryKind.FULL and loses:
-            return _Mark(length, self._core.read(seq, partial=True))
-        return _Mark(length, None)
-
     @contextmanager
-    def _undoing(self, marks: Mapping[int, _Mark]) -> Iterator[None]:
+    def _undoing(self, marks: Mapping[int, Mark]) -> Iterator[None]:
         """Change the cache and the ledger; on any failure take every sequence to its mark, and say so.
 
         Ctrl-C can strike anywhere, even here. What it leaves unfinished, the next call undoes.
@@ -631,25 +611,25 @@ class Context:
         self._begin(marks)
         try:
             yield
-            self._unfinished = {}
+            self._undo.marks = {}
         except BaseException as error:
             self._fail(error)
             raise
         finally:
             self._end()
 
-    def _begin(self, marks: Mapping[int, _Mark]) -> None:
+    def _begin(self, marks: Mapping[int, Mark]) -> None:
         # A cancel that came late was not meant for this call.
         self._stopping = False
         if not self._closing:
             self._core.rearm()
-        self._unfinished = marks
+        self._undo.marks = marks
         self._busy = True
 
     def _fail(self, error: BaseException) -> None:
         """Undo what is unfinished; a failure of the engine is raised with what was kept."""
-        before = {seq: self._ledger.length(seq) for seq in self._unfinished}
-        kept = self._undo()
+        before = self._undo.lengths()
+        kept = self._undo.carry_out()
         if isinstance(error, _Failure):
             raise self._explain(error.outcome, before, kept) from None
 
@@ -658,46 +638,10 @@ class Context:
         if not self._closing:
             self._core.rearm()
 
-    def _undo(self) -> dict[int, int]:
-        kept: dict[int, int] = {}
-        while self._unfinished:
-            try:
-                self._rows.withdraw()
-                for seq, mark in self._unfinished.items():
-                    length = self._return_to(seq, mark)
-                    self._ledger.cut(seq, length)
-                    kept[seq] = length
-                self._unfinished = {}
-            except KeyboardInterrupt:
-                # A second Ctrl-C must not leave the ledger and the cache apart.
-                continue
-        return kept
-
     def _halt(self) -> None:
         """Stop the native step in flight, where that harms no sequence but its own."""
         if self._stoppable:
             self._core.stop()
-
-    def _doubt_all(self) -> None:
-        """Plan to empty every sequence, but for those whose state was kept before the step."""
-        sure = {seq: mark for seq, mark in self._unfinished.items() if mark.state is not None}
-        self._unfinished = {**dict.fromkeys(range(self.n_seq), _EMPTY), **sure}
-
-    def _return_to(self, seq: int, mark: _Mark) -> int:
-        """Bring the cache of `seq` to `mark`, or empty it where that is impossible. The length kept."""
-        core, length = self._core, mark.length
-        if mark.state is not None:
-            # First the part that cannot be cut: the engine refuses to cut the rest before it.
-            good = core.write(seq, mark.state, partial=True)
-            core.remove(seq, length)
-        else:
-            untouched = core.newest(seq) == length - 1
-            good = untouched or self.memory.can_cut(length, core.oldest(seq))
-            core.remove(seq, length)
-        if length and good and core.newest(seq) == length - 1:
-            return length
-        core.remove(seq, 0)
-        return 0
 
     def _explain(self, outcome: Outcome, before: Mapping[int, int], kept: dict[int, int]) -> Exception:
         left = "nothing was changed" if kept == before else f"tokens kept by sequence: {kept}"
