@@ -83,7 +83,7 @@ def peers(run: Run) -> Iterator[Figure]:
 def many(run: Run) -> Iterator[Figure]:
     """Many sessions that begin alike: bytes on the disk, and the time to open the store and find one."""
     count = run.pick(1000, 20)
-    prefix = (SYSTEM.format(number=1) + " ") * run.pick(5, 1)
+    prefix = (SYSTEM.format(number=1) + " ") * run.pick(5, 1) + _SENTENCE * run.pick(3, 0)
     with _folders() as folders:
         store = folders.new()
         with Child("bench.sleepers", "ours") as child:
