@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from perdure import (
     InvalidInputError,
     LogitsView,
     Message,
+    Session,
     SessionBusyError,
     SessionError,
     SessionExistsError,
@@ -143,6 +145,54 @@ def test_streams_and_asyncio_give_the_same_turns(toy: Subject) -> None:
         assert (s.turns, a.turns, b.turns) == (1, 1, 1)
         assert s.last is not None
         assert s.last.kept
+
+
+def test_no_event_loop_waits_for_a_summary_or_for_the_disk(
+    toy: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: set[int] = set()
+    add, submit = Register.add, Session.submit
+
+    def adding(self: Register, *given: Any) -> int:
+        waited.add(threading.get_ident())
+        return add(self, *given)
+
+    def submitting(self: Session, *given: Any, **settings: Any) -> Any:
+        waited.add(threading.get_ident())
+        return submit(self, *given, **settings)
+
+    monkeypatch.setattr(Register, "add", adding)
+    monkeypatch.setattr(Session, "submit", submitting)
+    with talking(toy) as talk:
+        s = talk.session("alice")
+
+        async def both() -> None:
+            assert (await s.asay("Hello", **ASK)).kept
+            async for _ in s.astream("And?", **ASK):
+                pass
+            async for _ in s.astream("What else?", keep_partial=True, **ASK):
+                break
+
+        asyncio.run(both())
+        assert s.turns == 3
+    assert waited
+    assert threading.get_ident() not in waited
+
+
+def test_who_leaves_a_stream_early_has_not_had_the_turn(toy: Subject) -> None:
+    with talking(toy) as talk:
+        s = talk.session("alice")
+
+        async def leave() -> None:
+            async with contextlib.aclosing(s.astream("Hello", **ASK)) as deltas:
+                async for _ in deltas:
+                    # The engine may be done with all of it: what counts is what was read.
+                    await asyncio.sleep(0.1)
+                    break
+
+        asyncio.run(leave())
+        assert s.turns == 0
+        assert talk.say(s, "Hello").kept
 
 
 def test_one_turn_at_a_time(toy: Subject) -> None:

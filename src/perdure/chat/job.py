@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -68,7 +70,8 @@ class Shift:
 class ChatJob:
     """The caller's end of a chat request: iterate it for deltas, ask it for the reply, or cancel it.
 
-    `then` is called once with each finished reply, before anybody gets it, and may change it.
+    `then` is called once with each finished reply, before anybody gets it, and may change it. If it `waits`,
+    such as for the disk, no event loop waits with it.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class ChatJob:
         budget: Budget | None,
         shift: Shift | None,
         then: Callable[[ChatReply], ChatReply],
+        waits: bool = False,
     ) -> None:
         self._job = job
         self._drafts = [_Draft(reader()) for _ in range(n)]
@@ -92,6 +96,8 @@ class ChatJob:
         self._shifting = False
         self._shifted = 0
         self._then = then
+        self._waits = waits
+        self._finishing = threading.Lock()
         self.cancelled = False
         self._earlier: Reply | None = None
         self._replies: list[ChatReply] | None = None
@@ -120,7 +126,7 @@ class ChatJob:
         if self._budget is not None or self._shift is not None:
             async for _ in self:
                 pass
-        return self._finish(await self._job.areplies())
+        return await self._afinish(await self._job.areplies())
 
     async def areply(self) -> ChatReply:
         return (await self.areplies())[0]
@@ -151,7 +157,7 @@ class ChatJob:
                 self._job.cancel()
                 for each in self._go_on(await self._job.areply()):
                     yield each
-        self._finish(await self._job.areplies())
+        await self._afinish(await self._job.areplies())
 
     def _read(self, delta: Delta) -> list[ChatDelta]:
         draft = self._drafts[delta.index]
@@ -219,9 +225,13 @@ class ChatJob:
     # The end.
 
     def _finish(self, raw: Sequence[Reply]) -> list[ChatReply]:
-        if self._replies is None:
-            self._replies = [self._then(self._made(reply)) for reply in raw]
-        return self._replies
+        with self._finishing:
+            if self._replies is None:
+                self._replies = [self._then(self._made(reply)) for reply in raw]
+            return self._replies
+
+    async def _afinish(self, raw: Sequence[Reply]) -> list[ChatReply]:
+        return await asyncio.to_thread(self._finish, raw) if self._waits else self._finish(raw)
 
     def _made(self, raw: Reply) -> ChatReply:
         draft = self._drafts[raw.index]

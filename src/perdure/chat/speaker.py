@@ -157,7 +157,7 @@ class Speaker:
         **settings: Any,
     ) -> ChatJob:
         """A reply to messages. The keywords are those of `Wish` and of `Request.of`; `then` is given the
-        prompt, the prompt with the reply to it, and the reply."""
+        prompt, the prompt with the reply to it, and the reply, and may wait for the disk."""
         wish = Wish.take(settings)
         tools, grammar = self._tools(wish, settings)
         wish = replace(wish, tools=tools)
@@ -188,6 +188,7 @@ class Speaker:
             budget=self._budget(wish, request),
             shift=self._shift(wish, request, prompt),
             then=ended,
+            waits=then is not None,
         )
 
     def _transcript(self, prompt: Prompt, reply: ChatReply) -> Transcript:

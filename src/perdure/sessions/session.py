@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -134,18 +135,26 @@ class Session:
         return _deltas(self.submit(said, keep_partial=keep_partial, **settings), keep_partial)
 
     async def asay(self, said: Said, **settings: Any) -> ChatReply:
-        """Like `say`, for asyncio."""
-        job = self.submit(said, **settings)
+        """Like `say`, for asyncio. The event loop waits for no summary and for no disk."""
+        job = await asyncio.to_thread(self.submit, said, **settings)
         try:
             return await job.areply()
         finally:
             job.cancel()
 
-    def astream(
+    async def astream(
         self, said: Said, *, keep_partial: bool = False, **settings: Any
     ) -> AsyncGenerator[ChatDelta, None]:
-        """Like `stream`, for asyncio."""
-        return _adeltas(self.submit(said, keep_partial=keep_partial, **settings), keep_partial)
+        """Like `stream`, for asyncio. The event loop waits for no summary and for no disk."""
+        job = await asyncio.to_thread(self.submit, said, keep_partial=keep_partial, **settings)
+        try:
+            async for delta in job:
+                yield delta
+        finally:
+            job.cancel()
+            if keep_partial:
+                with suppress(PerdureError):
+                    await job.areply()
 
     def edit(self, turn: int, said: Said, **settings: Any) -> ChatReply:
         """Say something else in turn number `turn`, from 1, and go on from its new reply."""
@@ -471,14 +480,3 @@ def _deltas(job: ChatJob, keep_partial: bool) -> Generator[ChatDelta, None, None
         if keep_partial:
             with suppress(PerdureError):
                 job.reply()
-
-
-async def _adeltas(job: ChatJob, keep_partial: bool) -> AsyncGenerator[ChatDelta, None]:
-    try:
-        async for delta in job:
-            yield delta
-    finally:
-        job.cancel()
-        if keep_partial:
-            with suppress(PerdureError):
-                await job.areply()

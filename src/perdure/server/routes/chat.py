@@ -16,7 +16,6 @@ from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.decode.request import TokenLogprob
 from perdure.server import stream
 from perdure.server.desk import ACaller, ADesk, Caller, Desk
-from perdure.server.pump import Pump
 from perdure.server.refusal import Refused
 from perdure.server.routes.documented import streamed
 from perdure.server.shapes.base import ReuseAnswer, TimingsAnswer, UsageAnswer, refuse_fields
@@ -63,11 +62,10 @@ async def chat(asked: ChatRequest, request: Request, desk: ADesk, caller: ACalle
     messages = [message.plain for message in asked.messages]
     wishes = {**spoken(asked, desk), **({"n": asked.n} if asked.n is not None else {})}
     session = asked.perdure.session if asked.perdure is not None else None
-    job: Job[ChatDelta, ChatReply]
     if session is None:
         job = await desk.call(desk.runtime.submit_chat, messages, namespace=caller.namespace, **wishes)
     else:
-        job = Pump(await desk.call(_session_turn, desk, caller.namespace, session, messages, wishes))
+        job = await desk.call(_session_turn, desk, caller.namespace, session, messages, wishes)
     return await answer(job, asked, request, desk, caller, session=session, said=messages)
 
 

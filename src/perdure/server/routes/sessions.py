@@ -15,7 +15,6 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from perdure.errors import SessionExistsError, SessionNotFoundError
 from perdure.server.desk import ACaller, ADesk, Caller, Desk
 from perdure.server.intake import check_length, too_large
-from perdure.server.pump import Pump
 from perdure.server.refusal import ClientLeft, Refused
 from perdure.server.routes.chat import answer, check_spoken, spoken
 from perdure.server.routes.documented import errors, streamed
@@ -122,7 +121,7 @@ async def say(
     check_spoken(asked, desk)
     said, wishes = _said(asked, desk), spoken(asked, desk)
     job = await desk.call(lambda: _session(desk, caller, name).submit(said, **wishes))
-    return await answer(Pump(job), asked, request, desk, caller, session=name, said=said)
+    return await answer(job, asked, request, desk, caller, session=name, said=said)
 
 
 @router.post("/{name}/edit", responses=streamed(404, 409, 507), response_model=ChatAnswer)
@@ -133,7 +132,7 @@ async def edit(
     check_spoken(asked, desk)
     said, wishes = _said(asked, desk), spoken(asked, desk)
     job = await desk.call(lambda: _session(desk, caller, name).submit_edit(asked.turn, said, **wishes))
-    return await answer(Pump(job), asked, request, desk, caller, session=name, said=said)
+    return await answer(job, asked, request, desk, caller, session=name, said=said)
 
 
 @router.post("/{name}/regenerate", responses=streamed(404, 409, 507), response_model=ChatAnswer)
@@ -144,7 +143,7 @@ async def regenerate(
     check_spoken(asked, desk)
     wishes = spoken(asked, desk)
     job = await desk.call(lambda: _session(desk, caller, name).submit_regenerate(**wishes))
-    return await answer(Pump(job), asked, request, desk, caller, session=name)
+    return await answer(job, asked, request, desk, caller, session=name)
 
 
 @router.post("/{name}/fork", status_code=201, responses=errors(404, 409, 507))
