@@ -55,7 +55,8 @@ class Talk:
             ctx.decode(list(read))
             for number, warm in enumerate(rows):
                 check(warm, ctx.logits().copy())
-                if number < len(reply.tokens):
+                if number + 1 < len(rows):
+                    # The last token of a reply that fills the context has no place in it.
                     ctx.decode([reply.tokens[number]])
         return reply
 
