@@ -73,7 +73,7 @@ def test_a_crowd_is_served_and_leaves_nothing_behind(zoo_path: Callable[[str], P
 
 @pytest.mark.soak
 def test_two_hundred_clients_for_five_minutes(zoo_path: Callable[[str], Path]) -> None:
-    with opened(zoo_path("llama"), threads=1, slots=8, queue=64, isolated=True) as rt, house(rt) as server:
+    with opened(zoo_path("llama"), threads=1, slots=8, queue=16, isolated=True) as rt, house(rt) as server:
         assert isinstance(rt.backend, RemoteBackend)
         engine = rt.backend.health().pid
         assert engine is not None
