@@ -85,8 +85,6 @@ class LocalBackend:
             self.context = model.context(n_ctx=n_ctx, n_seq=slots, **context)
             undo.callback(self.context.close)
             if store is not None:
-                # Now, rather than when somebody waits for the first session to wake.
-                self.context.prepare()
                 self._disk = WriteBehind(DiskTier(Path(store), budget=store_bytes))
                 undo.callback(self._disk.close)
             self.places = places = WorkingSet(self.context, budget=budget, lower=self._disk)
@@ -94,6 +92,10 @@ class LocalBackend:
                 model, self.context, exact=exact, queue=queue, placement=places if budget else None
             )
             undo.callback(self.scheduler.close)
+            if store is not None:
+                # Now, rather than when somebody waits for the first session to wake; and in the engine's own
+                # thread, since a second one that has computed slows the first down for ever.
+                self.scheduler.call(self.context.prepare)
             # Not opened before somebody asks for it: it has a memory of its own.
             alike = {name: context[name] for name in _ALIKE if name in context}
             self._embeddings = EmbeddingQueue(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +17,9 @@ from perdure.cache.working_set import WorkingSet
 from perdure.decode.request import Request
 from perdure.decode.sampling import Sampling
 from perdure.decode.scheduler import Scheduler
+from perdure.engine.batch import Batch
+from perdure.engine.contract import Outcome
+from perdure.engine.llama.core import LlamaCore
 from perdure.errors import (
     InvalidInputError,
     StoreDamagedError,
@@ -33,6 +37,31 @@ LENGTH = 150
 
 def toy_only(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("subject", names, indirect=True)
+
+
+def test_the_engine_computes_in_one_thread_whatever_is_done_with_it(
+    zoo_path: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second thread that has computed slows the first down for as long as the process lives."""
+    threads: set[int] = set()
+    decode = LlamaCore.decode
+
+    def seen(self: LlamaCore, batch: Batch) -> Outcome:
+        threads.add(threading.get_ident())
+        return decode(self, batch)
+
+    monkeypatch.setattr(LlamaCore, "decode", seen)
+    for _ in range(2):
+        threads.clear()
+        with perdure.open(zoo_path("llama"), n_ctx=256, slots=2, threads=1, store=tmp_path) as rt:
+            rt.session("alice").say("Hello", max_tokens=4)
+            rt.session("alice").sleep()
+            rt.session("alice").wake()
+            rt.cache.warm("Hello there")
+            rt.generate("Hello", max_tokens=4)
+            rt.embed("Hello")
+        assert len(threads) == 1
+        assert threading.get_ident() not in threads
 
 
 # Life after a restart.
