@@ -193,6 +193,12 @@ class Folders:
         folder.mkdir(parents=True)
         return folder
 
+    def copy(self, store: Path) -> Path:
+        """As it is now: whoever wakes a session goes on from it, and keeps that too."""
+        folder = self._base / str(next(self._numbers))
+        shutil.copytree(store, folder)
+        return folder
+
 
 KINDS: dict[str, Callable[[], Any]] = {
     "ours": Ours,

@@ -36,7 +36,7 @@ def wake(run: Run) -> Iterator[Figure]:
         for cold, target in ((True, at_least(50)), (False, at_least(150))):
             took = []
             for _ in range(run.pick(7, 3)):
-                took.append(_woken("ours", store, text, cold=cold))
+                took.append(_woken("ours", folders.copy(store), text, cold=cold))
             yield Figure(
                 name=f"first token of a session of {tokens:,} tokens, {'cold' if cold else 'warm'} pages",
                 against="computing it",
@@ -66,8 +66,8 @@ def peers(run: Run) -> Iterator[Figure]:
             ours, peer = [], []
             with Watch() as watch:
                 for _ in range(run.pick(5, 2)):
-                    ours.append(_woken("ours", stores["ours"], text, cold=False))
-                    peer.append(_woken(kind, stores[kind], text, cold=False))
+                    ours.append(_woken("ours", folders.copy(stores["ours"]), text, cold=False))
+                    peer.append(_woken(kind, folders.copy(stores[kind]), text, cold=False))
             yield Figure(
                 name="first token of the same session, woken",
                 against=name,
