@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,7 @@ from perdure.engine.ledger import Ledger
 from perdure.engine.rows import StepRows
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """Where to take a sequence if a call fails, with the state for it where it cannot be cut."""
 
     length: int
@@ -42,11 +41,11 @@ class Undo:
         """Where `seq` stands, with what it takes to come back after `count` tokens went wrong."""
         length = self._ledger.length(seq)
         memory = self._memory
+        if not length or memory.kind is MemoryKind.FULL:
+            return Mark(length)
         # One step of a sliding window only overwrites what no later token sees; several lose it.
         loses = count > 1 if not memory.cuts else steps > 1 and not memory.keeps_window
-        if length and memory.kind is not MemoryKind.FULL and loses:
-            return Mark(length, self._core.read(seq, partial=True))
-        return Mark(length, None)
+        return Mark(length, self._core.read(seq, partial=True)) if loses else Mark(length)
 
     def doubt_all(self) -> None:
         """Plan to empty every sequence, but for those whose state was kept before the step."""
