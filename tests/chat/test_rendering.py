@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perdure import Message, Template, TemplateError
-from perdure.chat.rendering import Renderer, Rendering, Renderings
+from perdure.chat.rendering import Renderer, Rendering
+from perdure.chat.renderings import Renderings
 
 FILES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
 ALL = {path.stem: Template.from_file(path, bos="<s>", eos="</s>") for path in FILES} | {

@@ -16,6 +16,7 @@ from perdure import (
     ContextOverflow,
     InvalidInputError,
     LogitsView,
+    MemoryKind,
     Runtime,
     Template,
     TemplateError,
@@ -91,7 +92,11 @@ def test_a_client_that_sends_its_history_is_served_as_a_session_is(subject: Subj
         assert reply.reuse.reused > 60
 
 
-def test_of_a_history_that_is_sent_again_only_the_end_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", MemoryKind)
+def test_of_a_history_that_is_sent_again_only_the_end_is_rendered(
+    kind: MemoryKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the next prompt is rendered ahead, to know where a state must be kept."""
     rendered: list[int] = []
     render = Template.render
 
@@ -100,7 +105,7 @@ def test_of_a_history_that_is_sent_again_only_the_end_is_rendered(monkeypatch: p
         return render(self, messages, **given)
 
     monkeypatch.setattr(Template, "render", counted)
-    with toy(n_ctx=2048) as rt:
+    with perdure.open(ToyModel(kind), n_ctx=2048, slots=2) as rt:
         said = [SYSTEM]
         for turn in range(30):
             said.append(user(f"Number {turn}?"))

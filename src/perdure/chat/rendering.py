@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,13 +12,9 @@ from perdure.chat.message import Message, Tool
 from perdure.chat.template import Template
 from perdure.errors import PerdureError
 
-_Key = tuple[str, int, Message, tuple[Message, ...]]
 _ROLES = ("system", "user", "assistant")
-_LIMIT = 4 << 20
 _NEAR = 8
 """Messages that are rendered for a new one at most, besides those of the system."""
-_REACH = 8
-"""Messages that a conversation may have gone on by since it was last rendered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,41 +28,9 @@ class Rendering:
     near_length: int
     """Characters of the text that it makes."""
 
-
-class Renderings:
-    """The latest renderings, by namespace and messages, up to a number of characters. Safe from any thread.
-
-    A client that sends its whole history each time then has only what is new of it rendered.
-    """
-
-    def __init__(self, *, limit: int = _LIMIT) -> None:
-        self._limit = limit
-        self._lock = threading.Lock()
-        self._held: OrderedDict[_Key, Rendering] = OrderedDict()
-        self._chars = 0
-
-    def find(self, messages: tuple[Message, ...], namespace: str) -> Rendering | None:
-        """What `messages` go on from."""
-        for count in range(len(messages) - 1, max(0, len(messages) - 1 - _REACH), -1):
-            with self._lock:
-                found = self._held.get(_key(messages[:count], namespace))
-            if found is not None and _begins(messages, found.messages):
-                return found
-        return None
-
-    def add(self, rendering: Rendering, namespace: str, instead_of: Rendering | None = None) -> None:
-        """Remember a rendering, in the place of the one that it goes on from."""
-        with self._lock:
-            for each in (instead_of, rendering):
-                if (
-                    each is not None
-                    and (gone := self._held.pop(_key(each.messages, namespace), None)) is not None
-                ):
-                    self._chars -= len(gone.text)
-            self._held[_key(rendering.messages, namespace)] = rendering
-            self._chars += len(rendering.text)
-            while self._chars > self._limit:
-                self._chars -= len(self._held.popitem(last=False)[1].text)
+    def begins(self, messages: tuple[Message, ...]) -> bool:
+        """Whether `messages` go on from its own."""
+        return len(messages) > len(self.messages) and messages[: len(self.messages)] == self.messages
 
 
 class Renderer:
@@ -112,7 +74,7 @@ class Renderer:
         """
         if tools or variables or self.opening is None or not messages or messages[-1].role != "user":
             return self.whole(messages, tools=tools, variables=variables), None
-        if before is not None and _begins(messages, before.messages):
+        if before is not None and before.begins(messages):
             new = messages[len(before.messages) :]
             if all(map(_is_plain, (*before.near, *new))):
                 return self._go_on(before, new)
@@ -177,11 +139,6 @@ class Renderer:
         return Rendering(messages, text, near, near_length)
 
 
-def _key(messages: tuple[Message, ...], namespace: str) -> _Key:
-    """What tells most conversations apart; their messages decide."""
-    return namespace, len(messages), messages[0], messages[-2:]
-
-
 def _end(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """A conversation's head, and its last turns."""
     head = 0
@@ -189,10 +146,6 @@ def _end(messages: tuple[Message, ...]) -> tuple[Message, ...]:
         head += 1
     tail = messages[max(head, len(messages) - 3) :]
     return (*messages[:head], *tail)
-
-
-def _begins(messages: tuple[Message, ...], start: tuple[Message, ...]) -> bool:
-    return len(messages) > len(start) and messages[: len(start)] == start
 
 
 def _is_plain(message: Message) -> bool:

@@ -15,7 +15,8 @@ from perdure.chat.job import Budget, ChatJob, Shift
 from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.overflow import Overflow, check_policy, drop_oldest, overflow
 from perdure.chat.recall import Recall
-from perdure.chat.rendering import Renderer, Rendering, Renderings
+from perdure.chat.rendering import Renderer, Rendering
+from perdure.chat.renderings import Renderings
 from perdure.chat.reply import ChatReply
 from perdure.chat.template import Template
 from perdure.chat.transcript import Scribe, Transcript, common
@@ -142,7 +143,7 @@ class Speaker:
             transcript,
             new,
             thinking=self.family.opens_reasoning(text),
-            keep_at=self._departures(messages, wish, transcript) if self._returns else (),
+            keep_at=self._departures(messages, wish, transcript, rendering) if self._returns else (),
             rendering=rendering,
         )
 
@@ -215,17 +216,20 @@ class Speaker:
                 changed["tool_calls"] = guarded_calls
         return replace(message, **changed) if changed else message
 
-    def _departures(self, messages: Sequence[Message], wish: Wish, prompt: Transcript) -> tuple[int, ...]:
+    def _departures(
+        self, messages: tuple[Message, ...], wish: Wish, prompt: Transcript, rendering: Rendering | None
+    ) -> tuple[int, ...]:
         """Where the next turn's prompt will differ from this one, if it does so before its end.
 
         Templates strip reasoning from earlier turns, or open it for the reply alone.
         """
         answer = Message(role="assistant", content="x", reasoning="y" if self.family.reasoning else None)
         try:
-            later = self._renderer.whole(
-                [*messages, answer, Message(role="user", content="z")],
+            later, _ = self._renderer.prompt(
+                (*messages, answer, Message(role="user", content="z")),
                 tools=wish.shown_tools,
                 variables=wish.variables,
+                before=rendering,
             )
         except PerdureError:
             return ()
