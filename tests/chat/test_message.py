@@ -147,3 +147,18 @@ def test_a_tools_schema_is_its_own_copy() -> None:
     tool = Tool.parse({"name": "f", "parameters": parameters})
     parameters["properties"]["b"] = {}
     assert list(tool.parameters["properties"]) == ["a"]
+
+
+@given(
+    role=st.sampled_from(["system", "developer", "user", "assistant"]),
+    content=st.text(st.characters(exclude_categories=["Cs"])),
+)
+def test_a_simple_message_is_read_as_any_other(role: str, content: str) -> None:
+    given = {"role": role, "content": content}
+    assert parse_messages([given]) == (Message.parse(given),)
+
+
+@pytest.mark.parametrize("role", [["user"], {}, None, 7])
+def test_a_role_that_is_no_text_is_refused_in_a_simple_message_too(role: object) -> None:
+    with pytest.raises(InvalidInputError, match=r"messages\[0\].role must be one of"):
+        parse_messages([{"role": role, "content": "Hi"}])

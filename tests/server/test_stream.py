@@ -10,11 +10,13 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.background import BackgroundTask
 from starlette.types import Message
 
 from perdure.server import stream
-from perdure.server.stream import EventStream
+from perdure.server.stream import EventStream, Frame, events
 from server.house import PATIENCE, check_freed, hello, house, opened, raw
 
 
@@ -109,3 +111,13 @@ def test_a_client_that_takes_nothing_is_left_h3(zoo_path: Callable[[str], Path])
         while data := silent.recv(1 << 16):
             heard = heard[-100:] + data
         assert b"[DONE]" not in heard
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_an_event_out_of_a_frame_is_the_event(text: str) -> None:
+    def chunk(content: str) -> dict[str, object]:
+        return {"id": "chatcmpl-1", "choices": [{"delta": {"content": content}, "logprobs": None}]}
+
+    framed = Frame(chunk)(text)
+    assert framed == events([chunk(text)])
+    assert json.loads(framed.removeprefix(b"data: ")) == chunk(text)
