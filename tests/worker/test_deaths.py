@@ -433,17 +433,17 @@ def descriptors() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not tell")
-def test_eight_deaths_leave_no_zombie_no_descriptor_and_no_thread() -> None:
+def test_twenty_deaths_leave_no_zombie_no_descriptor_and_no_thread() -> None:
     with isolated("full") as rt:
         pid(rt)
         before, threads = descriptors(), threading.active_count()
         dead = []
-        for _ in range(8):
+        for _ in range(20):
             dead.append(pid(rt))
             os.kill(dead[-1], signal.SIGKILL)
         pid(rt)
-        assert len(set(dead)) == 8
-        assert remote(rt).health().restarts == 8
+        assert len(set(dead)) == 20
+        assert remote(rt).health().restarts == 20
         assert descriptors() == before
         assert threading.active_count() == threads
         for each in dead:
