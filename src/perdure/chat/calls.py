@@ -152,14 +152,13 @@ def check_arguments(call: ToolCall, tools: Iterable[Tool]) -> str | None:
     except InvalidInputError as error:
         return str(error)
     # Slow to import, and needed only where there are calls.
-    import jsonschema
+    from perdure.chat.schema import first_problem
 
-    kind = jsonschema.validators.validator_for(tool.parameters, default=jsonschema.Draft202012Validator)
     try:
-        problem = jsonschema.exceptions.best_match(kind(tool.parameters).iter_errors(arguments))
+        problem = first_problem(tool.parameters, arguments)
     except Exception as error:
         # A tool's schema is its author's; what fails in it is not the model's fault.
-        return f"the schema of {tool.name} cannot be used: {error}"
+        return f"the schema of {tool.name} cannot be used: {_brief(str(error))}"
     if problem is None:
         return None
     place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in problem.absolute_path)

@@ -231,7 +231,9 @@ class ChatJob:
             return self._replies
 
     async def _afinish(self, raw: Sequence[Reply]) -> list[ChatReply]:
-        return await asyncio.to_thread(self._finish, raw) if self._waits else self._finish(raw)
+        # Arguments are checked by schemas that clients write: in a thread too.
+        off_loop = self._waits or bool(self._tools)
+        return await asyncio.to_thread(self._finish, raw) if off_loop else self._finish(raw)
 
     def _made(self, raw: Reply) -> ChatReply:
         draft = self._drafts[raw.index]

@@ -1,0 +1,144 @@
+"""JSON Schema validation of tool-call arguments, for schemas that come from clients.
+
+Nothing is fetched, whatever a schema refers to; patterns take linear time; and the work has a limit.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import jsonschema
+import llguidance
+from jsonschema.exceptions import ValidationError, best_match
+from referencing import Registry
+
+_STEPS = 50_000
+"""Keywords that one validation applies: references can make a small schema exponential."""
+_steps_left: ContextVar[int] = ContextVar("steps_left")
+
+Keyword = Callable[[Any, Any, Any, Any], Iterator[ValidationError] | None]
+
+
+class SchemaTooComplex(Exception):
+    """Validating takes more steps than any tool needs."""
+
+
+def first_problem(schema: Mapping[str, Any], value: Any) -> ValidationError | None:
+    """The most telling way in which `value` does not fit; whatever jsonschema raises for a bad schema."""
+    draft = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    # A registry of our own: jsonschema's default one fetches what it does not know.
+    validator = _bounded(draft)(schema, registry=Registry())
+    token = _steps_left.set(_STEPS)
+    try:
+        found: ValidationError | None = best_match(validator.iter_errors(value))
+        return found
+    finally:
+        _steps_left.reset(token)
+
+
+@functools.cache
+def _bounded(draft: Any) -> Any:
+    keywords = {name: _counted(_OURS.get(name, keyword)) for name, keyword in draft.VALIDATORS.items()}
+    return jsonschema.validators.extend(draft, keywords)  # type: ignore[no-untyped-call]
+
+
+def _counted(keyword: Keyword) -> Keyword:
+    def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        _spend(1)
+        yield from keyword(validator, value, instance, schema) or ()
+
+    return counted
+
+
+def _spend(steps: int) -> None:
+    left = _steps_left.get() - steps
+    if left < 0:
+        raise SchemaTooComplex(f"it takes more than {_STEPS} steps to check")
+    _steps_left.set(left)
+
+
+@functools.lru_cache(maxsize=64)
+def _matcher(pattern: str) -> Any:
+    # The engine of structured output: it has no backtracking. None where it does not know the syntax.
+    schema = json.dumps({"type": "string", "pattern": pattern})
+    native = llguidance.LLMatcher(_bytes(), llguidance.grammar_from("json_schema", schema), log_level=0)
+    return None if native.is_error() else native
+
+
+@functools.cache
+def _bytes() -> Any:
+    return llguidance.LLTokenizer("byte")
+
+
+def _matches(pattern: str, text: str) -> bool:
+    """Whether a pattern is found in a text. One with look-around is taken to be: nothing linear reads it."""
+    try:
+        native = _matcher(pattern)
+    except ValueError:
+        return True
+    if native is None:
+        return True
+    written = list(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace"))
+    native = native.deep_copy()
+    matched: int = native.validate_tokens(written)
+    return matched == len(written) or bool(native.is_error())
+
+
+def _pattern(validator: Any, pattern: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if validator.is_type(instance, "string") and not _matches(pattern, instance):
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+def _pattern_properties(
+    validator: Any, patterns: Any, instance: Any, schema: Any
+) -> Iterator[ValidationError]:
+    if not validator.is_type(instance, "object"):
+        return
+    _spend(len(patterns) * len(instance))
+    for pattern, inner in patterns.items():
+        for name, value in instance.items():
+            if _matches(pattern, name):
+                yield from validator.descend(value, inner, path=name, schema_path=pattern)
+
+
+def _additional_properties(
+    validator: Any, inner: Any, instance: Any, schema: Any
+) -> Iterator[ValidationError]:
+    if not validator.is_type(instance, "object"):
+        return
+    known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    _spend(len(patterns) * len(instance))
+    for name, value in instance.items():
+        if name in known or any(_matches(pattern, name) for pattern in patterns):
+            continue
+        if inner is False:
+            yield ValidationError(f"Additional properties are not allowed ({name!r} was unexpected)")
+        elif validator.is_type(inner, "object"):
+            yield from validator.descend(value, inner, path=name)
+
+
+def _unique_items(validator: Any, unique: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if unique and validator.is_type(instance, "array"):
+        seen = {json.dumps(item, sort_keys=True) for item in instance}
+        if len(seen) < len(instance):
+            yield ValidationError(f"{instance!r} has non-unique elements")
+
+
+def _unchecked(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    """For what would walk the whole schema anew at each level."""
+    yield from ()
+
+
+_OURS: Mapping[str, Keyword] = {
+    "pattern": _pattern,
+    "patternProperties": _pattern_properties,
+    "additionalProperties": _additional_properties,
+    "uniqueItems": _unique_items,
+    "unevaluatedProperties": _unchecked,
+    "unevaluatedItems": _unchecked,
+    "format": _unchecked,
+}
