@@ -114,10 +114,10 @@ class _Remembering(loops.Bare):
         """Hold the first `length` tokens of `other`, and nothing else."""
         lib = self._lib
         self.rewind(0)
-        size = lib.llama_state_seq_get_size(other._context, 0)
+        size = lib.llama_state_seq_get_size_ext(other._context, 0, 0)
         state = (ctypes.c_uint8 * size)()
-        lib.llama_state_seq_get_data(other._context, state, size, 0)
-        lib.llama_state_seq_set_data(self._context, state, size, 0)
+        lib.llama_state_seq_get_data_ext(other._context, state, size, 0, 0)
+        lib.llama_state_seq_set_data_ext(self._context, state, size, 0, 0)
         self._held = list(other._held)
         self.rewind(length)
 

@@ -7,6 +7,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from perdure.engine.llama import library
+from perdure.engine.llama.declarations import FUNCTIONS, Functions, LogCallback
+
 _SETTINGS = {
     "llama_model_default_params": "llama_model_load_from_file",
     "llama_context_default_params": "llama_init_from_model",
@@ -14,34 +17,22 @@ _SETTINGS = {
 """What gives the settings of something, and what makes it by them."""
 
 
-class Foreign:
-    """The functions of another build behind llama-cpp-python's declarations.
+class Foreign(Functions):
+    """The functions of another build behind our declarations.
 
     Always holds: settings are laid out as that build has them, or it is not made. Its version may have a
     field that ours has not, so layouts are tried until its defaults read like ours.
     """
 
     def __init__(self) -> None:
-        from llama_cpp import llama_cpp as declared
-
-        self._declared = declared
-        self._library = ctypes.CDLL(str(_path()))
+        super().__init__([ctypes.CDLL(str(_path()))])
+        ours = library.load()
         for defaults, make in _SETTINGS.items():
             give = getattr(self, defaults)
-            give.restype = _layout(give, getattr(declared, defaults)())
-            getattr(self, make).argtypes = [getattr(declared, make).argtypes[0], give.restype]
-        self.llama_log_set(ctypes.cast(ctypes.CDLL(None).getpid, declared.llama_log_callback), None)
+            give.restype = _layout(give, getattr(ours, defaults)())
+            getattr(self, make).argtypes = [FUNCTIONS[make][1][0], give.restype]
+        self.llama_log_set(ctypes.cast(ctypes.CDLL(None).getpid, LogCallback), None)
         self.llama_backend_init()
-
-    def __getattr__(self, name: str) -> Any:
-        known = getattr(self._declared, name)
-        if not hasattr(known, "argtypes"):
-            return known
-        found = getattr(self._library, name)
-        found.argtypes, found.restype = known.argtypes, known.restype
-        # Looked up once: a loop calls it for every token.
-        setattr(self, name, found)
-        return found
 
 
 def _path() -> Path:
@@ -62,7 +53,7 @@ def _layout(give: Any, ours: Any) -> type[ctypes.Structure]:
         give.restype = layout
         if _plain(give(), fields) == _plain(ours, fields):
             return layout
-    raise RuntimeError("xllamacpp and llama-cpp-python have settings that are too different")
+    raise RuntimeError("xllamacpp and our library have settings that are too different")
 
 
 def _plain(settings: Any, fields: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -88,8 +88,10 @@ class Bare:
         self._seqs = (ctypes.POINTER(ctypes.c_int32) * BATCH)(
             *[ctypes.cast(self._seq, ctypes.POINTER(ctypes.c_int32))] * BATCH
         )
-        fields = dict(lib.llama_batch._fields_)
-        self._batch = lib.llama_batch()
+        from perdure.engine.llama.declarations import Batch
+
+        fields: dict[str, Any] = dict(Batch._fields_)
+        self._batch = Batch()
         for name, array in (
             ("token", self._tokens),
             ("pos", self._positions),

@@ -130,8 +130,10 @@ class Bare:
         self._seqs = (pointer * BATCH)(
             *(ctypes.cast(start + size * index, pointer) for index in range(BATCH))
         )
-        fields = dict(lib.llama_batch._fields_)
-        self._batch = lib.llama_batch()
+        from perdure.engine.llama.declarations import Batch
+
+        fields: dict[str, Any] = dict(Batch._fields_)
+        self._batch = Batch()
         for name, array in (
             ("token", self._tokens),
             ("pos", self._positions),
@@ -151,7 +153,9 @@ class Bare:
         params = lib.llama_sampler_chain_default_params()
         params.no_perf = True
         chain = lib.llama_sampler_chain_init(params)
-        banned = (lib.llama_logit_bias * len(self._ends))(*((token, float("-inf")) for token in self._ends))
+        from perdure.engine.llama.declarations import LogitBias
+
+        banned = (LogitBias * len(self._ends))(*(LogitBias(token, float("-inf")) for token in self._ends))
         for stage in (
             lib.llama_sampler_init_logit_bias(self._n_vocab, len(banned), banned),
             lib.llama_sampler_init_top_k(TOP_K),

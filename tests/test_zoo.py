@@ -16,13 +16,15 @@ import numpy.typing as npt
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from llama_cpp import llama_cpp as llama
 
 import zoo
+from perdure.engine.llama import declarations, library
 from zoo import tokenizer
 
 Logits = npt.NDArray[np.float32]
 ZooPath = Callable[[str], Path]
+
+llama = library.load()
 
 ON = 1
 Q8_0 = 8
@@ -61,7 +63,7 @@ class Toy:
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
         raw = text.encode()
-        buffer = (llama.llama_token * (len(raw) + 1))()
+        buffer = (declarations.Token * (len(raw) + 1))()
         count = llama.llama_tokenize(self.vocab, raw, len(raw), buffer, len(buffer), True, special)
         assert count >= 0
         return list(buffer[:count])
@@ -75,7 +77,6 @@ class Toy:
 
 @contextmanager
 def opened(path: Path, *, cells: int = 512, kv_type: int | None = None) -> Iterator[Toy]:
-    llama.llama_backend_init()
     model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
     assert model
     try:
@@ -99,18 +100,13 @@ def opened(path: Path, *, cells: int = 512, kv_type: int | None = None) -> Itera
         llama.llama_model_free(model)
 
 
-@llama.llama_log_callback  # type: ignore[untyped-decorator]
-def _silence(level: int, text: bytes, data: ctypes.c_void_p) -> None:
-    pass
+_silence = declarations.LogCallback(lambda level, text, data: None)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _quiet_engine() -> Iterator[None]:
-    """The engine's log goes nowhere here, and back to where it went before afterwards.
-
-    The binding's own callback raises on lines that the engine cuts in the middle of a character.
-    """
-    callback, data = llama.llama_log_callback(), ctypes.c_void_p()
+    """The engine's log goes nowhere here, and back to where it went before afterwards."""
+    callback, data = declarations.LogCallback(), ctypes.c_void_p()
     llama.llama_log_get(ctypes.byref(callback), ctypes.byref(data))
     llama.llama_log_set(_silence, None)
     yield
@@ -234,7 +230,7 @@ def test_the_adapter_changes_what_the_model_says(zoo_path: ZooPath) -> None:
         plain = toy.decode(PROMPT, sequence=0)
         adapter = llama.llama_adapter_lora_init(toy.model, str(zoo_path("llama-lora")).encode())
         assert adapter
-        adapters, scales = (llama.llama_adapter_lora_p_ctypes * 1)(adapter), (ctypes.c_float * 1)(1.0)
+        adapters, scales = (declarations.Adapter * 1)(adapter), (ctypes.c_float * 1)(1.0)
         assert llama.llama_set_adapters_lora(toy.context, adapters, 1, scales) == 0
         adapted = toy.decode(PROMPT, sequence=1)
     assert np.isfinite(adapted).all()

@@ -15,6 +15,7 @@ PerdureError
 ├── ClosedError              used after close
 ├── BusyError                refused because of load (.waiting, .limit)
 ├── EngineError              the engine failed
+│   ├── EngineLibraryError       no llama.cpp library that can be used here (.tried)
 │   ├── ModelLoadError           the engine refused the file
 │   ├── OutOfMemoryError         the engine could not get the memory it asked for
 │   ├── EngineDiedError          the engine's process ended (.signal, .code, .kept)
@@ -123,6 +124,14 @@ class BusyError(PerdureError):
 
 class EngineError(PerdureError):
     """The engine failed."""
+
+
+class EngineLibraryError(EngineError):
+    """There is no llama.cpp library that can be used here. `tried` says what was looked at, and why not."""
+
+    def __init__(self, message: str, *, tried: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.tried = tuple(tried)
 
 
 class ModelLoadError(EngineError):

@@ -11,6 +11,7 @@ from perdure import Context
 from perdure.engine.contract import Outcome
 from perdure.engine.llama import library
 from perdure.engine.llama.core import LlamaCore
+from perdure.engine.llama.declarations import AbortCallback
 from perdure.engine.toy import ToyCore
 
 
@@ -63,9 +64,9 @@ def _fuse(core: LlamaCore, after: int) -> Iterator[None]:
     """Stop the computation at the node after `after` others."""
     lib: Any = library.load()
     nodes = iter(range(1 << 30))
-    fuse = lib.ggml_abort_callback(lambda _: next(nodes) >= after)
+    fuse = AbortCallback(lambda _: next(nodes) >= after)
     flag = ctypes.cast(core._flag, ctypes.c_void_p)
-    usual = ctypes.cast(ctypes.CDLL(None).strlen, lib.ggml_abort_callback)
+    usual = ctypes.cast(ctypes.CDLL(None).strlen, AbortCallback)
     lib.llama_set_abort_callback(core._context, fuse, None)
     try:
         yield

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llama_cpp import llama_cpp as llama
 
 from perdure import (
     ClosedError,
@@ -22,7 +21,7 @@ from perdure import (
     TokenError,
 )
 from perdure.engine.embedder import CHUNK
-from perdure.engine.llama import library
+from perdure.engine.llama import declarations, library
 from perdure.engine.toy import Faults, ToyModel
 from perdure.engine.toy.faults import Mishap
 from subjects import Row, Subject
@@ -40,7 +39,7 @@ def embedder(subject: Subject, n_ctx: int = 256) -> Iterator[Embedder]:
 
 def reference(path: Path, tokens: list[int], pooling: int) -> Row:
     """What the bare library gives for a text that it reads in one step and pools itself."""
-    library.load()
+    llama = library.load()
     model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
     params = llama.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = 512
@@ -48,7 +47,7 @@ def reference(path: Path, tokens: list[int], pooling: int) -> Row:
     params.embeddings, params.pooling_type, params.flash_attn_type = True, pooling, 1
     context = llama.llama_init_from_model(model, params)
     try:
-        ids = (llama.llama_token * len(tokens))(*tokens)
+        ids = (declarations.Token * len(tokens))(*tokens)
         assert llama.llama_decode(context, llama.llama_batch_get_one(ids, len(tokens))) == 0
         width = llama.llama_model_n_embd_out(model)
         row = np.ctypeslib.as_array(llama.llama_get_embeddings_seq(context, 0), (width,)).astype(np.float64)

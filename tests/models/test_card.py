@@ -135,11 +135,9 @@ def test_the_quantisation_has_its_usual_name(value: int | None, name: str, card:
 
 # In a process of its own: the engine's log and its threads stay out of this one.
 ASK = """
-import ctypes, json, sys
-import llama_cpp.llama_cpp as engine
-engine.llama_backend_init()
-log = engine.llama_log_callback(lambda level, text, data: None)
-engine.llama_log_set(log, ctypes.c_void_p(0))
+import json, sys
+from perdure.engine.llama import library
+engine = library.load()
 for path in sys.argv[1:]:
     model = engine.llama_model_load_from_file(path.encode(), engine.llama_model_default_params())
     print(json.dumps({

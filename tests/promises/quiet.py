@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.abc
-import importlib.machinery
 import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 
-class Watch(importlib.abc.MetaPathFinder):
-    """Notes the environment at the moment when the library is about to be loaded."""
+class Watch:
+    """An audit hook that notes the environment at the moment when the library is about to be loaded."""
 
     def __init__(self) -> None:
         self.seen: dict[str, object] = {}
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name == "llama_cpp" and not self.seen:
+    def __call__(self, event: str, args: tuple[object, ...]) -> None:
+        if event == "ctypes.dlopen" and "ggml" in str(args[0]) and not self.seen:
+            self.seen["loaded before"] = "libgomp" in Path("/proc/self/maps").read_text()
             getenv = ctypes.CDLL(None).getenv
             getenv.restype = ctypes.c_char_p
             value = getenv(b"GOMP_SPINCOUNT")
             self.seen["spin"] = value.decode() if value else None
-            self.seen["loaded before"] = "libgomp" in Path("/proc/self/maps").read_text()
-        return None
 
 
 class Lines(logging.Handler):
@@ -64,7 +57,7 @@ def use(path: str) -> None:
 def main(what: str, path: str) -> None:
     if what == "spin":
         watch = Watch()
-        sys.meta_path.insert(0, watch)
+        sys.addaudithook(watch)
         use(path)
         print(json.dumps(watch.seen | {"environ": os.environ.get("GOMP_SPINCOUNT")}))
     elif what == "log":

@@ -74,13 +74,14 @@ def doctor(
 
 def _library() -> Iterator[Finding]:
     from perdure.engine.llama import library
+    from perdure.errors import EngineLibraryError
 
     try:
         lib = library.load()
-        text = lib.llama_print_system_info().decode()
-    except (OSError, ImportError, AttributeError) as error:
-        yield Finding("engine", "bad", f"the library cannot be loaded: {error}", "install perdure again")
+    except EngineLibraryError as error:
+        yield Finding("engine", "bad", str(error))
         return
+    text = lib.llama_print_system_info().decode()
     yield Finding("engine", "ok", library.build())
     yield _features(text, _processor_flags())
 

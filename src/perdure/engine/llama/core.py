@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from perdure.engine.batch import Batch, Part
 from perdure.engine.contract import Adapter, Capture, Floats, MemoryKind, Outcome, Sampler, Stage
-from perdure.engine.llama import layout, library
+from perdure.engine.llama import declarations, layout, library
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.sampler import LlamaSampler
 from perdure.engine.llama.weights import Weights
@@ -30,9 +30,9 @@ _OPENING = 8
 class LlamaCore:
     """Owns one `llama_context`, and keeps the weights it uses alive."""
 
-    def __init__(self, weights: Weights, params: Any, kind: MemoryKind) -> None:
+    def __init__(self, weights: Weights, params: Any, kind: MemoryKind, *, causal: bool) -> None:
         self._lib = library.load()
-        self._ears = library.ears()
+        self._log_sink = library.log_sink()
         self._weights = weights
         self.n_vocab = weights.n_vocab
         self.width = int(self._lib.llama_model_n_embd_out(weights.handle))
@@ -49,7 +49,7 @@ class LlamaCore:
                 f"sequences ({library.last_error()}): try a smaller n_ctx or n_seq"
             )
         self._memory = self._lib.llama_get_memory(self._context)
-        self.reads_on = bool(self._memory and self._lib.llama_get_causal_attn(self._context))
+        self.reads_on = bool(self._memory) and causal
         """Whether a text can be read in pieces: no token looks at those that follow it."""
         self._embeds = bool(params.embeddings)
         self._row = ctypes.c_float * self.n_vocab
@@ -127,7 +127,7 @@ class LlamaCore:
         """
         both = (ctypes.c_int32 * 2)(src, dst)
         rows = (ctypes.POINTER(ctypes.c_int32) * 1)(ctypes.cast(both, ctypes.POINTER(ctypes.c_int32)))
-        native = self._lib.llama_batch()
+        native = declarations.Batch()
         native.n_tokens = 1
         native.token = (ctypes.c_int32 * 1)(0)
         native.pos = (ctypes.c_int32 * 1)(self.newest(src) + 1)
@@ -163,7 +163,7 @@ class LlamaCore:
         ours = [adapter for adapter in adapters if isinstance(adapter, LlamaAdapter)]
         if len(ours) != len(adapters) or any(adapter.weights is not self._weights for adapter in ours):
             return False
-        handles = (self._lib.llama_adapter_lora_p_ctypes * len(ours))(*(each.handle for each in ours))
+        handles = (declarations.Adapter * len(ours))(*(each.handle for each in ours))
         scales = (ctypes.c_float * len(ours))(*adapters.values())
         return int(self._lib.llama_set_adapters_lora(self._context, handles, len(ours), scales)) == 0
 
@@ -232,12 +232,12 @@ class LlamaCore:
     def stop(self) -> None:
         # The library complains about being stopped. Python would hear that in the middle of native code,
         # and raise a pending KeyboardInterrupt there, where it is lost.
-        self._ears.shut()
+        self._log_sink.shut()
         self._flag[0] = b"x"
 
     def rearm(self) -> None:
         self._flag[0] = b"\0"
-        self._ears.open()
+        self._log_sink.open()
 
     def close(self) -> None:
         if self._context:
@@ -257,7 +257,8 @@ class LlamaCore:
             raise ClosedError("this context is closed")
         starts = batch.seqs.ctypes.data + 4 * np.arange(batch.capacity, dtype=np.uint64)
         counts = np.ones(batch.capacity, np.int32)
-        native = self._lib.llama_batch()
+        native = declarations.Batch()
+        fields: dict[str, Any] = dict(declarations.Batch._fields_)
         for name, array in (
             ("token", batch.tokens),
             ("pos", batch.positions),
@@ -265,8 +266,7 @@ class LlamaCore:
             ("seq_id", starts),
             ("logits", batch.outputs),
         ):
-            kind = dict(self._lib.llama_batch._fields_)[name]
-            setattr(native, name, ctypes.cast(ctypes.c_void_p(array.ctypes.data), kind))
+            setattr(native, name, ctypes.cast(ctypes.c_void_p(array.ctypes.data), fields[name]))
         native.perdure_arrays = (starts, counts)
         self._native = (batch, native)
         return native

@@ -9,13 +9,16 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
+
+from perdure.config import settings
+from perdure.engine.llama.backends import load_backends
+from perdure.engine.llama.declarations import Functions, LogCallback
+from perdure.engine.llama.source import WAYS, LibrarySource, find_library
+from perdure.errors import EngineLibraryError
 
 log = logging.getLogger("perdure.llama")
 # Without this, Python prints the lines of a program that never set up logging to stderr.
-log.addHandler(logging.NullHandler())
-# A library is silent unless its user asks to hear it.
 log.addHandler(logging.NullHandler())
 
 # ggml's threads spin between nodes. As shipped they spin so long that one other busy process costs
@@ -26,6 +29,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 # The library calls its chatter INFO; nobody who runs a model wants to read it.
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
 _CONTINUED = 5
+_STEMS = ("ggml-base", "ggml-cpu", "ggml", "llama")
+"""The shared libraries of a build, each after those it needs. A build may lack some of them."""
 
 
 class _LogLines:
@@ -49,16 +54,16 @@ class _LogLines:
                 log.log(self._level, "%s", line.rstrip())
 
 
-class _Ears:
+class LogSink:
     """The two functions that the library can send its lines to: ours, and one that ignores them.
 
     Both are held for the life of the process: the library keeps only a pointer.
     """
 
-    def __init__(self, lib: Any) -> None:
+    def __init__(self, lib: Functions) -> None:
         self._lib = lib
-        self._lines = lib.llama_log_callback(_lines)
-        self._nothing = ctypes.cast(ctypes.CDLL(None).getpid, lib.llama_log_callback)
+        self._lines = LogCallback(_lines)
+        self._nothing = ctypes.cast(ctypes.CDLL(None).getpid, LogCallback)
         self._open = False
         # At exit Python can no longer be called.
         atexit.register(self.shut)
@@ -92,31 +97,68 @@ def muted() -> Iterator[None]:
         _lines.muted = False
 
 
+class Library:
+    """One loaded llama.cpp: its functions, where they came from, and the CPU variant in use.
+
+    Always holds: its backends are loaded, and its lines go to `logging`.
+    """
+
+    def __init__(self, source: LibrarySource, *, variant: str | None = None) -> None:
+        self.source = source
+        self._handles = _open(source)
+        self.functions = Functions(self._handles)
+        if self.functions.missing:
+            raise EngineLibraryError(
+                f"the library at {source.folder} lacks {len(self.functions.missing)} functions that perdure "
+                f"uses ({', '.join(self.functions.missing[:3])}): it is of another version. {WAYS}",
+                tried=(str(source),),
+            )
+        self.log_sink = LogSink(self.functions)
+        self.variant = load_backends(self.functions, source.folder, variant)
+        self.functions.llama_backend_init()
+        self.version = self.functions.llama_version().decode()
+
+    @property
+    def name(self) -> str:
+        """Which engine this is, as far as it changes what state bytes mean."""
+        return f"llama.cpp {self.version} ({self.source.kind} {self.source.version}, {self.variant})"
+
+
+def _open(source: LibrarySource) -> list[ctypes.CDLL]:
+    """The shared libraries of `source`, opened so that each finds those it needs already there."""
+    handles = []
+    try:
+        for stem in _STEMS:
+            path = source.file(stem)
+            if path is not None:
+                handles.append(ctypes.CDLL(str(path)))
+    except OSError as error:
+        raise EngineLibraryError(
+            f"the library at {source.folder} cannot be loaded: {error}. {WAYS}", tried=(str(source),)
+        ) from None
+    # Most functions are in the last one.
+    return handles[::-1]
+
+
 @functools.cache
+def loaded() -> Library:
+    """The library of this process, loaded when it is first asked for."""
+    return Library(find_library(), variant=settings().llama_variant)
+
+
 def load() -> Any:
-    """llama-cpp-python's ctypes module, with the backends started."""
-    from llama_cpp import llama_cpp as lib
-
-    ears()
-    lib.llama_backend_init()
-    return lib
+    """The functions of the library of this process."""
+    return loaded().functions
 
 
-@functools.cache
-def ears() -> _Ears:
+def log_sink() -> LogSink:
     """Where the library's lines go."""
-    from llama_cpp import llama_cpp as lib
-
-    return _Ears(lib)
+    return loaded().log_sink
 
 
-@functools.cache
 def build() -> str:
     """Which engine this is, as far as it changes what state bytes mean."""
-    import llama_cpp
-
-    assert isinstance(llama_cpp, ModuleType)
-    return f"llama.cpp {load().llama_version().decode()} (llama-cpp-python {llama_cpp.__version__})"
+    return loaded().name
 
 
 def default_threads() -> int:

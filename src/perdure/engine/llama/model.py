@@ -182,7 +182,7 @@ class Model:
         params.type_k, params.type_v = _TYPES[k_type], _TYPES[v_type]
         params.kv_unified = shared
         params.swa_full = swa_full
-        core = LlamaCore(weights, params, self._memory.kind)
+        core = LlamaCore(weights, params, self._memory.kind, causal=weights.causal)
         memory = Memory(kind=self._memory.kind, window=self._memory.window, keeps_window=swa_full)
         streams = 1 if shared else n_seq
 
@@ -242,14 +242,14 @@ class Model:
         params.n_seq_max = 1
         chunk = min(CHUNK, n_ctx)
         params.n_batch = params.n_ubatch = params.n_outputs_max = chunk
-        core = LlamaCore(weights, params, self._memory.kind)
+        core = LlamaCore(weights, params, self._memory.kind, causal=weights.causal)
         if not core.reads_on:
             core.close()
             # The library reserves a row of logits for every token, though such a model has none.
             rows = _physical() // 4 // (4 * self.n_vocab)
             chunk = n_ctx = max(1, min(n_ctx, self.n_ctx_train, rows))
             params.n_batch = params.n_ubatch = params.n_outputs_max = chunk
-            core = LlamaCore(weights, params, self._memory.kind)
+            core = LlamaCore(weights, params, self._memory.kind, causal=weights.causal)
         return Embedder(core, pooling=pooling, n_ctx=n_ctx, chunk=chunk)
 
     def close(self) -> None:

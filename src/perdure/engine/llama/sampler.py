@@ -8,6 +8,7 @@ from typing import Any
 
 from perdure.engine.contract import Stage
 from perdure.engine.llama import library
+from perdure.engine.llama.declarations import LogitBias
 from perdure.engine.llama.weights import Weights
 from perdure.errors import SamplingError
 
@@ -41,7 +42,7 @@ class LlamaSampler:
         lib, n_vocab, args = self._lib, self._weights.n_vocab, stage.args
         match stage.name:
             case "bias":
-                pairs = (lib.llama_logit_bias * len(args))(*((token, bias) for token, bias in args))
+                pairs = (LogitBias * len(args))(*(LogitBias(token, bias) for token, bias in args))
                 return lib.llama_sampler_init_logit_bias(n_vocab, len(args), pairs)
             case "penalties":
                 return lib.llama_sampler_init_penalties(n_vocab, *args)

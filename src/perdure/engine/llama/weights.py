@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.engine.llama import library
+from perdure.engine.llama.declarations import ProgressCallback
 from perdure.errors import ModelLoadError
 
 
@@ -23,7 +24,7 @@ class Weights:
         params.n_gpu_layers = gpu_layers
         callback = None
         if progress is not None:
-            callback = lib.llama_progress_callback(lambda done, _: progress(done))
+            callback = ProgressCallback(lambda done, _: progress(done))
             params.progress_callback = callback
         self.handle = lib.llama_model_load_from_file(os.fsencode(path), params)
         if not self.handle:
@@ -47,6 +48,12 @@ class Weights:
             key = self._text(lib.llama_model_meta_key_by_index, index)
             found[key] = self._text(lib.llama_model_meta_val_str_by_index, index)
         return found
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token looks at those that follow it, as far as the file says."""
+        architecture = self.metadata.get("general.architecture", "")
+        return self.metadata.get(f"{architecture}.attention.causal", "true") != "false"
 
     def _text(self, call: Callable[..., int], index: int) -> str:
         size = 1 << 10

@@ -1,0 +1,303 @@
+"""What perdure uses of llama.cpp's C interface: types, structs and functions, and nothing else.
+
+Written for llama.cpp 0.5 (`llama.h`, `ggml-backend.h`, `ggml.h`). `guard.py` checks a loaded library
+against them before it is trusted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_bool,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int8,
+    c_int32,
+    c_size_t,
+    c_uint8,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from typing import Any
+
+MAX_THREADS = 512
+"""`GGML_MAX_N_THREADS`: the length of a thread pool's CPU mask."""
+
+LogCallback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
+ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
+AbortCallback = CFUNCTYPE(c_bool, c_void_p)
+EvalCallback = CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)
+
+Token = c_int32
+Adapter = c_void_p
+"""A LoRA adapter's handle, for arrays of them."""
+
+
+class Batch(Structure):
+    """`llama_batch`: the tokens of one step."""
+
+    _fields_ = (
+        ("n_tokens", c_int32),
+        ("token", POINTER(c_int32)),
+        ("embd", POINTER(c_float)),
+        ("pos", POINTER(c_int32)),
+        ("n_seq_id", POINTER(c_int32)),
+        ("seq_id", POINTER(POINTER(c_int32))),
+        ("logits", POINTER(c_int8)),
+    )
+
+
+class ModelParams(Structure):
+    """`llama_model_params`."""
+
+    _fields_ = (
+        ("devices", POINTER(c_void_p)),
+        ("tensor_buft_overrides", c_void_p),
+        ("n_gpu_layers", c_int32),
+        ("split_mode", c_int32),
+        ("load_mode", c_int32),
+        ("lazy_mode", c_int32),
+        ("main_gpu", c_int32),
+        ("tensor_split", POINTER(c_float)),
+        ("progress_callback", ProgressCallback),
+        ("progress_callback_user_data", c_void_p),
+        ("kv_overrides", c_void_p),
+        ("vocab_only", c_bool),
+        ("check_tensors", c_bool),
+        ("use_extra_bufts", c_bool),
+        ("no_host", c_bool),
+        ("no_alloc", c_bool),
+        ("load_mtp", c_bool),
+    )
+
+
+class ContextParams(Structure):
+    """`llama_context_params`."""
+
+    _fields_ = (
+        ("n_ctx", c_uint32),
+        ("n_batch", c_uint32),
+        ("n_ubatch", c_uint32),
+        ("n_seq_max", c_uint32),
+        ("n_rs_seq", c_uint32),
+        ("n_outputs_max", c_uint32),
+        ("n_outputs_max_per_seq", c_uint32),
+        ("n_threads", c_int32),
+        ("n_threads_batch", c_int32),
+        ("ctx_type", c_int32),
+        ("rope_scaling_type", c_int32),
+        ("pooling_type", c_int32),
+        ("attention_type", c_int32),
+        ("flash_attn_type", c_int32),
+        ("rope_freq_base", c_float),
+        ("rope_freq_scale", c_float),
+        ("yarn_ext_factor", c_float),
+        ("yarn_attn_factor", c_float),
+        ("yarn_beta_fast", c_float),
+        ("yarn_beta_slow", c_float),
+        ("yarn_orig_ctx", c_uint32),
+        ("defrag_thold", c_float),
+        ("cb_eval", EvalCallback),
+        ("cb_eval_user_data", c_void_p),
+        ("type_k", c_int32),
+        ("type_v", c_int32),
+        ("abort_callback", AbortCallback),
+        ("abort_callback_data", c_void_p),
+        ("embeddings", c_bool),
+        ("offload_kqv", c_bool),
+        ("no_perf", c_bool),
+        ("op_offload", c_bool),
+        ("swa_full", c_bool),
+        ("kv_unified", c_bool),
+        ("samplers", c_void_p),
+        ("n_samplers", c_size_t),
+        ("ctx_other", c_void_p),
+    )
+
+
+class SamplerChainParams(Structure):
+    """`llama_sampler_chain_params`."""
+
+    _fields_ = (("no_perf", c_bool),)
+
+
+class LogitBias(Structure):
+    """`llama_logit_bias`."""
+
+    _fields_ = (("token", c_int32), ("bias", c_float))
+
+
+class ThreadpoolParams(Structure):
+    """`ggml_threadpool_params`."""
+
+    _fields_ = (
+        ("cpumask", c_bool * MAX_THREADS),
+        ("n_threads", c_int),
+        ("prio", c_int),
+        ("poll", c_uint32),
+        ("strict_cpu", c_bool),
+        ("paused", c_bool),
+    )
+
+
+class Feature(Structure):
+    """`ggml_backend_feature`: a name and a value, such as AVX2 = 1."""
+
+    _fields_ = (("name", c_char_p), ("value", c_char_p))
+
+
+# What a CPU backend gives through `ggml_backend_reg_get_proc_address`.
+GetFeatures = CFUNCTYPE(POINTER(Feature), c_void_p)
+NewThreadpool = CFUNCTYPE(c_void_p, POINTER(ThreadpoolParams))
+FreeThreadpool = CFUNCTYPE(None, c_void_p)
+
+_BYTES = POINTER(c_uint8)
+_FLOATS = POINTER(c_float)
+_TOKENS = POINTER(c_int32)
+
+FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    # The library.
+    "llama_version": (c_char_p, []),
+    "llama_backend_init": (None, []),
+    "llama_log_get": (None, [POINTER(LogCallback), POINTER(c_void_p)]),
+    "llama_log_set": (None, [LogCallback, c_void_p]),
+    "llama_print_system_info": (c_char_p, []),
+    "llama_supports_gpu_offload": (c_bool, []),
+    # Backends and devices.
+    "ggml_backend_load": (c_void_p, [c_char_p]),
+    "ggml_backend_reg_count": (c_size_t, []),
+    "ggml_backend_reg_get": (c_void_p, [c_size_t]),
+    "ggml_backend_reg_name": (c_char_p, [c_void_p]),
+    "ggml_backend_reg_by_name": (c_void_p, [c_char_p]),
+    "ggml_backend_reg_get_proc_address": (c_void_p, [c_void_p, c_char_p]),
+    "ggml_backend_dev_count": (c_size_t, []),
+    "ggml_backend_dev_get": (c_void_p, [c_size_t]),
+    "ggml_backend_dev_name": (c_char_p, [c_void_p]),
+    "ggml_backend_dev_description": (c_char_p, [c_void_p]),
+    "ggml_backend_dev_type": (c_int, [c_void_p]),
+    "ggml_backend_dev_memory": (None, [c_void_p, POINTER(c_size_t), POINTER(c_size_t)]),
+    "ggml_threadpool_params_init": (None, [POINTER(ThreadpoolParams), c_int]),
+    # Models.
+    "llama_model_default_params": (ModelParams, []),
+    "llama_model_load_from_file": (c_void_p, [c_char_p, ModelParams]),
+    "llama_model_free": (None, [c_void_p]),
+    "llama_model_get_vocab": (c_void_p, [c_void_p]),
+    "llama_model_n_ctx_train": (c_int32, [c_void_p]),
+    "llama_model_n_embd": (c_int32, [c_void_p]),
+    "llama_model_n_embd_out": (c_int32, [c_void_p]),
+    "llama_model_n_layer": (c_int32, [c_void_p]),
+    "llama_model_n_head": (c_int32, [c_void_p]),
+    "llama_model_n_head_kv": (c_int32, [c_void_p]),
+    "llama_model_n_swa": (c_int32, [c_void_p]),
+    "llama_model_n_params": (c_uint64, [c_void_p]),
+    "llama_model_size": (c_uint64, [c_void_p]),
+    "llama_model_meta_count": (c_int32, [c_void_p]),
+    "llama_model_meta_key_by_index": (c_int32, [c_void_p, c_int32, c_char_p, c_size_t]),
+    "llama_model_meta_val_str_by_index": (c_int32, [c_void_p, c_int32, c_char_p, c_size_t]),
+    "llama_model_chat_template": (c_char_p, [c_void_p, c_char_p]),
+    "llama_model_has_encoder": (c_bool, [c_void_p]),
+    "llama_model_has_decoder": (c_bool, [c_void_p]),
+    "llama_model_is_recurrent": (c_bool, [c_void_p]),
+    "llama_model_is_hybrid": (c_bool, [c_void_p]),
+    "llama_adapter_lora_init": (c_void_p, [c_void_p, c_char_p]),
+    # Vocabularies.
+    "llama_vocab_n_tokens": (c_int32, [c_void_p]),
+    "llama_vocab_is_eog": (c_bool, [c_void_p, c_int32]),
+    "llama_vocab_is_control": (c_bool, [c_void_p, c_int32]),
+    "llama_vocab_bos": (c_int32, [c_void_p]),
+    "llama_vocab_eos": (c_int32, [c_void_p]),
+    "llama_vocab_get_add_bos": (c_bool, [c_void_p]),
+    "llama_tokenize": (c_int32, [c_void_p, c_char_p, c_int32, _TOKENS, c_int32, c_bool, c_bool]),
+    "llama_token_to_piece": (c_int32, [c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool]),
+    "llama_detokenize": (c_int32, [c_void_p, _TOKENS, c_int32, c_char_p, c_int32, c_bool, c_bool]),
+    # Contexts.
+    "llama_context_default_params": (ContextParams, []),
+    "llama_init_from_model": (c_void_p, [c_void_p, ContextParams]),
+    "llama_free": (None, [c_void_p]),
+    "llama_n_ctx_seq": (c_uint32, [c_void_p]),
+    "llama_attach_threadpool": (None, [c_void_p, c_void_p, c_void_p]),
+    "llama_detach_threadpool": (None, [c_void_p]),
+    "llama_set_abort_callback": (None, [c_void_p, AbortCallback, c_void_p]),
+    "llama_set_adapters_lora": (c_int32, [c_void_p, POINTER(Adapter), c_size_t, _FLOATS]),
+    "llama_batch_get_one": (Batch, [_TOKENS, c_int32]),
+    "llama_batch_init": (Batch, [c_int32, c_int32, c_int32]),
+    "llama_batch_free": (None, [Batch]),
+    "llama_decode": (c_int32, [c_void_p, Batch]),
+    "llama_get_logits_ith": (_FLOATS, [c_void_p, c_int32]),
+    "llama_get_embeddings": (_FLOATS, [c_void_p]),
+    "llama_get_embeddings_seq": (_FLOATS, [c_void_p, c_int32]),
+    # Memory and state.
+    "llama_get_memory": (c_void_p, [c_void_p]),
+    "llama_memory_clear": (None, [c_void_p, c_bool]),
+    "llama_memory_seq_rm": (c_bool, [c_void_p, c_int32, c_int32, c_int32]),
+    "llama_memory_seq_cp": (None, [c_void_p, c_int32, c_int32, c_int32, c_int32]),
+    "llama_memory_seq_add": (None, [c_void_p, c_int32, c_int32, c_int32, c_int32]),
+    "llama_memory_seq_pos_min": (c_int32, [c_void_p, c_int32]),
+    "llama_memory_seq_pos_max": (c_int32, [c_void_p, c_int32]),
+    "llama_memory_can_shift": (c_bool, [c_void_p]),
+    "llama_state_seq_get_size_ext": (c_size_t, [c_void_p, c_int32, c_uint32]),
+    "llama_state_seq_get_data_ext": (c_size_t, [c_void_p, _BYTES, c_size_t, c_int32, c_uint32]),
+    "llama_state_seq_set_data_ext": (c_size_t, [c_void_p, _BYTES, c_size_t, c_int32, c_uint32]),
+    # Samplers.
+    "llama_sampler_chain_default_params": (SamplerChainParams, []),
+    "llama_sampler_chain_init": (c_void_p, [SamplerChainParams]),
+    "llama_sampler_chain_add": (None, [c_void_p, c_void_p]),
+    "llama_sampler_free": (None, [c_void_p]),
+    "llama_sampler_accept": (None, [c_void_p, c_int32]),
+    "llama_sampler_sample": (c_int32, [c_void_p, c_void_p, c_int32]),
+    "llama_sampler_init_greedy": (c_void_p, []),
+    "llama_sampler_init_dist": (c_void_p, [c_uint32]),
+    "llama_sampler_init_top_k": (c_void_p, [c_int32]),
+    "llama_sampler_init_top_p": (c_void_p, [c_float, c_size_t]),
+    "llama_sampler_init_min_p": (c_void_p, [c_float, c_size_t]),
+    "llama_sampler_init_typical": (c_void_p, [c_float, c_size_t]),
+    "llama_sampler_init_temp": (c_void_p, [c_float]),
+    "llama_sampler_init_top_n_sigma": (c_void_p, [c_float]),
+    "llama_sampler_init_xtc": (c_void_p, [c_float, c_float, c_size_t, c_uint32]),
+    "llama_sampler_init_mirostat": (c_void_p, [c_int32, c_uint32, c_float, c_float, c_int32]),
+    "llama_sampler_init_mirostat_v2": (c_void_p, [c_uint32, c_float, c_float]),
+    "llama_sampler_init_penalties": (c_void_p, [c_int32, c_int32, c_float, c_float, c_float]),
+    "llama_sampler_init_dry": (
+        c_void_p,
+        [c_void_p, c_float, c_float, c_int32, c_int32, POINTER(c_char_p), c_size_t],
+    ),
+    "llama_sampler_init_logit_bias": (c_void_p, [c_int32, c_int32, POINTER(LogitBias)]),
+}
+"""Every function that perdure calls: its result, then its arguments."""
+
+
+class Functions:
+    """The functions of one loaded library, each an attribute of its C name, with its types declared.
+
+    Always holds: an attribute that exists may be called. `missing` names those the library lacks.
+    """
+
+    def __init__(self, libraries: Iterable[ctypes.CDLL]) -> None:
+        handles = list(libraries)
+        missing = []
+        for name, (result, arguments) in FUNCTIONS.items():
+            # A function object of our own: one taken from a CDLL by attribute is shared.
+            found = next((handle[name] for handle in handles if _has(handle, name)), None)
+            if found is None:
+                missing.append(name)
+                continue
+            found.restype, found.argtypes = result, arguments
+            setattr(self, name, found)
+        self.missing = tuple(missing)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"this llama.cpp library has no function {name}")
+
+
+def _has(handle: ctypes.CDLL, name: str) -> bool:
+    try:
+        handle[name]
+    except AttributeError:
+        return False
+    return True
