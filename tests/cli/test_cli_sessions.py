@@ -143,7 +143,7 @@ def test_rm_forgets_all_or_none_and_asks(run: Run) -> None:
     assert facts(run("show", "b", "--json"))["turns"] == 3
 
 
-def test_text_and_a_bundle_without_state_come_out_without_a_model(
+def test_text_and_an_export_without_state_come_out_without_a_model(
     run: Run, store: Path, tmp_path: Path
 ) -> None:
     told(run("export", NAME, str(tmp_path / "talk.md")))
@@ -162,7 +162,7 @@ def test_text_and_a_bundle_without_state_come_out_without_a_model(
     assert "cannot be" in told(run("export", NAME, str(tmp_path / "no" / "folder.md")), 1)
 
 
-def test_a_bundle_with_state_moves_to_another_store(
+def test_an_export_with_state_moves_to_another_store(
     run: Run, environment: dict[str, str], tmp_path: Path
 ) -> None:
     file = tmp_path / "talk.session"
@@ -224,7 +224,7 @@ def test_verify_names_the_session_whose_turn_was_changed(run: Run, store: Path) 
     found = facts(run("verify", "--json"), 1)
     assert not found["sound"]
     assert [entry["what"] for entry in found["damaged"]] == [f"session {NAME}", f"memory here of {NAME}"]
-    assert found["salvage"]["aside"] == str(store / "sessions.damaged-1.sqlite")
+    assert found["repair"]["aside"] == str(store / "sessions.damaged-1.sqlite")
     # What could be proved is what there is now.
     assert facts(run("verify", "--json"))["sound"]
     assert len(facts(run("show", NAME, "--json"))["history"]) == 1
@@ -242,7 +242,7 @@ def test_verify_finds_damage_in_blocks_and_in_the_database(run: Run, store: Path
     data[200:] = b"\xa5" * (len(data) - 200)
     (store / "sessions.sqlite").write_bytes(data)
     found = facts(run("verify", "--json"), 1)
-    assert "damaged" in found["register"]
+    assert "damaged" in found["database"]
     assert "damaged" in told(run("ls"), 1)
 
 

@@ -1,4 +1,4 @@
-"""A register of sessions whose bytes are not what they were: refused, or all as before; never other words."""
+"""A database of sessions whose bytes are not what they were: refused, or all as before; never other words."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import pytest
 import perdure
 from perdure import CorruptStateError, SessionError, StateError, StoreDamagedError, StoreError
 from perdure.cli.asleep import Asleep
-from perdure.cli.inspection import Inspection, inspect
 from perdure.engine.toy import ToyModel
-from perdure.sessions import register as register_module
 from perdure.sessions import rows as rows_module
-from perdure.sessions.register import FILE, MARK, Register
-from perdure.sessions.rows import Row
-from perdure.sessions.salvage import FOUND
+from perdure.sessions import session_store as store_module
+from perdure.sessions.repair import FOUND
+from perdure.sessions.rows import SessionInfo
 from perdure.sessions.schema import MIGRATIONS, seal
+from perdure.sessions.session_store import FILE, MARK, SessionStore
+from perdure.sessions.verify import Verification, verify
 from sessions.talking import talking
 from store.conftest import folder_in_memory
 from subjects import Subject
@@ -128,7 +128,7 @@ def told(session: perdure.Session) -> Told:
 
 def everything(folder: Path) -> Known:
     with closing(Asleep(folder, readonly=True)) as sessions:
-        rows = sessions.register.list()
+        rows = sessions.store.list()
         return {(row.namespace, row.name): told(sessions.get(row.name, row.namespace)) for row in rows}
 
 
@@ -148,7 +148,7 @@ def read(folder: Path, known: Known, same: Callable[[Told, Told], bool]) -> int:
                 continue
             assert same(found, right), f"{name}: {found} for {right}"
         try:
-            listed = {(row.namespace, row.name) for row in sessions.register.list()}
+            listed = {(row.namespace, row.name) for row in sessions.store.list()}
             marked = [(memory.address, memory.note) for memory in sessions.memories.search()]
         except REFUSED:
             return refused + 1
@@ -172,16 +172,16 @@ def beginning(found: Told, right: Told) -> bool:
     return found == right[: len(found)] or len(found) == 1
 
 
-def mended(folder: Path, known: Known) -> Inspection:
+def mended(folder: Path, known: Known) -> Verification:
     """`perdure sessions verify` keeps what can be proved, and nothing that cannot."""
     try:
-        found = inspect(folder, lambda done, total: None)
+        found = verify(folder, lambda done, total: None)
     except StoreError as error:
         # It says that it is of another program, or of another version of this one.
-        return Inspection(store=folder, register=str(error))
-    if found.salvage is not None:
-        again = inspect(folder, lambda done, total: None)
-        assert again.sound, list(again.lines())
+        return Verification(store=folder, database=str(error))
+    if found.repair is not None:
+        again = verify(folder, lambda done, total: None)
+        assert again.sound, again.plain()
         for (namespace, name), turns in everything(folder).items():
             if namespace == FOUND:
                 assert any(turns[1:] == right[1 : len(turns)] for right in known.values()), name
@@ -209,24 +209,24 @@ def flips_of_the_database(store: Path, damaged: Damaged, sampled: int, bits: ran
         seen += refused > 0
         if number % 5 == 0 or bits.stop == 8:
             found = mended(damaged(store, flip(FILE, place, bit)), known)
-            kept += found.salvage is not None
+            kept += found.repair is not None
             # Whatever is refused, the walk over everything finds; but for a byte that forbids writing.
             assert not found.sound or not refused or place == 18, (place, bit)
-    print(f"{len(chosen)} flips of {size} bytes: {seen} refused, {kept} of those looked into salvaged")
+    print(f"{len(chosen)} flips of {size} bytes: {seen} refused, {kept} of those looked into repaired")
     assert seen > sampled // 10
 
 
-def test_a_flipped_bit_in_the_register_is_refused_or_changes_nothing(closed: Path, damaged: Damaged) -> None:
+def test_a_flipped_bit_in_the_database_is_refused_or_changes_nothing(closed: Path, damaged: Damaged) -> None:
     """S2: every byte of its header, and sampled places of its pages."""
     flips_of_the_database(closed, damaged, 120, range(1))
 
 
 @pytest.mark.soak
-def test_flipped_bits_in_the_register_for_long(closed: Path, damaged: Damaged) -> None:
+def test_flipped_bits_in_the_database_for_long(closed: Path, damaged: Damaged) -> None:
     flips_of_the_database(closed, damaged, 4000, range(8))
 
 
-def test_a_register_that_is_cut_short_is_refused(closed: Path, damaged: Damaged) -> None:
+def test_a_database_that_is_cut_short_is_refused(closed: Path, damaged: Damaged) -> None:
     """At every page, and within each."""
     known = everything(closed)
     size = (closed / FILE).stat().st_size
@@ -236,17 +236,17 @@ def test_a_register_that_is_cut_short_is_refused(closed: Path, damaged: Damaged)
         mended(damaged(closed, cut(FILE, length)), known)
 
 
-def test_a_register_that_is_gone_is_not_taken_for_a_new_one(closed: Path, damaged: Damaged) -> None:
+def test_a_database_that_is_gone_is_not_taken_for_a_new_one(closed: Path, damaged: Damaged) -> None:
     folder = damaged(closed, lambda folder: (folder / FILE).unlink())
     with pytest.raises(StoreDamagedError, match=f"gone.*delete {MARK}"):
-        Register(folder)
+        SessionStore(folder)
     assert not (folder / FILE).exists()
     (folder / MARK).unlink()
-    with closing(Register(folder)) as register:
-        assert register.list() == []
+    with closing(SessionStore(folder)) as store:
+        assert store.list() == []
 
 
-def test_the_register_of_another_store_is_refused(closed: Path, damaged: Damaged, tmp_path: Path) -> None:
+def test_the_database_of_another_store_is_refused(closed: Path, damaged: Damaged, tmp_path: Path) -> None:
     """Its sessions have the same names; it counts only if somebody says so."""
     with live(tmp_path / "other", words="elsewhere"):
         pass
@@ -258,12 +258,12 @@ def test_the_register_of_another_store_is_refused(closed: Path, damaged: Damaged
     folder = damaged(closed, swap)
     for readonly in (False, True):
         with pytest.raises(StoreDamagedError, match="not the one that was here"):
-            Register(folder, readonly=readonly)
+            SessionStore(folder, readonly=readonly)
     (folder / MARK).unlink()
     assert everything(folder) == theirs
 
 
-def test_a_swapped_register_never_mixes_with_the_log_of_another(
+def test_a_swapped_database_never_mixes_with_the_log_of_another(
     closed: Path, killed: Path, damaged: Damaged
 ) -> None:
     """The log of one over the pages of another: what is read is of one or the other, whole."""
@@ -349,15 +349,15 @@ def test_verify_keeps_the_turns_before_a_damaged_one(closed: Path, damaged: Dama
             sessions.get("alice")
         assert told(sessions.get("bob")) == known["", "bob"]
     found = mended(folder, known)
-    assert found.salvage is not None
-    assert found.salvage.cut == [
+    assert found.repair is not None
+    assert found.repair.cut == [
         "session 'alice': turn 2 is damaged, so that it stands after turn 1 now",
         "memory 'here' of session 'alice': it is damaged",
     ]
     assert everything(folder) == {**known, ("", "alice"): known["", "alice"][:2]}
     # The damaged one is still there, for whoever knows more.
     aside = folder / "sessions.damaged-1.sqlite"
-    assert found.salvage.aside == aside
+    assert found.repair.aside == aside
     assert aside.read_bytes() == (damaged(closed, changed(statement)) / FILE).read_bytes()
 
 
@@ -379,20 +379,20 @@ def test_a_session_that_is_not_what_it_was_is_not_given_to_anybody(
     known = everything(closed)
     folder = damaged(closed, changed(f"UPDATE session SET {column} WHERE number = 1"))
     with closing(Asleep(folder, readonly=True)) as sessions, pytest.raises(CorruptStateError):
-        sessions.register.list()
+        sessions.store.list()
     found = mended(folder, known)
-    assert found.salvage is not None
-    assert not found.salvage.found
+    assert found.repair is not None
+    assert not found.repair.found
     # A memory leads there still.
     with closing(Asleep(folder, readonly=False)) as sessions:
         assert told(sessions.memories.wake(None, "again"))[1:] == known["", "alice"][1:]
         sessions.memories.forget("perdure://alice/3#here")
     folder = damaged(closed, changed(f"UPDATE session SET {column} WHERE number = 1"))
-    with closing(Register(folder)) as register, register.index.writing():
-        register.index.run("DELETE FROM memory")
+    with closing(SessionStore(folder)) as store, store.index.writing():
+        store.index.run("DELETE FROM memory")
     found = mended(folder, known)
-    assert found.salvage is not None
-    [name] = found.salvage.found
+    assert found.repair is not None
+    [name] = found.repair.found
     assert everything(folder)[FOUND, name][1:] == known["", "alice"][1:]
     assert ("", "alice") not in everything(folder)
 
@@ -415,14 +415,14 @@ def test_a_repair_that_was_interrupted_is_finished(
 
         monkeypatch.setattr(os, "replace", interrupted)
         try:
-            inspect(folder, lambda done, total: None)
+            verify(folder, lambda done, total: None)
             break
         except KeyboardInterrupt:
             stops += 1
         finally:
             monkeypatch.undo()
         with pytest.raises(StoreDamagedError, match="interrupted"):
-            Register(folder)
+            SessionStore(folder)
         mended(folder, known)
         assert everything(folder) == {**known, ("", "alice"): known["", "alice"][:2]}
     assert stops >= 2
@@ -431,7 +431,7 @@ def test_a_repair_that_was_interrupted_is_finished(
 # Registers of before, and of nobody.
 
 
-def test_a_register_of_before_there_were_seals_is_taken_over(closed: Path, tmp_path: Path) -> None:
+def test_a_database_of_before_there_were_seals_is_taken_over(closed: Path, tmp_path: Path) -> None:
     known = everything(closed)
     old = tmp_path / "old"
     old.mkdir()
@@ -444,10 +444,10 @@ def test_a_register_of_before_there_were_seals_is_taken_over(closed: Path, tmp_p
             database.execute(f"INSERT INTO main.{table} ({chosen}) SELECT {chosen} FROM now.{table}")
         database.execute("PRAGMA main.user_version = 1")
         database.execute(f"PRAGMA main.application_id = {0x50455244}")
-    with closing(Register(old)) as register:
-        assert len(register.list()) == 3
+    with closing(SessionStore(old)) as store:
+        assert len(store.list()) == 3
     assert everything(old) == known
-    assert inspect(old, lambda done, total: None).sound
+    assert verify(old, lambda done, total: None).sound
 
 
 def test_sessions_without_a_store_leave_no_file_behind(
@@ -471,11 +471,11 @@ def test_a_session_that_is_believed_unproved_is_found(
     """Planted: the entry of a session is taken as it lies."""
     known = everything(closed)
 
-    def believing(row: Any) -> Row:
+    def believing(row: Any) -> SessionInfo:
         *said, depth, digest, _ = row
         return rows_module.read_session((*said, depth, digest, seal(*said, depth, digest)))
 
-    monkeypatch.setattr(register_module, "read_session", believing)
+    monkeypatch.setattr(store_module, "read_session", believing)
     folder = damaged(closed, changed("UPDATE session SET head = 5 WHERE number = 1"))
     with pytest.raises(AssertionError):
         read(folder, known, equal)
@@ -485,7 +485,7 @@ def test_a_turn_that_is_believed_unproved_is_found(
     closed: Path, damaged: Damaged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: what was said is taken as it lies."""
-    monkeypatch.setattr(register_module, "read_turn", rows_module.parse_turn)
+    monkeypatch.setattr(store_module, "read_turn", rows_module.parse_turn)
     known = everything(closed)
     folder = damaged(
         closed, changed("UPDATE turn SET messages = replace(messages, 'Mess', 'Mass') WHERE number = 3")
@@ -503,7 +503,7 @@ def test_a_damaged_session_goes_on_after_verify(toy: Subject, tmp_path: Path) ->
     changed("UPDATE turn SET text = 'x' WHERE number = 3")(tmp_path)
     with talking(toy, tmp_path) as talk, pytest.raises(CorruptStateError):
         talk.session("alice")
-    inspect(tmp_path, lambda done, total: None)
+    verify(tmp_path, lambda done, total: None)
     with talking(toy, tmp_path) as talk:
         s = talk.session("alice")
         assert s.turns == 1

@@ -65,14 +65,14 @@ def test_an_index_with_several_needs_one_named(toy: Subject) -> None:
         assert said(memories.wake(None, "again")) == said(s)
 
 
-def test_another_bundle_at_the_address_is_refused(toy: Subject) -> None:
+def test_another_session_at_the_address_is_refused(toy: Subject) -> None:
     """S2: a valid chain, but not the one that the entry's digest names; nothing is changed."""
     with talking(toy) as talk:
         s, other = talk.session("alice"), talk.session("bob")
         talk.say(s, "Hello")
         talk.say(other, "Something quite different")
         memory = s.label("here")
-        index = talk.rt.sessions.register.index
+        index = talk.rt.sessions.store.index
         with index.writing():
             index.run("UPDATE memory SET turn = (SELECT head FROM session WHERE name = 'bob')")
             index.run(f"UPDATE memory SET seal = seal({', '.join(MEMORY_SEAL)})")

@@ -29,7 +29,7 @@ from perdure import (
     StoreLockedError,
 )
 from perdure.engine.toy import Faults, ToyModel
-from perdure.sessions.register import Register
+from perdure.sessions.session_store import SessionStore
 from sessions.talking import ASK, said, talking
 from subjects import Noise, Subject
 
@@ -151,9 +151,9 @@ def test_no_event_loop_waits_for_a_summary_or_for_the_disk(
     toy: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: set[int] = set()
-    add, submit = Register.add, Session.submit
+    add, submit = SessionStore.add, Session.submit
 
-    def adding(self: Register, *given: Any) -> int:
+    def adding(self: SessionStore, *given: Any) -> int:
         waited.add(threading.get_ident())
         return add(self, *given)
 
@@ -161,7 +161,7 @@ def test_no_event_loop_waits_for_a_summary_or_for_the_disk(
         waited.add(threading.get_ident())
         return submit(self, *given, **settings)
 
-    monkeypatch.setattr(Register, "add", adding)
+    monkeypatch.setattr(SessionStore, "add", adding)
     monkeypatch.setattr(Session, "submit", submitting)
     with talking(toy) as talk:
         s = talk.session("alice")
@@ -374,7 +374,7 @@ def test_a_store_that_fails_costs_the_turn_not_the_reply(
         def full(*_: Any) -> int:
             raise StoreFullError("no room left", needed=1)
 
-        monkeypatch.setattr(Register, "add", full)
+        monkeypatch.setattr(SessionStore, "add", full)
         reply = s.say("Hello", **ASK)
         assert (reply.text, reply.kept, reply.not_kept) == (right, False, "no room left")
         assert "".join(delta.text for delta in s.stream("Hello", **ASK)) == right
@@ -392,9 +392,9 @@ def test_a_fork_goes_its_own_way(subject: Subject, tmp_path: Path) -> None:
         s = talk.session("alice", system="Be terse.")
         talk.say(s, "Hello, I have something to tell you that takes a while")
         talk.say(s, "It is this")
-        rows = len(talk.rt.sessions.register.index.rows("SELECT 1 FROM turn"))
+        rows = len(talk.rt.sessions.store.index.rows("SELECT 1 FROM turn"))
         t = s.fork("bob", turn=1)
-        assert len(talk.rt.sessions.register.index.rows("SELECT 1 FROM turn")) == rows
+        assert len(talk.rt.sessions.store.index.rows("SELECT 1 FROM turn")) == rows
         assert dict(t.origin) == {"how": "fork", "session": "alice", "turn": 1}
         reply = talk.say(t, "It was that")
         assert reply.reuse.reused > 0
@@ -424,7 +424,7 @@ def test_going_back_forgets_and_goes_on(subject: Subject, tmp_path: Path) -> Non
         s.rewind(to=0)
         assert s.tokens == ()
         # Turns that nothing leads to are gone.
-        assert len(talk.rt.sessions.register.index.rows("SELECT 1 FROM turn")) == 1
+        assert len(talk.rt.sessions.store.index.rows("SELECT 1 FROM turn")) == 1
         assert talk.say(s, "Afresh").kept
 
 
@@ -551,7 +551,7 @@ def test_a_turn_that_was_tampered_with_is_refused(toy: Subject, tmp_path: Path) 
     with talking(toy, tmp_path) as talk:
         s = talk.session("alice")
         talk.say(s, "Hello")
-        index = talk.rt.sessions.register.index
+        index = talk.rt.sessions.store.index
         for column, value in (("text", "x"), ("seed", 7), ("tokens", b"\x01\0\0\0"), ("reply", None)):
             before = (s.tokens, index.rows(f"SELECT {column} FROM turn WHERE kind = 'turn'")[0][0])
             with index.writing():
@@ -569,7 +569,7 @@ def test_a_store_has_one_writer(toy: Subject, tmp_path: Path) -> None:
         talk.say(talk.session("alice"), "Hello")
         with pytest.raises(StoreLockedError):
             perdure.open(toy.model, store=tmp_path, n_ctx=64, slots=1)
-        reader = Register(tmp_path, readonly=True)
+        reader = SessionStore(tmp_path, readonly=True)
         assert [row.name for row in reader.list()] == ["alice"]
         reader.close()
         assert talk.say(talk.session("alice"), "Still here").kept

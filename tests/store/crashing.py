@@ -29,14 +29,14 @@ from unittest.mock import patch
 import perdure
 from perdure.cache.block import Block, BlockId
 from perdure.cache.book import Record
-from perdure.cli.inspection import inspect
 from perdure.engine.toy import ToyModel
 from perdure.memory import MemoryKind
-from perdure.sessions.register import Register
+from perdure.sessions.repair import repair
 from perdure.sessions.rows import turn_values
-from perdure.sessions.salvage import salvage
 from perdure.sessions.schema import MIGRATIONS as SESSION_MIGRATIONS
+from perdure.sessions.session_store import SessionStore
 from perdure.sessions.turn import Turn
+from perdure.sessions.verify import verify
 from perdure.store import disk as disk_module
 from perdure.store.disk import DiskTier
 from perdure.store.index import APPLICATION, MIGRATIONS
@@ -409,7 +409,7 @@ def turns(kind: MemoryKind, **settings: Any) -> Scenario:
         with opened(folder) as disk:
             assert disk.verify().sound
         with talking(kind, folder, **settings) as runtime:
-            runtime.sessions.register.index.check()
+            runtime.sessions.store.index.check()
             names = [row.name for row in runtime.sessions.list()]
             assert names == ["alice"] or (not names and "created" not in acks)
             if names:
@@ -444,7 +444,7 @@ def branches(kind: MemoryKind) -> Scenario:
 
     def check(folder: Path, acks: set[str]) -> None:
         with talking(kind, folder) as runtime:
-            runtime.sessions.register.index.check()
+            runtime.sessions.store.index.check()
             names = {row.name for row in runtime.sessions.list()}
             assert "bob" in names or "forked" not in acks
             assert "alice" in names or "rewound" in acks
@@ -477,47 +477,47 @@ def older_sessions(version: int) -> Scenario:
                 db.execute(f"PRAGMA user_version = {version}")
 
     def act(folder: Path, ack: Ack) -> None:
-        with closing(Register(folder)) as register:
+        with closing(SessionStore(folder)) as store:
             ack("opened")
-            register.create("", "alice", [START])
+            store.create("", "alice", [START])
             ack("created")
 
     def check(folder: Path, acks: set[str]) -> None:
-        with closing(Register(folder)) as register:
-            assert register.index.rows("PRAGMA user_version") == [(len(SESSION_MIGRATIONS),)]
-            assert register.has("", "alice") or "created" not in acks
-            assert register.has("", "old") or not version
-            for row in register.list():
-                assert len(register.chain(row.head)[1]) == 1
+        with closing(SessionStore(folder)) as store:
+            assert store.index.rows("PRAGMA user_version") == [(len(SESSION_MIGRATIONS),)]
+            assert store.has("", "alice") or "created" not in acks
+            assert store.has("", "old") or not version
+            for row in store.list():
+                assert len(store.chain(row.head)[1]) == 1
 
     return Scenario(prepare, act, check)
 
 
-# A register that is damaged, and put right.
+# A store that is damaged, and put right.
 
 
 def damaged_prepare(folder: Path) -> None:
-    with closing(Register(folder)) as register:
+    with closing(SessionStore(folder)) as store:
         second = Turn(kind="turn", messages=(), finish_reason="stop", before=START.digest)
         third = Turn(kind="turn", messages=(), finish_reason="length", before=second.digest)
-        register.create("", "alice", [START, second, third])
-        register.create("", "bob", head=2)
-        with register.index.writing():
-            register.index.run("UPDATE turn SET finish_reason = 'stop!' WHERE number = 3")
+        store.create("", "alice", [START, second, third])
+        store.create("", "bob", head=2)
+        with store.index.writing():
+            store.index.run("UPDATE turn SET finish_reason = 'stop!' WHERE number = 3")
 
 
 def damaged_act(folder: Path, ack: Ack) -> None:
-    salvage(folder)
+    repair(folder)
     ack("mended")
-    with closing(Register(folder)) as register:
-        register.create("", "carol", [START])
+    with closing(SessionStore(folder)) as store:
+        store.create("", "carol", [START])
         ack("created")
 
 
 def damaged_check(folder: Path, acks: set[str]) -> None:
-    inspect(folder, lambda done, total: None)
-    with closing(Register(folder)) as register:
-        found = {row.name: len(register.chain(row.head)[1]) for row in register.list()}
+    verify(folder, lambda done, total: None)
+    with closing(SessionStore(folder)) as store:
+        found = {row.name: len(store.chain(row.head)[1]) for row in store.list()}
         assert found.pop("carol", 0) == 1 or "created" not in acks
         assert found == {"alice": 2, "bob": 2}
 
@@ -532,7 +532,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
     "rebuild": partial(Scenario, rebuild_prepare, rebuild_act, rebuild_check),
     **{f"runtime {kind.value}": partial(life, kind) for kind in MemoryKind},
     **{f"session version {n}": partial(older_sessions, n) for n in range(len(SESSION_MIGRATIONS))},
-    "session salvage": partial(Scenario, damaged_prepare, damaged_act, damaged_check),
+    "session repair": partial(Scenario, damaged_prepare, damaged_act, damaged_check),
     **{f"session turns {kind.value}": partial(turns, kind) for kind in MemoryKind},
     **{f"session branches {kind.value}": partial(branches, kind) for kind in MemoryKind},
     "session eviction": partial(turns, MemoryKind.FULL, store_bytes=6000),

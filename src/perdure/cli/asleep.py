@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from perdure.config import settings
 from perdure.errors import SessionError, StoreError
-from perdure.sessions.register import Register
+from perdure.sessions.session_store import SessionStore
 from perdure.sessions.sessions import Sessions
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ class Asleep(Sessions):
 
     def __init__(self, folder: Path, *, readonly: bool) -> None:
         super().__init__(cast("Backend", _NoEngine()), _no_speaker, None)
-        self.register.close()
-        self.register = Register(folder, readonly=readonly)
+        self.store.close()
+        self.store = SessionStore(folder, readonly=readonly)
 
 
 @contextmanager

@@ -212,9 +212,9 @@ def _sampling(**given: Any) -> dict[str, Any]:
 def _folder(store: Path | None) -> Path:
     """The store, which somebody else may be writing to: better told before a model is loaded."""
     from perdure.config import settings
-    from perdure.sessions.register import Register
+    from perdure.sessions.session_store import SessionStore
 
     folder = store or settings().store
     if (folder / "sessions.sqlite").exists():
-        Register(folder).close()
+        SessionStore(folder).close()
     return folder

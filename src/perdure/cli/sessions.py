@@ -14,7 +14,7 @@ from perdure.cli import memories
 
 if TYPE_CHECKING:
     from perdure import Runtime, Session, Turn
-    from perdure.sessions.register import Row
+    from perdure.sessions.session_store import SessionInfo
 
 app = typer.Typer(help="Conversations that are kept.", no_args_is_help=True)
 app.add_typer(memories.app, name="memories")
@@ -44,7 +44,7 @@ def ls(
     from perdure.cli.asleep import asleep
 
     with asleep(store, readonly=True) as sessions:
-        rows = sessions.register.list(None if everyone else namespace)
+        rows = sessions.store.list(None if everyone else namespace)
     if as_json:
         _print([_listed(row) for row in rows])
         return
@@ -64,7 +64,7 @@ def show(name: Name, namespace: Namespace = "", store: Store = None, as_json: Js
     from perdure.cli.asleep import asleep
 
     with asleep(store, readonly=True) as sessions:
-        row = sessions.register.find(namespace, name)
+        row = sessions.store.find(namespace, name)
         session = sessions.get(name, namespace)
     turns = session.history()
     if as_json:
@@ -292,7 +292,7 @@ def import_(
     from perdure.cli import tally, terminal
     from perdure.cli.asleep import Asleep, asleep, place
     from perdure.cli.progress import working
-    from perdure.sessions.bundle import manifest_of
+    from perdure.sessions.export import manifest_of
 
     manifest = manifest_of(file)
     with working(f"Reading {file.name}") as progress:
@@ -322,16 +322,17 @@ def verify(store: Store = None, as_json: Json = False) -> None:
     """
     from perdure.cli import terminal
     from perdure.cli.asleep import place
-    from perdure.cli.inspection import inspect
     from perdure.cli.progress import working
+    from perdure.cli.verification import lines
+    from perdure.sessions.verify import verify as verify_store
 
     folder = place(store)
     with working("Reading") as progress:
-        found = inspect(folder, progress)
+        found = verify_store(folder, progress)
     if as_json:
         _print(found.plain())
     else:
-        terminal.write("".join(f"{line}\n" for line in found.lines()))
+        terminal.write("".join(f"{line}\n" for line in lines(found)))
     if not found.sound:
         raise typer.Exit(1)
 
@@ -361,7 +362,7 @@ def _write(file: Path, text: str) -> None:
         raise InvalidInputError(f"{file} cannot be written: {error.strerror}") from None
 
 
-def _listed(row: Row) -> dict[str, Any]:
+def _listed(row: SessionInfo) -> dict[str, Any]:
     return {
         "name": row.name,
         "namespace": row.namespace,

@@ -51,7 +51,7 @@ class Talk:
     ) -> Talk:
         """Go on with the session of that name, or start it."""
         name = NAME if name is None else name
-        known = runtime.sessions.register.has("", name)
+        known = runtime.sessions.store.has("", name)
         session = runtime.session(name, system=system)
         talk = cls(runtime, session, settings, store, watched)
         if known:

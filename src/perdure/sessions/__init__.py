@@ -1,13 +1,13 @@
 """Conversations that last.
 
     turn         what was said, with its exact tokens, and a digest over all of it
-    point        where a conversation stands: the turns that led there
-    register     sessions, turns and memories in SQLite
+    history      where a conversation stands: the turns that led there
+    session_store sessions, turns and memories in SQLite
     session      one conversation: say, fork, rewind, sleep, wake
     sessions     all of them: find, list, import
     memory       labelled points that can be woken by their address
     fold         an exhausted conversation becomes a summary and its last turns
-    bundle       a session as one file that can be moved
+    export       a session as one file that can be moved
 
 Turns form a tree and never change; a session is a name for one of them, as a branch is in a version
 control system. So a fork costs a row, and going back costs none.

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from perdure.errors import AmbiguousError, CorruptStateError, InvalidInputError, SessionNotFoundError
-from perdure.sessions.register import ADVICE, Register
 from perdure.sessions.schema import MEMORY_SEAL, seal
+from perdure.sessions.session_store import ADVICE, SessionStore
 
 if TYPE_CHECKING:
-    from perdure.sessions.point import Point
+    from perdure.sessions.history import History
     from perdure.sessions.session import Session
     from perdure.sessions.sessions import Sessions
     from perdure.sessions.turn import Turn
@@ -60,13 +60,13 @@ class Memories:
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
 
-    def add(self, session: Session, point: Point, label: str, *, kind: str, note: str) -> Memory:
+    def add(self, session: Session, point: History, label: str, *, kind: str, note: str) -> Memory:
         """Label a point of a session."""
         for name, value in (("label", label), ("kind", kind)):
             if not isinstance(value, str) or not value:
                 raise InvalidInputError(f"a {name} is a text that is not empty, got {value!r}")
         turn, digest = len(point.turns) - 1, point.turns[-1].digest
-        self._sessions.register.label(
+        self._sessions.store.label(
             session.namespace, session.name, point.numbers[-1], turn, label, kind, note, digest
         )
         return self.get(
@@ -105,11 +105,11 @@ class Memories:
     def wake(self, address: str | None, name: str, *, namespace: str = "") -> Session:
         """A new session at a memory. Without an address there must be exactly one memory."""
         memory = self.get(address, namespace) if address is not None else self._only(namespace)
-        numbers, _ = proved(self._sessions.register, memory)
+        numbers, _ = proved(self._sessions.store, memory)
         return self._sessions.wake_at(memory, name, numbers[-1])
 
     def forget(self, address: str, namespace: str = "") -> None:
-        self._sessions.register.forget(self.get(address, namespace).number)
+        self._sessions.store.forget(self.get(address, namespace).number)
 
     def _only(self, namespace: str) -> Memory:
         found = self.search(namespace=namespace)
@@ -123,16 +123,16 @@ class Memories:
         return found[0]
 
     def _rows(self, where: str, *values: Any) -> list[Memory]:
-        rows = self._sessions.register.index.rows(f"{MEMORY} WHERE {where} ORDER BY m.number", *values)
+        rows = self._sessions.store.index.rows(f"{MEMORY} WHERE {where} ORDER BY m.number", *values)
         return [read_memory(row) for row in rows]
 
 
-def proved(register: Register, memory: Memory) -> tuple[Sequence[int], Sequence[Turn]]:
+def proved(store: SessionStore, memory: Memory) -> tuple[Sequence[int], Sequence[Turn]]:
     """The turns that lead to a memory, if they are those that were remembered."""
-    rows = register.index.rows("SELECT turn FROM memory WHERE number = ?", memory.number)
+    rows = store.index.rows("SELECT turn FROM memory WHERE number = ?", memory.number)
     if not rows:
         raise SessionNotFoundError(f"the memory at {memory.address} is gone")
-    numbers, turns = register.chain(rows[0][0], memory.session)
+    numbers, turns = store.chain(rows[0][0], memory.session)
     if turns[-1].digest != memory.digest:
         raise CorruptStateError(
             f"what lies at {memory.address} is not what was remembered: its digest differs; nothing was woken"

@@ -16,7 +16,7 @@ from perdure.sessions.turn import Turn, pack_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class SessionInfo:
     """A session as it is listed."""
 
     number: int
@@ -49,14 +49,14 @@ INSERT_TURN = (
 )
 
 
-def read_session(row: Sequence[Value]) -> Row:
+def read_session(row: Sequence[Value]) -> SessionInfo:
     """The session in a row of `SESSION`."""
     *said, depth, digest, found = row
     number, namespace, name, kind, head, settings, origin, created, updated = said
     if seal(*said, depth, digest) != found:
         raise CorruptStateError(f"the entry of session {name!r} is damaged, or the turn it names is gone")
     # What is proved was once written by us.
-    return Row(
+    return SessionInfo(
         number=number,  # type: ignore[arg-type]
         namespace=namespace,  # type: ignore[arg-type]
         name=name,  # type: ignore[arg-type]

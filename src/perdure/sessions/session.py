@@ -29,9 +29,9 @@ from perdure.errors import (
     StoreError,
 )
 from perdure.sessions.fold import folded
+from perdure.sessions.history import History
 from perdure.sessions.memory import Memory
-from perdure.sessions.point import Point
-from perdure.sessions.rows import Row
+from perdure.sessions.rows import SessionInfo
 from perdure.sessions.turn import Turn, added, context
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ class Session:
     session is as it was before. `kept` in the reply says which.
     """
 
-    def __init__(self, sessions: Sessions, row: Row, point: Point) -> None:
+    def __init__(self, sessions: Sessions, row: SessionInfo, point: History) -> None:
         self._sessions = sessions
         self._row = row
-        self._point = point
+        self._history = point
         self._lock = threading.RLock()
         self._ticket: _Ticket | None = None
         self._saved = len(point.transcript.tokens)
@@ -65,8 +65,8 @@ class Session:
         """The latest reply that this process has made."""
 
     @classmethod
-    def open(cls, sessions: Sessions, row: Row) -> Session:
-        return cls(sessions, row, Point.at(*sessions.register.chain(row.head, row.name)))
+    def open(cls, sessions: Sessions, row: SessionInfo) -> Session:
+        return cls(sessions, row, History.at(*sessions.store.chain(row.head, row.name)))
 
     def __repr__(self) -> str:
         return f"<Session {self.name!r}, {self.turns} turns, {len(self.tokens)} tokens>"
@@ -97,32 +97,32 @@ class Session:
 
     @property
     def system(self) -> str | None:
-        first = self._point.turns[0].messages
+        first = self._history.turns[0].messages
         return first[0].content if first and first[0].role == "system" else None
 
     @property
     def turns(self) -> int:
-        return len(self._point.turns) - 1
+        return len(self._history.turns) - 1
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """All that the model has read and written, as far as it is still in the conversation."""
-        return tuple(self._point.transcript.tokens)
+        return tuple(self._history.transcript.tokens)
 
     def history(self) -> list[Turn]:
         """Its turns, the first one first."""
-        return list(self._point.turns[1:])
+        return list(self._history.turns[1:])
 
     def messages(self) -> list[Message]:
         """What the next prompt starts with."""
-        return list(self._point.messages)
+        return list(self._history.messages)
 
     # Talking.
 
     def submit(self, said: Said, *, keep_partial: bool = False, **settings: Any) -> ChatJob:
         """Queue a turn and return at once. It becomes part of the session when its reply is asked for, or
         read to its end; with `keep_partial` also when it is cancelled."""
-        return self._submit(self._point, _messages(said), settings, keep_partial)
+        return self._submit(self._history, _messages(said), settings, keep_partial)
 
     def say(self, said: Said, **settings: Any) -> ChatReply:
         """The reply to a message; the keywords are those of `Runtime.submit_chat`."""
@@ -161,7 +161,7 @@ class Session:
         return _answered(self.submit_edit(turn, said, **settings))
 
     def submit_edit(self, turn: int, said: Said, *, keep_partial: bool = False, **settings: Any) -> ChatJob:
-        point = self._point
+        point = self._history
         self._check_turn(turn, 1)
         return self._submit(point.first(turn - 1), _messages(said), settings, keep_partial)
 
@@ -170,7 +170,7 @@ class Session:
         return _answered(self.submit_regenerate(**settings))
 
     def submit_regenerate(self, *, keep_partial: bool = False, **settings: Any) -> ChatJob:
-        point = self._point
+        point = self._history
         if not self.turns or point.turns[-1].kind != "turn":
             raise SessionError(f"session {self.name!r} has no reply to make again")
         return self._submit(
@@ -184,7 +184,7 @@ class Session:
         with self._lock:
             count = self.turns if turn is None else turn
             self._check_turn(count, 0)
-            return self._sessions.branch(self, name, self._point.first(count), how="fork")
+            return self._sessions.branch(self, name, self._history.first(count), how="fork")
 
     def rewind(self, turns: int = 1, *, to: int | None = None) -> None:
         """Go back by a number of turns, or to after turn number `to`."""
@@ -193,16 +193,16 @@ class Session:
             if isinstance(turns, bool) or not isinstance(turns, int) or turns < 0:
                 raise InvalidInputError(f"turns is a whole number from 0, got {turns!r}")
             self._check_turn(count, 0)
-            point = self._point.first(count)
-            self._sessions.register.move(self._row.number, point.numbers[-1])
-            self._point = point
+            point = self._history.first(count)
+            self._sessions.store.move(self._row.number, point.numbers[-1])
+            self._history = point
 
     def label(self, label: str, *, kind: str = "memory", turn: int | None = None, note: str = "") -> Memory:
         """Mark a point of this session, so that it can be woken by its address."""
         with self._lock:
             count = self.turns if turn is None else turn
             self._check_turn(count, 0)
-            return self._sessions.memories.add(self, self._point.first(count), label, kind=kind, note=note)
+            return self._sessions.memories.add(self, self._history.first(count), label, kind=kind, note=note)
 
     def fold(
         self, name: str | None = None, *, summary: str | None = None, keep: int = 2, **settings: Any
@@ -212,11 +212,11 @@ class Session:
         The summary is written by the model unless it is given. What was before stays reachable.
         """
         with self._changing():
-            turn = self._folded(self._point, summary, keep, settings)
+            turn = self._folded(self._history, summary, keep, settings)
             if name is not None:
-                return self._sessions.branch(self, name, self._point, how="fold", turns=[turn], kind="fold")
-            number = self._sessions.register.add(self._row.number, self._point.numbers[-1], turn)
-            self._point = Point.at((*self._point.numbers, number), (*self._point.turns, turn))
+                return self._sessions.branch(self, name, self._history, how="fold", turns=[turn], kind="fold")
+            number = self._sessions.store.add(self._row.number, self._history.numbers[-1], turn)
+            self._history = History.at((*self._history.numbers, number), (*self._history.turns, turn))
             return self
 
     def delete(self) -> None:
@@ -242,7 +242,7 @@ class Session:
         """Bring its state back, after proving that its turns are what they were. What is missing or
         damaged is computed with the next turn, and the report says so."""
         with self._changing():
-            self._point = Point.at(*self._sessions.register.chain(self._point.numbers[-1], self.name))
+            self._history = History.at(*self._sessions.store.chain(self._history.numbers[-1], self.name))
             if not (tokens := self._usable.tokens):
                 return ReuseReport(computed=0, why="nothing was said under this model yet")
             return self._sessions.backend.cache.wake(tokens, namespace=self.namespace)
@@ -251,7 +251,7 @@ class Session:
 
     def transcript(self, form: Literal["markdown", "jsonl"] = "markdown") -> str:
         """The conversation as text to read, or as a message a line."""
-        found = [message for turn in self._point.turns for message in _said(turn)]
+        found = [message for turn in self._history.turns for message in _said(turn)]
         if form == "jsonl":
             return "".join(json.dumps(message.to_dict(), ensure_ascii=False) + "\n" for message in found)
         if form != "markdown":
@@ -271,24 +271,24 @@ class Session:
         progress: Callable[[int, int], None] | None = None,
     ) -> Path:
         """Write the session to one file that can be moved, with its state or without."""
-        from perdure.sessions.bundle import write_bundle
+        from perdure.sessions.export import write_export
 
         tokens = self._usable.tokens if state else None
         packed = None
         if tokens:
             packed = self._sessions.backend.cache.pack(tokens, namespace=self.namespace)
-        return write_bundle(Path(path), self, self._point.turns, packed, kind=kind, progress=progress)
+        return write_export(Path(path), self, self._history.turns, packed, kind=kind, progress=progress)
 
     # Inside.
 
     @property
     def _usable(self) -> Transcript:
         """Its transcript, if the tokens are of this model."""
-        models = self._point.models
-        return self._point.transcript if models <= {self._sessions.backend.model.digest} else Transcript()
+        models = self._history.models
+        return self._history.transcript if models <= {self._sessions.backend.model.digest} else Transcript()
 
     def _submit(
-        self, point: Point, said: list[Message], settings: dict[str, Any], keep_partial: bool
+        self, point: History, said: list[Message], settings: dict[str, Any], keep_partial: bool
     ) -> ChatJob:
         wanted = {**self.settings, **settings}
         if wanted.get("n", 1) != 1:
@@ -305,7 +305,7 @@ class Session:
                 self.last = reply
                 return reply
 
-            known = self._usable if point is self._point else None
+            known = self._usable if point is self._history else None
             try:
                 job = self._sessions.speaker.ask(
                     (*point.messages, *said),
@@ -324,7 +324,7 @@ class Session:
     def _settle(
         self,
         ticket: _Ticket,
-        base: Point,
+        base: History,
         said: Sequence[Message],
         settings: Mapping[str, Any],
         keep_partial: bool,
@@ -360,24 +360,24 @@ class Session:
                 before=base.turns[-1].digest,
             )
             try:
-                number = self._sessions.register.add(self._row.number, base.numbers[-1], turn)
+                number = self._sessions.store.add(self._row.number, base.numbers[-1], turn)
             except (StoreError, StateError, SessionError, InvalidInputError) as error:
                 # What was said was said: the caller has the reply, and learns that it will not last.
                 return replace(reply, not_kept=str(error))
-            self._point = base.then(number, turn, whole, prompt.rendering)
+            self._history = base.then(number, turn, whole, prompt.rendering)
         # Going back or branching has others begin where this one was.
         self._saved = min(self._saved, keep[1])
         self._saved = self._sessions.write_behind(whole.tokens, self.namespace, self._saved)
         return replace(reply, kept=True)
 
     def _folded(
-        self, point: Point, summary: str | None, keep: int, settings: Mapping[str, Any] | None = None
+        self, point: History, summary: str | None, keep: int, settings: Mapping[str, Any] | None = None
     ) -> Turn:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
             raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
         return folded(self._sessions.speaker, point.turns, summary, keep, self.namespace, settings or {})
 
-    def _folded_if_full(self, point: Point, said: list[Message], settings: dict[str, Any]) -> Point:
+    def _folded_if_full(self, point: History, said: list[Message], settings: dict[str, Any]) -> History:
         """The point to go on from: where the next prompt does not fit any more, behind a fold."""
         speaker, limit = self._sessions.speaker, self._sessions.backend.n_ctx - 1
         room = reply_room(settings, self._sessions.backend.n_ctx)
@@ -398,9 +398,9 @@ class Session:
                 needed=needed([*point.turns, turn]) + room,
                 fits=limit,
             )
-        number = self._sessions.register.add(self._row.number, point.numbers[-1], turn)
-        self._point = Point.at((*point.numbers, number), (*point.turns, turn))
-        return self._point
+        number = self._sessions.store.add(self._row.number, point.numbers[-1], turn)
+        self._history = History.at((*point.numbers, number), (*point.turns, turn))
+        return self._history
 
     def _changing(self) -> _Changing:
         return _Changing(self)

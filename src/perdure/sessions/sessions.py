@@ -14,11 +14,11 @@ from perdure.backend import Backend
 from perdure.chat.message import Message
 from perdure.chat.speaker import Speaker
 from perdure.errors import InvalidInputError, PerdureError, SessionError
+from perdure.sessions.history import History
 from perdure.sessions.memory import Memories, Memory
-from perdure.sessions.point import Point
-from perdure.sessions.register import Register
-from perdure.sessions.rows import Row
+from perdure.sessions.rows import SessionInfo
 from perdure.sessions.session import Session
+from perdure.sessions.session_store import SessionStore
 from perdure.sessions.turn import Turn
 
 _SAVED_AT_ONCE = 256
@@ -30,7 +30,7 @@ class Sessions:
 
     def __init__(self, backend: Backend, speaker: Callable[[], Speaker], store: Path | None) -> None:
         self.backend = backend
-        self.register = Register(store)
+        self.store = SessionStore(store)
         self.memories = Memories(self)
         self._speaker = speaker
         self._durable = store is not None
@@ -54,15 +54,15 @@ class Sessions:
         if not isinstance(name, str) or not name:
             raise InvalidInputError(f"a session's name is a text that is not empty, got {name!r}")
         with self._lock:
-            if not self.register.has(namespace, name):
+            if not self.store.has(namespace, name):
                 if not create:
-                    self.register.find(namespace, name)
+                    self.store.find(namespace, name)
                 start = Turn(
                     kind="start",
                     messages=(Message(role="system", content=system),) if system is not None else (),
                 )
-                self.register.create(namespace, name, [start], settings=settings)
-            session = self._opened(self.register.find(namespace, name))
+                self.store.create(namespace, name, [start], settings=settings)
+            session = self._opened(self.store.find(namespace, name))
             if system is not None and session.system != system:
                 raise SessionError(
                     f"session {name!r} has another system message: leave it out to go on with that one, or "
@@ -78,9 +78,9 @@ class Sessions:
         """The session of that name; an error where there is none."""
         return self.open(name, namespace=namespace, create=False)
 
-    def list(self, namespace: str = "") -> list[Row]:
+    def list(self, namespace: str = "") -> list[SessionInfo]:
         """Those of a namespace, the latest first."""
-        return self.register.list(namespace)
+        return self.store.list(namespace)
 
     def import_(
         self,
@@ -91,26 +91,26 @@ class Sessions:
         progress: Callable[[int, int], None] | None = None,
     ) -> Session:
         """A session out of a file that `Session.export` wrote, all of it verified first."""
-        from perdure.sessions.bundle import read_bundle
+        from perdure.sessions.export import read_export
 
-        bundle = read_bundle(Path(path), progress=progress)
+        export = read_export(Path(path), progress=progress)
         with self._lock:
-            row = self.register.create(
+            row = self.store.create(
                 namespace,
-                name or bundle.name,
-                bundle.turns,
-                kind=bundle.kind,
-                settings=bundle.settings,
-                origin={"how": "import", "session": bundle.name, "turn": len(bundle.turns) - 1},
+                name or export.name,
+                export.turns,
+                kind=export.kind,
+                settings=export.settings,
+                origin={"how": "import", "session": export.name, "turn": len(export.turns) - 1},
             )
-        if bundle.identity is not None and bundle.blocks:
+        if export.identity is not None and export.blocks:
             # State that does not fit here is computed anew; the text has come over.
             with suppress(PerdureError):
-                self.backend.cache.unpack(bundle.identity, bundle.blocks, namespace=namespace)
+                self.backend.cache.unpack(export.identity, export.blocks, namespace=namespace)
         return self._opened(row)
 
     def close(self) -> None:
-        self.register.close()
+        self.store.close()
 
     # For sessions.
 
@@ -118,14 +118,14 @@ class Sessions:
         self,
         session: Session,
         name: str,
-        point: Point,
+        point: History,
         *,
         how: str,
         turns: Sequence[Turn] = (),
         kind: str = "session",
     ) -> Session:
         with self._lock:
-            row = self.register.create(
+            row = self.store.create(
                 session.namespace,
                 _name(name),
                 turns,
@@ -138,7 +138,7 @@ class Sessions:
 
     def wake_at(self, memory: Memory, name: str, head: int) -> Session:
         with self._lock:
-            row = self.register.create(
+            row = self.store.create(
                 memory.namespace,
                 _name(name),
                 head=head,
@@ -148,7 +148,7 @@ class Sessions:
 
     def remove(self, session: Session) -> None:
         with self._lock:
-            self.register.delete(session._row.number)
+            self.store.delete(session._row.number)
             self._open.pop((session.namespace, session.name), None)
 
     def write_behind(self, tokens: array[int], namespace: str, saved: int) -> int:
@@ -163,7 +163,7 @@ class Sessions:
                 return len(tokens)
         return saved
 
-    def _opened(self, row: Row) -> Session:
+    def _opened(self, row: SessionInfo) -> Session:
         key = (row.namespace, row.name)
         with self._lock:
             session = self._open.get(key)

@@ -12,8 +12,8 @@ from perdure.decode.placement import Plan
 from perdure.server.shapes.base import Asked, Given, Name
 from perdure.server.shapes.chat import ChatMessage, Spoken
 from perdure.sessions.memory import Memory
-from perdure.sessions.register import Row
 from perdure.sessions.session import Session
+from perdure.sessions.session_store import SessionInfo
 from perdure.sessions.turn import Turn
 
 Label = Annotated[str, Field(min_length=1, max_length=200)]
@@ -93,7 +93,7 @@ class SessionSummary(Given):
     origin: OriginAnswer | None
 
     @classmethod
-    def of(cls, row: Row) -> SessionSummary:
+    def of(cls, row: SessionInfo) -> SessionSummary:
         return cls(
             name=row.name,
             kind=row.kind,

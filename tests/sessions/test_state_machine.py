@@ -13,8 +13,8 @@ import subjects
 from perdure import CorruptStateError
 from perdure.chat.transcript import Transcript
 from perdure.sessions import turn as turn_module
-from perdure.sessions.register import Register
-from sessions.machine import life
+from perdure.sessions.session_store import SessionStore
+from sessions.state_machine import life
 from subjects import NAMES, Subject
 
 
@@ -52,7 +52,7 @@ def test_a_turn_that_is_lost_is_seen(
     zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: a rewind that moves nothing on the disk."""
-    monkeypatch.setattr(Register, "move", lambda self, session, head: None)
+    monkeypatch.setattr(SessionStore, "move", lambda self, session, head: None)
     with pytest.raises(AssertionError):
         live(subjects.find("toy-full", zoo_path), examples=30, steps=30, phases=[Phase.generate])
 

@@ -12,7 +12,7 @@ from perdure.sessions.turn import Turn, context, transcript
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class History:
     """Where a conversation stands: the turns that led there, as they are and as they are registered."""
 
     numbers: tuple[int, ...]
@@ -25,14 +25,14 @@ class Point:
     rendering: Rendering | None = None
 
     @classmethod
-    def at(cls, numbers: Sequence[int], turns: Sequence[Turn]) -> Point:
+    def at(cls, numbers: Sequence[int], turns: Sequence[Turn]) -> History:
         models = frozenset(turn.model for turn in turns if turn.kind != "start" and turn.added.tokens)
         return cls(tuple(numbers), tuple(turns), transcript(turns), tuple(context(turns)), models)
 
-    def then(self, number: int, turn: Turn, whole: Transcript, rendering: Rendering | None) -> Point:
+    def then(self, number: int, turn: Turn, whole: Transcript, rendering: Rendering | None) -> History:
         """One turn further. The work does not grow with the conversation, but for copying."""
         said = (*turn.messages, *([turn.reply] if turn.reply is not None else []))
-        return Point(
+        return History(
             (*self.numbers, number),
             (*self.turns, turn),
             whole,
@@ -41,8 +41,8 @@ class Point:
             rendering,
         )
 
-    def first(self, count: int) -> Point:
+    def first(self, count: int) -> History:
         """After its first `count` turns."""
         if count == len(self.turns) - 1:
             return self
-        return Point.at(self.numbers[: count + 1], self.turns[: count + 1])
+        return History.at(self.numbers[: count + 1], self.turns[: count + 1])

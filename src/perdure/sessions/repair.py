@@ -1,4 +1,4 @@
-"""What can be proved of a damaged register, in a new one; the damaged one is put aside, whole."""
+"""What can be proved of a damaged database of sessions, in a new one; the damaged one is put aside, whole."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from perdure.errors import CorruptStateError, StoreDamagedError
-from perdure.sessions.register import FILE, MENDED, locked, mark
 from perdure.sessions.rows import INSERT_TURN, TURN, parse_turn, turn_values
 from perdure.sessions.schema import MEMORY_SEAL, MIGRATIONS, SESSION_SEAL, TURN_SEAL, seal
+from perdure.sessions.session_store import FILE, MENDED, locked, mark
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store.durable import explained, sync_folder
 from perdure.store.index import APPLICATION, Index
@@ -31,7 +31,7 @@ _UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Salvage:
+class Repair:
     """What came of it."""
 
     sessions: int
@@ -42,17 +42,17 @@ class Salvage:
     found: Sequence[str]
     """Sessions that were made of turns to which nothing led any more."""
     aside: Path
-    """Where the damaged register lies."""
+    """Where the damaged database lies."""
 
 
-def salvage(folder: Path) -> Salvage:
-    """Put what can be proved of the register in `folder` in its place. `StoreDamagedError` if nothing can."""
+def repair(folder: Path) -> Repair:
+    """Put what can be proved of the sessions in `folder` in its place. `StoreDamagedError` if nothing can."""
     lock = locked(folder)
     try:
         aside = next(path for path in _places(folder) if not path.exists())
         if (folder / MENDED).exists():
             _exchange(folder, aside)
-            return Salvage(sessions=0, turns=0, memories=0, cut=(), found=(), aside=aside)
+            return Repair(sessions=0, turns=0, memories=0, cut=(), found=(), aside=aside)
         with _copied(folder) as db:
             found = _Found(db)
         if not found.turns:
@@ -69,7 +69,7 @@ def salvage(folder: Path) -> Salvage:
             os.replace(temporary, folder / MENDED)
         sync_folder(folder)
         _exchange(folder, aside)
-        return Salvage(
+        return Repair(
             sessions=len(found.sessions),
             turns=sum(turn.kind != "start" for turn in found.turns.values()),
             memories=len(found.memories),
@@ -82,7 +82,7 @@ def salvage(folder: Path) -> Salvage:
 
 
 def _exchange(folder: Path, aside: Path) -> None:
-    """From here on the new register counts: whoever is interrupted goes on at the same place."""
+    """From here on the new database counts: whoever is interrupted goes on at the same place."""
     with explained(folder):
         # The log before what it belongs to, and both before the new one comes: it would be taken for its own.
         for suffix in ("-shm", "-wal", ""):
@@ -100,7 +100,7 @@ def _places(folder: Path) -> Iterator[Path]:
 @contextmanager
 def _copied(folder: Path) -> Iterator[sqlite3.Connection]:
     """A copy to read from, with a header such as ours have: little else is needed to reach the rows."""
-    copy = folder / "sessions.salvage"
+    copy = folder / "sessions.repair"
     try:
         with explained(folder):
             for suffix in ("", "-wal"):

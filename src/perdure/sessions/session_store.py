@@ -19,18 +19,26 @@ from perdure.errors import (
     StoreDamagedError,
     StoreLockedError,
 )
-from perdure.sessions.rows import INSERT_TURN, SESSION, TURN, Row, read_session, read_turn, turn_values
+from perdure.sessions.rows import (
+    INSERT_TURN,
+    SESSION,
+    TURN,
+    SessionInfo,
+    read_session,
+    read_turn,
+    turn_values,
+)
 from perdure.sessions.schema import MEMORY_SEAL, MIGRATIONS, SESSION_SEAL, TURN_SEAL, Value, seal
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store.durable import explained, sync_folder, write_file
 from perdure.store.index import Index
 
 FILE, MARK, MENDED = "sessions.sqlite", "sessions.id", "sessions.mended"
-"""The register; whose it is; and what a repair that was interrupted has left."""
+"""The database; whose it is; and what a repair that was interrupted has left."""
 ADVICE = "`perdure sessions verify` keeps what can be proved and puts the rest aside"
 
 
-class Register:
+class SessionStore:
     """The durable part of sessions. For any thread.
 
     Always holds: a turn is written once and whole, after the one before it; a session names a turn that is
@@ -81,7 +89,7 @@ class Register:
         kind: str = "session",
         settings: Mapping[str, Any] | None = None,
         origin: Mapping[str, Any] | None = None,
-    ) -> Row:
+    ) -> SessionInfo:
         """A new session: at a turn that is there, followed by turns that are not yet."""
         now = time.time()
         with self._writing():
@@ -109,7 +117,7 @@ class Register:
             assert row is not None
             return row
 
-    def find(self, namespace: str, name: str) -> Row:
+    def find(self, namespace: str, name: str) -> SessionInfo:
         found = self._find(namespace, name)
         if found is None:
             raise SessionNotFoundError(f"there is no session {name!r}")
@@ -118,7 +126,7 @@ class Register:
     def has(self, namespace: str, name: str) -> bool:
         return self._find(namespace, name) is not None
 
-    def list(self, namespace: str | None = None) -> list[Row]:
+    def list(self, namespace: str | None = None) -> list[SessionInfo]:
         """The latest first."""
         where, values = ("", ()) if namespace is None else ("WHERE s.namespace = ?", (namespace,))
         rows = self.index.rows(f"{SESSION} {where} ORDER BY s.updated DESC", *values)
@@ -209,7 +217,7 @@ class Register:
     # Inside.
 
     def _check_own(self, folder: Path, known: str) -> None:
-        """A register of another store is not taken for this one's."""
+        """A database of another store is not taken for this one's."""
         own = next((row[0] for row in self.index.rows("SELECT id FROM register")), None)
         if not isinstance(own, str) or not own or (known and own != known):
             raise StoreDamagedError(
@@ -228,14 +236,14 @@ class Register:
         except UnicodeEncodeError as error:
             raise InvalidInputError(f"this is not valid Unicode text: {error}") from None
 
-    def _find(self, namespace: str, name: str) -> Row | None:
+    def _find(self, namespace: str, name: str) -> SessionInfo | None:
         try:
             rows = self.index.rows(f"{SESSION} WHERE s.namespace = ? AND s.name = ?", namespace, name)
         except UnicodeEncodeError as error:
             raise InvalidInputError(f"a session's name must be valid Unicode text: {error}") from None
         return self._read(rows[0]) if rows else None
 
-    def _read(self, row: tuple[Any, ...]) -> Row:
+    def _read(self, row: tuple[Any, ...]) -> SessionInfo:
         try:
             return read_session(row)
         except CorruptStateError as error:
@@ -288,7 +296,7 @@ class Register:
 
 
 def mark(folder: Path) -> str:
-    """Whose the register in `folder` must be; nothing is known of one that is new."""
+    """Whose the database in `folder` must be; nothing is known of one that is new."""
     with explained(folder / MARK):
         try:
             return (folder / MARK).read_text("utf-8", "replace").strip()
@@ -324,4 +332,4 @@ def locked(folder: Path) -> FileLock:
     return lock
 
 
-__all__ = ["ADVICE", "FILE", "MARK", "MENDED", "Register", "Row", "locked", "mark"]
+__all__ = ["ADVICE", "FILE", "MARK", "MENDED", "SessionInfo", "SessionStore", "locked", "mark"]

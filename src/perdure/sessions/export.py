@@ -37,7 +37,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
+class Export:
     """What was in a file, all of it verified."""
 
     name: str
@@ -48,7 +48,7 @@ class Bundle:
     blocks: tuple[Block, ...]
 
 
-def write_bundle(
+def write_export(
     path: Path,
     session: Session,
     turns: Sequence[Turn],
@@ -100,8 +100,8 @@ def write_bundle(
     return path
 
 
-def read_bundle(path: Path, *, progress: Progress | None = None) -> Bundle:
-    """Read a file that `write_bundle` wrote. Anything in it that is not as it was is refused."""
+def read_export(path: Path, *, progress: Progress | None = None) -> Export:
+    """Read a file that `write_export` wrote. Anything in it that is not as it was is refused."""
     with _opened(path) as archive:
         return _read(archive, progress)
 
@@ -129,7 +129,7 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
             raise CorruptStateError(words) from error
 
 
-def _read(archive: tarfile.TarFile, progress: Progress | None) -> Bundle:
+def _read(archive: tarfile.TarFile, progress: Progress | None) -> Export:
     manifest = _manifest(archive)
     try:
         parts = [(str(part["name"]), int(part["bytes"]), str(part["sha256"])) for part in manifest["parts"]]
@@ -154,7 +154,7 @@ def _read(archive: tarfile.TarFile, progress: Progress | None) -> Bundle:
             progress(done, total)
     if not turns or turns[-1].digest.hex() != manifest.get("head"):
         raise CorruptStateError("the turns of this export are not those that its manifest names")
-    return Bundle(name=name, kind=kind, settings=settings, turns=turns, identity=known, blocks=tuple(blocks))
+    return Export(name=name, kind=kind, settings=settings, turns=turns, identity=known, blocks=tuple(blocks))
 
 
 def _manifest(archive: tarfile.TarFile) -> dict[str, Any]:

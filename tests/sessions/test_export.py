@@ -16,7 +16,7 @@ import pytest
 from perdure import CorruptStateError, SessionExistsError, StateError, StoreError, StoreVersionError
 from perdure.cache.block import Block
 from perdure.engine.toy import ToyModel
-from perdure.sessions.bundle import manifest_of, read_bundle
+from perdure.sessions.export import manifest_of, read_export
 from sessions.talking import said, talking
 from subjects import Subject
 
@@ -97,7 +97,7 @@ def test_progress_is_told(toy: Subject, tmp_path: Path) -> None:
     path = exported(toy, tmp_path, progress=lambda done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1] > 0
     read: list[tuple[int, int]] = []
-    read_bundle(path, progress=lambda done, total: read.append((done, total)))
+    read_export(path, progress=lambda done, total: read.append((done, total)))
     assert read[-1] == told[-1]
 
 
@@ -161,7 +161,7 @@ def test_s5_settings_are_not_the_callers(toy: Subject, tmp_path: Path) -> None:
 
 def refused(path: Path) -> bool:
     try:
-        read_bundle(path)
+        read_export(path)
     except (StateError, StoreError):
         return True
     return False
@@ -171,7 +171,7 @@ def flips(subject: Subject, folder: Path, sampled: int, members: int | None) -> 
     """In the headers of the first `members` of the archive, and in sampled places of all of it."""
     path = exported(subject, folder)
     data = path.read_bytes()
-    right = read_bundle(path)
+    right = read_export(path)
     with tarfile.open(path) as archive:
         parts = archive.getmembers()
     headers = [part.offset for part in parts[:members]]
@@ -187,7 +187,7 @@ def flips(subject: Subject, folder: Path, sampled: int, members: int | None) -> 
         flipped[place] ^= 1 << rng.randrange(8)
         damaged.write_bytes(flipped)
         try:
-            found = read_bundle(damaged)
+            found = read_export(damaged)
         except (StateError, StoreError):
             seen += 1
             continue
@@ -263,7 +263,7 @@ def test_parts_of_another_export_are_refused(toy: Subject, tmp_path: Path) -> No
 
     assert refused(rewritten(path, tmp_path / "mixed", swap))
     with pytest.raises(StoreVersionError):
-        read_bundle(rewritten(path, tmp_path / "mixed", newer))
+        read_export(rewritten(path, tmp_path / "mixed", newer))
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x00" * 4096, b"{}" * 600])
