@@ -3,7 +3,7 @@
 from perdure.chat.job import ChatJob
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
-from perdure.chat.template import Template
+from perdure.chat.templates.template import Template
 from perdure.decode.embedding import Embeddings
 from perdure.decode.grammar import Grammar
 from perdure.decode.job import Job

@@ -15,11 +15,11 @@ import numpy as np
 
 from perdure.backend import Backend, LocalBackend
 from perdure.cache.book import Book
+from perdure.chat.chat_format import ChatFormat
 from perdure.chat.job import ChatJob
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
-from perdure.chat.speaker import Speaker
-from perdure.chat.template import Template
+from perdure.chat.templates.template import Template
 from perdure.decode.embedding import Embeddings
 from perdure.decode.job import Job, result_of
 from perdure.decode.request import Delta, Reply, Request
@@ -46,9 +46,11 @@ class Runtime:
     ) -> None:
         self.backend = backend
         self._template = template
-        self._speaking = threading.Lock()
-        self._speaker: Speaker | None = None
-        self.sessions = Sessions(backend, lambda: self.speaker, Path(store) if store is not None else None)
+        self._chat_format_lock = threading.Lock()
+        self._chat_format: ChatFormat | None = None
+        self.sessions = Sessions(
+            backend, lambda: self.chat_format, Path(store) if store is not None else None
+        )
 
     @property
     def model(self) -> Vocabulary:
@@ -74,12 +76,12 @@ class Runtime:
         return self.backend.load
 
     @property
-    def speaker(self) -> Speaker:
+    def chat_format(self) -> ChatFormat:
         """How messages become tokens here. An error where the model has no template and none was chosen."""
-        with self._speaking:
-            if self._speaker is None:
-                self._speaker = Speaker.of(self.backend, self._template)
-            return self._speaker
+        with self._chat_format_lock:
+            if self._chat_format is None:
+                self._chat_format = ChatFormat.of(self.backend, self._template)
+            return self._chat_format
 
     @property
     def memories(self) -> Memories:
@@ -128,7 +130,7 @@ class Runtime:
         """
         if settings.get("overflow") == "fold":
             raise InvalidInputError("only a session can be folded: use rt.session(name), or drop_oldest")
-        return self.speaker.ask(messages, **settings)
+        return self.chat_format.submit(messages, **settings)
 
     def chat(self, messages: Sequence[Message | Mapping[str, Any]], **settings: Any) -> ChatReply:
         """The reply to messages; the keywords are those of `submit_chat`."""

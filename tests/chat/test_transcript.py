@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import subjects
-from perdure.chat.recall import Recall
-from perdure.chat.transcript import Scribe, Transcript, common
+from perdure.chat.transcript import ChatTokenizer, Transcript, shared_length
+from perdure.chat.transcript_cache import TranscriptCache
 from perdure.engine.toy import ToyModel
 
-TOY = Scribe(ToyModel())
+TOY = ChatTokenizer(ToyModel())
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
 @pytest.fixture(params=["toy-full", "llama"])
-def scribe(request: pytest.FixtureRequest, zoo_path: Callable[[str], Path]) -> Scribe:
-    return Scribe(subjects.find(request.param, zoo_path).model)
+def tokenizer(request: pytest.FixtureRequest, zoo_path: Callable[[str], Path]) -> ChatTokenizer:
+    return ChatTokenizer(subjects.find(request.param, zoo_path).model)
 
 
 @given(texts, texts, texts)
@@ -30,7 +30,7 @@ def test_the_common_beginning_is_what_a_loop_finds(start: str, one: str, other: 
     length = 0
     while length < min(len(first), len(second)) and first[length] == second[length]:
         length += 1
-    assert common(first, second) == length
+    assert shared_length(first, second) == length
 
 
 @given(
@@ -41,77 +41,81 @@ def test_the_common_beginning_is_what_a_loop_finds(start: str, one: str, other: 
 def test_what_somebody_typed_never_becomes_a_control_token(parts: list[str]) -> None:
     typed = "".join(parts)
     guarded = TOY.guard(typed)
-    written = TOY.write(guarded)
+    written = TOY.encode(guarded)
     assert not set(written.tokens) & set(TOY.control)
     assert bytes(list(written.tokens)) == typed.encode()
 
 
-def test_a_mark_of_the_template_does(scribe: Scribe) -> None:
-    written = scribe.write("<|im_start|>user\nHi<|im_end|>\n")
-    assert sum(token in scribe.control for token in written.tokens) == 2
+def test_a_mark_of_the_template_does(tokenizer: ChatTokenizer) -> None:
+    written = tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n")
+    assert sum(token in tokenizer.control for token in written.tokens) == 2
     assert [chars for chars, _ in written.cuts] == [12, 29, 30]
 
 
 @given(texts, texts)
 def test_tokens_that_were_read_stand_for_their_text_again(said: str, reply: str) -> None:
-    prompt = TOY.write(f"<|im_start|>user\n{TOY.guard(said)}<|im_end|>\n<|im_start|>assistant\n")
-    known = prompt + TOY.read([*reply.encode(), *TOY._model.tokenize("<|im_end|>", special=True)])
+    prompt = TOY.encode(f"<|im_start|>user\n{TOY.guard(said)}<|im_end|>\n<|im_start|>assistant\n")
+    known = prompt + TOY.decode([*reply.encode(), *TOY._model.tokenize("<|im_end|>", special=True)])
     text = known.text + "\n<|im_start|>user\nmore<|im_end|>\n"
-    found = TOY.common(text, known)
+    found = TOY.shared_prefix(text, known)
     assert found is not None
     assert found.tokens == known.tokens
 
 
-def test_a_reply_of_odd_tokens_is_not_tokenised_again(scribe: Scribe) -> None:
+def test_a_reply_of_odd_tokens_is_not_tokenised_again(tokenizer: ChatTokenizer) -> None:
     """C2: a reply's own tokens stand for its text, however it would be tokenised."""
-    model = scribe._model
+    model = tokenizer._model
     odd = [token for letter in "the the" for token in model.tokenize(letter, bos=False)]
     assert odd != model.tokenize("the the", bos=False) or len(odd) == 7
     end = model.tokenize("<|im_end|>", special=True, bos=False)
-    prompt = scribe.write("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    known = prompt + scribe.read([*odd, *end])
-    again = scribe.common(known.text + "\n<|im_start|>", known)
+    prompt = tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    known = prompt + tokenizer.decode([*odd, *end])
+    again = tokenizer.shared_prefix(known.text + "\n<|im_start|>", known)
     assert again is not None
     assert again.tokens == known.tokens
     changed = known.text.replace("the the", "the thE")
-    differs = scribe.common(changed, known)
+    differs = tokenizer.shared_prefix(changed, known)
     assert differs is not None
     # Back to the mark before the reply, from where all is tokenised anew.
     assert differs.text.endswith("<|im_start|>")
 
 
-def test_a_reply_that_was_cut_off_stands_too(scribe: Scribe) -> None:
-    prompt = scribe.write("<|im_start|>assistant\n")
-    known = prompt + scribe.read(scribe._model.tokenize("cut o", bos=False))
+def test_a_reply_that_was_cut_off_stands_too(tokenizer: ChatTokenizer) -> None:
+    prompt = tokenizer.encode("<|im_start|>assistant\n")
+    known = prompt + tokenizer.decode(tokenizer._model.tokenize("cut o", bos=False))
     for follows, stands in (("<|im_end|>\n", True), (" then more", True), ("ff", False)):
-        found = scribe.common(known.text + follows, known)
+        found = tokenizer.shared_prefix(known.text + follows, known)
         assert found is not None
         assert (found.tokens == known.tokens) is stands
 
 
 @given(st.lists(texts, min_size=1, max_size=12), texts)
 def test_the_longest_beginning_is_recalled(held: list[str], wanted: str) -> None:
-    recall = Recall(TOY)
+    recall = TranscriptCache(TOY)
     for text in held:
-        recall.add(TOY.write(TOY.guard(text)), "")
+        recall.store(TOY.encode(TOY.guard(text)), "")
     guarded = TOY.guard(wanted)
     best = max(
-        (found for text in held if (found := TOY.common(guarded, TOY.write(TOY.guard(text)))) is not None),
+        (
+            found
+            for text in held
+            if (found := TOY.shared_prefix(guarded, TOY.encode(TOY.guard(text)))) is not None
+        ),
         key=lambda each: len(each.text),
         default=None,
     )
-    found = recall.find(guarded, "")
+    found = recall.lookup(guarded, "")
     assert (found.text if found else "") == (best.text if best else "")
-    assert recall.find(guarded, "another") is None
+    assert recall.lookup(guarded, "another") is None
 
 
 def test_recall_keeps_to_its_limit_and_forgets_the_oldest() -> None:
-    recall = Recall(TOY, limit=100)
+    recall = TranscriptCache(TOY, limit=100)
     for number in range(50):
-        recall.add(TOY.write(f"<|im_start|>{number:02d} {'x' * 20}"), "")
+        recall.store(TOY.encode(f"<|im_start|>{number:02d} {'x' * 20}"), "")
     assert recall._chars <= 100
-    assert recall.find("<|im_start|>00", "") is None or len(recall._held) < 5
-    found = recall.find(f"<|im_start|>49 {'x' * 20}", "")
+    assert recall.lookup("<|im_start|>00", "") is None or len(recall._held) < 5
+    found = recall.lookup(f"<|im_start|>49 {'x' * 20}", "")
     assert found is not None
     assert found.text.startswith("<|im_start|>49")
 

@@ -7,20 +7,19 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from perdure.chat.calls import check_arguments
-from perdure.chat.family import Part, Reader
 from perdure.chat.message import Tool
-from perdure.chat.reader import gather
+from perdure.chat.parsing.arguments import check_arguments
+from perdure.chat.parsing.reply_parser import Part, ReplyParser, gather
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.decode.job import Job
 from perdure.decode.request import Delta, Reply
 
 
 @dataclass(slots=True)
-class _Draft:
+class _Sample:
     """One sample as far as it has been read."""
 
-    reader: Reader
+    parser: ReplyParser
     tokens: list[int] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     calls: set[int] = field(default_factory=set)
@@ -45,7 +44,7 @@ class _Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class ReasoningBudget:
     """How many tokens a model may reason for, and how it is made to answer after that."""
 
     tokens: int
@@ -58,7 +57,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Shift:
+class ContextShift:
     """How a reply goes on past the end of the context: without the oldest tokens, the rest computed anew."""
 
     limit: int
@@ -77,18 +76,18 @@ class ChatJob:
     def __init__(
         self,
         job: Job,
-        reader: Callable[[], Reader],
+        parser: Callable[[], ReplyParser],
         *,
         n: int,
         tools: Sequence[Tool],
         dropped: int,
-        budget: Budget | None,
-        shift: Shift | None,
+        budget: ReasoningBudget | None,
+        shift: ContextShift | None,
         then: Callable[[ChatReply], ChatReply],
         waits: bool = False,
     ) -> None:
         self._job = job
-        self._drafts = [_Draft(reader()) for _ in range(n)]
+        self._samples = [_Sample(parser()) for _ in range(n)]
         self._tools = tools
         self._dropped = dropped
         self._budget = budget
@@ -160,20 +159,20 @@ class ChatJob:
         await self._afinish(await self._job.areplies())
 
     def _read(self, delta: Delta) -> list[ChatDelta]:
-        draft = self._drafts[delta.index]
-        draft.tokens += delta.tokens
-        draft.raw += len(delta.text)
-        parts = draft.reader.push(delta.text)
+        sample = self._samples[delta.index]
+        sample.tokens += delta.tokens
+        sample.raw += len(delta.text)
+        parts = sample.parser.push(delta.text)
         reason = delta.finish_reason
-        if reason == "length" and self._shift is not None and len(draft.tokens) < self._shift.limit:
+        if reason == "length" and self._shift is not None and len(sample.tokens) < self._shift.limit:
             # Only the context is full.
             self._shifting, reason = True, None
         elif reason is not None:
-            parts += draft.reader.finish()
-            draft.finished = True
-        draft.thought += len(delta.tokens) if draft.reader.thinking else 0
-        text, reasoning, calls = draft.take(parts)
-        if reason == "stop" and draft.calls:
+            parts += sample.parser.finish()
+            sample.finished = True
+        sample.thought += len(delta.tokens) if sample.parser.thinking else 0
+        text, reasoning, calls = sample.take(parts)
+        if reason == "stop" and sample.calls:
             reason = "tool_calls"
         elif not (text or reasoning or calls or delta.tokens or reason):
             return []
@@ -193,19 +192,19 @@ class ChatJob:
 
     def _spent(self) -> bool:
         """Whether the model has reasoned for as long as it may."""
-        draft, budget = self._drafts[0], self._budget
-        return budget is not None and draft.reader.thinking and draft.thought >= budget.tokens
+        sample, budget = self._samples[0], self._budget
+        return budget is not None and sample.parser.thinking and sample.thought >= budget.tokens
 
     def _goes_on(self) -> bool:
-        return self._shifting or (self._spent() and not self._drafts[0].finished)
+        return self._shifting or (self._spent() and not self._samples[0].finished)
 
     def _go_on(self, so_far: Reply) -> list[ChatDelta]:
         """Have the reply go on in another request, from what was read of this one."""
-        draft = self._drafts[0]
+        sample = self._samples[0]
         # Tokens that came after the last delta was read are not part of it.
         start = len(self._earlier.tokens) if self._earlier is not None else 0
-        so_far = replace(so_far, tokens=tuple(draft.tokens[start:]), text=so_far.text[: draft.raw])
-        draft.raw = 0
+        so_far = replace(so_far, tokens=tuple(sample.tokens[start:]), text=so_far.text[: sample.raw])
+        sample.raw = 0
         if self._shifting:
             assert self._shift is not None
             self._shifting = False
@@ -215,10 +214,10 @@ class ChatJob:
             return []
         budget, self._budget = self._budget, None
         assert budget is not None
-        draft.tokens += budget.closing
+        sample.tokens += budget.closing
         so_far = replace(so_far, tokens=so_far.tokens + budget.closing, text=so_far.text + budget.close)
         self._earlier = _joined(self._earlier, so_far)
-        text, reasoning, calls = draft.take(draft.reader.push(budget.close))
+        text, reasoning, calls = sample.take(sample.parser.push(budget.close))
         self._job = budget.go_on(self._earlier.tokens)
         return [ChatDelta(text=text, reasoning=reasoning, tool_calls=calls)] if text or reasoning else []
 
@@ -236,11 +235,11 @@ class ChatJob:
         return await asyncio.to_thread(self._finish, raw) if off_loop else self._finish(raw)
 
     def _made(self, raw: Reply) -> ChatReply:
-        draft = self._drafts[raw.index]
+        sample = self._samples[raw.index]
         # Whoever asked for the reply alone has read nothing yet.
-        if not draft.finished:
-            draft.take([*draft.reader.push(raw.text[draft.raw :]), *draft.reader.finish()])
-        message = gather(draft.parts)
+        if not sample.finished:
+            sample.take([*sample.parser.push(raw.text[sample.raw :]), *sample.parser.finish()])
+        message = gather(sample.parts)
         raw = _joined(self._earlier, raw)
         problems = [check_arguments(call, self._tools) for call in message.tool_calls]
         return ChatReply(

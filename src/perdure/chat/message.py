@@ -10,7 +10,7 @@ from typing import Any, cast
 from perdure.errors import InvalidInputError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_SPEAKERS = ("system", "user", "assistant")
+_PLAIN_ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ def _simple(value: object) -> Message | None:
     """A message that is a role and a text, as almost all are: whole histories come again and again."""
     if type(value) is dict and len(value) == 2:
         role, content = value.get("role"), value.get("content")
-        if type(content) is str and content.isascii() and role in _SPEAKERS:
+        if type(content) is str and content.isascii() and role in _PLAIN_ROLES:
             return Message(role=role, content=content)
     return None
 

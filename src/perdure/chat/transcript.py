@@ -40,8 +40,8 @@ class Transcript:
         return Transcript(self.text[:chars], self.tokens[:count], self.cuts[: cut + 1])
 
 
-class Scribe:
-    """Writes text as tokens and tokens as text, for one vocabulary.
+class ChatTokenizer:
+    """Tokenizer of conversations: text to tokens and tokens to text, for one vocabulary.
 
     Text that only looks like a control token (somebody typed it) never becomes one: `guard` marks it, and
     everything here knows the mark.
@@ -86,7 +86,7 @@ class Scribe:
         """Mark whatever in `text` looks like a control token."""
         return self._marks.sub(lambda found: _guard(found[0]), text)
 
-    def write(self, text: str, after: Transcript | None = None) -> Transcript:
+    def encode(self, text: str, after: Transcript | None = None) -> Transcript:
         """A text behind `after`. Unguarded marks in it become control tokens."""
         before = after if after is not None else self._opening(text)
         tokens: list[int] = []
@@ -102,7 +102,7 @@ class Scribe:
                 cuts.append((at, count))
         return before + Transcript(text, array("i", tokens), _with_end(cuts, len(text), len(tokens)))
 
-    def read(self, tokens: Sequence[int]) -> Transcript:
+    def decode(self, tokens: Sequence[int]) -> Transcript:
         """Tokens that a model wrote, with the text that stands for them."""
         parts: list[str] = []
         cuts: list[tuple[int, int]] = []
@@ -120,9 +120,9 @@ class Scribe:
         text = "".join(parts)
         return Transcript(text, array("i", tokens), _with_end(cuts, len(text), len(tokens)))
 
-    def common(self, text: str, known: Transcript) -> Transcript | None:
+    def shared_prefix(self, text: str, known: Transcript) -> Transcript | None:
         """The longest beginning of `known` whose tokens can stand for a beginning of `text`."""
-        shared = common(text, known.text)
+        shared = shared_length(text, known.text)
         cut = bisect.bisect_right(known.cuts, shared, key=lambda cut: cut[0]) - 1
         if cut >= 0 and not self._can_go_on(text, known, cut):
             cut -= 1
@@ -140,7 +140,7 @@ class Scribe:
         return Transcript() if first and text.startswith(first) else self.start
 
 
-def common(first: str, second: str) -> int:
+def shared_length(first: str, second: str) -> int:
     """How many characters two texts start with alike."""
     low, high = 0, min(len(first), len(second))
     if first[:high] == second[:high]:

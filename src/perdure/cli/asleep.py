@@ -14,14 +14,14 @@ from perdure.sessions.sessions import Sessions
 
 if TYPE_CHECKING:
     from perdure.backend import Backend
-    from perdure.chat.speaker import Speaker
+    from perdure.chat.chat_format import ChatFormat
 
 
 class Asleep(Sessions):
     """Sessions to read, fork, rewind, label and delete. Whatever takes an engine is refused."""
 
     def __init__(self, folder: Path, *, readonly: bool) -> None:
-        super().__init__(cast("Backend", _NoEngine()), _no_speaker, None)
+        super().__init__(cast("Backend", _NoEngine()), _no_chat_format, None)
         self.store.close()
         self.store = SessionStore(folder, readonly=readonly)
 
@@ -59,7 +59,7 @@ class _NoEngine:
         raise _refusal()
 
 
-def _no_speaker() -> Speaker:
+def _no_chat_format() -> ChatFormat:
     raise _refusal()
 
 

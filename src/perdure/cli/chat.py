@@ -133,7 +133,7 @@ def chat(
         perdure.open(loaded, n_ctx=ctx, slots=1, store=folder, template=template) as runtime,
     ):
         # A model without a template is told now, not after the first message.
-        _ = runtime.speaker
+        _ = runtime.chat_format
         talk = Talk.begin(runtime, session, system=system, settings=settings, store=folder, watched=watched)
         try:
             if watched:

@@ -54,7 +54,7 @@ class Desk:
     def __post_init__(self) -> None:
         # Now, rather than while the first client waits. Without a template there are still completions.
         with suppress(TemplateError):
-            _ = self.runtime.speaker
+            _ = self.runtime.chat_format
         self.figures = Figures(self.runtime)
         self._limiters: dict[int, anyio.CapacityLimiter] = {}
         self.creating = threading.Lock()

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from perdure.chat.chat_format import ChatFormat
 from perdure.chat.message import Message
-from perdure.chat.speaker import Speaker
 from perdure.errors import SessionError
 from perdure.sessions.turn import Turn, context
 
@@ -17,7 +17,7 @@ _HEADING = "Summary of the conversation so far:"
 
 
 def folded(
-    speaker: Speaker,
+    chat_format: ChatFormat,
     turns: Sequence[Turn],
     summary: str | None,
     keep: int,
@@ -34,7 +34,7 @@ def folded(
     head = _head(turns)
     if summary is None:
         earlier = context(turns[: len(turns) - min(keep, len(said) - 1)])
-        summary = _written(speaker, earlier, namespace, settings)
+        summary = _written(chat_format, earlier, namespace, settings)
     text = f"{_HEADING}\n{summary.strip()}"
     if head and head[0].role == "system":
         head = [replace(head[0], content=f"{head[0].content or ''}\n\n{text}"), *head[1:]]
@@ -49,13 +49,15 @@ def _head(turns: Sequence[Turn]) -> list[Message]:
     return list(turns[0].messages)
 
 
-def _written(speaker: Speaker, messages: list[Message], namespace: str, settings: Mapping[str, Any]) -> str:
+def _written(
+    chat_format: ChatFormat, messages: list[Message], namespace: str, settings: Mapping[str, Any]
+) -> str:
     """The model's own summary."""
-    wanted = {"max_tokens": min(192, speaker.n_ctx // 8), **settings}
+    wanted = {"max_tokens": min(192, chat_format.n_ctx // 8), **settings}
     wanted |= {"overflow": "drop_oldest", "reasoning": "hide"}
     # A small model may have nothing to say at first.
     for temperature in (0.0, 0.7, 1.0):
-        job = speaker.ask(
+        job = chat_format.submit(
             [*messages, Message(role="user", content=_ASK)],
             namespace=namespace,
             **{"temperature": temperature, "seed": 1, **wanted},

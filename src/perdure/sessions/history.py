@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perdure.chat.message import Message
-from perdure.chat.rendering import Rendering
+from perdure.chat.templates.renderer import Rendering
 from perdure.chat.transcript import Transcript
 from perdure.sessions.turn import Turn, context, transcript
 

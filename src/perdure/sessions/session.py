@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from perdure.chat.chat_format import Prompt, reply_room
 from perdure.chat.job import ChatJob
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
-from perdure.chat.speaker import Prompt, reply_room
 from perdure.chat.transcript import Transcript
 from perdure.decode.placement import Plan, ReuseReport
 from perdure.errors import (
@@ -307,7 +307,7 @@ class Session:
 
             known = self._usable if point is self._history else None
             try:
-                job = self._sessions.speaker.ask(
+                job = self._sessions.chat_format.submit(
                     (*point.messages, *said),
                     namespace=self.namespace,
                     known=known,
@@ -375,15 +375,15 @@ class Session:
     ) -> Turn:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
             raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
-        return folded(self._sessions.speaker, point.turns, summary, keep, self.namespace, settings or {})
+        return folded(self._sessions.chat_format, point.turns, summary, keep, self.namespace, settings or {})
 
     def _folded_if_full(self, point: History, said: list[Message], settings: dict[str, Any]) -> History:
         """The point to go on from: where the next prompt does not fit any more, behind a fold."""
-        speaker, limit = self._sessions.speaker, self._sessions.backend.n_ctx - 1
+        chat_format, limit = self._sessions.chat_format, self._sessions.backend.n_ctx - 1
         room = reply_room(settings, self._sessions.backend.n_ctx)
 
         def needed(turns: Sequence[Turn]) -> int:
-            return len(speaker.prompt([*context(turns), *said], namespace=self.namespace))
+            return len(chat_format.prompt([*context(turns), *said], namespace=self.namespace))
 
         full = needed(point.turns)
         if full + room <= limit or len(point.turns) == 1:

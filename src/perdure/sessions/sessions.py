@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from perdure.backend import Backend
+from perdure.chat.chat_format import ChatFormat
 from perdure.chat.message import Message
-from perdure.chat.speaker import Speaker
 from perdure.errors import InvalidInputError, PerdureError, SessionError
 from perdure.sessions.history import History
 from perdure.sessions.memory import Memories, Memory
@@ -28,18 +28,18 @@ _SAVED_AT_ONCE = 256
 class Sessions:
     """Opens sessions by their names, one object a session. Safe from any thread."""
 
-    def __init__(self, backend: Backend, speaker: Callable[[], Speaker], store: Path | None) -> None:
+    def __init__(self, backend: Backend, chat_format: Callable[[], ChatFormat], store: Path | None) -> None:
         self.backend = backend
         self.store = SessionStore(store)
         self.memories = Memories(self)
-        self._speaker = speaker
+        self._chat_format = chat_format
         self._durable = store is not None
         self._lock = threading.RLock()
         self._open: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
 
     @property
-    def speaker(self) -> Speaker:
-        return self._speaker()
+    def chat_format(self) -> ChatFormat:
+        return self._chat_format()
 
     def open(
         self,

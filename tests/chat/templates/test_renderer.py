@@ -9,18 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perdure import Message, Template, TemplateError
-from perdure.chat.rendering import Renderer, Rendering
-from perdure.chat.renderings import Renderings
+from perdure.chat.templates.renderer import Rendering, TemplateRenderer
+from perdure.chat.templates.rendering_cache import RenderingCache
 
-FILES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
+FILES = sorted(Path(__file__).parent.glob("*.jinja"))
 ALL = {path.stem: Template.from_file(path, bos="<s>", eos="</s>") for path in FILES} | {
     f"our {name}": Template.named(name, bos="<s>", eos="</s>") for name in Template.names()
 }
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
-def renderer(template: Template) -> Renderer:
-    return Renderer(template, lambda message: message)
+def renderer(template: Template) -> TemplateRenderer:
+    return TemplateRenderer(template, lambda message: message)
 
 
 def conversation(system: str | None, said: list[str]) -> tuple[Message, ...]:
@@ -68,7 +68,7 @@ def test_one_that_does_not_is_seen(source: str) -> None:
 
 def test_only_what_is_new_is_rendered() -> None:
     counted: list[int] = []
-    under_test = Renderer(Template.named("chatml"), lambda message: counted.append(0) or message)  # type: ignore[func-returns-value]
+    under_test = TemplateRenderer(Template.named("chatml"), lambda message: counted.append(0) or message)  # type: ignore[func-returns-value]
     assert under_test.opening
     messages = conversation("s", [f"text {number}" for number in range(201)])
     _, before = under_test.prompt(messages[:200])
@@ -107,30 +107,30 @@ def test_a_template_that_the_short_conversation_does_not_suit_gets_the_whole() -
 
 
 def test_what_was_rendered_is_found_by_the_messages_that_go_on_from_it() -> None:
-    under_test, remembered = renderer(Template.named("chatml")), Renderings()
+    under_test, remembered = renderer(Template.named("chatml")), RenderingCache()
     messages = conversation("s", ["a", "b", "c", "d", "e"])
     _, first = under_test.prompt(messages[:2])
     _, second = under_test.prompt(messages[:4], before=first)
     assert first is not None
     assert second is not None
-    remembered.add(first, "mine")
-    assert remembered.find(messages[:4], "mine") is first
-    assert remembered.find(messages[:4], "another's") is None
-    assert remembered.find(messages[:2], "mine") is None
-    assert remembered.find(conversation("other", ["a", "b", "c"]), "mine") is None
-    remembered.add(second, "mine", instead_of=first)
-    assert remembered.find(messages[:4], "mine") is None
-    assert remembered.find(messages, "mine") is second
+    remembered.store(first, "mine")
+    assert remembered.lookup(messages[:4], "mine") is first
+    assert remembered.lookup(messages[:4], "another's") is None
+    assert remembered.lookup(messages[:2], "mine") is None
+    assert remembered.lookup(conversation("other", ["a", "b", "c"]), "mine") is None
+    remembered.store(second, "mine", instead_of=first)
+    assert remembered.lookup(messages[:4], "mine") is None
+    assert remembered.lookup(messages, "mine") is second
 
 
 def test_the_oldest_renderings_are_forgotten_for_room() -> None:
-    under_test, remembered = renderer(Template.named("chatml")), Renderings(limit=2000)
+    under_test, remembered = renderer(Template.named("chatml")), RenderingCache(limit=2000)
     talks = [conversation(None, [f"{number} " + "x" * 500, "b", "c"]) for number in range(9)]
     for talk in talks:
         _, rendering = under_test.prompt(talk[:1])
         assert rendering is not None
-        remembered.add(rendering, "")
+        remembered.store(rendering, "")
         # Twice is once.
-        remembered.add(rendering, "")
-    found = [remembered.find(talk, "") is not None for talk in talks]
+        remembered.store(rendering, "")
+    found = [remembered.lookup(talk, "") is not None for talk in talks]
     assert found == [False] * 6 + [True] * 3

@@ -1,4 +1,4 @@
-"""Jinja as chat templates know it, held to an allowance.
+"""Sandbox: Jinja as chat templates know it, within limits.
 
 A template comes with a model file, so it is somebody else's code. It runs in Jinja's immutable sandbox, as
 Hugging Face's library has it. Besides, every loop, call and filter looks at the clock, and whatever makes a
@@ -25,8 +25,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace, _PassArg, pass_context, pass_eval_context
 from jinja2.visitor import NodeTransformer
 
-from perdure.chat import growth
-from perdure.chat.allowance import Allowance
+from perdure.chat.templates import sizes
+from perdure.chat.templates.limits import RenderLimits
 from perdure.errors import TemplateError
 
 _UNUSED = ("pprint", "random", "striptags", "urlize", "xmlattr")
@@ -74,14 +74,14 @@ _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 class BoundedContext(Context):
-    """The variables of one rendering, and its allowance."""
+    """The variables of one rendering, and its limits."""
 
-    allowance: Allowance
+    limits: RenderLimits
 
     def derived(self, locals: dict[str, Any] | None = None) -> Context:  # noqa: A002
         made = super().derived(locals)
         assert isinstance(made, BoundedContext)
-        made.allowance = self.allowance
+        made.limits = self.limits
         return made
 
 
@@ -96,7 +96,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, jinja2.ext.loopcontrols],
-            # Nothing of a template is worked out while it is compiled: there is no allowance yet.
+            # Nothing of a template is worked out while it is compiled: there are no limits yet.
             optimized=False,
             finalize=_finalized,
         )
@@ -152,50 +152,50 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return formatted if value.__name__ == "format" else format_mapped
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        allowance = _allowance(__context)
-        allowance.tick()
+        limits = _limits(__context)
+        limits.tick()
         if type(__obj) is BuiltinMethodType:
             owner = __obj.__self__
-            if isinstance(owner, str) and __obj.__name__ in growth.METHODS:
-                args = _settled(allowance, args)
-                allowance.fits(growth.METHODS[__obj.__name__](allowance, owner, *args, **kwargs))
+            if isinstance(owner, str) and __obj.__name__ in sizes.METHODS:
+                args = _settled(limits, args)
+                limits.fits(sizes.METHODS[__obj.__name__](limits, owner, *args, **kwargs))
         elif isinstance(__obj, LoopContext) and args:
-            args = (_Paced(args[0], allowance, allowance.largest >> 8), *args[1:])
+            args = (_Paced(args[0], limits, limits.largest >> 8), *args[1:])
         if not isinstance(__obj, (Macro, LoopContext)):
             made = super().call(__context, __obj, *args, **kwargs)
-            allowance.take(made)
+            limits.take(made)
             return made
-        allowance.enter()
+        limits.enter()
         try:
             return super().call(__context, __obj, *args, **kwargs)
         finally:
-            allowance.depth -= 1
+            limits.depth -= 1
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        allowance = _allowance(context)
+        limits = _limits(context)
         if operator == "+":
             if isinstance(left, str) and isinstance(right, str):
-                allowance.spend(len(left) + len(right))
+                limits.spend(len(left) + len(right))
                 return left + right
             if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-                weight = allowance.weigh(left) + allowance.weigh(right)
-                allowance.fits(weight)
+                weight = limits.weigh(left) + limits.weigh(right)
+                limits.fits(weight)
                 made = left + right  # type: ignore[operator]
-                allowance.added(made, weight)
+                limits.added(made, weight)
                 return made
         elif operator == "%":
             if isinstance(left, (str, bytes)):
-                allowance.fits(growth.formatted(allowance, left, right))
+                limits.fits(sizes.formatted(limits, left, right))
         else:
-            growth.check_product(allowance, operator, left, right)
+            sizes.check_product(limits, operator, left, right)
         made = super().call_binop(context, operator, left, right)
         if operator != "+":
-            allowance.take(made)
+            limits.take(made)
         return made
 
 
-def _allowance(context: Context) -> Allowance:
-    return context.allowance  # type: ignore[attr-defined, no-any-return]
+def _limits(context: Context) -> RenderLimits:
+    return context.limits  # type: ignore[attr-defined, no-any-return]
 
 
 # What the parsed template gets.
@@ -254,46 +254,46 @@ def _filter(node: Expr, name: str, *args: Expr) -> jinja2.nodes.Filter:
 class _Paced:
     """Something to loop over, one look at the clock and `written` characters an item."""
 
-    __slots__ = ("_allowance", "_items", "_written")
+    __slots__ = ("_items", "_limits", "_written")
 
-    def __init__(self, items: Iterable[Any], allowance: Allowance, written: int) -> None:
+    def __init__(self, items: Iterable[Any], limits: RenderLimits, written: int) -> None:
         self._items = items
-        self._allowance = allowance
+        self._limits = limits
         self._written = written
 
     def __len__(self) -> int:
         return len(self._items)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        allowance, written = self._allowance, self._written
+        limits, written = self._limits, self._written
         for item in self._items:
-            allowance.tick()
+            limits.tick()
             if written:
-                allowance.spend(written)
+                limits.spend(written)
             yield item
 
 
 @pass_context
 def _paced(context: Context, items: Iterable[Any], written: int) -> _Paced:
-    return _Paced(items, _allowance(context), written)
+    return _Paced(items, _limits(context), written)
 
 
 @pass_context
 def _joined(context: Context, parts: tuple[Any, ...]) -> str:
     texts = [_finalized(context, part) for part in parts]
-    _allowance(context).fits(sum(map(len, texts)))
+    _limits(context).fits(sum(map(len, texts)))
     return "".join(texts)
 
 
 @pass_context
 def _ticked(context: Context, value: Any) -> Any:
-    _allowance(context).tick()
+    _limits(context).tick()
     return value
 
 
 @pass_context
 def _weighed(context: Context, value: Any) -> Any:
-    _allowance(context).take(value)
+    _limits(context).take(value)
     return value
 
 
@@ -301,36 +301,36 @@ def _weighed(context: Context, value: Any) -> Any:
 def _finalized(context: Context, value: Any) -> str:
     """What is written out, as text."""
     text = value if type(value) is str else str(value)
-    _allowance(context).spend(len(text))
+    _limits(context).spend(len(text))
     return text
 
 
 # Filters and methods.
 
 
-def _settled(allowance: Allowance, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _settled(limits: RenderLimits, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments whose size can be told."""
-    return tuple(_listed(allowance, each) if isinstance(each, Iterator) else each for each in args)
+    return tuple(_listed(limits, each) if isinstance(each, Iterator) else each for each in args)
 
 
-def _listed(allowance: Allowance, items: Iterator[Any]) -> list[Any]:
-    made = list(_Paced(items, allowance, 2))
-    allowance.weigh(made)
+def _listed(limits: RenderLimits, items: Iterator[Any]) -> list[Any]:
+    made = list(_Paced(items, limits, 2))
+    limits.weigh(made)
     return made
 
 
 def _bounded_filter(name: str, made_by: Callable[..., Any]) -> Callable[..., Any]:
     takes = _PassArg.from_obj(made_by)
-    grows = growth.FILTERS.get(name)
+    grows = sizes.FILTERS.get(name)
 
     @pass_context
     def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        allowance = _allowance(context)
-        allowance.tick()
+        limits = _limits(context)
+        limits.tick()
         if grows is not None:
             if isinstance(value, Iterator):
-                value = _listed(allowance, value)
-            allowance.fits(grows(allowance, value, *args, **kwargs))
+                value = _listed(limits, value)
+            limits.fits(grows(limits, value, *args, **kwargs))
         if takes is _PassArg.context:
             made = made_by(context, value, *args, **kwargs)
         elif takes is _PassArg.eval_context:
@@ -339,7 +339,7 @@ def _bounded_filter(name: str, made_by: Callable[..., Any]) -> Callable[..., Any
             made = made_by(context.environment, value, *args, **kwargs)
         else:
             made = made_by(value, *args, **kwargs)
-        allowance.take(made)
+        limits.take(made)
         return made
 
     return bounded
@@ -348,7 +348,7 @@ def _bounded_filter(name: str, made_by: Callable[..., Any]) -> Callable[..., Any
 def _bounded_test(compares: Callable[..., bool]) -> Callable[..., bool]:
     @pass_context
     def bounded(context: Context, *values: Any) -> bool:
-        _allowance(context).tick()
+        _limits(context).tick()
         return compares(*values)
 
     return bounded
@@ -360,7 +360,7 @@ class _Formatter(SandboxedFormatter):
     _most = 4 << 20
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        growth.check_field(format_spec)
+        sizes.check_field(format_spec)
         made: str = string.Formatter.format_field(self, value, format_spec)
         self._most -= len(made)
         if self._most < 0:

@@ -18,7 +18,7 @@ class Malformed(Exception):
     """The text is not what was expected here."""
 
 
-class JsonText:
+class JsonScanner:
     """One JSON value, read in pieces. The first character that cannot belong to it raises Malformed.
 
     The work for a character does not depend on the value so far.

@@ -1,4 +1,4 @@
-"""How models write their tool calls, and whether a call fits its tool."""
+"""Tool-call formats: how models write tool calls, and the grammar that holds a reply to them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perdure.chat.call_object import Objects
-from perdure.chat.channels import Channels
-from perdure.chat.fence import Fence
 from perdure.chat.message import Tool, ToolCall
-from perdure.chat.region import ByFirst, Header, Region
+from perdure.chat.parsing.call_parser import CallParser
 from perdure.decode.grammar import Grammar
-from perdure.errors import GrammarError, InvalidInputError
+from perdure.errors import GrammarError
 
 _AS_TRAINED = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """The white space in which Python writes JSON, and so the templates that models were trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class CallText:
     """The text of calls: `start`, then each call with `between` in the middle, then `end`."""
 
     head: str
@@ -54,7 +51,7 @@ class Shape:
 
 
 class CallFormat:
-    """A way to write tool calls.
+    """A tool-call format.
 
     `openers` are the markers that a stretch with calls begins with, `leads` the characters with which one
     may begin unmarked, at the start of a reply. `marks` are further texts with a meaning of their own, that
@@ -64,11 +61,11 @@ class CallFormat:
     openers: tuple[str, ...] = ()
     leads: str = ""
     marks: tuple[str, ...] = ()
-    shape: Shape
+    shape: CallText
     opener_is_text: bool = False
     """Whether an opener is shown where no call follows: it is no control token then."""
 
-    def region(self, opener: str, tools: Sequence[Tool]) -> Region:
+    def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
         """Reads on behind `opener`; an empty one for a lead."""
         raise NotImplementedError
 
@@ -80,93 +77,6 @@ class CallFormat:
         if not tools:
             raise GrammarError("a call can be required only of tools: give at least one")
         return self.shape.grammar(tools, parallel=parallel, control=control or {})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JsonCalls(CallFormat):
-    """Objects such as `{"name": …, "arguments": {…}}`, behind a marker or, for known tools, without one."""
-
-    shape: Shape
-    openers: tuple[str, ...] = ()
-    leads: str = ""
-    marks: tuple[str, ...] = ()
-    opener_is_text: bool = False
-
-    def region(self, opener: str, tools: Sequence[Tool]) -> Region:
-        return Objects(None if opener else frozenset(tool.name for tool in tools))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedCalls(CallFormat):
-    """A name, then the arguments, behind a marker; or a list of objects, as older models write it."""
-
-    shape: Shape
-    header: re.Pattern[str]
-    openers: tuple[str, ...]
-    leads: str = ""
-    marks: tuple[str, ...] = ()
-    opener_is_text: bool = False
-    after: str = ""
-    """What may stand behind the arguments."""
-
-    def region(self, opener: str, tools: Sequence[Tool]) -> Region:
-        return ByFirst(lambda first: Objects() if first in "[{" else Header(self.header, self.after))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelCalls(CallFormat):
-    """Harmony's messages to a function. Its channels also tell reasoning and answer apart."""
-
-    shape: Shape
-    openers: tuple[str, ...] = ("<|channel|>", "<|start|>")
-    leads: str = "t"
-    marks: tuple[str, ...] = ("<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
-    opener_is_text: bool = False
-
-    def region(self, opener: str, tools: Sequence[Tool]) -> Region:
-        return Channels(opener)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FencedCalls(CallFormat):
-    """A fenced block of Python calls or JSON, or a bare object."""
-
-    shape: Shape
-    openers: tuple[str, ...] = ("```tool_code\n",)
-    leads: str = "{["
-    marks: tuple[str, ...] = ()
-    opener_is_text: bool = True
-
-    def region(self, opener: str, tools: Sequence[Tool]) -> Region:
-        return Fence(tools) if opener else Objects(frozenset(tool.name for tool in tools))
-
-
-def check_arguments(call: ToolCall, tools: Iterable[Tool]) -> str | None:
-    """What is wrong with a call, by its tool's schema, in a sentence; None if nothing is."""
-    known = {tool.name: tool for tool in tools}
-    tool = known.get(call.name)
-    if tool is None:
-        return f"there is no tool {call.name!r}; the tools are: {', '.join(known) or 'none'}"
-    try:
-        arguments = call.parsed
-    except InvalidInputError as error:
-        return str(error)
-    # Slow to import, and needed only where there are calls.
-    from perdure.chat.schema import first_problem
-
-    try:
-        problem = first_problem(tool.parameters, arguments)
-    except Exception as error:
-        # A tool's schema is its author's; what fails in it is not the model's fault.
-        return f"the schema of {tool.name} cannot be used: {_brief(str(error))}"
-    if problem is None:
-        return None
-    place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in problem.absolute_path)
-    return f"the arguments of {call.name} do not fit its schema: arguments{place}: {_brief(problem.message)}"
-
-
-def _brief(words: str, longest: int = 300) -> str:
-    return words if len(words) <= longest else words[:longest] + " …"
 
 
 def _schema(tool: Tool) -> dict[str, Any]:

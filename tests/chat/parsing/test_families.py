@@ -10,12 +10,13 @@ import pytest
 
 import perdure
 from chat.conversations import SEARCH, TOOLS, WEATHER
-from chat.test_template import PUBLISHED
+from chat.templates.test_template import PUBLISHED
 from perdure import GrammarError, InvalidInputError, Model, Runtime
-from perdure.chat.calls import check_arguments
-from perdure.chat.family import Family, detect, family, names, read, register
 from perdure.chat.message import Tool, ToolCall
-from perdure.chat.template import Template
+from perdure.chat.parsing.arguments import check_arguments
+from perdure.chat.parsing.families import Family, detect, family, names, register
+from perdure.chat.parsing.reply_parser import parse_reply
+from perdure.chat.templates.template import Template
 from perdure.decode.grammar import Grammars, Matcher
 from perdure.engine.toy import ToyModel
 
@@ -136,7 +137,7 @@ def test_a_reply_held_to_a_call_is_one_that_reads_back_and_fits_its_tool(name: s
     for seed in range(4):
         reply = rt.generate("Do it:", grammar=grammar, max_tokens=300, seed=seed, temperature=1.5)
         assert reply.finish_reason == "stop"
-        made = read(chosen, reply.text, tools=SMALL)
+        made = parse_reply(chosen, reply.text, tools=SMALL)
         assert not made.content
         (call,) = made.tool_calls
         assert check_arguments(call, SMALL) is None
@@ -149,7 +150,7 @@ def test_a_reply_held_to_one_tool_calls_that_one(name: str, rt: Runtime) -> None
     chosen = family(name)
     grammar = chosen.grammar(SMALL[1:2], parallel=False)
     reply = rt.generate("Do it:", grammar=grammar, max_tokens=300, seed=1)
-    assert [call.name for call in read(chosen, reply.text, tools=SMALL).tool_calls] == ["search"]
+    assert [call.name for call in parse_reply(chosen, reply.text, tools=SMALL).tool_calls] == ["search"]
 
 
 @pytest.mark.parametrize("name", names())
@@ -164,7 +165,7 @@ def test_several_calls_may_be_written_where_they_are_allowed(name: str) -> None:
     text = chosen.calls.shape.write(calls)
     matcher = Grammars(model).matcher(chosen.grammar(SMALL, parallel=True))
     feed(matcher, text)
-    made = read(chosen, text, tools=SMALL).tool_calls
+    made = parse_reply(chosen, text, tools=SMALL).tool_calls
     assert [(call.name, call.arguments) for call in made] == [(call.name, call.arguments) for call in calls]
     single = Grammars(model).matcher(chosen.grammar(SMALL, parallel=False))
     with pytest.raises(GrammarError):

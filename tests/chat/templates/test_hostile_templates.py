@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from chat.hostile import HOSTILE
+from chat.templates.hostile import HOSTILE
 from perdure import TemplateError
-from perdure.chat import allowance, sandbox
 from perdure.chat.message import Message
-from perdure.chat.template import Template
+from perdure.chat.templates import limits, sandbox
+from perdure.chat.templates.template import Template
 
 MESSAGES = [Message(role="user", content="Hi")]
 
@@ -44,15 +44,15 @@ def test_a_refusal_leaves_the_next_rendering_alone() -> None:
     assert Template("{{ messages[0].content }}").render(MESSAGES) == "Hi"
 
 
-def test_without_their_allowance_templates_would_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_their_limits_templates_would_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks have teeth: with limits far away, what was refused is rendered."""
     source = (
         "{% set ns = namespace(x='x') %}{% for a in range(23) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}ok"
     )
     with pytest.raises(TemplateError, match=r"makes a value of \d+ characters"):
         Template(source).render(MESSAGES)
-    monkeypatch.setattr(allowance, "_LARGEST", 1 << 30)
-    monkeypatch.setattr(allowance, "_CHARACTERS", 1 << 30)
+    monkeypatch.setattr(limits, "_LARGEST", 1 << 30)
+    monkeypatch.setattr(limits, "_CHARACTERS", 1 << 30)
     assert Template(source).render(MESSAGES) == "ok"
 
 

@@ -1,4 +1,4 @@
-"""What in a template may make much out of little, and how much at most."""
+"""Size estimates: what in a template may make much out of little, and how much at most."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from perdure.chat.allowance import Allowance
+from perdure.chat.templates.limits import RenderLimits
 from perdure.errors import TemplateError
 
 _WIDEST = 999
@@ -15,18 +15,18 @@ _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:[0-9]*\.)?(?:\*|[0-9]{4,}
 _LARGEST_INDENT = 16
 _MOST_BITS = 4096
 
-Growth = Callable[..., int]
+SizeEstimate = Callable[..., int]
 
 
-def formatted(allowance: Allowance, text: str | bytes, *args: Any, **kwargs: Any) -> int:
+def formatted(limits: RenderLimits, text: str | bytes, *args: Any, **kwargs: Any) -> int:
     written = str(text, "latin-1") if isinstance(text, bytes) else text
     if _WIDE_PERCENT.search(written):
         _too_wide()
-    most = sum(allowance.weigh(each) for each in (*args, *kwargs.values()))
+    most = sum(limits.weigh(each) for each in (*args, *kwargs.values()))
     return len(written) + written.count("%") * (_WIDEST + most)
 
 
-def _replace(allowance: Allowance, text: Any, old: Any, new: Any, *_: Any, **__: Any) -> int:
+def _replace(limits: RenderLimits, text: Any, old: Any, new: Any, *_: Any, **__: Any) -> int:
     whole = str(text)
     return len(whole) + whole.count(str(old)) * len(str(new))
 
@@ -41,22 +41,22 @@ def _too_wide() -> NoReturn:
     raise TemplateError(f"the template formats with a width of more than {_WIDEST}, or one it does not say")
 
 
-def _width(allowance: Allowance, text: Any, *args: Any, **kwargs: Any) -> int:
+def _width(limits: RenderLimits, text: Any, *args: Any, **kwargs: Any) -> int:
     return max((each for each in (*args, *kwargs.values()) if isinstance(each, int)), default=0)
 
 
-def _indent(allowance: Allowance, text: Any, width: Any = 4, *_: Any, **__: Any) -> int:
+def _indent(limits: RenderLimits, text: Any, width: Any = 4, *_: Any, **__: Any) -> int:
     text = str(text)
     size = width if isinstance(width, int) else len(width)
     return len(text) + (len(text.splitlines()) + 1) * size
 
 
-def _tabs(allowance: Allowance, text: str, tabsize: int = 8) -> int:
+def _tabs(limits: RenderLimits, text: str, tabsize: int = 8) -> int:
     return len(text) + text.count("\t") * tabsize
 
 
 def _wrap(
-    allowance: Allowance,
+    limits: RenderLimits,
     text: Any,
     width: int = 79,
     break_long_words: bool = True,
@@ -67,35 +67,35 @@ def _wrap(
     return len(str(text)) * (1 + len(wrapstring or ""))
 
 
-def _join(allowance: Allowance, text: Any, items: Any) -> int:
-    return allowance.weigh(items) + len(items) * len(text)
+def _join(limits: RenderLimits, text: Any, items: Any) -> int:
+    return limits.weigh(items) + len(items) * len(text)
 
 
-def _filter_join(allowance: Allowance, items: Any, d: Any = "", *_: Any, **__: Any) -> int:
-    return allowance.weigh(items) + len(items) * len(str(d))
+def _filter_join(limits: RenderLimits, items: Any, d: Any = "", *_: Any, **__: Any) -> int:
+    return limits.weigh(items) + len(items) * len(str(d))
 
 
-def _split(allowance: Allowance, text: str, sep: Any = None, *_: Any, **__: Any) -> int:
+def _split(limits: RenderLimits, text: str, sep: Any = None, *_: Any, **__: Any) -> int:
     return len(text) + 8 * text.count(sep) if isinstance(sep, str) and sep else 4 * len(text)
 
 
-def _sum(allowance: Allowance, items: Any, attribute: Any = None, start: Any = 0) -> int:
+def _sum(limits: RenderLimits, items: Any, attribute: Any = None, start: Any = 0) -> int:
     # Lists are added up one by one, each time into a new one.
-    return 0 if isinstance(start, (int, float)) else allowance.weigh(items) * len(items) // 8
+    return 0 if isinstance(start, (int, float)) else limits.weigh(items) * len(items) // 8
 
 
-def _round(allowance: Allowance, value: Any, precision: int = 0, *_: Any, **__: Any) -> int:
-    return 0 if abs(precision) <= 300 else allowance.largest + abs(precision)
+def _round(limits: RenderLimits, value: Any, precision: int = 0, *_: Any, **__: Any) -> int:
+    return 0 if abs(precision) <= 300 else limits.largest + abs(precision)
 
 
-def _json(allowance: Allowance, value: Any, *args: Any, indent: Any = None, **__: Any) -> int:
+def _json(limits: RenderLimits, value: Any, *args: Any, indent: Any = None, **__: Any) -> int:
     indent = args[1] if len(args) > 1 else indent
     if (indent if isinstance(indent, int) else len(indent or "")) > _LARGEST_INDENT:
         raise TemplateError(f"the template indents JSON by more than {_LARGEST_INDENT}")
-    return allowance.weigh(value)
+    return limits.weigh(value)
 
 
-def check_product(allowance: Allowance, operator: str, left: Any, right: Any) -> None:
+def check_product(limits: RenderLimits, operator: str, left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > _MOST_BITS:
@@ -103,10 +103,10 @@ def check_product(allowance: Allowance, operator: str, left: Any, right: Any) ->
     elif operator == "*":
         many, times = (left, right) if isinstance(right, int) else (right, left)
         if isinstance(times, int) and isinstance(many, (str, bytes, list, tuple)):
-            allowance.fits(allowance.weigh(many) * times)
+            limits.fits(limits.weigh(many) * times)
 
 
-METHODS: dict[str, Growth] = {
+METHODS: dict[str, SizeEstimate] = {
     "center": _width,
     "expandtabs": _tabs,
     "join": _join,
@@ -117,7 +117,7 @@ METHODS: dict[str, Growth] = {
     "split": _split,
     "zfill": _width,
 }
-FILTERS: dict[str, Growth] = {
+FILTERS: dict[str, SizeEstimate] = {
     "batch": _width,
     "center": _width,
     "format": formatted,

@@ -1,4 +1,4 @@
-"""Conversations that were had, to be found again by their text."""
+"""Transcript cache: conversations that were had, found again by their text."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import bisect
 import threading
 from collections import OrderedDict
 
-from perdure.chat.transcript import Scribe, Transcript
+from perdure.chat.transcript import ChatTokenizer, Transcript
 
 _LIMIT = 16 << 20
 
 
-class Recall:
+class TranscriptCache:
     """The latest transcripts, by namespace and text, up to a number of characters. Safe from any thread.
 
     A client that sends its whole history again gets the very tokens that were computed for it.
     """
 
-    def __init__(self, scribe: Scribe, *, limit: int = _LIMIT) -> None:
-        self._scribe = scribe
+    def __init__(self, tokenizer: ChatTokenizer, *, limit: int = _LIMIT) -> None:
+        self._tokenizer = tokenizer
         self._limit = limit
         self._lock = threading.Lock()
         self._held: OrderedDict[tuple[str, str], Transcript] = OrderedDict()
         self._sorted: dict[str, list[str]] = {}
         self._chars = 0
 
-    def find(self, text: str, namespace: str) -> Transcript | None:
+    def lookup(self, text: str, namespace: str) -> Transcript | None:
         """The longest beginning of `text` that is remembered."""
         with self._lock:
             texts = self._sorted.get(namespace, [])
@@ -35,10 +35,12 @@ class Recall:
             for key in near:
                 self._held.move_to_end(key)
             known = [self._held[key] for key in near]
-        found = [each for each in (self._scribe.common(text, one) for one in known) if each is not None]
+        found = [
+            each for each in (self._tokenizer.shared_prefix(text, one) for one in known) if each is not None
+        ]
         return max(found, key=lambda each: len(each.text), default=None)
 
-    def add(self, transcript: Transcript, namespace: str) -> None:
+    def store(self, transcript: Transcript, namespace: str) -> None:
         """Remember a transcript, in the place of those that it goes on from."""
         text = transcript.text
         if not text or len(text) > self._limit:
@@ -48,7 +50,7 @@ class Recall:
             at = bisect.bisect_left(texts, text)
             while at and text.startswith(texts[at - 1]):
                 at -= 1
-                self._forget((namespace, texts[at]), at)
+                self._drop((namespace, texts[at]), at)
             if (namespace, text) not in self._held:
                 texts.insert(at, text)
                 self._chars += len(text)
@@ -56,9 +58,9 @@ class Recall:
             self._held.move_to_end((namespace, text))
             while self._chars > self._limit:
                 oldest = next(iter(self._held))
-                self._forget(oldest, bisect.bisect_left(self._sorted[oldest[0]], oldest[1]))
+                self._drop(oldest, bisect.bisect_left(self._sorted[oldest[0]], oldest[1]))
 
-    def _forget(self, key: tuple[str, str], at: int) -> None:
+    def _drop(self, key: tuple[str, str], at: int) -> None:
         del self._held[key]
         del self._sorted[key[0]][at]
         self._chars -= len(key[1])

@@ -1,4 +1,4 @@
-"""What one rendering of a template may use: time, and memory."""
+"""Limits on one rendering of a template: time, and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEEPEST = 60
 _CALLS = 100
 
 
-class Allowance:
+class RenderLimits:
     """Counts what a rendering makes, before it makes it.
 
     A value's weight is its characters and items, through all that it holds. No value weighs more than

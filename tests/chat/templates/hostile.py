@@ -141,7 +141,7 @@ def stopped(*_: object) -> NoReturn:
 def main() -> None:
     from perdure import TemplateError
     from perdure.chat.message import Message
-    from perdure.chat.template import Template
+    from perdure.chat.templates.template import Template
 
     messages = [Message(role="user", content="Hi")]
     Template("a").render(messages)

@@ -1,4 +1,4 @@
-"""Conversations that were rendered, to be found again by those that go on from them."""
+"""Rendering cache: conversations that were rendered, found again by those that go on from them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 
 from perdure.chat.message import Message
-from perdure.chat.rendering import Rendering
+from perdure.chat.templates.renderer import Rendering
 
 _Key = tuple[str, int, Message, tuple[Message, ...]]
 _LIMIT = 4 << 20
@@ -14,7 +14,7 @@ _REACH = 8
 """Messages that a conversation may have gone on by since it was last rendered."""
 
 
-class Renderings:
+class RenderingCache:
     """The latest renderings, by namespace and messages, up to a number of characters. Safe from any thread.
 
     A client that sends its whole history each time then has only what is new of it rendered.
@@ -26,7 +26,7 @@ class Renderings:
         self._held: OrderedDict[_Key, Rendering] = OrderedDict()
         self._chars = 0
 
-    def find(self, messages: tuple[Message, ...], namespace: str) -> Rendering | None:
+    def lookup(self, messages: tuple[Message, ...], namespace: str) -> Rendering | None:
         """What `messages` go on from."""
         for count in range(len(messages) - 1, max(0, len(messages) - 1 - _REACH), -1):
             with self._lock:
@@ -35,7 +35,7 @@ class Renderings:
                 return found
         return None
 
-    def add(self, rendering: Rendering, namespace: str, instead_of: Rendering | None = None) -> None:
+    def store(self, rendering: Rendering, namespace: str, instead_of: Rendering | None = None) -> None:
         """Remember a rendering, in the place of the one that it goes on from."""
         with self._lock:
             for each in (instead_of, rendering):

@@ -1,23 +1,18 @@
-"""A reply's raw text, read as it comes: what is shown, what was thought, what is to be called."""
+"""Reply parser: a reply's raw text, read as it comes, as text, reasoning and tool calls."""
 
 from __future__ import annotations
 
-import functools
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from perdure.chat.json_text import Malformed
 from perdure.chat.message import Message, Tool, ToolCall
-from perdure.chat.region import Region
+from perdure.chat.parsing.call_parser import CallParser
+from perdure.chat.parsing.families import Family
+from perdure.chat.parsing.json_scanner import Malformed
+from perdure.chat.parsing.markers import ReasoningMode
 from perdure.errors import InvalidInputError
-
-if TYPE_CHECKING:
-    from perdure.chat.family import Family
-
-ReasoningMode = Literal["show", "hide", "capture"]
 
 _SPACE = " \t\r\n"
 
@@ -37,8 +32,8 @@ class Part:
     dropped: bool = False
 
 
-class Reader:
-    """Reads one reply in pieces, cut anywhere: the parts add up to the same whatever the cuts.
+class ReplyParser:
+    """Parses one reply in pieces, cut anywhere: the parts add up to the same whatever the cuts.
 
     Markers never show, wherever they were cut; everything else arrives once, and in order. White space that
     touches a marker belongs to it, but for what keeps two texts apart. The work for a character does not
@@ -55,7 +50,7 @@ class Reader:
     ) -> None:
         if reasoning not in ("show", "hide", "capture"):
             raise InvalidInputError(f"reasoning is one of show, hide, capture, got {reasoning!r}")
-        self._watch = watch(family)
+        self._scanner = family.scanner
         self._format = family.calls
         self._reasoning = reasoning
         self._tools = tuple(tools)
@@ -72,7 +67,7 @@ class Reader:
         self._after: list[str] = []
         """White space before a marker and behind it, for when more text comes."""
         self._may_lead = bool(tools)
-        self._region: Region | None = None
+        self._call_parser: CallParser | None = None
         self._opener = ""
         self._raw: list[str] = []
         self._calls = 0
@@ -81,15 +76,15 @@ class Reader:
     def push(self, text: str) -> list[Part]:
         """The parts that `text` makes certain."""
         while text:
-            text = self._read_region(text) if self._region is not None else self._read_prose(text)
+            text = self._read_call(text) if self._call_parser is not None else self._read_prose(text)
         return self._take()
 
     def finish(self) -> list[Part]:
         """What was held back, once nothing more will come."""
-        while self._region is not None:
-            text = self._end_region()
+        while self._call_parser is not None:
+            text = self._end_call()
             while text:
-                text = self._read_region(text) if self._region is not None else self._read_prose(text)
+                text = self._read_call(text) if self._call_parser is not None else self._read_prose(text)
         held, self._held = self._held, ""
         self._say(held)
         self._emit("".join(self._space))
@@ -101,7 +96,7 @@ class Reader:
     def _read_prose(self, text: str) -> str:
         """Read up to the next marker, and what is left behind it."""
         text, self._held = self._held + text, ""
-        end, marker = self._watch.first(text)
+        end, marker = self._scanner.first(text)
         if self._may_lead and not self.thinking and (start := _first_word(text, end)) is not None:
             self._may_lead = False
             if self._format is not None and text[start] in self._format.leads:
@@ -140,15 +135,15 @@ class Reader:
         self._parts.append(Part("text", text))
 
     def _act(self, marker: str) -> None:
-        meaning = self._watch.meanings[marker]
+        meaning = self._scanner.meanings[marker]
         if meaning == "call":
             self._open(marker)
         elif meaning == "reasoning" and not self.thinking:
-            self._turn(thinking=True)
+            self._switch(thinking=True)
         elif meaning == "answer" and self.thinking:
-            self._turn(thinking=False)
+            self._switch(thinking=False)
 
-    def _turn(self, *, thinking: bool) -> None:
+    def _switch(self, *, thinking: bool) -> None:
         # What is shown in one piece keeps the white space between its parts.
         if self._reasoning != "show" or not self._shown:
             self._set_aside()
@@ -164,34 +159,34 @@ class Reader:
 
     def _open(self, opener: str) -> None:
         assert self._format is not None
-        self._region = self._format.region(opener, self._tools)
+        self._call_parser = self._format.parser(opener, self._tools)
         self._opener, self._raw = opener, []
 
-    def _read_region(self, text: str) -> str:
-        assert self._region is not None
+    def _read_call(self, text: str) -> str:
+        assert self._call_parser is not None
         self._raw.append(text)
         try:
-            self._region.push(text)
+            self._call_parser.push(text)
         except Malformed:
             return self._leave(whole=False)
-        return self._leave(whole=True) if self._region.done else self._report()
+        return self._leave(whole=True) if self._call_parser.done else self._report()
 
-    def _end_region(self) -> str:
-        assert self._region is not None
+    def _end_call(self) -> str:
+        assert self._call_parser is not None
         try:
-            self._region.finish()
+            self._call_parser.finish()
         except Malformed:
             return self._leave(whole=False)
         return self._leave(whole=True)
 
     def _leave(self, *, whole: bool) -> str:
-        """Go back to prose; the text that the region has left."""
-        assert self._region is not None
+        """Go back to prose; the text that the call parser has left."""
+        assert self._call_parser is not None
         assert self._format is not None
         self._report()
-        rest = "".join(self._raw)[self._region.safe :]
-        fresh = not self._region.safe
-        self._region, self._raw, self._may_lead = None, [], False
+        rest = "".join(self._raw)[self._call_parser.safe :]
+        fresh = not self._call_parser.safe
+        self._call_parser, self._raw, self._may_lead = None, [], False
         if self._calling:
             self._parts.append(Part("call", call=self._calls - 1, dropped=True))
             self._calling = False
@@ -200,8 +195,8 @@ class Reader:
         return rest
 
     def _report(self) -> str:
-        assert self._region is not None
-        for kind, text in self._region.events:
+        assert self._call_parser is not None
+        for kind, text in self._call_parser.events:
             call = self._calls - 1
             if kind == "name":
                 self._parts.append(Part("call", call=call + 1, id=f"call_{secrets.token_hex(12)}", name=text))
@@ -212,8 +207,8 @@ class Reader:
                 self._set_aside()
                 self._calling, self.thinking = False, False
             else:
-                self._turn(thinking=text == "reasoning")
-        self._region.events.clear()
+                self._switch(thinking=text == "reasoning")
+        self._call_parser.events.clear()
         return ""
 
     def _take(self) -> list[Part]:
@@ -231,7 +226,7 @@ class Reader:
         return joined
 
 
-def read(
+def parse_reply(
     family: Family,
     text: str,
     *,
@@ -240,8 +235,8 @@ def read(
     thinking: bool = False,
 ) -> Message:
     """A whole reply as a message."""
-    reader = Reader(family, reasoning=reasoning, tools=tools, thinking=thinking)
-    return gather([*reader.push(text), *reader.finish()])
+    parser = ReplyParser(family, reasoning=reasoning, tools=tools, thinking=thinking)
+    return gather([*parser.push(text), *parser.finish()])
 
 
 def gather(parts: Sequence[Part]) -> Message:
@@ -265,44 +260,6 @@ def gather(parts: Sequence[Part]) -> Message:
             for each in calls.values()
         ),
     )
-
-
-Meaning = Literal["call", "reasoning", "answer", "nothing"]
-
-
-class Watch:
-    """The markers of a family, and where in a text the first of them begins."""
-
-    def __init__(self, meanings: dict[str, Meaning]) -> None:
-        self.meanings = meanings
-        self._any = re.compile("|".join(map(re.escape, sorted(meanings, key=len, reverse=True))) or r"(?!)")
-        self._starts = frozenset(mark[:size] for mark in meanings for size in range(1, len(mark)))
-        self._firsts = frozenset(mark[:1] for mark in meanings)
-        self._longest = max(map(len, meanings), default=1) - 1
-
-    def first(self, text: str) -> tuple[int, str]:
-        """Where the first marker begins and the marker; where it may yet turn out to begin, and nothing."""
-        found = self._any.search(text)
-        end = len(text)
-        for at in range(max(0, end - self._longest), end if found is None else found.start()):
-            if text[at] in self._firsts and text[at:] in self._starts:
-                return at, ""
-        return (end, "") if found is None else (found.start(), found[0])
-
-
-@functools.lru_cache(maxsize=64)
-def watch(family: Family) -> Watch:
-    meanings: dict[str, Meaning] = {}
-    if family.calls is not None:
-        meanings |= dict.fromkeys(family.calls.marks, "nothing")
-        meanings |= dict.fromkeys(family.calls.openers, "call")
-    openers = family.calls.openers if family.calls is not None else ()
-    if family.reasoning is not None:
-        meanings[family.reasoning.close] = "answer"
-        # Where calls and reasoning begin alike, the region behind the opener tells them apart.
-        if not family.reasoning.open.startswith(openers or "\0"):
-            meanings[family.reasoning.open] = "reasoning"
-    return Watch(meanings)
 
 
 def _first_word(text: str, end: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Tool calls in a fenced block: lines of Python, or JSON."""
+"""Calls in a fenced block: lines of Python, or JSON."""
 
 from __future__ import annotations
 
@@ -6,18 +6,34 @@ import ast
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from perdure.chat.call_object import Objects
-from perdure.chat.json_text import Malformed
 from perdure.chat.message import Tool
-from perdure.chat.region import Region
+from perdure.chat.parsing.call_format import CallFormat, CallText
+from perdure.chat.parsing.call_parser import CallParser
+from perdure.chat.parsing.formats.json_objects import JsonObjectsParser
+from perdure.chat.parsing.json_scanner import Malformed
 
 _LONGEST = 100_000
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPES = frozenset("\n\\'\"abfnrtvxuUN01234567")
 
 
-class Fence(Region):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FencedCalls(CallFormat):
+    """A fenced block of Python calls or JSON, or a bare object."""
+
+    shape: CallText
+    openers: tuple[str, ...] = ("```tool_code\n",)
+    leads: str = "{["
+    marks: tuple[str, ...] = ()
+    opener_is_text: bool = True
+
+    def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
+        return FencedParser(tools) if opener else JsonObjectsParser(frozenset(tool.name for tool in tools))
+
+
+class FencedParser(CallParser):
     """A fenced block of Python calls, or of JSON; read when it is closed."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
@@ -39,7 +55,7 @@ class Fence(Region):
 
     def _close(self, body: str) -> None:
         if body.startswith(("{", "[{")):
-            within = Objects()
+            within = JsonObjectsParser()
             within.push(body)
             within.finish()
             if body[within.safe :].strip():
@@ -92,3 +108,10 @@ def _python_calls(body: str) -> list[ast.Call]:
 
 def _calls(value: ast.expr | None, name: str) -> bool:
     return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == name
+
+
+GEMMA = FencedCalls(
+    marks=("<start_of_turn>", "<end_of_turn>"),
+    shape=CallText(head='{"name": "', middle='", "parameters": ', tail="}", between="\n"),
+)
+"""Gemma has no format of its own; these two are what its makers suggest."""

@@ -1,4 +1,4 @@
-"""A model's way of talking: messages to tokens, and replies back to messages."""
+"""Chat format of one model: messages to tokens, and replies back to messages."""
 
 from __future__ import annotations
 
@@ -7,27 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from perdure.backend import Backend
-from perdure.chat.family import Family, Reader, detect
-from perdure.chat.job import Budget, ChatJob, Shift
+from perdure.chat.job import ChatJob, ContextShift, ReasoningBudget
 from perdure.chat.message import Message, Tool, parse_messages
-from perdure.chat.overflow import Overflow, check_policy, drop_oldest, overflow
-from perdure.chat.recall import Recall
-from perdure.chat.rendering import Renderer, Rendering
-from perdure.chat.renderings import Renderings
+from perdure.chat.options import ChatOptions
+from perdure.chat.overflow import drop_oldest, overflow
+from perdure.chat.parsing.families import Family, detect
+from perdure.chat.parsing.reply_parser import ReplyParser
 from perdure.chat.reply import ChatReply
-from perdure.chat.template import Template
-from perdure.chat.transcript import Scribe, Transcript, common
+from perdure.chat.templates.renderer import Rendering, TemplateRenderer
+from perdure.chat.templates.rendering_cache import RenderingCache
+from perdure.chat.templates.template import Template
+from perdure.chat.transcript import ChatTokenizer, Transcript, shared_length
+from perdure.chat.transcript_cache import TranscriptCache
 from perdure.decode.job import Job
 from perdure.decode.request import Request
 from perdure.engine.contract import MemoryKind
 from perdure.errors import ContextOverflow, InvalidInputError, PerdureError
-
-ReasoningMode = Literal["show", "hide", "capture"]
-ToolChoice = str | Mapping[str, Any]
-"""none, auto, required, or which one: its name, or `{"type": "function", "function": {"name": …}}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,42 +45,8 @@ class Prompt:
         return len(self.transcript.tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What is asked of a conversation besides its messages."""
-
-    tools: tuple[Tool, ...] = ()
-    tool_choice: ToolChoice = "auto"
-    parallel_tool_calls: bool = True
-    reasoning: ReasoningMode = "capture"
-    reasoning_budget: int | None = None
-    overflow: Overflow = "error"
-    variables: Mapping[str, Any] | None = None
-    """For the template."""
-
-    @property
-    def shown_tools(self) -> tuple[Tool, ...]:
-        """What the template is told of."""
-        return () if self.tool_choice == "none" else self.tools
-
-    def __post_init__(self) -> None:
-        check_policy(self.overflow)
-        if self.reasoning not in ("show", "hide", "capture"):
-            raise InvalidInputError(f"reasoning is one of show, hide, capture, got {self.reasoning!r}")
-        budget = self.reasoning_budget
-        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
-            raise InvalidInputError(f"reasoning_budget is None or a number of tokens from 0, got {budget!r}")
-
-    @classmethod
-    def take(cls, settings: dict[str, Any]) -> Wish:
-        """The wish among a caller's keywords, which are taken out of `settings`."""
-        found = {name: settings.pop(name) for name in list(settings) if name in cls.__dataclass_fields__}
-        tools = found.pop("tools", None)
-        return cls(tools=tuple(Tool.parse(tool) for tool in tools or ()), **found)
-
-
-class Speaker:
-    """Talks to one model in its own format. Safe from any thread.
+class ChatFormat:
+    """Chats with one model in its own format. Safe from any thread.
 
     Only what is new in a conversation is tokenised: a reply's own tokens stand for its text, and so does
     whatever else was read before, wherever the new text still agrees with it.
@@ -92,14 +56,14 @@ class Speaker:
         self.template = template
         self.family = family
         self._backend = backend
-        self.scribe = Scribe(backend.model)
-        self._recall = Recall(self.scribe)
-        self._renderer = Renderer(template, self._guarded)
-        self._renderings = Renderings()
+        self.tokenizer = ChatTokenizer(backend.model)
+        self._transcript_cache = TranscriptCache(self.tokenizer)
+        self._renderer = TemplateRenderer(template, self._guarded)
+        self._rendering_cache = RenderingCache()
         self._returns = backend.model.memory.kind is not MemoryKind.FULL
 
     @classmethod
-    def of(cls, backend: Backend, chosen: str | os.PathLike[str] | Template | None = None) -> Speaker:
+    def of(cls, backend: Backend, chosen: str | os.PathLike[str] | Template | None = None) -> ChatFormat:
         """For the model's own template, or for another: one that is named, or in a file."""
         template = _template(backend, chosen)
         architecture = backend.model.metadata.get("general.architecture", "")
@@ -112,7 +76,7 @@ class Speaker:
     def prompt(
         self,
         messages: Sequence[Message],
-        wish: Wish | None = None,
+        options: ChatOptions | None = None,
         *,
         namespace: str = "",
         known: Transcript | None = None,
@@ -120,34 +84,36 @@ class Speaker:
     ) -> Prompt:
         """Messages as tokens. `known` is a transcript that they may go on from, besides those remembered;
         `before` is how their beginning was rendered."""
-        wish = wish or Wish()
+        options = options or ChatOptions()
         messages = tuple(messages)
         if before is None and known is None:
-            before = self._renderings.find(messages, namespace)
+            before = self._rendering_cache.lookup(messages, namespace)
             if before is not None:
                 # The very same messages are compared at once.
                 messages = before.messages + messages[len(before.messages) :]
         text, rendering = self._renderer.prompt(
-            messages, tools=wish.shown_tools, variables=wish.variables, before=before
+            messages, tools=options.shown_tools, variables=options.variables, before=before
         )
         if rendering is not None and known is None:
-            self._renderings.add(rendering, namespace, instead_of=before)
-        base = self.scribe.common(text, known) if known is not None else None
+            self._rendering_cache.store(rendering, namespace, instead_of=before)
+        base = self.tokenizer.shared_prefix(text, known) if known is not None else None
         if base is None or base is not known:
             # What goes on from all of `known` needs no other.
-            found = [each for each in (base, self._recall.find(text, namespace)) if each is not None]
+            found = [
+                each for each in (base, self._transcript_cache.lookup(text, namespace)) if each is not None
+            ]
             base = max(found, key=lambda each: len(each.text), default=None)
         new = text[len(base.text) :] if base is not None else text
-        transcript = base if base is not None and not new else self.scribe.write(new, base)
+        transcript = base if base is not None and not new else self.tokenizer.encode(new, base)
         return Prompt(
             transcript,
             new,
             thinking=self.family.opens_reasoning(text),
-            keep_at=self._departures(messages, wish, transcript, rendering) if self._returns else (),
+            keep_at=self._departures(messages, options, transcript, rendering) if self._returns else (),
             rendering=rendering,
         )
 
-    def ask(
+    def submit(
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         *,
@@ -157,12 +123,12 @@ class Speaker:
         then: Callable[[Prompt, Transcript, ChatReply], ChatReply] | None = None,
         **settings: Any,
     ) -> ChatJob:
-        """A reply to messages. The keywords are those of `Wish` and of `Request.of`; `then` is given the
-        prompt, the prompt with the reply to it, and the reply, and may wait for the disk."""
-        wish = Wish.take(settings)
-        tools, grammar = self._tools(wish, settings)
-        wish = replace(wish, tools=tools)
-        prompt, dropped = self._fitting(parse_messages(messages), wish, settings, namespace, known, before)
+        """A reply to messages. The keywords are those of `ChatOptions` and of `Request.of`; `then` is given
+        the prompt, the prompt with the reply to it, and the reply, and may wait for the disk."""
+        options = ChatOptions.take(settings)
+        tools, grammar = self._tools(options, settings)
+        options = replace(options, tools=tools)
+        prompt, dropped = self._fitting(parse_messages(messages), options, settings, namespace, known, before)
         # Its own limits are checked before anything is queued.
         request = Request.of(
             prompt.transcript.tokens,
@@ -172,22 +138,24 @@ class Speaker:
             **({"grammar": grammar} if grammar is not None else {}),
             **settings,
         )
-        if request.n > 1 and (wish.reasoning_budget is not None or wish.overflow == "shift"):
+        if request.n > 1 and (options.reasoning_budget is not None or options.overflow == "shift"):
             raise InvalidInputError("a reasoning budget and shifting are for one sample; leave n at 1")
 
         def ended(reply: ChatReply) -> ChatReply:
             whole = self._transcript(prompt, reply)
-            self._recall.add(whole, namespace)
+            self._transcript_cache.store(whole, namespace)
             return then(prompt, whole, reply) if then is not None else reply
 
         return ChatJob(
-            self._backend.submit(self._first(wish, request)),
-            lambda: Reader(self.family, reasoning=wish.reasoning, tools=tools, thinking=prompt.thinking),
+            self._backend.submit(self._first(options, request)),
+            lambda: ReplyParser(
+                self.family, reasoning=options.reasoning, tools=tools, thinking=prompt.thinking
+            ),
             n=request.n,
             tools=tools,
             dropped=dropped,
-            budget=self._budget(wish, request),
-            shift=self._shift(wish, request, prompt),
+            budget=self._budget(options, request),
+            shift=self._shift(options, request, prompt),
             then=ended,
             waits=then is not None,
         )
@@ -195,7 +163,7 @@ class Speaker:
     def _transcript(self, prompt: Prompt, reply: ChatReply) -> Transcript:
         """A prompt with the reply to it."""
         end = () if reply.raw.end is None else (reply.raw.end,)
-        return prompt.transcript + self.scribe.read([*reply.raw.tokens, *end])
+        return prompt.transcript + self.tokenizer.decode([*reply.raw.tokens, *end])
 
     # Rendering.
 
@@ -203,13 +171,15 @@ class Speaker:
         """Nothing that somebody wrote becomes a control token."""
         content, reasoning = message.content, message.reasoning
         changed: dict[str, Any] = {}
-        if content and (guarded := self.scribe.guard(content)) != content:
+        if content and (guarded := self.tokenizer.guard(content)) != content:
             changed["content"] = guarded
-        if reasoning and (guarded := self.scribe.guard(reasoning)) != reasoning:
+        if reasoning and (guarded := self.tokenizer.guard(reasoning)) != reasoning:
             changed["reasoning"] = guarded
         if message.tool_calls:
             guarded_calls = tuple(
-                replace(call, name=self.scribe.guard(call.name), arguments=self.scribe.guard(call.arguments))
+                replace(
+                    call, name=self.tokenizer.guard(call.name), arguments=self.tokenizer.guard(call.arguments)
+                )
                 for call in message.tool_calls
             )
             if guarded_calls != message.tool_calls:
@@ -217,7 +187,11 @@ class Speaker:
         return replace(message, **changed) if changed else message
 
     def _departures(
-        self, messages: tuple[Message, ...], wish: Wish, prompt: Transcript, rendering: Rendering | None
+        self,
+        messages: tuple[Message, ...],
+        options: ChatOptions,
+        prompt: Transcript,
+        rendering: Rendering | None,
     ) -> tuple[int, ...]:
         """Where the next turn's prompt will differ from this one, if it does so before its end.
 
@@ -227,28 +201,28 @@ class Speaker:
         try:
             later, _ = self._renderer.prompt(
                 (*messages, answer, Message(role="user", content="z")),
-                tools=wish.shown_tools,
-                variables=wish.variables,
+                tools=options.shown_tools,
+                variables=options.variables,
                 before=rendering,
             )
         except PerdureError:
             return ()
-        shared = common(later, prompt.text)
+        shared = shared_length(later, prompt.text)
         if shared == len(prompt.text):
             return ()
         return tuple(tokens for chars, tokens in prompt.cuts if chars <= shared)[-1:]
 
-    # Asking.
+    # Submitting.
 
     @cached_property
     def _shown(self) -> frozenset[int]:
         marks = self.family.marks
-        return frozenset(token for token, text in self.scribe.control.items() if text in marks)
+        return frozenset(token for token, text in self.tokenizer.control.items() if text in marks)
 
     def _fitting(
         self,
         messages: tuple[Message, ...],
-        wish: Wish,
+        options: ChatOptions,
         settings: Mapping[str, Any],
         namespace: str,
         known: Transcript | None,
@@ -257,14 +231,14 @@ class Speaker:
         limit = self._backend.n_ctx - 1
 
         def prompt(kept: Sequence[Message]) -> Prompt:
-            return self.prompt(kept, wish, namespace=namespace, known=known, before=before)
+            return self.prompt(kept, options, namespace=namespace, known=known, before=before)
 
         whole = prompt(messages)
-        if wish.overflow == "error" or wish.overflow == "fold":
+        if options.overflow == "error" or options.overflow == "fold":
             if len(whole) > limit:
                 raise overflow(len(whole), limit)
             return whole, 0
-        room = reply_room(settings, self._backend.n_ctx) if wish.overflow != "shift" else limit // 4
+        room = reply_room(settings, self._backend.n_ctx) if options.overflow != "shift" else limit // 4
         if len(whole) + room <= limit:
             return whole, 0
         fitting, dropped = drop_oldest(messages, prompt, fits=lambda each: len(each) + room <= limit)
@@ -272,18 +246,18 @@ class Speaker:
             raise overflow(len(fitting), limit)
         return fitting, dropped
 
-    def _first(self, wish: Wish, request: Request) -> Request:
+    def _first(self, options: ChatOptions, request: Request) -> Request:
         """What is asked of the engine first: where a reply may shift, as much of it as fits."""
-        if wish.overflow != "shift" or request.max_tokens is None:
+        if options.overflow != "shift" or request.max_tokens is None:
             return request
         return self._as_fits(request, request.max_tokens)
 
     def _as_fits(self, request: Request, wanted: int) -> Request:
         return replace(request, max_tokens=min(wanted, self._backend.n_ctx - len(request.prompt)))
 
-    def _tools(self, wish: Wish, settings: Mapping[str, Any]) -> tuple[tuple[Tool, ...], Any]:
+    def _tools(self, options: ChatOptions, settings: Mapping[str, Any]) -> tuple[tuple[Tool, ...], Any]:
         """The tools that may be called, and what holds the reply to them where it must be a call."""
-        choice = wish.tool_choice
+        choice = options.tool_choice
         if isinstance(choice, Mapping):
             function = choice.get("function")
             named = function.get("name") if isinstance(function, Mapping) else choice.get("name")
@@ -291,19 +265,19 @@ class Speaker:
                 raise InvalidInputError('tool_choice names a function: {"function": {"name": …}}')
             choice = named
         if choice in ("none", "auto"):
-            return (wish.tools if choice == "auto" else ()), None
-        tools = wish.tools if choice == "required" else tuple(t for t in wish.tools if t.name == choice)
+            return (options.tools if choice == "auto" else ()), None
+        tools = options.tools if choice == "required" else tuple(t for t in options.tools if t.name == choice)
         if not tools:
-            names = ", ".join(tool.name for tool in wish.tools) or "none was given"
+            names = ", ".join(tool.name for tool in options.tools) or "none was given"
             raise InvalidInputError(f"tool_choice is {choice!r}, but the tools are: {names}")
         if any(settings.get(name) is not None for name in ("grammar", "schema", "regex")):
             raise InvalidInputError("a reply cannot be held to a tool call and to a schema at once")
-        control = {self.scribe.control[token]: token for token in self._shown}
-        return tools, self.family.grammar(tools, parallel=wish.parallel_tool_calls, control=control)
+        control = {self.tokenizer.control[token]: token for token in self._shown}
+        return tools, self.family.grammar(tools, parallel=options.parallel_tool_calls, control=control)
 
-    def _budget(self, wish: Wish, request: Request) -> Budget | None:
+    def _budget(self, options: ChatOptions, request: Request) -> ReasoningBudget | None:
         markers = self.family.reasoning
-        if wish.reasoning_budget is None or markers is None:
+        if options.reasoning_budget is None or markers is None:
             return None
         closing = tuple(self._backend.model.tokenize(markers.close, special=True, bos=False))
 
@@ -321,11 +295,11 @@ class Speaker:
                 replace(request, prompt=prompt, max_tokens=left, prompt_logprobs=None)
             )
 
-        return Budget(wish.reasoning_budget, markers.close, closing, go_on)
+        return ReasoningBudget(options.reasoning_budget, markers.close, closing, go_on)
 
-    def _shift(self, wish: Wish, request: Request, prompt: Prompt) -> Shift | None:
+    def _shift(self, options: ChatOptions, request: Request, prompt: Prompt) -> ContextShift | None:
         """Half of what may go goes: what is left is computed anew, for a state is only ever of its tokens."""
-        if wish.overflow != "shift":
+        if options.overflow != "shift":
             return None
         limit = request.max_tokens
         if limit is None:
@@ -339,7 +313,7 @@ class Speaker:
             again = replace(request, prompt=kept, keep_at=(), prompt_logprobs=None)
             return self._backend.submit(self._as_fits(again, limit - len(tokens))), len(whole) - len(kept)
 
-        return Shift(limit, go_on)
+        return ContextShift(limit, go_on)
 
     def _head(self, transcript: Transcript) -> int:
         """The tokens before the first turn, which always stay: a system message, or the first mark alone."""

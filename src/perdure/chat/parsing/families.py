@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from perdure.chat import formats, reasoning
-from perdure.chat.calls import CallFormat
 from perdure.chat.message import Tool
-from perdure.chat.reader import Part, Reader, read, watch
-from perdure.chat.reasoning import Markers
+from perdure.chat.parsing import markers
+from perdure.chat.parsing.call_format import CallFormat
+from perdure.chat.parsing.formats import fenced, harmony, json_objects, named
+from perdure.chat.parsing.markers import Markers, MarkerScanner, Meaning
 from perdure.decode.grammar import Grammar
 from perdure.errors import InvalidInputError
-
-__all__ = ["Family", "Markers", "Part", "Reader", "detect", "family", "names", "read", "register"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Family:
     architectures: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        marks = sorted(watch(self).meanings)
+        marks = sorted(self.scanner.meanings)
         for mark, following in zip(marks, [*marks[1:], ""], strict=False):
             if not mark or mark[0].isspace():
                 raise InvalidInputError(f"a marker of {self.name} is empty or starts with space: {mark!r}")
@@ -42,9 +41,13 @@ class Family:
                 )
 
     @property
+    def scanner(self) -> MarkerScanner:
+        return _scanner(self)
+
+    @property
     def marks(self) -> frozenset[str]:
         """All texts that mean something of their own in a reply."""
-        return frozenset(watch(self).meanings)
+        return frozenset(self.scanner.meanings)
 
     def opens_reasoning(self, prompt: str) -> bool:
         """Whether a prompt ends inside reasoning, so that the reply begins there."""
@@ -57,33 +60,48 @@ class Family:
 
         `control` maps those of `marks` that are control tokens of the model to their ids.
         """
-        calls = self.calls if self.calls is not None else formats.JSON
+        calls = self.calls if self.calls is not None else json_objects.JSON
         return calls.grammar(tools, parallel=parallel, control=control)
 
 
-GENERIC = Family("generic", calls=formats.JSON)
+@functools.lru_cache(maxsize=64)
+def _scanner(family: Family) -> MarkerScanner:
+    meanings: dict[str, Meaning] = {}
+    if family.calls is not None:
+        meanings |= dict.fromkeys(family.calls.marks, "nothing")
+        meanings |= dict.fromkeys(family.calls.openers, "call")
+    openers = family.calls.openers if family.calls is not None else ()
+    if family.reasoning is not None:
+        meanings[family.reasoning.close] = "answer"
+        # Where calls and reasoning begin alike, the parser behind the opener tells them apart.
+        if not family.reasoning.open.startswith(openers or "\0"):
+            meanings[family.reasoning.open] = "reasoning"
+    return MarkerScanner(meanings)
+
+
+GENERIC = Family("generic", calls=json_objects.JSON)
 
 # The first whose signs are all there is taken, so what is more special stands before what is less so.
 _BUILT_IN = (
-    Family("harmony", reasoning.CHANNEL, formats.HARMONY, ("<|channel|>",), ("gpt-oss",)),
-    Family("deepseek", reasoning.THINK, formats.DEEPSEEK, ("<｜Assistant｜>",), ("deepseek",)),
+    Family("harmony", markers.CHANNEL, harmony.HARMONY, ("<|channel|>",), ("gpt-oss",)),
+    Family("deepseek", markers.THINK, named.DEEPSEEK, ("<｜Assistant｜>",), ("deepseek",)),
     Family(
-        "command", reasoning.COMMAND, formats.COMMAND, ("<|START_OF_TURN_TOKEN|>",), ("cohere", "command")
+        "command", markers.COMMAND, json_objects.COMMAND, ("<|START_OF_TURN_TOKEN|>",), ("cohere", "command")
     ),
-    Family("granite", reasoning.THINK, formats.GRANITE, ("<|start_of_role|>",), ("granite",)),
-    Family("phi", None, formats.PHI, ("<|/tool_call|>",)),
-    Family("magistral", reasoning.BRACKETS, formats.MISTRAL_NAMED, ("[THINK]", "[ARGS]")),
-    Family("mistral-named", None, formats.MISTRAL_NAMED, ("[TOOL_CALLS]", "[ARGS]")),
-    Family("mistral-thinking", reasoning.BRACKETS, formats.MISTRAL, ("[THINK]",)),
-    Family("mistral", None, formats.MISTRAL, ("[TOOL_CALLS]",), ("mistral",)),
-    Family("llama3-thinking", reasoning.THINK, formats.LLAMA, ("<|start_header_id|>", "<think>")),
-    Family("llama3", None, formats.LLAMA, ("<|start_header_id|>",)),
-    Family("qwen3", reasoning.THINK, formats.HERMES, ("<tool_call>", "<think>"), ("qwen3", "smollm3")),
-    Family("hermes", None, formats.HERMES, ("<tool_call>",), ("qwen2",)),
-    Family("gemma", None, formats.GEMMA, ("<start_of_turn>",), ("gemma",)),
-    Family("chatml-thinking", reasoning.THINK, formats.CHATML_JSON, ("<|im_start|>", "<think>")),
-    Family("chatml", None, formats.CHATML_JSON, ("<|im_start|>",)),
-    Family("thinking", reasoning.THINK, formats.JSON, ("<think>",)),
+    Family("granite", markers.THINK, json_objects.GRANITE, ("<|start_of_role|>",), ("granite",)),
+    Family("phi", None, json_objects.PHI, ("<|/tool_call|>",)),
+    Family("magistral", markers.BRACKETS, named.MISTRAL_NAMED, ("[THINK]", "[ARGS]")),
+    Family("mistral-named", None, named.MISTRAL_NAMED, ("[TOOL_CALLS]", "[ARGS]")),
+    Family("mistral-thinking", markers.BRACKETS, named.MISTRAL, ("[THINK]",)),
+    Family("mistral", None, named.MISTRAL, ("[TOOL_CALLS]",), ("mistral",)),
+    Family("llama3-thinking", markers.THINK, json_objects.LLAMA, ("<|start_header_id|>", "<think>")),
+    Family("llama3", None, json_objects.LLAMA, ("<|start_header_id|>",)),
+    Family("qwen3", markers.THINK, json_objects.HERMES, ("<tool_call>", "<think>"), ("qwen3", "smollm3")),
+    Family("hermes", None, json_objects.HERMES, ("<tool_call>",), ("qwen2",)),
+    Family("gemma", None, fenced.GEMMA, ("<start_of_turn>",), ("gemma",)),
+    Family("chatml-thinking", markers.THINK, json_objects.CHATML_JSON, ("<|im_start|>", "<think>")),
+    Family("chatml", None, json_objects.CHATML_JSON, ("<|im_start|>",)),
+    Family("thinking", markers.THINK, json_objects.JSON, ("<think>",)),
     GENERIC,
 )
 

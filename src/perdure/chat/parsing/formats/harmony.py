@@ -1,14 +1,32 @@
-"""Harmony: messages in channels, each with a header."""
+"""Harmony, gpt-oss's format: messages in channels, each with a header."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from perdure.chat.json_text import JsonText, Malformed
-from perdure.chat.region import LONGEST_HEADER, Region
+from perdure.chat.message import Tool
+from perdure.chat.parsing.call_format import CallFormat, CallText
+from perdure.chat.parsing.call_parser import LONGEST_HEADER, CallParser
+from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
 
 
-class Channels(Region):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarmonyCalls(CallFormat):
+    """Harmony's messages to a function. Its channels also tell reasoning and answer apart."""
+
+    shape: CallText
+    openers: tuple[str, ...] = ("<|channel|>", "<|start|>")
+    leads: str = "t"
+    marks: tuple[str, ...] = ("<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
+    opener_is_text: bool = False
+
+    def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
+        return HarmonyParser(opener)
+
+
+class HarmonyParser(CallParser):
     """A header up to `<|message|>` that says what follows, reasoning, text, or a call.
 
     `lead` is for a header that begins without its marker, since the prompt has already said it.
@@ -24,7 +42,7 @@ class Channels(Region):
         self._lead = not opener
         self._started = opener == "<|start|>"
         self._header = ""
-        self._arguments: JsonText | None = None
+        self._arguments: JsonScanner | None = None
 
     def finish(self) -> None:
         if self._arguments is not None or not self.safe:
@@ -52,11 +70,21 @@ class Channels(Region):
         recipient = self._RECIPIENT.search(header)
         if recipient is not None:
             self.events.append(("name", recipient[1]))
-            self._arguments = JsonText()
+            self._arguments = JsonScanner()
             return
         channel = None
         if not self._started or "<|channel|>" in header:
             channel = self._CHANNEL.match(header)
         reasoning = channel is not None and channel[1] == "analysis"
-        self.events.append(("turn", "reasoning" if reasoning else "text"))
+        self.events.append(("channel", "reasoning" if reasoning else "text"))
         self.done = True
+
+
+HARMONY = HarmonyCalls(
+    shape=CallText(
+        head="<|channel|>commentary to=functions.",
+        middle=" <|constrain|>json<|message|>",
+        between="<|call|><|start|>assistant",
+    )
+)
+"""gpt-oss. A call ends the turn, so its end is not part of what is asked for."""

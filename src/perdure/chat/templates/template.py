@@ -12,9 +12,9 @@ from typing import Any
 
 import jinja2
 
-from perdure.chat.allowance import Allowance
 from perdure.chat.message import Message, Tool, ToolCall
-from perdure.chat.sandbox import BoundedContext, Sandbox
+from perdure.chat.templates.limits import RenderLimits
+from perdure.chat.templates.sandbox import BoundedContext, Sandbox
 from perdure.errors import InvalidInputError, TemplateError
 
 _LONGEST = 1 << 18
@@ -106,8 +106,8 @@ class Template:
         context = self._compiled.new_context(values)
         assert isinstance(context, BoundedContext)
         size = _size(shaped)
-        context.allowance = Allowance(size + (len(repr(values["tools"])) if tools else 0))
-        context.allowance.know(shaped, size)
+        context.limits = RenderLimits(size + (len(repr(values["tools"])) if tools else 0))
+        context.limits.know(shaped, size)
         try:
             return "".join(self._compiled.root_render_func(context))
         except TemplateError as error:
@@ -162,7 +162,7 @@ def _sandbox() -> Sandbox:
 
 
 def _library() -> Any:
-    return importlib.resources.files("perdure.chat") / "templates"
+    return importlib.resources.files("perdure.chat.templates") / "library"
 
 
 def _size(messages: Sequence[Mapping[str, Any]]) -> int:

@@ -13,23 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chat.conversations import CONVERSATIONS, TOOLS
-from chat.replies import PARIS, RAW, Raw, message
-from chat.test_template import BOS, EOS, PUBLISHED
+from chat.parsing.replies import PARIS, RAW, Raw, message
+from chat.templates.test_template import BOS, EOS, PUBLISHED
 from perdure import InvalidInputError
-from perdure.chat import family as registry
-from perdure.chat import reader as module
-from perdure.chat.family import Family, Markers, Part, Reader, detect, family, names, read
 from perdure.chat.message import Message, parse_messages
-from perdure.chat.reader import gather
-from perdure.chat.template import Template
+from perdure.chat.parsing import families as registry
+from perdure.chat.parsing import markers as module
+from perdure.chat.parsing.families import Family, detect, family, names
+from perdure.chat.parsing.markers import Markers
+from perdure.chat.parsing.reply_parser import Part, ReplyParser, gather, parse_reply
+from perdure.chat.templates.template import Template
 from perdure.decode.text import TextStream
 
 
 def parts(raw: Raw, pieces: Iterable[str], mode: Any = "capture") -> list[Part]:
     tools = TOOLS if raw.with_tools else ()
-    reader = Reader(family(raw.family), reasoning=mode, tools=tools, thinking=raw.thinking)
-    found = [part for piece in pieces for part in reader.push(piece)]
-    return found + reader.finish()
+    parser = ReplyParser(family(raw.family), reasoning=mode, tools=tools, thinking=raw.thinking)
+    found = [part for piece in pieces for part in parser.push(piece)]
+    return found + parser.finish()
 
 
 def without_ids(made: Message) -> Message:
@@ -44,7 +45,7 @@ def said(found: Sequence[Part]) -> Message:
 def test_a_reply_is_read_for_what_it_says(raw: Raw) -> None:
     assert said(parts(raw, [raw.text])) == message(raw)
     tools = TOOLS if raw.with_tools else ()
-    whole = read(family(raw.family), raw.text, tools=tools, thinking=raw.thinking)
+    whole = parse_reply(family(raw.family), raw.text, tools=tools, thinking=raw.thinking)
     assert without_ids(whole) == message(raw)
 
 
@@ -125,8 +126,8 @@ def test_all_but_markers_arrives_once_and_in_order_c8(
 ) -> None:
     """C8, on texts that hold no whole call: what is not a marker comes out in the order it went in."""
     chosen, pieces = soup
-    reader = Reader(chosen, reasoning=mode, tools=TOOLS, thinking=thinking)
-    found = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+    parser = ReplyParser(chosen, reasoning=mode, tools=TOOLS, thinking=thinking)
+    found = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
     arrived = "".join(part.text for part in found if part.kind != "call")
     assert re.sub(r"[ \t\r\n]", "", arrived) == without_marks(chosen, "".join(pieces))
 
@@ -138,21 +139,21 @@ def test_any_soup_is_read_the_same_in_one_piece_and_in_many_c8(
     chosen, pieces = soup
     text = "".join(pieces)
     for cut in (pieces, [text], list(text)):
-        reader = Reader(chosen, tools=TOOLS, thinking=thinking)
-        found = [part for piece in cut for part in reader.push(piece)] + reader.finish()
-        assert said(found) == without_ids(read(chosen, text, tools=TOOLS, thinking=thinking))
+        parser = ReplyParser(chosen, tools=TOOLS, thinking=thinking)
+        found = [part for piece in cut for part in parser.push(piece)] + parser.finish()
+        assert said(found) == without_ids(parse_reply(chosen, text, tools=TOOLS, thinking=thinking))
 
 
 def test_markers_would_show_without_the_holding_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check has teeth: with nothing held back, a cut marker is shown."""
     raw = next(each for each in RAW if each.text.startswith("<think>\nHm, so."))
-    first = module.Watch.first
+    first = module.MarkerScanner.first
 
-    def careless(self: module.Watch, text: str) -> tuple[int, str]:
+    def careless(self: module.MarkerScanner, text: str) -> tuple[int, str]:
         end, marker = first(self, text)
         return (end, marker) if marker else (len(text), "")
 
-    monkeypatch.setattr(module.Watch, "first", careless)
+    monkeypatch.setattr(module.MarkerScanner, "first", careless)
     assert said(parts(raw, raw.text)) != message(raw)
 
 
@@ -162,23 +163,23 @@ def test_markers_would_show_without_the_holding_back(monkeypatch: pytest.MonkeyP
 def test_reasoning_is_captured_shown_or_hidden() -> None:
     text = "<think>\nHm.\n</think>\n\nHello!"
     qwen = family("qwen3")
-    captured = read(qwen, text)
-    shown, hidden = read(qwen, text, reasoning="show"), read(qwen, text, reasoning="hide")
+    captured = parse_reply(qwen, text)
+    shown, hidden = parse_reply(qwen, text, reasoning="show"), parse_reply(qwen, text, reasoning="hide")
     assert (captured.content, captured.reasoning) == ("Hello!", "Hm.")
     assert (shown.content, shown.reasoning) == ("Hm.\n\n\nHello!", None)
     assert (hidden.content, hidden.reasoning) == ("Hello!", None)
     with pytest.raises(InvalidInputError, match="one of show, hide, capture"):
-        Reader(qwen, reasoning="keep")  # type: ignore[arg-type]
+        ReplyParser(qwen, reasoning="keep")  # type: ignore[arg-type]
 
 
 def test_a_reader_tells_whether_it_is_in_reasoning() -> None:
-    reader = Reader(family("qwen3"), thinking=True)
-    states = [reader.thinking]
+    parser = ReplyParser(family("qwen3"), thinking=True)
+    states = [parser.thinking]
     for piece in ("Hm.</thi", "nk>", "Hello", "<think>"):
-        reader.push(piece)
-        states.append(reader.thinking)
+        parser.push(piece)
+        states.append(parser.thinking)
     assert states == [True, True, False, False, True]
-    assert not Reader(family("hermes"), thinking=True).thinking
+    assert not ReplyParser(family("hermes"), thinking=True).thinking
 
 
 def test_a_budgets_end_closes_the_reasoning_of_every_family() -> None:
@@ -187,34 +188,34 @@ def test_a_budgets_end_closes_the_reasoning_of_every_family() -> None:
         markers = family(name).reasoning
         if markers is None:
             continue
-        reader = Reader(family(name), thinking=True)
-        reader.push("Hm. And then")
-        reader.push(markers.close)
-        assert not reader.thinking
-        assert gather([*reader.push("Hello"), *reader.finish()]).content == "Hello"
+        parser = ReplyParser(family(name), thinking=True)
+        parser.push("Hm. And then")
+        parser.push(markers.close)
+        assert not parser.thinking
+        assert gather([*parser.push("Hello"), *parser.finish()]).content == "Hello"
 
 
 # Calls as they come.
 
 
 def test_arguments_arrive_bit_by_bit_behind_their_name() -> None:
-    reader = Reader(family("hermes"), tools=TOOLS)
-    assert reader.push('<tool_call>\n{"name": "search", "argum') == []
-    first = reader.push('ents": {"q')
+    parser = ReplyParser(family("hermes"), tools=TOOLS)
+    assert parser.push('<tool_call>\n{"name": "search", "argum') == []
+    first = parser.push('ents": {"q')
     assert [(part.kind, part.name, part.text, part.call) for part in first] == [("call", "search", '{"q', 0)]
     assert re.fullmatch("call_[0-9a-f]{24}", first[0].id)
-    assert reader.push('uery": 1}') == [Part("call", 'uery": 1}')]
-    assert reader.push("}\n</tool_call>\n") == []
-    second = reader.push('<tool_call>{"name": "f", "arguments": {}}')
+    assert parser.push('uery": 1}') == [Part("call", 'uery": 1}')]
+    assert parser.push("}\n</tool_call>\n") == []
+    second = parser.push('<tool_call>{"name": "f", "arguments": {}}')
     assert [(part.call, part.name, part.text) for part in second] == [(1, "f", "{}")]
     assert second[0].id != first[0].id
 
 
 def test_a_call_that_turns_out_to_be_none_is_taken_back_and_its_text_follows() -> None:
-    reader = Reader(family("hermes"), tools=TOOLS)
-    started = reader.push('Look: <tool_call>{"name": "search", "arguments": {"query": "a')
+    parser = ReplyParser(family("hermes"), tools=TOOLS)
+    started = parser.push('Look: <tool_call>{"name": "search", "arguments": {"query": "a')
     assert [part.kind for part in started] == ["text", "call"]
-    ended = reader.push('", }') + reader.finish()
+    ended = parser.push('", }') + parser.finish()
     assert ended[0] == Part("call", call=0, dropped=True)
     made = gather(started + ended)
     assert made.tool_calls == ()
@@ -223,7 +224,8 @@ def test_a_call_that_turns_out_to_be_none_is_taken_back_and_its_text_follows() -
 
 def test_calls_of_one_reply_have_ids_of_their_own() -> None:
     made = [
-        read(family("mistral"), f'[TOOL_CALLS][{{"name": "f", "arguments": {PARIS[1]}}}]') for _ in range(50)
+        parse_reply(family("mistral"), f'[TOOL_CALLS][{{"name": "f", "arguments": {PARIS[1]}}}]')
+        for _ in range(50)
     ]
     assert len({each.tool_calls[0].id for each in made}) == 50
 
@@ -268,7 +270,7 @@ def test_what_a_template_writes_is_read_back(name: str, conversation: str) -> No
         prompt = prompt.removesuffix("<think>\n")
     assert text.startswith(prompt)
     raw = text[len(prompt) : text.rindex(ENDS[name])]
-    made = read(detect(template.source), raw, tools=TOOLS)
+    made = parse_reply(detect(template.source), raw, tools=TOOLS)
     assert made.content == answer.content
     assert made.reasoning == answer.reasoning
     assert [(call.name, call.parsed) for call in made.tool_calls] == [
@@ -284,7 +286,7 @@ def test_a_family_of_ones_own_is_read_and_detected(monkeypatch: pytest.MonkeyPat
     mine = Family("mine", Markers(open="<<", close=">>"), None, signs=("<<mine>>",))
     registry.register(mine)
     assert detect("{# <<mine>> <tool_call> #}") is mine
-    made = read(mine, "<<Hm.>> Hi")
+    made = parse_reply(mine, "<<Hm.>> Hi")
     assert (made.content, made.reasoning) == ("Hi", "Hm.")
 
 
@@ -302,5 +304,5 @@ def test_markers_that_cannot_be_told_apart_are_refused(markers: Markers, words: 
 
 
 def test_parse_messages_takes_what_a_reader_makes() -> None:
-    made = read(family("qwen3"), RAW[0].text)
+    made = parse_reply(family("qwen3"), RAW[0].text)
     assert parse_messages([made.to_dict()]) == (made,)

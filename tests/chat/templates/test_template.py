@@ -13,11 +13,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from chat.conversations import CONVERSATIONS, TOOLS, user
 from perdure import InvalidInputError, TemplateError
-from perdure.chat import template as module
 from perdure.chat.message import Message, Tool, parse_messages
-from perdure.chat.template import Template
+from perdure.chat.templates import template as module
+from perdure.chat.templates.template import Template
 
-FOLDER = Path(__file__).parent / "templates"
+FOLDER = Path(__file__).parent
 PUBLISHED = {path.stem: path.read_text("utf-8") for path in sorted(FOLDER.glob("*.jinja"))}
 OURS = {f"our {name}": Template.named(name).source for name in Template.names()}
 BOS, EOS = "<s>", "</s>"

@@ -1,12 +1,15 @@
-"""Tool calls written as JSON objects with a name and arguments."""
+"""Calls as JSON objects with a name and arguments: `{"name": …, "arguments": {…}}`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from perdure.chat.json_text import JsonText, Malformed
-from perdure.chat.region import SPACE, Event, Region
+from perdure.chat.message import Tool
+from perdure.chat.parsing.call_format import CallFormat, CallText
+from perdure.chat.parsing.call_parser import SPACE, CallParser, Event
+from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
 
 _NAME_KEYS = frozenset(("name", "tool_name"))
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
@@ -17,7 +20,21 @@ _ROLES = {
 }
 
 
-class Objects(Region):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonCalls(CallFormat):
+    """Objects such as `{"name": …, "arguments": {…}}`, behind a marker or, for known tools, without one."""
+
+    shape: CallText
+    openers: tuple[str, ...] = ()
+    leads: str = ""
+    marks: tuple[str, ...] = ()
+    opener_is_text: bool = False
+
+    def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
+        return JsonObjectsParser(None if opener else frozenset(tool.name for tool in tools))
+
+
+class JsonObjectsParser(CallParser):
     """JSON objects with a name and arguments: one, several, or a list of them.
 
     With `names`, only calls of these count, and nothing but a call may stand in an object: for formats
@@ -65,7 +82,7 @@ class _CallObject:
         self.done = False
         self._names = names
         self._expected = "open"
-        self._value = JsonText()
+        self._value = JsonScanner()
         self._text: list[str] = []
         self._key = ""
         self._name: str | None = None
@@ -101,12 +118,12 @@ class _CallObject:
         else:
             self._streams = False
             self._expected = "in key"
-        self._value, self._text = JsonText(), []
+        self._value, self._text = JsonScanner(), []
 
     def _within(self, text: str, at: int, events: list[Event]) -> int:
         end = self._value.push(text, at)
         if self._streams:
-            self._argue(text[at:end], events)
+            self._add_arguments(text[at:end], events)
         elif self._expected == "in key" or self._key in _NAME_KEYS or self._key in _ARGUMENT_KEYS:
             self._text.append(text[at:end])
         if self._value.done:
@@ -128,17 +145,17 @@ class _CallObject:
             if not self._name or (self._names is not None and self._name not in self._names):
                 raise Malformed
             if self._held:
-                self._argue("".join(self._held), events)
+                self._add_arguments("".join(self._held), events)
         elif self._key in _ARGUMENT_KEYS and not self._streams:
             # Some models write the arguments' JSON as a string.
-            inner, value = _decoded(self._text), JsonText()
+            inner, value = _decoded(self._text), JsonScanner()
             if (
                 not inner.lstrip().startswith("{")
                 or value.push(inner) != len(inner.rstrip())
                 or not value.done
             ):
                 raise Malformed
-            self._argue(inner, events)
+            self._add_arguments(inner, events)
         self._expected = "next"
 
     def _punctuation(self, char: str, events: list[Event]) -> None:
@@ -153,12 +170,12 @@ class _CallObject:
             if "arguments" not in self._seen:
                 if self._names is not None:
                     raise Malformed
-                self._argue("{}", events)
+                self._add_arguments("{}", events)
             self.done = True
         else:
             raise Malformed
 
-    def _argue(self, text: str, events: list[Event]) -> None:
+    def _add_arguments(self, text: str, events: list[Event]) -> None:
         if self._name is None:
             self._held.append(text)
             return
@@ -173,3 +190,75 @@ def _decoded(text: Sequence[str]) -> str:
     value = json.loads(joined)
     assert isinstance(value, str)
     return value
+
+
+_CHATML_MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+
+HERMES = JsonCalls(
+    openers=("<tool_call>",),
+    marks=("</tool_call>", *_CHATML_MARKS),
+    shape=CallText(
+        head='<tool_call>\n{"name": "',
+        middle='", "arguments": ',
+        tail="}\n</tool_call>",
+        between="\n",
+    ),
+)
+"""Hermes, Qwen, SmolLM3 and many others: an object between tags."""
+
+LLAMA = JsonCalls(
+    openers=("<|python_tag|>",),
+    leads="{",
+    marks=("<|eom_id|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>"),
+    shape=CallText(head='{"name": "', middle='", "parameters": ', tail="}", between="; "),
+)
+"""Llama 3: an object, bare or behind a tag."""
+
+GRANITE = JsonCalls(
+    openers=("<|tool_call|>",),
+    marks=("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+    shape=CallText(
+        start="<|tool_call|>[", head='{"name": "', middle='", "arguments": ', tail="}", between=", ", end="]"
+    ),
+)
+
+PHI = JsonCalls(
+    openers=("<|tool_call|>",),
+    marks=("<|/tool_call|>", "<|end|>", "<|endoftext|>"),
+    shape=CallText(
+        start="<|tool_call|>[",
+        head='{"name": "',
+        middle='", "arguments": ',
+        tail="}",
+        between=", ",
+        end="]<|/tool_call|>",
+    ),
+)
+
+COMMAND = JsonCalls(
+    openers=("<|START_ACTION|>",),
+    marks=(
+        "<|END_ACTION|>",
+        "<|START_RESPONSE|>",
+        "<|END_RESPONSE|>",
+        "<|START_TEXT|>",
+        "<|END_TEXT|>",
+        "<|END_OF_TURN_TOKEN|>",
+    ),
+    shape=CallText(
+        start="<|START_ACTION|>[\n    ",
+        head='{"tool_call_id": "0", "tool_name": "',
+        middle='", "parameters": ',
+        tail="}",
+        between=",\n    ",
+        end="\n]<|END_ACTION|>",
+    ),
+)
+
+JSON = JsonCalls(
+    leads="{[",
+    shape=CallText(head='{"name": "', middle='", "arguments": ', tail="}", between="\n"),
+)
+"""For models of no known format: a bare object of a known tool."""
+
+CHATML_JSON = JsonCalls(leads="{[", marks=_CHATML_MARKS, shape=JSON.shape)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from perdure.chat.message import Message, Tool
-from perdure.chat.template import Template
+from perdure.chat.templates.template import Template
 from perdure.errors import PerdureError
 
 _ROLES = ("system", "user", "assistant")
@@ -33,7 +33,7 @@ class Rendering:
         return len(messages) > len(self.messages) and messages[: len(self.messages)] == self.messages
 
 
-class Renderer:
+class TemplateRenderer:
     """Renders whole conversations, and of one that goes on only what is new.
 
     The latter only if the template was seen to treat every turn by itself, and to open every reply alike, for

@@ -1,0 +1,1 @@
+"""Parsing of replies: text, reasoning and tool calls, by family of models."""

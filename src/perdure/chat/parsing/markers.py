@@ -1,0 +1,45 @@
+"""Markers: the texts in a reply that mean something of their own, and the scanner that finds them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+ReasoningMode = Literal["show", "hide", "capture"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Markers:
+    """What opens and closes a stretch of reasoning. White space that touches a marker belongs to it."""
+
+    open: str
+    close: str
+
+
+THINK = Markers(open="<think>", close="</think>")
+BRACKETS = Markers(open="[THINK]", close="[/THINK]")
+COMMAND = Markers(open="<|START_THINKING|>", close="<|END_THINKING|>")
+CHANNEL = Markers(open="<|channel|>analysis<|message|>", close="<|end|>")
+
+Meaning = Literal["call", "reasoning", "answer", "nothing"]
+
+
+class MarkerScanner:
+    """Finds the first marker of a family in a text that comes in pieces."""
+
+    def __init__(self, meanings: dict[str, Meaning]) -> None:
+        self.meanings = meanings
+        self._any = re.compile("|".join(map(re.escape, sorted(meanings, key=len, reverse=True))) or r"(?!)")
+        self._starts = frozenset(mark[:size] for mark in meanings for size in range(1, len(mark)))
+        self._firsts = frozenset(mark[:1] for mark in meanings)
+        self._longest = max(map(len, meanings), default=1) - 1
+
+    def first(self, text: str) -> tuple[int, str]:
+        """Where the first marker begins and the marker; where it may yet turn out to begin, and nothing."""
+        found = self._any.search(text)
+        end = len(text)
+        for at in range(max(0, end - self._longest), end if found is None else found.start()):
+            if text[at] in self._firsts and text[at:] in self._starts:
+                return at, ""
+        return (end, "") if found is None else (found.start(), found[0])
