@@ -82,7 +82,7 @@ def test_arguments_are_not_checked_on_the_event_loop_s2(
     server: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S2: somebody else is answered meanwhile."""
-    from perdure.chat import schema
+    from perdure.chat.parsing import schema
 
     checking, answered = threading.Event(), threading.Event()
     matches = schema._matches
