@@ -1,4 +1,4 @@
-"""`perdure cache`, as a person runs it."""
+"""`perdure cache`, as a user runs it."""
 
 from __future__ import annotations
 

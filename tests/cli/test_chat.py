@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from cli.person import COMMAND, PATIENCE, Terminal, piped, plain, terminal
+from cli.pty_user import COMMAND, PATIENCE, PtyUser, piped, plain, terminal
 
 GREEDY = ("-t", "0")
 BRIEF = (*GREEDY, "--max-tokens", "6")
@@ -278,33 +278,33 @@ def test_ctrl_c_with_a_pipe_exits_with_130_and_keeps_what_came(environment: dict
 # In a terminal.
 
 
-def ask(person: Terminal, text: str, until: str = r"\n[^\n]*> ") -> str:
+def ask(user: PtyUser, text: str, until: str = r"\n[^\n]*> ") -> str:
     """Type a line, and read up to the next prompt."""
-    person.type(f"{text}\n")
-    person.until(re.escape(text.replace("\t", "")))
-    return person.until(until)
+    user.type(f"{text}\n")
+    user.until(re.escape(text.replace("\t", "")))
+    return user.until(until)
 
 
 def test_in_a_terminal_ctrl_c_stops_a_reply_and_keeps_it_and_the_conversation(
     environment: dict[str, str],
 ) -> None:
     """C1: what came is a partial turn, and the next message goes on from it."""
-    with terminal(environment, "chat", "--ctx", "3000", *GREEDY, "--session", "cut") as person:
-        person.until("> ")
-        person.type("the man\n")
-        person.until("the man\n.")
-        person.type("\x03")
-        assert "full" not in person.until("Stopped; what there is of it is kept\\.\ncut> ")
-        assert "There is no /nonsense; /help tells what there is." in ask(person, "/nonsense")
-        assert "/regen" in ask(person, "/help", "cut> ")
+    with terminal(environment, "chat", "--ctx", "3000", *GREEDY, "--session", "cut") as user:
+        user.until("> ")
+        user.type("the man\n")
+        user.until("the man\n.")
+        user.type("\x03")
+        assert "full" not in user.until("Stopped; what there is of it is kept\\.\ncut> ")
+        assert "There is no /nonsense; /help tells what there is." in ask(user, "/nonsense")
+        assert "/regen" in ask(user, "/help", "cut> ")
         for _ in range(2):
             # Seen first: a key that comes while the prompt is being drawn may be lost.
-            person.type("half a line")
-            person.until("half a line")
-            person.type("\x03")
-            person.until("Ctrl-D or /quit leaves.\ncut> ")
-        person.type("/quit\n")
-        assert person.leaves() == 0
+            user.type("half a line")
+            user.until("half a line")
+            user.type("\x03")
+            user.until("Ctrl-D or /quit leaves.\ncut> ")
+        user.type("/quit\n")
+        assert user.leaves() == 0
     [turn] = shown(environment, "cut")["history"]
     assert (turn["finish_reason"], turn["messages"][0]["content"]) == ("cancelled", "the man")
     assert turn["reply"]["content"]
@@ -313,16 +313,16 @@ def test_in_a_terminal_ctrl_c_stops_a_reply_and_keeps_it_and_the_conversation(
 def test_in_a_terminal_overflow_is_a_visible_line_and_ctrl_d_leaves(environment: dict[str, str]) -> None:
     """C3: 45 KB pasted at 256 tokens; nothing is lost, and the next message is answered."""
     environment["TERM"] = "xterm"
-    with terminal(environment, "chat", "--ctx", "256", *BRIEF, "--session", "full") as person:
-        person.until("> ")
-        ask(person, "the man")
-        person.paste("word " * 9_000)
-        person.type("\n")
-        person.until(r"perdure: with this message the conversation has \d+ tokens, but 255 fit\. It was not")
-        person.until("> ")
-        assert "perdure:" not in ask(person, "the other")
-        person.type("\x04")
-        assert person.leaves() == 0
+    with terminal(environment, "chat", "--ctx", "256", *BRIEF, "--session", "full") as user:
+        user.until("> ")
+        ask(user, "the man")
+        user.paste("word " * 9_000)
+        user.type("\n")
+        user.until(r"perdure: with this message the conversation has \d+ tokens, but 255 fit\. It was not")
+        user.until("> ")
+        assert "perdure:" not in ask(user, "the other")
+        user.type("\x04")
+        assert user.leaves() == 0
     kept = shown(environment, "full")["history"]
     assert [turn["messages"][0]["content"] for turn in kept] == ["the man", "the other"]
 
@@ -330,36 +330,36 @@ def test_in_a_terminal_overflow_is_a_visible_line_and_ctrl_d_leaves(environment:
 def test_in_a_terminal_a_conversation_is_forked_rewound_edited_and_saved(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    with terminal(environment, "chat", *BRIEF, "--session", "a") as person:
-        person.until("a> ")
-        ask(person, "the man")
-        ask(person, "the other")
-        assert "Now in b; a stays as it is." in ask(person, "/fork b", "b> ")
-        assert "there is a session 'b' already" in ask(person, "/fork b", "b> ")
-        assert "Back by 1 turn; 1 turn left." in ask(person, "/rewind", "b> ")
-        assert "-8 is none of 0 to 1" in ask(person, "/rewind 9", "b> ")
-        ask(person, "/edit 1 a woman", "b> ")
-        ask(person, "and then", "b> ")
-        ask(person, "/edit and now", "b> ")
-        ask(person, "/regen", "b> ")
-        stats = ask(person, "/stats", r"seed \d+\nb> ")
+    with terminal(environment, "chat", *BRIEF, "--session", "a") as user:
+        user.until("a> ")
+        ask(user, "the man")
+        ask(user, "the other")
+        assert "Now in b; a stays as it is." in ask(user, "/fork b", "b> ")
+        assert "there is a session 'b' already" in ask(user, "/fork b", "b> ")
+        assert "Back by 1 turn; 1 turn left." in ask(user, "/rewind", "b> ")
+        assert "-8 is none of 0 to 1" in ask(user, "/rewind 9", "b> ")
+        ask(user, "/edit 1 a woman", "b> ")
+        ask(user, "and then", "b> ")
+        ask(user, "/edit and now", "b> ")
+        ask(user, "/regen", "b> ")
+        stats = ask(user, "/stats", r"seed \d+\nb> ")
         assert "session  b, 2 turns," in stats
         assert re.search(r"prompt +(\d+ (still in the engine|from memory|from disk), )+\d+ computed", stats)
-        listed = ask(person, "/sessions", "b> ")
+        listed = ask(user, "/sessions", "b> ")
         assert re.search(r"\* +2 turns .* b\n", listed)
         assert re.search(r"\n? +2 turns .* a\n", listed)
-        assert re.search(r"a: 2 turns, \d+ tokens; woken in", ask(person, "/sessions a", "a> "))
-        assert "there is no session 'c'" in ask(person, "/sessions c", "a> ")
+        assert re.search(r"a: 2 turns, \d+ tokens; woken in", ask(user, "/sessions a", "a> "))
+        assert "there is no session 'c'" in ask(user, "/sessions c", "a> ")
         for name in ("talk.md", "talk.jsonl", "talk.session"):
-            ask(person, f"/save {tmp_path / name}", r"Saved to .*a> ")
-        assert "exists already" in ask(person, f"/save {tmp_path / 'talk.md'}", "a> ")
-        assert re.search(r"Asleep in .*\d+ from disk", ask(person, "/sleep", "a> "))
-        ask(person, "are you awake", "a> ")
-        assert "Now in a-2; a stays as it is." in ask(person, "/system Be terse.", "a-2> ")
-        ask(person, "hello", "a-2> ")
-        assert "The conversation is forgotten." in ask(person, "/reset", "a-2> ")
-        person.type("/quit\n")
-        assert person.leaves() == 0
+            ask(user, f"/save {tmp_path / name}", r"Saved to .*a> ")
+        assert "exists already" in ask(user, f"/save {tmp_path / 'talk.md'}", "a> ")
+        assert re.search(r"Asleep in .*\d+ from disk", ask(user, "/sleep", "a> "))
+        ask(user, "are you awake", "a> ")
+        assert "Now in a-2; a stays as it is." in ask(user, "/system Be terse.", "a-2> ")
+        ask(user, "hello", "a-2> ")
+        assert "The conversation is forgotten." in ask(user, "/reset", "a-2> ")
+        user.type("/quit\n")
+        assert user.leaves() == 0
     assert [turn["messages"][0]["content"] for turn in shown(environment, "b")["history"]] == [
         "a woman",
         "and now",
@@ -381,52 +381,52 @@ def test_in_a_terminal_a_conversation_is_forked_rewound_edited_and_saved(
 def test_without_a_name_nothing_is_kept_and_there_are_sessions_all_the_same(
     environment: dict[str, str],
 ) -> None:
-    with terminal(environment, "chat", *BRIEF) as person:
-        person.until("> ")
-        ask(person, "the man", "\n> ")
-        assert "not kept on disk" in ask(person, "/sleep", "\n> ")
-        ask(person, "/fork b", "b> ")
-        ask(person, "the other", "b> ")
-        assert "chat: 1 turn," in ask(person, "/sessions chat", "\n> ")
-        assert "The conversation starts anew." in ask(person, "/system Be terse.", "\n> ")
-        assert "nothing was answered yet" in ask(person, "/stats", "\n> ")
-        person.type("\x04")
-        assert person.leaves() == 0
+    with terminal(environment, "chat", *BRIEF) as user:
+        user.until("> ")
+        ask(user, "the man", "\n> ")
+        assert "not kept on disk" in ask(user, "/sleep", "\n> ")
+        ask(user, "/fork b", "b> ")
+        ask(user, "the other", "b> ")
+        assert "chat: 1 turn," in ask(user, "/sessions chat", "\n> ")
+        assert "The conversation starts anew." in ask(user, "/system Be terse.", "\n> ")
+        assert "nothing was answered yet" in ask(user, "/stats", "\n> ")
+        user.type("\x04")
+        assert user.leaves() == 0
     assert not (Path(environment["PERDURE_HOME"]) / "store").exists()
 
 
 def test_what_was_typed_comes_back_with_the_arrow_keys_in_the_next_run(environment: dict[str, str]) -> None:
     environment["TERM"] = "xterm"
-    with terminal(environment, "chat", *BRIEF) as person:
-        person.until("> ")
-        ask(person, "the man who remembers")
-        person.type("/quit\n")
-        assert person.leaves() == 0
-    with terminal(environment, "chat", *BRIEF) as person:
-        person.until("> ")
-        person.type("\x1b[A\x1b[A")
-        person.until("the man who remembers")
-        person.type("\x04")
+    with terminal(environment, "chat", *BRIEF) as user:
+        user.until("> ")
+        ask(user, "the man who remembers")
+        user.type("/quit\n")
+        assert user.leaves() == 0
+    with terminal(environment, "chat", *BRIEF) as user:
+        user.until("> ")
+        user.type("\x1b[A\x1b[A")
+        user.until("the man who remembers")
+        user.type("\x04")
 
 
 def test_a_message_has_several_lines_by_a_backslash_by_quotes_or_pasted(environment: dict[str, str]) -> None:
     environment["TERM"] = "xterm"
-    with terminal(environment, "chat", *BRIEF, "--session", "lines") as person:
-        person.until("> ")
-        person.type("one\\\n")
-        person.until("… ")
-        person.type("two\n")
-        person.until("lines> ")
-        person.type('"""/three\n')
-        person.until("… ")
-        person.type('four"""\n')
-        person.until("lines> ")
-        person.paste("five\nsix")
-        person.type("\n")
-        person.until("six.*lines> ")
-        ask(person, "//seven")
-        person.type("\x04")
-        assert person.leaves() == 0
+    with terminal(environment, "chat", *BRIEF, "--session", "lines") as user:
+        user.until("> ")
+        user.type("one\\\n")
+        user.until("… ")
+        user.type("two\n")
+        user.until("lines> ")
+        user.type('"""/three\n')
+        user.until("… ")
+        user.type('four"""\n')
+        user.until("lines> ")
+        user.paste("five\nsix")
+        user.type("\n")
+        user.until("six.*lines> ")
+        ask(user, "//seven")
+        user.type("\x04")
+        assert user.leaves() == 0
     kept = shown(environment, "lines")["history"]
     assert [turn["messages"][0]["content"] for turn in kept] == [
         "one\ntwo",
@@ -440,12 +440,12 @@ def test_any_letters_can_be_typed_and_are_shown(environment: dict[str, str], tmp
     """C9: typed, echoed, answered and kept."""
     environment["TERM"] = "xterm"
     asked = ("chat", "--session", UNICODE, *held_to(tmp_path, f"{UNICODE} ok"))
-    with terminal(environment, *asked) as person:
-        person.until(f"{UNICODE}> ")
-        person.type(f"{UNICODE}\n")
-        person.until(f'{UNICODE}.*"{UNICODE} ok"\n.*> ')
-        person.type("\x04")
-        assert person.leaves() == 0
+    with terminal(environment, *asked) as user:
+        user.until(f"{UNICODE}> ")
+        user.type(f"{UNICODE}\n")
+        user.until(f'{UNICODE}.*"{UNICODE} ok"\n.*> ')
+        user.type("\x04")
+        assert user.leaves() == 0
     [turn] = shown(environment, UNICODE)["history"]
     assert turn["messages"][0]["content"] == UNICODE
     assert turn["reply"]["content"] == f'"{UNICODE} ok"'
@@ -458,13 +458,13 @@ def test_in_a_narrow_window_words_stay_whole_and_marks_become_styles(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     environment["TERM"] = "xterm"
-    with terminal(environment, "chat", *held_to(tmp_path, WORDS), columns=20) as person:
-        person.until("> ")
-        person.type("go\n")
-        reply = person.until('"some.*wide"\n').rpartition('"some')[2]
-        person.until("> ")
-        person.type("\x04")
-        assert person.leaves() == 0
+    with terminal(environment, "chat", *held_to(tmp_path, WORDS), columns=20) as user:
+        user.until("> ")
+        user.type("go\n")
+        reply = user.until('"some.*wide"\n').rpartition('"some')[2]
+        user.until("> ")
+        user.type("\x04")
+        assert user.leaves() == 0
     assert "\x1b[0;1mbold" in reply
     lines = plain(reply).splitlines()
     assert max(cell_len(line) for line in lines) <= 20
@@ -475,28 +475,28 @@ def test_in_a_narrow_window_words_stay_whole_and_marks_become_styles(
 def test_without_colours_a_reply_is_the_text_as_it_is(
     environment: dict[str, str], tmp_path: Path, without: dict[str, str]
 ) -> None:
-    with terminal(environment | without, "chat", *held_to(tmp_path, WORDS)) as person:
-        person.until("> ")
-        person.type("go\n")
-        assert WORDS in person.until(f'"{re.escape(WORDS)}"\n')
+    with terminal(environment | without, "chat", *held_to(tmp_path, WORDS)) as user:
+        user.until("> ")
+        user.type("go\n")
+        assert WORDS in user.until(f'"{re.escape(WORDS)}"\n')
         # A key that is pressed before the prompt is there may be lost.
-        person.until("> ")
-        person.type("\x04")
-        assert person.leaves() == 0
+        user.until("> ")
+        user.type("\x04")
+        assert user.leaves() == 0
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 def test_reasoning_is_shown_when_asked_for(environment: dict[str, str], tmp_path: Path, term: str) -> None:
     environment["TERM"] = term
-    with terminal(environment, "chat", *BRIEF, *thinking(tmp_path)) as person:
-        person.until("> ")
-        assert "/think show shows it" in ask(person, "the man", "shows it.*\n> ")
-        ask(person, "/think show", "\n.*> ")
-        told = ask(person, "the other", "\n> " if term == "dumb" else "\n\n.*> ")
+    with terminal(environment, "chat", *BRIEF, *thinking(tmp_path)) as user:
+        user.until("> ")
+        assert "/think show shows it" in ask(user, "the man", "shows it.*\n> ")
+        ask(user, "/think show", "\n.*> ")
+        told = ask(user, "the other", "\n> " if term == "dumb" else "\n\n.*> ")
         assert ("\x1b[2m" in told) if term == "xterm" else ("(thinking)\n" in told)
-        assert "/think show, or /think hide" in ask(person, "/think aloud")
-        person.type("\x04")
-        assert person.leaves() == 0
+        assert "/think show, or /think hide" in ask(user, "/think aloud")
+        user.type("\x04")
+        assert user.leaves() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -505,18 +505,18 @@ def test_a_chat_without_a_name_leaves_nothing_behind_when_it_is_ended(
 ) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()
-    with terminal({**environment, "TMPDIR": str(folder)}, "chat", *BRIEF) as person:
-        person.until("> ")
-        ask(person, "the man")
-        person.process.send_signal(number)
-        assert person.leaves() == 128 + number
+    with terminal({**environment, "TMPDIR": str(folder)}, "chat", *BRIEF) as user:
+        user.until("> ")
+        ask(user, "the man")
+        user.process.send_signal(number)
+        assert user.leaves() == 128 + number
     assert not list(folder.iterdir())
 
 
 def test_a_store_that_is_in_use_is_told_and_can_be_read(environment: dict[str, str]) -> None:
-    with terminal(environment, "chat", *BRIEF, "--session", "mine") as person:
-        person.until("mine> ")
-        ask(person, "the man")
+    with terminal(environment, "chat", *BRIEF, "--session", "mine") as user:
+        user.until("mine> ")
+        ask(user, "the man")
         done = piped(environment, "hi\n", "chat", *BRIEF, "--session", "other")
         assert (done.returncode, done.stdout) == (1, "")
         assert "in use, by another process" in done.stderr
@@ -525,19 +525,19 @@ def test_a_store_that_is_in_use_is_told_and_can_be_read(environment: dict[str, s
         done = piped(environment, "", "sessions", "rm", "mine", "--yes")
         assert done.returncode == 1
         assert "in use, by another process" in done.stderr
-        person.type("\x04")
-        assert person.leaves() == 0
+        user.type("\x04")
+        assert user.leaves() == 0
 
 
 def test_a_session_is_woken_in_a_new_process_with_one_line_that_says_so(environment: dict[str, str]) -> None:
-    with terminal(environment, "chat", *BRIEF, "--session", "lasting") as person:
-        person.until("lasting> ")
-        ask(person, "the man")
-        person.process.kill()
-    with terminal(environment, "chat", *BRIEF, "--session", "lasting") as person:
-        told = person.until("lasting> ")
+    with terminal(environment, "chat", *BRIEF, "--session", "lasting") as user:
+        user.until("lasting> ")
+        ask(user, "the man")
+        user.process.kill()
+    with terminal(environment, "chat", *BRIEF, "--session", "lasting") as user:
+        told = user.until("lasting> ")
         assert re.search(r"lasting: 1 turn, \d+ tokens; woken in [\d.]+ m?s: .*\.\n", told)
-        ask(person, "the other")
-        person.type("\x04")
-        assert person.leaves() == 0
+        ask(user, "the other")
+        user.type("\x04")
+        assert user.leaves() == 0
     assert shown(environment, "lasting")["turns"] == 2

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from cli.person import plain
+from cli.pty_user import plain
 from perdure.cli.markdown import Markdown
 
 PAGE = """# A title

@@ -1,4 +1,4 @@
-"""`perdure models` and `perdure inspect`, as a person runs them."""
+"""`perdure models` and `perdure inspect`, as a user runs them."""
 
 from __future__ import annotations
 

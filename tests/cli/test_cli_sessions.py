@@ -1,4 +1,4 @@
-"""`perdure sessions`, as a person runs it."""
+"""`perdure sessions`, as a user runs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cli.person import piped, terminal
+from cli.pty_user import piped, terminal
 
 NAME = "é 한국 🙂"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -256,16 +256,16 @@ def test_a_store_that_is_not_there_is_told(environment: dict[str, str], tmp_path
 
 def test_a_store_in_use_is_read_but_not_changed(environment: dict[str, str], run: Run, store: Path) -> None:
     asked = ("chat", "-t", "0", "--max-tokens", "4", "--session", "mine", "--store", str(store))
-    with terminal(environment, *asked) as person:
-        person.until("mine> ")
+    with terminal(environment, *asked) as user:
+        user.until("mine> ")
         assert {row["name"] for row in facts(run("ls", "--json"))} == {NAME, "mine"}
         for command in (["fork", NAME, "b"], ["rewind", NAME], ["label", NAME, "l"], ["sleep", NAME]):
             assert "in use, by another process" in told(run(*command, model=True), 1)
         found = facts(run("verify", "--json"), 1)
         assert found["damaged"] == []
         assert "is being written" in found["unread"]
-        person.type("\x04")
-        assert person.leaves() == 0
+        user.type("\x04")
+        assert user.leaves() == 0
 
 
 def test_the_cache_command_works_beside_sessions(environment: dict[str, str], run: Run, store: Path) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.person import COMMAND
-from perdure.cli.commands import COMMANDS
+from cli.pty_user import COMMAND
+from perdure.cli.slash_commands import COMMANDS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("chat.md", "sessions.md")

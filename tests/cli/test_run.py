@@ -1,4 +1,4 @@
-"""`perdure run`, as a person runs it."""
+"""`perdure run`, as a user runs it."""
 
 from __future__ import annotations
 

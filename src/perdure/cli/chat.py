@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from perdure.cli.talk import Talk
+    from perdure.cli.conversation import Conversation
 
 _Talk = "The conversation"
 _Sampling = "Sampling"
@@ -115,7 +115,7 @@ def chat(
     """
     import perdure
     from perdure.cli import terminal
-    from perdure.cli.talk import Talk
+    from perdure.cli.conversation import Conversation
 
     # Whatever is wrong with the request is told before a model is fetched or loaded.
     if name is not None and model is not None:
@@ -134,14 +134,16 @@ def chat(
     ):
         # A model without a template is told now, not after the first message.
         _ = runtime.chat_format
-        talk = Talk.begin(runtime, session, system=system, settings=settings, store=folder, watched=watched)
+        conversation = Conversation.begin(
+            runtime, session, system=system, settings=settings, store=folder, watched=watched
+        )
         try:
             if watched:
                 terminal.tell(f"{loaded.path.name}. /help tells what else can be typed, Ctrl-D leaves.")
-                _converse(talk)
+                _converse(conversation)
             else:
                 for message in _piped():
-                    good = talk.say(message) and good
+                    good = conversation.say(message) and good
         except BrokenPipeError:
             # Whoever read has gone. Python would complain once more when it closes the stream.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -150,24 +152,24 @@ def chat(
         raise typer.Exit(1)
 
 
-def _converse(talk: Talk) -> None:
-    from perdure.cli import tally, terminal
-    from perdure.cli.commands import WORDS, obey
-    from perdure.cli.keyboard import Keyboard
-    from perdure.cli.talk import NAME
+def _converse(conversation: Conversation) -> None:
+    from perdure.cli import terminal, words
+    from perdure.cli.conversation import NAME
+    from perdure.cli.line_editor import LineEditor
+    from perdure.cli.slash_commands import WORDS, obey
     from perdure.config import settings
 
     def prompt() -> str:
-        name = talk.session.name
-        return "> " if name == NAME else f"{tally.quoted(name)}> "
+        name = conversation.session.name
+        return "> " if name == NAME else f"{words.quoted(name)}> "
 
-    for message in Keyboard(settings().home / "chat.history", WORDS).messages(prompt):
+    for message in LineEditor(settings().home / "chat.history", WORDS).messages(prompt):
         try:
             if message.startswith("//"):
-                talk.say(message[1:])
+                conversation.say(message[1:])
             elif not message.startswith("/"):
-                talk.say(message)
-            elif not obey(talk, message):
+                conversation.say(message)
+            elif not obey(conversation, message):
                 return
         except KeyboardInterrupt:
             terminal.tell("\nStopped. Ctrl-D or /quit leaves.")

@@ -61,7 +61,7 @@ def wake(
     as_json: Json = False,
 ) -> None:
     """Start a new session at a memory, after proving that it is what was remembered."""
-    from perdure.cli import tally, terminal
+    from perdure.cli import terminal, words
     from perdure.cli.asleep import asleep
     from perdure.errors import AmbiguousError
 
@@ -76,7 +76,7 @@ def wake(
         facts = {"name": made.name, "namespace": made.namespace, "turns": made.turns}
         typer.echo(json.dumps({**facts, "origin": dict(made.origin)}, indent=2))
     else:
-        terminal.write(f"{tally.quoted(name)} starts there with {tally.count(made.turns, 'turn')}\n")
+        terminal.write(f"{words.quoted(name)} starts there with {words.count(made.turns, 'turn')}\n")
 
 
 @app.command()

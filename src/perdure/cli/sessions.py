@@ -40,7 +40,7 @@ def ls(
     as_json: Json = False,
 ) -> None:
     """List the sessions, the latest first."""
-    from perdure.cli import tally, terminal
+    from perdure.cli import terminal, words
     from perdure.cli.asleep import asleep
 
     with asleep(store, readonly=True) as sessions:
@@ -49,10 +49,10 @@ def ls(
         _print([_listed(row) for row in rows])
         return
     for row in rows:
-        whose = f"  {tally.quoted(row.namespace)}" if everyone else ""
+        whose = f"  {words.quoted(row.namespace)}" if everyone else ""
         origin = f"  ({_origin(row.origin)})" if row.origin else ""
-        turns = tally.count(row.depth, "turn")
-        terminal.write(f"{turns:>10}  {tally.moment(row.updated)}{whose}  {tally.quoted(row.name)}{origin}\n")
+        turns = words.count(row.depth, "turn")
+        terminal.write(f"{turns:>10}  {words.moment(row.updated)}{whose}  {words.quoted(row.name)}{origin}\n")
     if not rows:
         terminal.tell("There are no sessions yet.")
 
@@ -60,7 +60,7 @@ def ls(
 @app.command()
 def show(name: Name, namespace: Namespace = "", store: Store = None, as_json: Json = False) -> None:
     """Show what was said, and what is known of the session."""
-    from perdure.cli import tally, terminal
+    from perdure.cli import terminal, words
     from perdure.cli.asleep import asleep
 
     with asleep(store, readonly=True) as sessions:
@@ -79,13 +79,13 @@ def show(name: Name, namespace: Namespace = "", store: Store = None, as_json: Js
         )
         return
     facts = {
-        "session": tally.quoted(row.name),
-        "turns": f"{session.turns}, {tally.count(len(session.tokens), 'token')}",
+        "session": words.quoted(row.name),
+        "turns": f"{session.turns}, {words.count(len(session.tokens), 'token')}",
         "system": session.system or "",
         "settings": json.dumps(dict(row.settings), ensure_ascii=False) if row.settings else "",
         "origin": _origin(row.origin) if row.origin else "",
-        "created": tally.moment(row.created),
-        "updated": tally.moment(row.updated),
+        "created": words.moment(row.created),
+        "updated": words.moment(row.updated),
     }
     terminal.write("".join(f"{fact:<9} {value}\n" for fact, value in facts.items() if value))
     for number, turn in enumerate(turns, 1):
@@ -105,13 +105,13 @@ def fork(
     as_json: Json = False,
 ) -> None:
     """Start a new session where one stands, or stood; the two share what they have in common."""
-    from perdure.cli import tally
+    from perdure.cli import words
     from perdure.cli.asleep import asleep
 
     with asleep(store, readonly=False) as sessions:
         made = sessions.get(name, namespace).fork(new, turn=turn)
-        turns = tally.count(made.turns, "turn")
-        _tell(as_json, f"{tally.quoted(new)} starts with {turns} of {tally.quoted(name)}", _figures(made))
+        turns = words.count(made.turns, "turn")
+        _tell(as_json, f"{words.quoted(new)} starts with {turns} of {words.quoted(name)}", _figures(made))
 
 
 @app.command()
@@ -124,14 +124,16 @@ def rewind(
     as_json: Json = False,
 ) -> None:
     """Go back by some turns. What neither a fork nor a memory needs is deleted."""
-    from perdure.cli import tally
+    from perdure.cli import words
     from perdure.cli.asleep import asleep
 
     with asleep(store, readonly=False) as sessions:
         session = sessions.get(name, namespace)
         session.rewind(turns, to=to)
         _tell(
-            as_json, f"{tally.quoted(name)} has {tally.count(session.turns, 'turn')} now", _figures(session)
+            as_json,
+            f"{words.quoted(name)} has {words.count(session.turns, 'turn')} now",
+            _figures(session),
         )
 
 
@@ -163,13 +165,13 @@ def rm(
     as_json: Json = False,
 ) -> None:
     """Forget sessions. Forks of them and memories stay; cached state goes when its room is needed."""
-    from perdure.cli import tally
+    from perdure.cli import words
     from perdure.cli.asleep import asleep
 
     with asleep(store, readonly=False) as sessions:
         # All are looked up first: a wrong name deletes none.
         found = [sessions.get(name, namespace) for name in dict.fromkeys(names)]
-        shown = ", ".join(tally.quoted(session.name) for session in found)
+        shown = ", ".join(words.quoted(session.name) for session in found)
         if not yes:
             typer.confirm(f"Forget {shown}?", abort=True, err=True)
         for session in found:
@@ -186,7 +188,7 @@ def sleep(
     as_json: Json = False,
 ) -> None:
     """Put the whole state of a session on disk, so that it wakes fast. What is missing is computed."""
-    from perdure.cli import tally
+    from perdure.cli import words
 
     with _awake(store, model, name, namespace) as (runtime, session):
         computed = session.plan_wake().computed
@@ -196,8 +198,8 @@ def sleep(
         plan = session.plan_wake()
     _tell(
         as_json,
-        f"{tally.quoted(name)} sleeps: {tally.size(plan.nbytes)}; to wake it: "
-        f"{tally.sources(plan.tiers, plan.computed)}",
+        f"{words.quoted(name)} sleeps: {words.size(plan.nbytes)}; to wake it: "
+        f"{words.sources(plan.tiers, plan.computed)}",
         {**_figures(session), "tiers": dict(plan.tiers), "compute": plan.computed, "bytes": plan.nbytes},
     )
 
@@ -214,19 +216,19 @@ def wake(
     """Prove a session's turns, bring its state back once, and say what that took."""
     import time
 
-    from perdure.cli import tally
+    from perdure.cli import words
 
     with _awake(store, model, name, namespace) as (_, session):
         plan = session.plan_wake()
         facts = {"tiers": dict(plan.tiers), "compute": plan.computed, "bytes": plan.nbytes}
-        told = f"{tally.quoted(name)}: {tally.sources(plan.tiers, plan.computed)}; {tally.size(plan.nbytes)}"
+        told = f"{words.quoted(name)}: {words.sources(plan.tiers, plan.computed)}; {words.size(plan.nbytes)}"
         if not plan_only:
             started = time.monotonic()
             report = session.wake()
             took = time.monotonic() - started
             facts |= {"tiers": dict(report.tiers), "compute": report.computed, "seconds": took}
-            sources = tally.sources(report.tiers, report.computed)
-            told = f"{tally.quoted(name)} woke in {tally.milliseconds(took)}: {sources}"
+            sources = words.sources(report.tiers, report.computed)
+            told = f"{words.quoted(name)} woke in {words.milliseconds(took)}: {sources}"
     _tell(as_json, told, {**_figures(session), **facts})
 
 
@@ -247,7 +249,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a session to one file that can be moved, or what was said in it as text."""
-    from perdure.cli import tally
+    from perdure.cli import words
     from perdure.cli.asleep import asleep
     from perdure.cli.progress import working
     from perdure.errors import InvalidInputError
@@ -269,7 +271,7 @@ def export(
     written = file.stat().st_size
     _tell(
         as_json,
-        f"{tally.quoted(name)} is in {file} ({tally.size(written)})",
+        f"{words.quoted(name)} is in {file} ({words.size(written)})",
         {"file": str(file), "bytes": written},
     )
 
@@ -289,7 +291,7 @@ def import_(
 ) -> None:
     """Bring in a session that was exported, after proving all of it."""
     import perdure
-    from perdure.cli import tally, terminal
+    from perdure.cli import terminal, words
     from perdure.cli.asleep import Asleep, asleep, place
     from perdure.cli.progress import working
     from perdure.sessions.export import manifest_of
@@ -305,13 +307,13 @@ def import_(
                 made = runtime.sessions.import_(file, name, namespace=namespace, progress=progress)
                 plan = made.plan_wake()
                 facts = {**_figures(made), "tiers": dict(plan.tiers), "compute": plan.computed}
-                came = f"; to wake it: {tally.sources(plan.tiers, plan.computed)}"
+                came = f"; to wake it: {words.sources(plan.tiers, plan.computed)}"
         else:
             with asleep(store, readonly=False, create=True) as sessions:
                 made = sessions.import_(file, name, namespace=namespace, progress=progress)
                 facts, came = _figures(made), ""
-    turns = tally.count(made.turns, "turn")
-    _tell(as_json, f"{tally.quoted(made.name)} has come with {turns}{came}", facts)
+    turns = words.count(made.turns, "turn")
+    _tell(as_json, f"{words.quoted(made.name)} has come with {turns}{came}", facts)
 
 
 @app.command()
@@ -392,7 +394,7 @@ def _turn(number: int, turn: Turn) -> dict[str, Any]:
 
 
 def _origin(origin: Any) -> str:
-    from perdure.cli.tally import quoted
+    from perdure.cli.words import quoted
 
     return f"{origin.get('how')} of {quoted(str(origin.get('session')))} after turn {origin.get('turn')}"
 

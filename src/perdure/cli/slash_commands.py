@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perdure.cli import tally, terminal
+from perdure.cli import terminal, words
 from perdure.errors import InvalidInputError, PerdureError, SessionError
 
 if TYPE_CHECKING:
-    from perdure.cli.talk import Talk
+    from perdure.cli.conversation import Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class Command:
     name: str
     takes: str
     does: str
-    run: Callable[[Talk, str], object]
+    run: Callable[[Conversation, str], object]
 
 
-def obey(talk: Talk, line: str) -> bool:
+def obey(chat: Conversation, line: str) -> bool:
     """Do what a line says. Whether the chat goes on."""
     name, _, rest = line.partition(" ")
     if name in ("/quit", "/exit"):
@@ -34,7 +34,7 @@ def obey(talk: Talk, line: str) -> bool:
         terminal.tell(f"There is no {name}; /help tells what there is.")
         return True
     try:
-        found.run(talk, rest.strip())
+        found.run(chat, rest.strip())
     except PerdureError as error:
         terminal.note(str(error))
     except OSError as error:
@@ -42,7 +42,7 @@ def obey(talk: Talk, line: str) -> bool:
     return True
 
 
-def _help(talk: Talk, _: str) -> None:
+def _help(chat: Conversation, _: str) -> None:
     usages = [(f"{command.name} {command.takes}".rstrip(), command.does) for command in COMMANDS]
     usages += [("/quit", "leave; so does Ctrl-D"), ("Ctrl-C", "stop a reply; what there is of it stays")]
     usages += [
@@ -53,87 +53,90 @@ def _help(talk: Talk, _: str) -> None:
     terminal.tell("\n".join(f"{usage:<{wide}}  {does}" for usage, does in usages))
 
 
-def _system(talk: Talk, text: str) -> None:
-    talk.start(_needed(text, "a system message: /system You are terse."))
+def _system(chat: Conversation, text: str) -> None:
+    chat.start(_needed(text, "a system message: /system You are terse."))
 
 
-def _fork(talk: Talk, name: str) -> None:
-    talk.fork(_needed(name, "a name for the fork: /fork NAME"))
+def _fork(chat: Conversation, name: str) -> None:
+    chat.fork(_needed(name, "a name for the fork: /fork NAME"))
 
 
-def _rewind(talk: Talk, count: str) -> None:
+def _rewind(chat: Conversation, count: str) -> None:
     turns = _whole(count, "/rewind takes a number of turns") if count else 1
-    talk.session.rewind(turns)
-    terminal.tell(f"Back by {tally.count(turns, 'turn')}; {tally.count(talk.session.turns, 'turn')} left.")
+    chat.session.rewind(turns)
+    terminal.tell(f"Back by {words.count(turns, 'turn')}; {words.count(chat.session.turns, 'turn')} left.")
 
 
-def _edit(talk: Talk, rest: str) -> None:
+def _edit(chat: Conversation, rest: str) -> None:
     number, _, text = rest.partition(" ")
     if number.isascii() and number.isdigit() and text.strip():
-        talk.edit(int(number), text.strip())
+        chat.edit(int(number), text.strip())
         return
-    said = [at for at, turn in enumerate(talk.session.history(), 1) if turn.kind == "turn"]
+    said = [at for at, turn in enumerate(chat.session.history(), 1) if turn.kind == "turn"]
     if not said:
         raise SessionError("there is nothing to edit yet")
-    talk.edit(said[-1], _needed(rest, "the new text: /edit TEXT, or /edit TURN TEXT"))
+    chat.edit(said[-1], _needed(rest, "the new text: /edit TEXT, or /edit TURN TEXT"))
 
 
-def _regenerate(talk: Talk, _: str) -> None:
-    talk.regenerate()
+def _regenerate(chat: Conversation, _: str) -> None:
+    chat.regenerate()
 
 
-def _sessions(talk: Talk, name: str) -> None:
+def _sessions(chat: Conversation, name: str) -> None:
     if name:
-        talk.switch(name)
+        chat.switch(name)
         return
-    for row in talk.runtime.sessions.list():
-        here = "*" if row.name == talk.session.name else " "
-        turns = tally.count(row.depth, "turn")
-        terminal.tell(f"{here} {turns:>10}  {tally.moment(row.updated)}  {tally.quoted(row.name)}")
+    for row in chat.runtime.sessions.list():
+        here = "*" if row.name == chat.session.name else " "
+        turns = words.count(row.depth, "turn")
+        terminal.tell(f"{here} {turns:>10}  {words.moment(row.updated)}  {words.quoted(row.name)}")
 
 
-def _sleep(talk: Talk, _: str) -> None:
-    if talk.store is None:
+def _sleep(chat: Conversation, _: str) -> None:
+    if chat.store is None:
         raise SessionError("this chat is not kept on disk: start it with --session NAME to let it sleep")
-    talk.session.sleep()
-    plan = talk.session.plan_wake()
+    chat.session.sleep()
+    plan = chat.session.plan_wake()
     terminal.tell(
-        f"Asleep in {talk.store}: {tally.size(plan.nbytes)}. To wake it: "
-        f"{tally.sources(plan.tiers, plan.computed)}. The next message does."
+        f"Asleep in {chat.store}: {words.size(plan.nbytes)}. To wake it: "
+        f"{words.sources(plan.tiers, plan.computed)}. The next message does."
     )
 
 
-def _save(talk: Talk, file: str) -> None:
+def _save(chat: Conversation, file: str) -> None:
     path = Path(_needed(file, "a file: /save FILE (.md and .jsonl give text, others all of it)")).expanduser()
     if path.exists():
         raise InvalidInputError(f"{path} exists already: choose another name")
     form = {".md": "markdown", ".jsonl": "jsonl"}.get(path.suffix.lower())
     if form == "markdown" or form == "jsonl":
-        path.write_text(talk.session.transcript(form), encoding="utf-8")  # type: ignore[arg-type]
+        path.write_text(chat.session.transcript(form), encoding="utf-8")  # type: ignore[arg-type]
     else:
         from perdure.cli.progress import working
 
         with working(f"Writing {path.name}") as progress:
-            talk.session.export(path, progress=progress)
-    terminal.tell(f"Saved to {path} ({tally.size(path.stat().st_size)}).")
+            chat.session.export(path, progress=progress)
+    terminal.tell(f"Saved to {path} ({words.size(path.stat().st_size)}).")
 
 
-def _stats(talk: Talk, _: str) -> None:
-    session, last = talk.session, talk.session.last
-    turns, used = tally.count(session.turns, "turn"), f"{len(session.tokens)} of {talk.runtime.n_ctx} tokens"
-    terminal.tell(f"session  {tally.quoted(session.name)}, {turns}, {used}")
-    terminal.tell(tally.effort(last) if last is not None else "nothing was answered yet")
+def _stats(chat: Conversation, _: str) -> None:
+    session, last = chat.session, chat.session.last
+    turns, used = (
+        words.count(session.turns, "turn"),
+        f"{len(session.tokens)} of {chat.runtime.n_ctx} tokens",
+    )
+    terminal.tell(f"session  {words.quoted(session.name)}, {turns}, {used}")
+    terminal.tell(words.effort(last) if last is not None else "nothing was answered yet")
 
 
-def _think(talk: Talk, how: str) -> None:
+def _think(chat: Conversation, how: str) -> None:
     if how not in ("show", "hide"):
         raise InvalidInputError("/think show, or /think hide")
-    talk.think = how == "show"
-    terminal.tell("Reasoning is shown from now on." if talk.think else "Reasoning is hidden.")
+    chat.think = how == "show"
+    terminal.tell("Reasoning is shown from now on." if chat.think else "Reasoning is hidden.")
 
 
-def _reset(talk: Talk, _: str) -> None:
-    talk.session.rewind(to=0)
+def _reset(chat: Conversation, _: str) -> None:
+    chat.session.rewind(to=0)
     terminal.tell("The conversation is forgotten.")
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from perdure.cli import tally, terminal
-from perdure.cli.page import Page
+from perdure.cli import terminal, words
+from perdure.cli.reply_view import ReplyView
 from perdure.errors import ContextOverflow, PerdureError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ NAME = "chat"
 
 
 @dataclass(slots=True)
-class Talk:
+class Conversation:
     """One session of a runtime at a time. What goes wrong is told, and the session is as it was before."""
 
     runtime: Runtime
@@ -48,15 +48,15 @@ class Talk:
         settings: Mapping[str, Any],
         store: Path | None,
         watched: bool,
-    ) -> Talk:
+    ) -> Conversation:
         """Go on with the session of that name, or start it."""
         name = NAME if name is None else name
         known = runtime.sessions.store.has("", name)
         session = runtime.session(name, system=system)
-        talk = cls(runtime, session, settings, store, watched)
+        conversation = cls(runtime, session, settings, store, watched)
         if known:
-            talk.wake()
-        return talk
+            conversation.wake()
+        return conversation
 
     # Talking.
 
@@ -93,37 +93,37 @@ class Talk:
             # Folding comes first, so a message that is refused may have been preceded by it.
             if self._folds() > before:
                 terminal.tell("The conversation was full: a summary and its last turns stand for it now.")
-        page = Page(think=self.think)
+        view = ReplyView(think=self.think)
         try:
             with terminal.stopped_by_ctrl_c(job) as stopped:
                 for delta in job:
-                    page.add(delta)
+                    view.add(delta)
                 reply = job.reply()
         except PerdureError as error:
-            page.end()
+            view.end()
             terminal.note(str(error))
             return False
         finally:
             job.cancel()
-        page.end()
-        self._tell(reply, page)
+        view.end()
+        self._tell(reply, view)
         if stopped.is_set() and not self.watched:
             raise typer.Exit(130)
         return reply.finish_reason != "length" or self._limited(reply)
 
-    def _tell(self, reply: ChatReply, page: Page) -> None:
+    def _tell(self, reply: ChatReply, view: ReplyView) -> None:
         """Whatever a reader should know and cannot see."""
-        if page.thought and not self.think and not self._hinted:
+        if view.thought and not self.think and not self._hinted:
             how = "/think show shows it" if self.watched else "that is not shown"
             terminal.tell(f"(The model has reasoned first; {how}.)")
             self._hinted = True
         if not reply.text and reply.finish_reason == "stop" and self.watched:
             terminal.tell("(The reply is empty.)")
         if reply.dropped:
-            left_out = tally.count(reply.dropped, "message")
+            left_out = words.count(reply.dropped, "message")
             terminal.tell(f"The oldest {left_out} had to be left out of the prompt.")
         if reply.shifted:
-            left_out = tally.count(reply.shifted, "token")
+            left_out = words.count(reply.shifted, "token")
             terminal.tell(f"The oldest {left_out} had to be left out while it was written.")
         if reply.finish_reason == "cancelled" and self.watched:
             terminal.tell(
@@ -153,10 +153,10 @@ class Talk:
         started = time.monotonic()
         report = session.wake()
         took = time.monotonic() - started
-        turns = tally.count(session.turns, "turn")
+        turns = words.count(session.turns, "turn")
         terminal.tell(
-            f"{tally.quoted(session.name)}: {turns}, {tally.count(len(session.tokens), 'token')}; woken in "
-            f"{tally.milliseconds(took)}: {tally.sources(report.tiers, report.computed)}."
+            f"{words.quoted(session.name)}: {turns}, {words.count(len(session.tokens), 'token')}; woken in "
+            f"{words.milliseconds(took)}: {words.sources(report.tiers, report.computed)}."
         )
 
     def switch(self, name: str) -> None:
@@ -166,7 +166,7 @@ class Talk:
     def fork(self, name: str) -> None:
         left = self.session.name
         self.session = self.session.fork(name)
-        terminal.tell(f"Now in {tally.quoted(name)}; {tally.quoted(left)} stays as it is.")
+        terminal.tell(f"Now in {words.quoted(name)}; {words.quoted(left)} stays as it is.")
 
     def start(self, system: str | None) -> None:
         """Start anew with another system message. What was said under the old one stays, if it is kept."""
@@ -181,4 +181,4 @@ class Talk:
         while (name := f"{old.name}-{number}") in taken:
             number += 1
         self.session = self.runtime.session(name, system=system)
-        terminal.tell(f"Now in {tally.quoted(name)}; {tally.quoted(old.name)} stays as it is.")
+        terminal.tell(f"Now in {words.quoted(name)}; {words.quoted(old.name)} stays as it is.")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _FAINT, _OFF = "\x1b[2m", "\x1b[0m"
 
 
-class Page:
+class ReplyView:
     """Shows one reply as it comes, on standard output: as Markdown where that can be shown, else as it is.
 
     A pipe gets the text to the last character, then the end of the line, even of an empty one; reasoning is

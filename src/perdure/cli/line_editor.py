@@ -20,7 +20,7 @@ _NUDGES = (0.02, 0.1, 0.5)
 """Seconds after a signal at which a line that is being read is made to look for it."""
 
 
-class Keyboard:
+class LineEditor:
     """Messages from a terminal, until Ctrl-D.
 
     Lines can be edited and come back with the arrow keys, in later runs too. A message of several lines is

@@ -6,12 +6,12 @@ import os
 import sys
 from pathlib import Path
 
-from cli.person import terminal
+from cli.pty_user import terminal
 
 UNNOTICED = """
 import signal, sys, threading
 from pathlib import Path
-from perdure.cli.keyboard import Keyboard
+from perdure.cli.line_editor import LineEditor
 
 def strike():
     # In another thread: the wait for a key goes on, as it does when a signal comes just before it begins.
@@ -21,13 +21,13 @@ def prompt():
     threading.Timer(0.2, strike).start()
     return "> "
 
-for message in Keyboard(Path(sys.argv[1]), []).messages(prompt):
+for message in LineEditor(Path(sys.argv[1]), []).messages(prompt):
     print("had", message)
 """
 
 
 def test_a_ctrl_c_that_the_wait_for_a_key_does_not_notice_is_heard_without_one(tmp_path: Path) -> None:
     command = [sys.executable, "-c", UNNOTICED, str(tmp_path / "history")]
-    with terminal(dict(os.environ), command=command) as person:
+    with terminal(dict(os.environ), command=command) as user:
         for _ in range(3):
-            person.until("> \nCtrl-D or /quit leaves.\n")
+            user.until("> \nCtrl-D or /quit leaves.\n")

@@ -38,8 +38,8 @@ def piped(
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-class Terminal:
-    """A person at a terminal, with the command as its child."""
+class PtyUser:
+    """A user at a terminal, with the command as its child."""
 
     def __init__(self, screen: int, process: subprocess.Popen[bytes]) -> None:
         self._screen = screen
@@ -98,7 +98,7 @@ class Terminal:
 @contextmanager
 def terminal(
     environment: dict[str, str], *arguments: str, columns: int = 200, command: Sequence[str] = COMMAND
-) -> Iterator[Terminal]:
+) -> Iterator[PtyUser]:
     screen, inner = pty.openpty()
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with subprocess.Popen(
@@ -113,7 +113,7 @@ def terminal(
     ) as process:
         os.close(inner)
         try:
-            yield Terminal(screen, process)
+            yield PtyUser(screen, process)
         finally:
             process.kill()
             os.close(screen)
