@@ -62,6 +62,11 @@ def test_a_tag_chooses_among_many(here: Site, tmp_path: Path) -> None:
     assert fetch(here, "me/many:Q4_K_S", tmp_path).read_bytes() == OTHER
 
 
+def test_without_a_tag_the_usual_quantisation_is_taken_where_there_is_one(here: Site, tmp_path: Path) -> None:
+    put_repo(here, "me/usual", {"it-Q8_0.gguf": MODEL, "it-Q4_K_M.gguf": OTHER})
+    assert fetch(here, "me/usual", tmp_path).name == "it-Q4_K_M.gguf"
+
+
 def test_a_split_model_comes_with_all_its_parts(here: Site, tmp_path: Path) -> None:
     path = fetch(here, "me/many:Q8_0", tmp_path)
     assert path.name == "many-Q8_0-00001-of-00002.gguf"
@@ -116,13 +121,14 @@ def test_bytes_that_do_not_fit_their_digest_are_refused(here: Site, tmp_path: Pa
         ("me/gated:a.gguf", FetchError, "terms"),
         ("me/broken:a.gguf", FetchError, "did not give"),
         ("me/none", ModelNotFoundError, "holds no GGUF"),
-        ("me/many", ModelNotFoundError, "holds 3 GGUF models; name one"),
+        ("me/others", ModelNotFoundError, "holds 2 GGUF models; name one"),
         ("me/many:Q2_K", ModelNotFoundError, "no GGUF model that fit 'Q2_K'"),
     ],
 )
 def test_what_the_hub_refuses_is_said_plainly(
     name: str, error: type[ModelError], reason: str, here: Site, tmp_path: Path
 ) -> None:
+    put_repo(here, "me/others", {"it-Q8_0.gguf": MODEL, "it-Q2_K.gguf": OTHER})
     here.pages["/api/models/me/nobody"] = refusal(404, "RepoNotFound")
     here.pages["/api/models/me/one/revision/v9"] = refusal(404, "RevisionNotFound")
     here.pages["/me/one/resolve/main/none.gguf"] = refusal(404, "EntryNotFound")

@@ -5,7 +5,7 @@ parts                             models in several files
 card                              what a model is, in figures
 registry                          names, and where each comes from
 download, atomic                  bytes that arrive whole or go on later
-pip, wheel, hub                   the places that models come from
+pip, wheel, hub, address          the places that models come from
 shelf                             the models of this machine
 """
 
@@ -13,7 +13,15 @@ from perdure.models.card import Card, TypeShare, card_of, read_card
 from perdure.models.download import Progress
 from perdure.models.header import Header, Tensor, read_header
 from perdure.models.parts import read_parts
-from perdure.models.registry import FileSource, HubSource, Source, WheelSource, resolve
+from perdure.models.registry import (
+    FileSource,
+    HubSource,
+    Source,
+    UrlSource,
+    WheelSource,
+    names_model,
+    resolve,
+)
 from perdure.models.shelf import Entry, entries, path, pull, remove
 from perdure.models.strings import Strings
 
@@ -28,9 +36,11 @@ __all__ = [
     "Strings",
     "Tensor",
     "TypeShare",
+    "UrlSource",
     "WheelSource",
     "card_of",
     "entries",
+    "names_model",
     "path",
     "pull",
     "read_card",

