@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from perdure.cli import tally
+from perdure.cli import words
 from perdure.sessions.repair import FOUND
 from perdure.sessions.verify import Verification
 
@@ -12,7 +12,7 @@ from perdure.sessions.verify import Verification
 def lines(found: Verification) -> Iterator[str]:
     """What was found in a store, for a terminal."""
     yield (
-        f"{tally.count(found.sessions, 'session')}, {tally.count(found.turns, 'turn')}, "
+        f"{words.count(found.sessions, 'session')}, {words.count(found.turns, 'turn')}, "
         f"{found.memories} memories: {len(found.damaged)} damaged"
     )
     yield from (f"  {what}: {why}" for what, why in found.damaged)
@@ -21,7 +21,7 @@ def lines(found: Verification) -> Iterator[str]:
     if found.repair is not None:
         kept = found.repair
         yield (
-            f"kept {tally.count(kept.sessions, 'session')}, {tally.count(kept.turns, 'turn')} and "
+            f"kept {words.count(kept.sessions, 'session')}, {words.count(kept.turns, 'turn')} and "
             f"{kept.memories} memories; the damaged database is {kept.aside.name} now"
         )
         yield from (f"  {what}" for what in kept.cut)
@@ -32,7 +32,7 @@ def lines(found: Verification) -> Iterator[str]:
     blocks = found.blocks
     if blocks is not None:
         yield (
-            f"{tally.count(blocks.blocks, 'block')}, {blocks.nbytes} bytes: {blocks.missing} missing, "
+            f"{words.count(blocks.blocks, 'block')}, {blocks.nbytes} bytes: {blocks.missing} missing, "
             f"{blocks.adopted} adopted, {blocks.mended} entries mended, {blocks.quarantined} damaged and "
             f"moved aside, {blocks.leftovers} leftovers deleted"
         )
