@@ -23,7 +23,7 @@ from perdure.chat.templates.template import Template
 from perdure.chat.transcript import ChatTokenizer, Transcript, shared_length
 from perdure.chat.transcript_cache import TranscriptCache
 from perdure.decode.job import Job
-from perdure.decode.request import Request
+from perdure.decode.request import Request, take_deadline
 from perdure.engine.contract import MemoryKind
 from perdure.errors import ContextOverflow, InvalidInputError, PerdureError
 
@@ -126,6 +126,8 @@ class ChatFormat:
         """A reply to messages. The keywords are those of `ChatOptions` and of `Request.of`; `then` is given
         the prompt, the prompt with the reply to it, and the reply, and may wait for the disk."""
         options = ChatOptions.take(settings)
+        # From here on: what goes on from this request, if anything does, ends at the same instant.
+        deadline = take_deadline(settings)
         tools, grammar = self._tools(options, settings)
         options = replace(options, tools=tools)
         prompt, dropped = self._fitting(parse_messages(messages), options, settings, namespace, known, before)
@@ -135,6 +137,7 @@ class ChatFormat:
             namespace=namespace,
             keep_at=prompt.keep_at,
             shown=self._shown,
+            deadline=deadline,
             **({"grammar": grammar} if grammar is not None else {}),
             **settings,
         )

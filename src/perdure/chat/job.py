@@ -97,6 +97,7 @@ class ChatJob:
         self._then = then
         self._waits = waits
         self._finishing = threading.Lock()
+        self._replacing = threading.Lock()
         self.cancelled = False
         self._earlier: Reply | None = None
         self._replies: list[ChatReply] | None = None
@@ -107,8 +108,10 @@ class ChatJob:
 
     def cancel(self) -> None:
         """End the request within one step; its reply says `cancelled`."""
-        self.cancelled = True
-        self._job.cancel()
+        with self._replacing:
+            self.cancelled = True
+            job = self._job
+        job.cancel()
 
     def replies(self, timeout: float | None = None) -> list[ChatReply]:
         """All samples, once all are finished."""
@@ -154,7 +157,9 @@ class ChatJob:
             going_on = self._goes_on()
             if going_on:
                 self._job.cancel()
-                for each in self._go_on(await self._job.areply()):
+                so_far = await self._job.areply()
+                # In a thread: to queue a request may take its time.
+                for each in await asyncio.to_thread(self._go_on, so_far):
                     yield each
         await self._afinish(await self._job.areplies())
 
@@ -209,8 +214,9 @@ class ChatJob:
             assert self._shift is not None
             self._shifting = False
             self._earlier = _joined(self._earlier, so_far)
-            self._job, gone = self._shift.go_on(self._earlier.tokens)
+            job, gone = self._shift.go_on(self._earlier.tokens)
             self._shifted += gone
+            self._replace(job)
             return []
         budget, self._budget = self._budget, None
         assert budget is not None
@@ -218,8 +224,15 @@ class ChatJob:
         so_far = replace(so_far, tokens=so_far.tokens + budget.closing, text=so_far.text + budget.close)
         self._earlier = _joined(self._earlier, so_far)
         text, reasoning, calls = sample.take(sample.parser.push(budget.close))
-        self._job = budget.go_on(self._earlier.tokens)
+        self._replace(budget.go_on(self._earlier.tokens))
         return [ChatDelta(text=text, reasoning=reasoning, tool_calls=calls)] if text or reasoning else []
+
+    def _replace(self, job: Job) -> None:
+        """Go on in `job`. A cancel that came between the two requests was meant for both."""
+        with self._replacing:
+            self._job, cancelled = job, self.cancelled
+        if cancelled:
+            job.cancel()
 
     # The end.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -49,6 +50,8 @@ class Request:
     """Control tokens whose text belongs to the reply; that of others is dropped."""
     timeout: float | None = None
     """Seconds from submission after which the request ends, wherever it is."""
+    deadline: float | None = None
+    """The same as an instant of `time.monotonic()`: a request that goes on from this one has no more time."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.prompt, "__len__"):
@@ -63,6 +66,8 @@ class Request:
                 raise InvalidInputError(f"{name} is None or a whole number from {low}, got {value!r}")
         if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
             raise InvalidInputError(f"timeout is a number of seconds above 0, got {self.timeout!r}")
+        if self.deadline is not None and not isinstance(self.deadline, (int, float)):
+            raise InvalidInputError(f"deadline is an instant of time.monotonic(), got {self.deadline!r}")
         if not isinstance(self.sampling, Sampling):
             raise InvalidInputError(f"sampling is a Sampling, got {type(self.sampling).__name__}")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
@@ -72,6 +77,10 @@ class Request:
         if not all(_is_whole(length, 0) for length in self.keep_at):
             raise InvalidInputError(f"keep_at are lengths of the prompt, got {self.keep_at!r}")
         TextStream(self.stops)
+
+    def ends_at(self, now: float) -> float | None:
+        """The instant at which it ends if it is submitted `now`."""
+        return earlier(self.deadline, None if self.timeout is None else now + self.timeout)
 
     @classmethod
     def of(
@@ -105,6 +114,20 @@ class Request:
             grammar=given[0] if given else None,
             **settings,
         )
+
+
+def earlier(one: float | None, other: float | None) -> float | None:
+    """The earlier of two deadlines, where None is none."""
+    return min((each for each in (one, other) if each is not None), default=None)
+
+
+def take_deadline(settings: dict[str, Any]) -> float | None:
+    """The deadline among a caller's keywords, from now on; `timeout` and `deadline` are taken out."""
+    timeout, deadline = settings.pop("timeout", None), settings.pop("deadline", None)
+    if timeout is None:
+        return deadline  # type: ignore[no-any-return]
+    # Checked as any request's.
+    return Request(prompt=(0,), timeout=timeout, deadline=deadline).ends_at(time.monotonic())
 
 
 def _is_whole(value: object, low: int) -> bool:

@@ -98,8 +98,7 @@ class Scheduler:
         """Queue a request. Whatever is wrong with it is raised here, before any work."""
         self.check_thread()
         runs = self._prepare(request, outbox := Outbox())
-        deadline = None if request.timeout is None else time.monotonic() + request.timeout
-        group = Group(outbox, runs, deadline)
+        group = Group(outbox, runs, request.ends_at(time.monotonic()))
         with self._changed:
             if self._closing:
                 raise ClosedError("this runtime is closed")

@@ -19,6 +19,7 @@ from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
 from perdure.decode.placement import Plan, ReuseReport
+from perdure.decode.request import take_deadline
 from perdure.errors import (
     ContextOverflow,
     InvalidInputError,
@@ -291,12 +292,13 @@ class Session:
         self, point: History, said: list[Message], settings: dict[str, Any], keep_partial: bool
     ) -> ChatJob:
         wanted = {**self.settings, **settings}
+        deadline = take_deadline(wanted)
         if wanted.get("n", 1) != 1:
             raise InvalidInputError("a turn has one reply; leave n at 1, or fork the session")
         with self._lock:
             self._check_free()
             if wanted.get("overflow") == "fold":
-                point = self._folded_if_full(point, said, wanted)
+                point = self._folded_if_full(point, said, wanted, deadline)
             ticket = self._ticket = _Ticket()
             base = point
 
@@ -313,6 +315,7 @@ class Session:
                     known=known,
                     before=point.rendering,
                     then=settle,
+                    deadline=deadline,
                     **wanted,
                 )
             except BaseException:
@@ -377,7 +380,9 @@ class Session:
             raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
         return folded(self._sessions.chat_format, point.turns, summary, keep, self.namespace, settings or {})
 
-    def _folded_if_full(self, point: History, said: list[Message], settings: dict[str, Any]) -> History:
+    def _folded_if_full(
+        self, point: History, said: list[Message], settings: dict[str, Any], deadline: float | None
+    ) -> History:
         """The point to go on from: where the next prompt does not fit any more, behind a fold."""
         chat_format, limit = self._sessions.chat_format, self._sessions.backend.n_ctx - 1
         room = reply_room(settings, self._sessions.backend.n_ctx)
@@ -389,7 +394,7 @@ class Session:
         if full + room <= limit or len(point.turns) == 1:
             return point
         for keep in (2, 1, 0):
-            turn = self._folded(point, None, keep)
+            turn = self._folded(point, None, keep, {"deadline": deadline})
             if needed([*point.turns, turn]) + room <= limit:
                 break
         else:

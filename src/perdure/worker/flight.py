@@ -44,7 +44,7 @@ class Flight:
         self.tries = 0
         self.cancelled = False
         self.submitted = time.monotonic()
-        self.deadline = None if request.timeout is None else self.submitted + request.timeout
+        self.deadline = request.ends_at(self.submitted)
         self._first: float | None = None
         self._samples = [Sample() for _ in range(request.n)]
         self._settling = threading.Lock()
@@ -67,7 +67,7 @@ class Flight:
         if self.deadline is None:
             return Submit(self.id, self.request)
         left = max(1e-3, self.deadline - time.monotonic())
-        return Submit(self.id, replace(self.request, timeout=left))
+        return Submit(self.id, replace(self.request, timeout=left, deadline=None))
 
     # Whether it was taken.
 
