@@ -283,10 +283,10 @@ class SessionStore:
         """Delete a turn that nothing leads to any more, and then what led only to it."""
         while turn is not None:
             [(needed,)] = self.index.rows(
-                "SELECT EXISTS (SELECT 1 FROM turn WHERE parent = ?1)"
-                " OR EXISTS (SELECT 1 FROM session WHERE head = ?1)"
-                " OR EXISTS (SELECT 1 FROM memory WHERE turn = ?1)",
-                turn,
+                "SELECT EXISTS (SELECT 1 FROM turn WHERE parent = ?)"
+                " OR EXISTS (SELECT 1 FROM session WHERE head = ?)"
+                " OR EXISTS (SELECT 1 FROM memory WHERE turn = ?)",
+                *(turn,) * 3,
             )
             if needed:
                 return
