@@ -7,9 +7,9 @@ from perdure.chat.templates.template import Template
 from perdure.decode.embedding import Embeddings
 from perdure.decode.grammar import Grammar
 from perdure.decode.job import Job
-from perdure.decode.placement import Plan, ReuseReport
 from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
 from perdure.decode.sampling import Sampling
+from perdure.decode.slots import Plan, ReuseReport
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Capabilities, Memory, MemoryKind
 from perdure.engine.embedder import Embedder, Pooling

@@ -1,4 +1,4 @@
-"""The engine side of a runtime: a context, a scheduler and what is kept, opened and closed as one."""
+"""The engine side of a runtime: a context, an engine loop and what is kept, opened and closed as one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from perdure.cache.book import Book
 from perdure.cache.working_set import WorkingSet
 from perdure.decode.embedding import EmbeddingQueue, Embeddings
+from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.job import Job
 from perdure.decode.request import Request
 from perdure.decode.sampling import Sampling
-from perdure.decode.scheduler import Scheduler
 from perdure.engine.contract import Model, Tokens, Vocabulary
 from perdure.errors import InvalidInputError
 from perdure.store.disk import DiskTier
@@ -88,19 +88,19 @@ class LocalBackend:
                 self._disk = WriteBehind(DiskTier(Path(store), budget=store_bytes))
                 undo.callback(self._disk.close)
             self.places = places = WorkingSet(self.context, budget=budget, lower=self._disk)
-            self.scheduler = Scheduler(
-                model, self.context, exact=exact, queue=queue, placement=places if budget else None
+            self.engine_loop = EngineLoop(
+                model, self.context, exact=exact, queue=queue, slots=places if budget else None
             )
-            undo.callback(self.scheduler.close)
+            undo.callback(self.engine_loop.close)
             if store is not None:
                 # Now, rather than when somebody waits for the first session to wake; and in the engine's own
                 # thread, since a second one that has computed slows the first down for ever.
-                self.scheduler.call(self.context.prepare)
+                self.engine_loop.call(self.context.prepare)
             # Not opened before somebody asks for it: it has a memory of its own.
             alike = {name: context[name] for name in _ALIKE if name in context}
             self._embeddings = EmbeddingQueue(
                 lambda: model.embedder(n_ctx=n_ctx, **alike),
-                self.scheduler.post,
+                self.engine_loop.post,
                 replying=lambda: self.load[1] > 0,
                 limit=queue,
             )
@@ -108,7 +108,7 @@ class LocalBackend:
                 places,
                 tokenize=model.tokenize,
                 read=self._read_only,
-                call=self.scheduler.call,
+                call=self.engine_loop.call,
                 keeper=Records(self._disk.disk, behind=self._disk) if self._disk else None,
             )
             undo.pop_all()
@@ -123,13 +123,13 @@ class LocalBackend:
 
     @property
     def load(self) -> tuple[int, int]:
-        return self.scheduler.load
+        return self.engine_loop.load
 
     def submit(self, request: Request) -> Job:
-        return self.scheduler.submit(request)
+        return self.engine_loop.submit(request)
 
     def embed(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
-        self.scheduler.check_thread()
+        self.engine_loop.check_thread()
         return self._embeddings.submit(texts)
 
     def embedding_width(self) -> int:
@@ -138,7 +138,7 @@ class LocalBackend:
     def close(self) -> None:
         """End what is running as cancelled, and give everything back."""
         # First, for it may refuse: a processor cannot close the runtime that waits for it.
-        self.scheduler.close()
+        self.engine_loop.close()
         with ExitStack() as ending:
             if self._own_model:
                 ending.callback(self.model.close)

@@ -80,7 +80,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     def budgets_and_ledgers_are_kept(self) -> None:
         if hasattr(self, "served"):
             served = self.served
-            nbytes, ends, lengths = served.scheduler.call(
+            nbytes, ends, lengths = served.engine_loop.call(
                 lambda: (
                     served.places.nbytes,
                     [served.context._core.newest(seq) + 1 for seq in range(served.context.n_seq)],
@@ -89,7 +89,7 @@ class RuntimeMachine(RuleBasedStateMachine):
             )
             assert nbytes <= self.budget
             assert ends == lengths
-            assert served.scheduler.load == (0, 0)
+            assert served.engine_loop.load == (0, 0)
 
     def judge(self, prompt: list[int], reply: Reply, rows: list[Row], space: str) -> Answer:
         """Every row is cold, and the report adds up and tells of nothing that was not there."""
@@ -269,7 +269,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         try:
             yield
         finally:
-            self.served.scheduler.call(lambda: None)
+            self.served.engine_loop.call(lambda: None)
             del core.decode
 
     @rule(block=st.integers(0, 1000), place=st.integers(0, 1 << 20))
@@ -290,7 +290,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     def drop(self, block: int) -> None:
         names = list(self.served.places.tier._nodes)
         if names:
-            self.served.scheduler.call(lambda: self.served.places.tier.drop(names[block % len(names)]))
+            self.served.engine_loop.call(lambda: self.served.places.tier.drop(names[block % len(names)]))
 
     # What owners do.
 

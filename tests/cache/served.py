@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from perdure import Context, Job, LogitsView, MemoryKind, Reply, Sampling
 from perdure.cache.book import Book
 from perdure.cache.working_set import WorkingSet
+from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
-from perdure.decode.scheduler import Scheduler
 from subjects import Row, Subject, check
 
 BLOCK = 8
@@ -81,9 +81,9 @@ class Served:
         self.settings: dict[str, Any] = {"n_ctx": 256, "n_batch": NARROW, **settings}
         self.context: Context = subject.context(n_seq=slots, **self.settings)
         self.places = WorkingSet(self.context, budget=budget, block_size=block, spacing=spacing)
-        self.scheduler = Scheduler(subject.model, self.context, exact=exact, placement=self.places)
+        self.engine_loop = EngineLoop(subject.model, self.context, exact=exact, slots=self.places)
         self.book = Book(
-            self.places, tokenize=subject.model.tokenize, read=self._read, call=self.scheduler.call
+            self.places, tokenize=subject.model.tokenize, read=self._read, call=self.engine_loop.call
         )
         # In a pool, and in a window that is not kept, other cells round otherwise.
         elsewhere = settings.get("shared") or (
@@ -102,7 +102,7 @@ class Served:
             return view.copy()
 
         fields: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True, "sampling": Sampling(temperature=0)}
-        return self.scheduler.submit(
+        return self.engine_loop.submit(
             Request(prompt=list(prompt), processors=(record,), **{**fields, **request})
         )
 
@@ -134,7 +134,7 @@ class Served:
 
     def adapt(self, adapters: dict[Any, float]) -> None:
         self.adapters = adapters
-        self.scheduler.call(lambda: self.context.adapt(adapters))
+        self.engine_loop.call(lambda: self.context.adapt(adapters))
 
     @contextmanager
     def counting(self) -> Iterator[Callable[[], int]]:
@@ -159,7 +159,7 @@ class Served:
     # Its own life.
 
     def close(self) -> None:
-        self.scheduler.close()
+        self.engine_loop.close()
         self.context.close()
 
     def __enter__(self) -> Served:

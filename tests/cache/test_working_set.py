@@ -478,7 +478,7 @@ def test_p4_what_is_cleared_while_it_is_being_computed_goes_when_that_is_over(to
         # It is carried out between two steps of the request.
         with ThreadPoolExecutor(1) as pool:
             cleared = pool.submit(served.book.clear, "a")
-            while not served.scheduler._errands:
+            while not served.engine_loop._calls:
                 pass
             gate.open()
             assert cleared.result() == 1

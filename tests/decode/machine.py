@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from decode.observed import Clock, Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
 from inside import inside
 from perdure import BusyError, ContextOverflow, Delta, EngineError, Job, MemoryKind, Reply, Runtime
-from perdure.decode import scheduler as module
+from perdure.decode import engine_loop as module
 from perdure.engine.contract import Outcome
 
 PROMPTS = [
@@ -64,7 +64,8 @@ class Life(RuleBasedStateMachine):
         self.rt = open_toy(
             self.kind, gate=self.gate, slots=slots, exact=self.exact, queue=QUEUE, cache=cache, n_batch=32
         )
-        inside(self.rt).scheduler._chunk = CHUNK
+        loop = inside(self.rt).engine_loop
+        loop._budget = replace(loop._budget, chunk=CHUNK)
         self.faults = 0
         self.asked: list[Asked] = []
 
@@ -132,9 +133,9 @@ class Life(RuleBasedStateMachine):
     def read_some(self, asked: Asked, count: int) -> None:
         """A slow consumer: it takes what is there, and waits for nothing."""
         if asked.job is not None:
-            box = asked.job._outbox
-            with box.changed:
-                asked.seen += [box.deltas.popleft() for _ in range(min(count, len(box.deltas)))]
+            output = asked.job.output
+            with output.lock:
+                asked.seen += [output.deltas.popleft() for _ in range(min(count, len(output.deltas)))]
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 2.0]))
     def time_passes(self, seconds: float) -> None:
@@ -181,7 +182,7 @@ class Life(RuleBasedStateMachine):
     def check(self, asked: Asked) -> None:
         assert asked.job is not None
         replies = outcome(asked.job)
-        asked.seen += asked.job._outbox.deltas
+        asked.seen += asked.job.output.deltas
         stops = [asked.settings["stop"]] if asked.settings["stop"] else []
         check_delivery(asked.seen, replies, self.rt.model, stops)
         late = asked.deadline is not None and self.clock.now >= asked.deadline
@@ -212,9 +213,9 @@ def _content(reply: Reply) -> Any:
 
 @contextmanager
 def _waited_for(rt: Runtime) -> Iterator[None]:
-    """Requests whose consumers vanished end within a step: an errand after that finds them gone."""
+    """Requests whose consumers vanished end within a step: a call after that finds them gone."""
     while rt.load != (0, 0):
-        inside(rt).scheduler.call(lambda: None)
+        inside(rt).engine_loop.call(lambda: None)
     yield
 
 

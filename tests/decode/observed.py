@@ -12,7 +12,7 @@ import numpy as np
 import perdure
 from inside import inside
 from perdure import Delta, Job, MemoryKind, Reply, Runtime
-from perdure.decode.placement import Place
+from perdure.decode.slots import SlotAssignment
 from perdure.decode.text import TextStream
 from perdure.engine.toy import Faults, Gate, ToyCore, ToyModel
 from perdure.engine.toy.faults import Trouble
@@ -48,7 +48,7 @@ class Turnstile(Gate):
 
 
 class Clock:
-    """Stands in for the module `time` in the scheduler: it moves when it is told to."""
+    """Stands in for the module `time` in the engine loop: it moves when it is told to."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -115,9 +115,8 @@ def read(job: Job) -> Seen:
 
 def outcome(job: Job) -> list[Reply]:
     """All samples, also where one has an error."""
-    with job._outbox.changed:
-        job._outbox.changed.wait_for(lambda: job._outbox.finished)
-    return job._outbox.replies
+    job.output.wait(finish=True)
+    return job.output.replies
 
 
 # Invariants.
@@ -145,21 +144,21 @@ def check_delivery(
 def check_idle(rt: Runtime) -> None:
     """Nobody is served, every sequence can be had again, and the ledger says what the engine holds."""
     assert rt.load == (0, 0)
-    places = inside(rt).scheduler._places
+    slots = inside(rt).engine_loop._slots
 
     def take_all() -> list[int]:
         taken: list[int] = []
         for _ in range(rt.slots):
-            place = places.acquire(np.empty(0, np.int32), reuse=False)
-            assert isinstance(place, Place), f"only {len(taken)} of {rt.slots} sequences are free"
-            taken.append(place.seq)
-        assert places.acquire(np.empty(0, np.int32), reuse=False) is None
+            slot = slots.acquire(np.empty(0, np.int32), reuse=False)
+            assert isinstance(slot, SlotAssignment), f"only {len(taken)} of {rt.slots} slots are free"
+            taken.append(slot.seq)
+        assert slots.acquire(np.empty(0, np.int32), reuse=False) is None
         for seq in taken:
-            places.release(seq)
+            slots.release(seq)
         return taken
 
     check_ledger(rt)
-    assert sorted(inside(rt).scheduler.call(take_all)) == list(range(rt.slots))
+    assert sorted(inside(rt).engine_loop.call(take_all)) == list(range(rt.slots))
 
 
 def check_ledger(rt: Runtime) -> None:

@@ -20,10 +20,10 @@ import perdure
 from decode.observed import check_delivery, check_idle, read
 from inside import inside
 from perdure import Job, LogitsView, Model, Reply, Runtime, models
-from perdure.decode.group import Group
-from perdure.decode.job import Outbox
+from perdure.decode.group import SequenceGroup
+from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Processor
-from perdure.decode.run import Run
+from perdure.decode.sequence import TokenSequence
 from perdure.engine.llama.sampler import LlamaSampler
 
 Row = NDArray[np.float32]
@@ -314,7 +314,7 @@ def test_the_bound_is_below_what_one_wrong_token_makes(real: Model) -> None:
 
 # What a crowd leaves.
 
-KEPT = (Run, Group, Job, Outbox, LlamaSampler)
+KEPT = (TokenSequence, SequenceGroup, Job, OutputQueue, LlamaSampler)
 
 
 def living() -> int:
@@ -348,7 +348,7 @@ def many_requests(model: Model, count: int, batch: int = 50) -> list[int]:
             del jobs, job, seen
             rt.generate("all before it are done or dropped", max_tokens=1)
             while rt.load != (0, 0):
-                inside(rt).scheduler.call(lambda: None)
+                inside(rt).engine_loop.call(lambda: None)
             check_idle(rt)
             assert living() == before
             memory.append(psutil.Process().memory_info().rss)

@@ -140,7 +140,7 @@ def test_a_reply_waits_for_one_chunk_at_most_and_has_half_of_the_time(
     noting("reply ", core(rt), 1.0)
     noting("text ", queue._embedder._core, chunk_seconds)
     held = threading.Event()
-    inside(rt).scheduler.post(held.wait)
+    inside(rt).engine_loop.post(held.wait)
     answer = rt.submit_embed([LONG] * 20)
     job = rt.submit("hello", max_tokens=50, **GREEDY)
     held.set()

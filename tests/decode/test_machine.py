@@ -27,9 +27,9 @@ from decode.observed import (
 )
 from perdure import Context, MemoryKind
 from perdure.cache.working_set import WorkingSet
-from perdure.decode.placement import FreshPlaces
-from perdure.decode.run import Run
-from perdure.decode.scheduler import Scheduler
+from perdure.decode.executor import Executor
+from perdure.decode.sequence import TokenSequence
+from perdure.decode.slots import FreshSlots
 
 every_kind = pytest.mark.parametrize("kind", list(MemoryKind), ids=lambda kind: kind.value)
 both_modes = pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
@@ -73,24 +73,26 @@ def _forgetful(release: Callable[..., None]) -> Callable[..., None]:
 
 
 def test_a_sequence_that_is_not_given_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for places in (WorkingSet, FreshPlaces):
-        monkeypatch.setattr(places, "release", _forgetful(places.release))
+    for slots in (WorkingSet, FreshSlots):
+        monkeypatch.setattr(slots, "release", _forgetful(slots.release))
     for cache in (0, 1 << 20):
         with open_toy(slots=2, cache=cache) as rt:
             rt.generate("a", max_tokens=3)
-            with pytest.raises(AssertionError, match="of 2 sequences are free"):
+            with pytest.raises(AssertionError, match="of 2 slots are free"):
                 check_idle(rt)
 
 
 def test_a_token_that_is_drawn_but_not_delivered_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = Run.draw
+    draw = TokenSequence.draw
 
-    def losing(run: Run, context: Context, row: int, seq: int) -> None:
-        put, run._put = run._put, (lambda delta: None) if run.written == 3 else run._put
-        draw(run, context, row, seq)
-        run._put = put
+    def losing(sequence: TokenSequence, context: Context, row: int, seq: int) -> None:
+        put = sequence._put
+        if sequence.written == 3:
+            sequence._put = lambda delta: None
+        draw(sequence, context, row, seq)
+        sequence._put = put
 
-    monkeypatch.setattr(Run, "draw", losing)
+    monkeypatch.setattr(TokenSequence, "draw", losing)
     with open_toy() as rt:
         job = rt.submit("a", max_tokens=9, temperature=0, ignore_eos=True)
         with pytest.raises(AssertionError):
@@ -111,7 +113,7 @@ def test_state_that_is_believed_after_a_failed_step_is_seen(monkeypatch: pytest.
             return outcome(jobs[0])[0].tokens == alone(MemoryKind.RECURRENT, "one", **settings)[0].tokens
 
     assert survives()
-    monkeypatch.setattr(Scheduler, "_recount", lambda self: None)
+    monkeypatch.setattr(Executor, "_recount", lambda self, active: None)
     assert not survives()
 
 

@@ -35,7 +35,7 @@ from perdure import (
     Model,
     Runtime,
 )
-from perdure.decode import scheduler as module
+from perdure.decode import engine_loop as module
 from perdure.decode.request import Processor
 from perdure.engine.contract import Outcome
 
@@ -381,7 +381,7 @@ def test_h7_a_request_can_be_ended_in_each_phase_within_one_step(
     with held.rt as rt:
         job = getattr(held, phase)(timeout=10.0 if by == "deadline" else None)
         steps = trouble(rt).n_decodes
-        box = job._outbox
+        output = job.output
         if by == "user":
             job.cancel()
         elif by == "deadline":
@@ -389,12 +389,11 @@ def test_h7_a_request_can_be_ended_in_each_phase_within_one_step(
         else:
             del job
         held.gate.open()
-        with box.changed:
-            box.changed.wait_for(lambda: box.finished)
-        assert [reply.finish_reason for reply in box.replies] == PHASES[phase]
+        output.wait(finish=True)
+        assert [reply.finish_reason for reply in output.replies] == PHASES[phase]
         if phase != "queued":
             assert trouble(rt).n_decodes - steps <= 1
-        check_delivery(list(box.deltas), box.replies, rt.model)
+        check_delivery(list(output.deltas), output.replies, rt.model)
         if held.other is not None:
             assert held.other.reply().finish_reason == "length"
         check_idle(rt)

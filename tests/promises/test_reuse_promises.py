@@ -89,7 +89,7 @@ class Desk:
 
     def raw(self, call: Callable[[], Any]) -> Any:
         """Something done in the engine thread, behind the runtime's back."""
-        return inside(self.rt).scheduler.call(call)
+        return inside(self.rt).engine_loop.call(call)
 
 
 def noise_of(kind: Kind) -> float:

@@ -14,9 +14,9 @@ import pytest
 import perdure
 from perdure import MemoryKind
 from perdure.cache.working_set import WorkingSet
+from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
 from perdure.decode.sampling import Sampling
-from perdure.decode.scheduler import Scheduler
 from perdure.engine.batch import Batch
 from perdure.engine.contract import Outcome
 from perdure.engine.llama.core import LlamaCore
@@ -340,10 +340,10 @@ def test_p7_another_block_size_is_a_miss_not_a_collision(
         context = subject.context(**{**SETTINGS, "n_seq": 1})
         behind = WriteBehind(DiskTier(tmp_path, budget=1 << 30))
         places = WorkingSet(context, budget=1 << 24, lower=behind, block_size=size)
-        scheduler = Scheduler(subject.model, context, placement=places)
+        loop = EngineLoop(subject.model, context, slots=places)
         request = Request(prompt=prompt, max_tokens=2, sampling=Sampling(temperature=0), ignore_eos=True)
-        reply = scheduler.submit(request).reply()
-        scheduler.close()
+        reply = loop.submit(request).reply()
+        loop.close()
         places.store_all()
         context.close()
         behind.close()

@@ -317,7 +317,7 @@ def test_cancel_reaches_a_reply_that_is_written_and_one_that_waits() -> None:
         first = rt.submit("a", max_tokens=200, **GREEDY)
         waiting = rt.submit("b", max_tokens=200, **GREEDY)
         dropped = rt.submit("c", max_tokens=200, **GREEDY)
-        box = dropped._outbox
+        output = dropped.output
         next(iter(first))
         waiting.cancel()
         first.cancel()
@@ -325,8 +325,7 @@ def test_cancel_reaches_a_reply_that_is_written_and_one_that_waits() -> None:
         gc.collect()
         for job in (first, waiting):
             assert outcome(job)[0].finish_reason == "cancelled"
-        with box.changed:
-            assert box.changed.wait_for(lambda: box.finished, 60)
+        assert output.wait(finish=True, timeout=60)
         assert rt.generate("d", max_tokens=2).finish_reason in ("length", "stop")
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
 from perdure.cache.working_set import WorkingSet
-from perdure.decode.placement import Plan, ReuseReport
+from perdure.decode.slots import Plan, ReuseReport
 from perdure.errors import TokenError
 from perdure.identity import Identity
 

@@ -13,7 +13,7 @@ from perdure.cache.archive import Archive
 from perdure.cache.block import BLOCK, Block, BlockId
 from perdure.cache.prefix import Found, LowerTier, Match, Tiers, common
 from perdure.cache.tier import MemoryTier
-from perdure.decode.placement import LATER, Later, Place, Plan, ReuseReport
+from perdure.decode.slots import LATER, Later, Plan, ReuseReport, SlotAssignment
 from perdure.engine.context import Context
 from perdure.engine.contract import MemoryKind
 from perdure.engine.state import Checkpoint
@@ -95,7 +95,9 @@ class WorkingSet:
 
     # For the scheduler.
 
-    def acquire(self, tokens: Ids, *, namespace: str = "", reuse: bool = True) -> Place | Later | None:
+    def acquire(
+        self, tokens: Ids, *, namespace: str = "", reuse: bool = True
+    ) -> SlotAssignment | Later | None:
         idle = [slot for slot in self._slots if not slot.busy]
         if not idle:
             return None
@@ -125,7 +127,7 @@ class WorkingSet:
                 self.reused[tier] = self.reused.get(tier, 0) + count
             self.computed += len(tokens) + 1 - reused
         report = ReuseReport(tiers=tiers, computed=len(tokens) + 1 - reused, why=why)
-        return Place(slot.seq, reused, report)
+        return SlotAssignment(slot.seq, reused, report)
 
     def release(self, seq: int) -> None:
         self._clock += 1
@@ -186,7 +188,7 @@ class WorkingSet:
         counts = dict(self.reused), self.computed
         place = self.acquire(tokens, namespace=namespace)
         self.reused, self.computed = counts
-        if not isinstance(place, Place):
+        if not isinstance(place, SlotAssignment):
             why = "all sequences are busy: it comes with the next request"
             return ReuseReport(computed=len(tokens), why=why)
         self.release(place.seq)

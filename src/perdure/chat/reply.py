@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from perdure.chat.message import Message, ToolCall
-from perdure.decode.placement import ReuseReport
 from perdure.decode.request import FinishReason, Reply, Timings, TokenLogprob, Usage
+from perdure.decode.slots import ReuseReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,16 @@
 """Tokens in, tokens out.
 
-sampling    the settings of a draw, checked, as stages for the engine's sampler chain
-text        bytes to text, piece by piece; stop strings
-grammar     structured output: schemas, regexes, grammars
-request     what is asked for, and what comes back
-job         one request on its way: deltas for whoever waits, in threads or asyncio
-run         one reply being made: its script of tokens, and the choice of the next
-group       the samples of one request
-placement   which sequence a request gets, and how much of its prompt is there
-scheduler   one engine thread for all of them
+sampling      the settings of a draw, checked, as stages for the engine's sampler chain
+text          bytes to text, piece by piece; stop strings
+grammar       structured output: schemas, regexes, grammars
+request       what is asked for, and what comes back
+output_queue  deltas for whoever listens: threads, asyncio, another process
+job           the caller's end of a request
+sequence      one reply in the making: its tokens, and the choice of the next
+group         the samples of one request
+slots         which slot a request gets, and how much of its prompt is there
+scheduler     who gets a slot, and what the next steps compute; no thread
+executor      computes a step, draws, forks samples, contains errors
+engine_loop   the one thread that does all this, and how others reach it
+embedding     texts that wait to be made vectors
 """

@@ -2,50 +2,117 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from perdure.decode.job import Outbox
-from perdure.decode.run import Run
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.decode.grammar import Grammars
+from perdure.decode.output_queue import OutputQueue
+from perdure.decode.request import Request
+from perdure.decode.sequence import TokenSequence
+from perdure.decode.slots import SlotAssignment
+from perdure.engine.context import Context
+from perdure.engine.contract import Model
 from perdure.engine.state import Checkpoint
+from perdure.errors import ContextOverflow, TokenError
 
 
 @dataclass(slots=True, eq=False)
-class Group:
-    """The first sample reads the prompt; the others start where it ends, in sequences of their own.
+class SequenceGroup:
+    """The first sample computes the prompt; the others start where it ends, in slots of their own.
 
-    A sample that finds no free sequence waits for one of its siblings': none is left without a sequence
-    while a sibling has one, so the last to finish leaves nobody behind.
+    A sample that finds no free slot waits for one of its siblings': none is left without a slot while a
+    sibling has one, so the last to finish leaves nobody behind.
     """
 
-    outbox: Outbox
-    runs: list[Run]
+    output: OutputQueue
+    sequences: list[TokenSequence]
     deadline: float | None
     cancelled: bool = False
     checkpoint: Checkpoint | None = None
 
     @property
     def done(self) -> bool:
-        return all(run.done for run in self.runs)
+        return all(sequence.done for sequence in self.sequences)
 
     @property
-    def waiting(self) -> list[Run]:
-        return [run for run in self.runs if run.seq is None and not run.done]
+    def waiting(self) -> list[TokenSequence]:
+        return [each for each in self.sequences if each.seq is None and not each.done]
 
     @property
-    def placed(self) -> int:
-        """How many sequences it has."""
-        return sum(run.seq is not None for run in self.runs)
+    def slots(self) -> int:
+        """How many slots it has."""
+        return sum(sequence.seq is not None for sequence in self.sequences)
+
+    def overdue(self, now: float) -> bool:
+        return self.cancelled or (self.deadline is not None and now >= self.deadline)
+
+    def start(self, slot: SlotAssignment) -> None:
+        """Give its first sample a slot."""
+        first = self.sequences[0]
+        first.seq, first.cached, first.report = slot.seq, slot.cached, slot.report
+        now = time.monotonic()
+        for sequence in self.sequences:
+            sequence.started = now
 
     def cancel(self) -> None:
-        for run in self.runs:
-            if not run.done:
-                run.finish("cancelled")
+        for sequence in self.sequences:
+            if not sequence.done:
+                sequence.finish("cancelled")
 
-    def fail(self, run: Run, error: Exception) -> None:
-        """End `run` by an error. While it still reads the prompt, that is the error of all samples."""
-        for each in [run] if run.written else self.runs:
+    def fail(self, error: Exception, sequence: TokenSequence | None = None) -> None:
+        """End `sequence` by an error. While its prompt is computed, that is the error of all samples."""
+        for each in self.sequences if sequence is None or not sequence.written else [sequence]:
             if not each.done:
                 each.finish("error", error=error)
 
     def deliver(self) -> None:
-        self.outbox.finish([run.reply() for run in self.runs])
+        self.output.finish([sequence.reply() for sequence in self.sequences])
+
+
+def make_group(
+    request: Request, *, model: Model, context: Context, grammars: Grammars, deadline: float | None
+) -> SequenceGroup:
+    """The sequences of a request. Whatever is wrong with it is raised here, before any work."""
+    ids = _token_ids(request.prompt, context.n_vocab)
+    # The last token that is written is never fed, so it needs no room.
+    room = context.n_ctx - len(ids) + 1
+    wanted = request.max_tokens or 1
+    if wanted > room:
+        raise ContextOverflow(
+            f"the prompt has {len(ids)} tokens and {wanted} more are wanted; {context.n_ctx} fit in all",
+            needed=len(ids) + wanted,
+            fits=context.n_ctx,
+        )
+    settled = request.sampling.seeded()
+    if request.ignore_eos:
+        settled = settled.without(sorted(model.ends))
+    output = OutputQueue()
+    sequences = []
+    for index in range(request.n):
+        sampling = settled.seeded(index)
+        sequences.append(
+            TokenSequence(
+                request,
+                index=index,
+                model=model,
+                sampling=sampling,
+                sampler=context.sampler(sampling.stages(n_vocab=context.n_vocab, n_ctx=context.n_ctx)),
+                matcher=grammars.matcher(request.grammar) if request.grammar else None,
+                limit=request.max_tokens or room,
+                put=output.put,
+            )
+        )
+    return SequenceGroup(output, sequences, deadline)
+
+
+def _token_ids(prompt: Sequence[int], n_vocab: int) -> NDArray[np.integer]:
+    with suppress(ValueError):
+        ids = np.asarray(prompt)
+        if ids.ndim == 1 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < n_vocab:
+            return ids
+    raise TokenError(f"a prompt is a flat list of token ids from 0 to {n_vocab - 1}")

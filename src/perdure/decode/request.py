@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.decode.grammar import Grammar
-from perdure.decode.placement import ReuseReport
 from perdure.decode.sampling import Sampling
+from perdure.decode.slots import ReuseReport
 from perdure.decode.text import TextStream
 from perdure.engine.logits import Candidate, LogitsView
 from perdure.errors import InvalidInputError, TokenError

@@ -18,8 +18,8 @@ from perdure.chat.job import ChatJob
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
-from perdure.decode.placement import Plan, ReuseReport
 from perdure.decode.request import take_deadline
+from perdure.decode.slots import Plan, ReuseReport
 from perdure.errors import (
     ContextOverflow,
     InvalidInputError,

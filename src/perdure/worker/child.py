@@ -5,7 +5,6 @@ It talks to its parent over that socket alone, and does not outlive it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import importlib
@@ -22,7 +21,8 @@ from typing import Any, cast
 
 from perdure.backend import LocalBackend
 from perdure.decode.embedding import Embeddings
-from perdure.decode.job import Job, Outbox
+from perdure.decode.job import Job
+from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Reply
 from perdure.engine.contract import Model as ModelContract
 from perdure.engine.llama.model import Model
@@ -59,9 +59,9 @@ class Ticket:
         self.job: Job | Future[Embeddings] | None = None
 
     @property
-    def outbox(self) -> Outbox:
+    def output(self) -> OutputQueue:
         assert isinstance(self.job, Job)
-        return self.job._outbox
+        return self.job.output
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -70,10 +70,10 @@ class Ticket:
 
 
 class Post:
-    """Sends what comes of requests to the parent, from the engine thread and without waiting.
+    """Output listener that sends what comes of requests to the parent, from the engine thread.
 
-    To an outbox it looks like the event loop of a reader, because those are told once a step and all
-    together: so a step is one message, however many requests are in it, and no thread is woken to send it.
+    Listeners are told once a step of all requests together: so a step is one message, however many requests
+    are in it, and no thread is woken to send it.
     """
 
     def __init__(self, wire: Wire, done: Callable[[AskId], object]) -> None:
@@ -82,11 +82,11 @@ class Post:
 
     def watch(self, ticket: Ticket) -> None:
         """Send all that comes of a request, from its beginning."""
-        box = ticket.outbox
+        output = ticket.output
         while True:
-            with box.changed:
-                if not box.deltas and not box.finished:
-                    self._wait(ticket)
+            with output.lock:
+                if not output.deltas and not output.finished:
+                    output.listen(self, ticket)
                     return
                 item = _taken(ticket)
             # Until it waits here, nobody else sends for it, so the order holds.
@@ -94,19 +94,15 @@ class Post:
             if item[2] is not None:
                 return
 
-    def call_soon_threadsafe(self, _: Callable[..., object], tickets: Sequence[Ticket]) -> None:
-        """Called in the engine thread where readers are woken, with those who waited."""
+    def notify(self, waiters: Sequence[Ticket]) -> None:
+        """Called in the engine thread, with the requests of a step that have something new."""
         items = []
-        for ticket in tickets:
-            with ticket.outbox.changed:
+        for ticket in waiters:
+            with ticket.output.lock:
                 items.append(_taken(ticket))
-                if not ticket.outbox.finished:
-                    self._wait(ticket)
+                if not ticket.output.finished:
+                    ticket.output.listen(self, ticket)
         self._send(items)
-
-    def _wait(self, ticket: Ticket) -> None:
-        loop, future = cast(asyncio.AbstractEventLoop, self), cast("asyncio.Future[None]", ticket)
-        ticket.outbox._sleepers.append((loop, future))
 
     def _send(self, items: list[tuple[AskId, list[PlainDelta], list[Reply] | None]]) -> None:
         self._wire.send(News(items))
@@ -227,7 +223,7 @@ class Child:
         rounds = 0
         while not self._closing.wait(self._pulse_seconds):
             try:
-                self._backend.scheduler.call(lambda: None)
+                self._backend.engine_loop.call(lambda: None)
             except ClosedError as error:
                 self._check_engine(error)
                 return
@@ -297,13 +293,15 @@ def _made(factory: str) -> ModelContract:
 
 
 def _taken(ticket: Ticket) -> tuple[AskId, list[PlainDelta], list[Reply] | None]:
-    """All that is new of a request, out of its outbox; called with `changed` held."""
-    box = ticket.outbox
+    """All that is new of a request, out of its output queue; called with its lock held."""
+    output = ticket.output
     deltas: list[PlainDelta] = [
-        (delta.text, delta.tokens, delta.logprobs, delta.index, delta.finish_reason) for delta in box.deltas
+        (delta.text, delta.tokens, delta.logprobs, delta.index, delta.finish_reason)
+        for delta in output.deltas
     ]
-    box.deltas.clear()
-    return ticket.id, deltas, [_portable_reply(reply) for reply in box.replies] if box.finished else None
+    output.deltas.clear()
+    replies = [_portable_reply(reply) for reply in output.replies] if output.finished else None
+    return ticket.id, deltas, replies
 
 
 def _portable_reply(reply: Reply) -> Reply:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
-from perdure.decode.job import rouse
+from perdure.decode.output_queue import notify
 from perdure.decode.request import Request
 from perdure.errors import BusyError, ClosedError, EngineDiedError, InvalidInputError
 from perdure.worker.flight import Flight
@@ -175,17 +175,18 @@ class Desk:
             question.settle(answer.value, answer.error)
 
     def deliver(self, news: News) -> None:
-        sleepers = []
+        changed = []
         for id_, deltas, replies in news.items:
             flight = self._flights.get(id_)
             if flight is None:
                 continue
             if deltas:
-                sleepers += flight.deliver(deltas)
+                flight.deliver(deltas)
+                changed.append(flight.output)
             if replies is not None:
                 self._drop(id_)
                 flight.finish(replies)
-        rouse(sleepers)
+        notify(changed)
 
     def end_overdue(self) -> None:
         """End whose time is up though the engine did not see to it, and who gave up while it was gone."""

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from perdure.decode.job import Outbox, Sleeper
-from perdure.decode.placement import ReuseReport
+from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
+from perdure.decode.slots import ReuseReport
 from perdure.errors import EngineDiedError
 from perdure.worker.messages import AskId, PlainDelta, Submit
 from perdure.worker.process import Death
@@ -28,11 +28,11 @@ class Sample:
 
 
 class Flight:
-    """A request, its reader's outbox, and what has come of it.
+    """A request, its reader's output queue, and what has come of it.
 
-    Always holds: it is finished once; what was put into the outbox is in the replies, whoever finishes it;
-    once a reader could have seen a part of it, it is not tried again. Only the thread that reads from the
-    engine's process delivers and ends it, so nobody holds a lock while a reader's outbox is touched. Text
+    Always holds: it is finished once; what was put into the output queue is in the replies, whoever finishes
+    it; once a reader could have seen a part of it, it is not tried again. Only the thread that reads from the
+    engine's process delivers and ends it, so nobody holds a lock while a reader's queue is touched. Text
     that was held back in a process that died, such as half a character, is lost with it; its tokens are not.
     """
 
@@ -40,7 +40,7 @@ class Flight:
         self.id = id_
         # Settled here, so that a second try draws as the first did, and a reply cut short can tell.
         self.request = replace(request, sampling=request.sampling.seeded())
-        self.outbox = Outbox()
+        self.output = OutputQueue()
         self.tries = 0
         self.cancelled = False
         self.submitted = time.monotonic()
@@ -57,7 +57,7 @@ class Flight:
 
     @property
     def finished(self) -> bool:
-        return self.outbox.finished
+        return self.output.finished
 
     def overdue(self, slack: float = 0.0) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline + slack
@@ -91,8 +91,8 @@ class Flight:
 
     # What comes of it.
 
-    def deliver(self, deltas: Sequence[PlainDelta]) -> list[Sleeper]:
-        """Hand deltas on; readers in event loops are returned, for `rouse`."""
+    def deliver(self, deltas: Sequence[PlainDelta]) -> None:
+        """Put deltas into the output queue; whoever delivers for all then notifies."""
         if self._first is None:
             self._first = time.monotonic()
         for plain in deltas:
@@ -102,12 +102,11 @@ class Flight:
             sample.tokens.extend(tokens)
             sample.logprobs.extend(logprobs)
             sample.finish_reason = reason
-            self.outbox.put(Delta(*plain))
-        return self.outbox.wake()
+            self.output.put(Delta(*plain))
 
     def finish(self, replies: Sequence[Reply]) -> None:
         if not self.finished:
-            self.outbox.finish(list(replies))
+            self.output.finish(list(replies))
 
     def cancel(self) -> None:
         """End it here, as cancelled."""
@@ -135,8 +134,8 @@ class Flight:
             return
         for index, sample in enumerate(self._samples):
             if sample.finish_reason is None:
-                self.outbox.put(Delta(index=index, finish_reason=reason))
-        self.outbox.finish([self._reply(index, reason, error) for index in range(len(self._samples))])
+                self.output.put(Delta(index=index, finish_reason=reason))
+        self.output.finish([self._reply(index, reason, error) for index in range(len(self._samples))])
 
     def _reply(self, index: int, reason: FinishReason, error: Exception | None) -> Reply:
         sample = self._samples[index]

@@ -81,7 +81,7 @@ class RemoteBackend:
             )
         flight = self._desk.submit(replace(request, prompt=_plain(request.prompt)))
         self._supervisor.nudge()
-        job = Job(flight.outbox, lambda: self._desk.cancel(flight))
+        job = Job(flight.output, lambda: self._desk.cancel(flight))
         try:
             flight.await_settled(_PATIENCE)
         except BaseException:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perdure.decode.placement import ReuseReport
 from perdure.decode.request import Timings, Usage
+from perdure.decode.slots import ReuseReport
 from perdure.server.refusal import Refused
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^/\x00-\x1f\x7f]+$")]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from perdure.chat.message import Message
-from perdure.decode.placement import Plan
+from perdure.decode.slots import Plan
 from perdure.server.shapes.base import Asked, Given, Name
 from perdure.server.shapes.chat import ChatMessage, Spoken
 from perdure.sessions.memory import Memory

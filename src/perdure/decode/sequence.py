@@ -1,4 +1,4 @@
-"""One reply being made."""
+"""One reply in the making, as a sequence of tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.decode.grammar import Matcher, bits
-from perdure.decode.placement import ReuseReport
 from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
 from perdure.decode.sampling import Sampling
+from perdure.decode.slots import ReuseReport
 from perdure.decode.text import TextStream
 from perdure.engine.context import Context
 from perdure.engine.contract import Model, Sampler
@@ -23,8 +23,8 @@ from perdure.engine.logits import Candidate, LogitsView, Step
 from perdure.errors import GrammarError, InvalidInputError
 
 
-class Script(Sequence[int]):
-    """The tokens so far, for a processor to read: a window on them, so that none is copied."""
+class TokensView(Sequence[int]):
+    """The tokens so far, for a processor to read, without a copy."""
 
     def __init__(self, tokens: array[int]) -> None:
         self._tokens = tokens
@@ -41,11 +41,11 @@ class Script(Sequence[int]):
         return found if isinstance(found, int) else found.tolist()
 
 
-class Run:
-    """A script of tokens (the prompt, then the reply), of which the first `cached` are in sequence `seq`.
+class TokenSequence:
+    """The tokens of one sample (the prompt, then the reply), of which the first `cached` are in slot `seq`.
 
-    Reading a prompt and writing a reply are one thing: feed what of the script is not cached, and where
-    that reaches its end, draw the next token. If the cache is lost, `cached` is 0 and all is fed again.
+    Prefill and decode are one thing: compute the tokens that are not cached, and where those reach the end,
+    draw the next one. If the cache is lost, `cached` is 0 and all are computed again.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Run:
     ) -> None:
         self.request = request
         self.index = index
-        self.script = array("i", request.prompt)
-        self.prompt_length = len(self.script)
+        self.tokens = array("i", request.prompt)
+        self.prompt_length = len(self.tokens)
         self.returns = frozenset({self.prompt_length - 1, *request.keep_at})
         """Lengths that somebody may come back to."""
         self.cached = 0
-        self.doubted = 0
-        """Up to here it is fed alone: a step of several has failed in these tokens."""
-        self.report = ReuseReport(computed=len(self.script), why="not started")
+        self.alone_until = 0
+        """Up to here it gets steps of its own: a step of several failed in these tokens."""
+        self.report = ReuseReport(computed=len(self.tokens), why="not started")
         self.seq: int | None = None
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
@@ -95,12 +95,12 @@ class Run:
 
     @property
     def remaining(self) -> int:
-        """Tokens of the script that are not in the cache yet."""
-        return len(self.script) - self.cached
+        """Tokens of the sequence that are not in the cache yet."""
+        return len(self.tokens) - self.cached
 
     @property
-    def reading(self) -> bool:
-        """Whether it is still at its prompt, or at more than one token after a loss."""
+    def prefilling(self) -> bool:
+        """Whether more than one token is to be computed: the prompt, or what was lost."""
         return self.remaining > 1
 
     @property
@@ -115,12 +115,12 @@ class Run:
 
     @property
     def written(self) -> int:
-        return len(self.script) - self.prompt_length
+        return len(self.tokens) - self.prompt_length
 
     def next_tokens(self, count: int) -> list[int] | NDArray[np.int32]:
         if count == 1:
-            return [self.script[self.cached]]
-        return np.array(self.script[self.cached : self.cached + count], np.int32)
+            return [self.tokens[self.cached]]
+        return np.array(self.tokens[self.cached : self.cached + count], np.int32)
 
     def score(self, context: Context, count: int) -> None:
         """Take the log probabilities of prompt tokens from the rows of a step that fed `count`."""
@@ -131,7 +131,7 @@ class Run:
             if at >= self.prompt_length or at <= len(self._prompt_logprobs):
                 continue
             view = context.logits(row, self.seq)
-            self._prompt_logprobs.append(_logprob(view, self.script[at], top))
+            self._prompt_logprobs.append(_logprob(view, self.tokens[at], top))
 
     def draw(self, context: Context, row: int, seq: int) -> None:
         """Choose the next token from a row of logits, and end the reply where it ends."""
@@ -160,7 +160,7 @@ class Run:
             self.finish("stop")
             return
         text = self._text.push(self._model.piece(token, special=token in request.shown))
-        self.script.append(token)
+        self.tokens.append(token)
         self._logprobs.extend(new)
         self._parts.append(text)
         if self._text.stopped is not None:
@@ -183,7 +183,7 @@ class Run:
             values = context.logits(row, seq).copy()
             for processor in processors:
                 with _lent(values) as view:
-                    values = _processed(processor(Script(self.script), view), context)
+                    values = _processed(processor(TokensView(self.tokens), view), context)
             context.overwrite(values, row, seq)
         allowed = None if matcher is None else matcher.mask()
         if self._possible is not None:
@@ -217,7 +217,7 @@ class Run:
         first = self.first_token or self.finished
         return Reply(
             text="".join(self._parts),
-            tokens=tuple(self.script[self.prompt_length :]),
+            tokens=tuple(self.tokens[self.prompt_length :]),
             finish_reason=self.finish_reason,
             usage=Usage(
                 prompt_tokens=self.prompt_length,
@@ -244,7 +244,7 @@ class Run:
     def _prime(self) -> None:
         """Show the sampler the prompt: penalties must not depend on what was cached."""
         back = self._sampling.looks_back
-        for token in self.script if back < 0 else self.script[max(0, len(self.script) - back) :]:
+        for token in self.tokens if back < 0 else self.tokens[max(0, len(self.tokens) - back) :]:
             self._sampler.accept(token)
 
 

@@ -1,4 +1,4 @@
-"""Which sequence a request gets, and how much of its prompt is already there."""
+"""Slots: which one a request gets, and how much of its prompt is already there."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A sequence that starts with the first `cached` tokens of a prompt."""
+class SlotAssignment:
+    """A slot (a sequence of the engine) that starts with the first `cached` tokens of a prompt."""
 
     seq: int
     cached: int
@@ -58,13 +58,13 @@ LATER: Final = _Later.LATER
 Later: TypeAlias = Literal[_Later.LATER]
 
 
-class Placement(Protocol):
-    """Gives sequences to requests. Only the engine thread calls it, between steps."""
+class Slots(Protocol):
+    """Assigns slots to requests. Only the engine thread calls it, between steps."""
 
     def acquire(
         self, tokens: NDArray[np.int32], *, namespace: str = "", reuse: bool = True
-    ) -> Place | Later | None:
-        """A place for a prompt; None where all are taken. After an error nothing is taken."""
+    ) -> SlotAssignment | Later | None:
+        """A slot for a prompt; None where all are taken. After an error nothing is taken."""
         ...
 
     def release(self, seq: int) -> None: ...
@@ -82,8 +82,8 @@ class Placement(Protocol):
         ...
 
 
-class FreshPlaces:
-    """Every request starts from an empty sequence."""
+class FreshSlots:
+    """Every request starts from an empty slot."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -91,14 +91,16 @@ class FreshPlaces:
 
     def acquire(
         self, tokens: NDArray[np.int32], *, namespace: str = "", reuse: bool = True
-    ) -> Place | Later | None:
+    ) -> SlotAssignment | Later | None:
         if not self._free:
             return None
         # The lowest: the engine batches neighbours together.
         seq = min(self._free)
         self._context.clear(seq)
         self._free.remove(seq)
-        return Place(seq, 0, ReuseReport(computed=len(tokens), why="nothing is kept between requests"))
+        return SlotAssignment(
+            seq, 0, ReuseReport(computed=len(tokens), why="nothing is kept between requests")
+        )
 
     def release(self, seq: int) -> None:
         self._free.append(seq)

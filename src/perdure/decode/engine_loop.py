@@ -1,0 +1,251 @@
+"""The engine loop: one thread that computes for all requests, and how others reach it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from perdure.decode.executor import Executor
+from perdure.decode.grammar import Grammars
+from perdure.decode.group import SequenceGroup, make_group
+from perdure.decode.job import Job
+from perdure.decode.request import Request
+from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Scheduler, Step, admit
+from perdure.decode.slots import FreshSlots, Slots
+from perdure.engine.context import Context
+from perdure.engine.contract import Model
+from perdure.errors import BusyError, ClosedError, EngineError, InvalidInputError
+
+T = TypeVar("T")
+
+CHUNK = 64
+"""Prompt tokens a step while others wait: what a running reply can be held up by."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A function to be called in the engine thread, and what ends it early if the loop is closed."""
+
+    function: Callable[[], Any]
+    answer: Future[Any]
+    stop: Callable[[], None] | None
+
+
+class EngineLoop:
+    """Serves requests on one context, from any thread: admit → plan → execute → deliver.
+
+    Always holds: a running request has a slot of its own, with room for all that it may write; an error
+    ends only the request that it belongs to; no reader is ever waited for. In `exact` mode every native
+    step is of one request and cut at fixed places, so a reply never depends on who else is served.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        context: Context,
+        *,
+        exact: bool = False,
+        queue: int = 256,
+        chunk: int = CHUNK,
+        slots: Slots | None = None,
+    ) -> None:
+        for name, value, low in (("queue", queue, 0), ("chunk", chunk, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise InvalidInputError(f"{name} is a whole number from {low}, got {value!r}")
+        self._model = model
+        self._context = context
+        self._limit = queue
+        self._scheduler: Scheduler = ExactScheduler() if exact else BatchScheduler()
+        self._budget = Budget(
+            tokens=context.n_batch,
+            rows=context.capabilities.max_outputs,
+            chunk=min(chunk, context.n_batch),
+        )
+        self._slots = slots or FreshSlots(context)
+        self._executor = Executor(context, self._slots)
+        self._grammars = Grammars(model)
+        self._changed = threading.Condition()
+        self._waiting: deque[SequenceGroup] = deque()
+        self._active: list[SequenceGroup] = []
+        self._calls: list[_Call] = []
+        self._stop_call: Callable[[], None] | None = None
+        self._turn = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="perdure-engine", daemon=True)
+        self._thread.start()
+
+    # For callers, from any thread.
+
+    def submit(self, request: Request) -> Job:
+        """Queue a request. Whatever is wrong with it is raised here, before any work."""
+        self.check_thread()
+        group = make_group(
+            request,
+            model=self._model,
+            context=self._context,
+            grammars=self._grammars,
+            deadline=request.ends_at(time.monotonic()),
+        )
+        with self._changed:
+            if self._closing:
+                raise ClosedError("this runtime is closed")
+            # Those who came a moment ago and will find a free slot do not count as waiting.
+            free = self._context.n_seq - sum(each.slots for each in self._active)
+            waiting = len(self._waiting) - free
+            if waiting >= self._limit:
+                raise BusyError(
+                    f"{waiting} requests are waiting, {self._limit} may; try again later",
+                    waiting=waiting,
+                    limit=self._limit,
+                )
+            self._waiting.append(group)
+            self._changed.notify_all()
+        return Job(group.output, lambda: self._cancel(group))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run `function` in the engine thread, between two steps, and return what it returns."""
+        self.check_thread()
+        return self.post(function).result()
+
+    def post(self, function: Callable[[], T], *, stop: Callable[[], None] | None = None) -> Future[T]:
+        """The same without waiting. `stop` is called if the runtime is closed while `function` runs."""
+        answer: Future[T] = Future()
+        with self._changed:
+            if self._closing:
+                raise ClosedError("this runtime is closed")
+            self._calls.append(_Call(function, answer, stop))
+            self._changed.notify_all()
+        return answer
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests waiting, and being served."""
+        with self._changed:
+            return len(self._waiting), len(self._active)
+
+    def close(self) -> None:
+        """End every request as cancelled and stop the engine thread."""
+        self.check_thread()
+        with self._changed:
+            self._closing = True
+            self._executor.stop()
+            if self._stop_call is not None:
+                self._stop_call()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def check_thread(self) -> None:
+        """Refuse a caller for whom the engine thread itself would have to wait."""
+        if threading.current_thread() is self._thread:
+            raise InvalidInputError("a processor cannot wait for the runtime that waits for it")
+
+    def _cancel(self, group: SequenceGroup) -> None:
+        self._executor.cancel(group)
+        with self._changed:
+            self._changed.notify_all()
+
+    # The engine thread.
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    while not (self._waiting or self._active or self._calls or self._closing):
+                        self._changed.wait()
+                    if self._closing:
+                        break
+                self._round()
+        except BaseException as error:
+            # A defect of our own: nobody may be left waiting for a thread that is gone.
+            self._end_all(error)
+            raise
+        self._end_all(None)
+
+    def _round(self) -> None:
+        """One round of the loop. Nothing of a request is left in its frame while the loop sleeps."""
+        if self._calls:
+            self._answer_calls()
+        self._end_overdue()
+        if self._waiting:
+            self._admit()
+        for step in self._plan():
+            self._executor.execute(step, self._active)
+        self._collect()
+        if not self._active:
+            self._executor.notify()
+
+    def _answer_calls(self) -> None:
+        with self._changed:
+            calls, self._calls = self._calls, []
+        for call in calls:
+            with self._changed:
+                self._stop_call = call.stop
+                closing = self._closing and call.stop is not None
+            try:
+                if closing:
+                    raise ClosedError("this runtime is closed")
+                result = call.function()
+            except BaseException as error:
+                call.answer.set_exception(error)
+            else:
+                call.answer.set_result(result)
+            self._stop_call = None
+
+    def _end_overdue(self) -> None:
+        with self._changed:
+            groups = [group for group in (*self._waiting, *self._active) if group.cancelled or group.deadline]
+        if not groups:
+            return
+        now = time.monotonic()
+        for group in groups:
+            if group.overdue(now):
+                group.cancel()
+        self._collect()
+
+    def _admit(self) -> None:
+        with self._changed:
+            waiting = list(self._waiting)
+        for group in admit(waiting, self._slots, reuse=self._scheduler.reuse):
+            with self._changed:
+                self._waiting.remove(group)
+                self._active.append(group)
+        self._collect()
+
+    def _plan(self) -> list[Step]:
+        self._turn += 1
+        return self._scheduler.plan(self._active, self._slots, self._budget, turn=self._turn)
+
+    def _collect(self) -> None:
+        """Hand the slots of finished sequences on, and finished requests back."""
+        with self._changed:
+            groups = [*self._active, *(group for group in self._waiting if group.done)]
+        for group in groups:
+            self._executor.collect(group)
+            if group.done:
+                with self._changed:
+                    (self._active if group in self._active else self._waiting).remove(group)
+                group.deliver()
+
+    def _end_all(self, error: BaseException | None) -> None:
+        with self._changed:
+            self._closing = True
+            groups = [*self._waiting, *self._active]
+            self._waiting.clear()
+            self._active.clear()
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call.answer.set_exception(ClosedError("this runtime is closed"))
+        cause = None if error is None else EngineError(f"the engine thread ended: {error!r}")
+        for group in groups:
+            if cause is None:
+                group.cancel()
+            else:
+                for sequence in group.sequences:
+                    if not sequence.done:
+                        sequence.finish("error", error=cause)
+            group.deliver()

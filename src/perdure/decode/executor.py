@@ -1,0 +1,238 @@
+"""The executor: computes steps, draws tokens, shares prompts between samples, and contains errors."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import numpy as np
+
+from perdure.decode.group import SequenceGroup
+from perdure.decode.output_queue import OutputQueue, notify
+from perdure.decode.scheduler import Chunk, Step
+from perdure.decode.sequence import TokenSequence
+from perdure.decode.slots import SlotAssignment, Slots
+from perdure.engine.context import Context, Feed
+from perdure.engine.contract import Rows
+from perdure.errors import DecodeCancelled, InvalidInputError, PerdureError
+
+log = logging.getLogger("perdure.decode")
+
+_TIMED = 16
+"""Steps of so many tokens tell how fast prompts are computed; shorter ones are mostly overhead."""
+
+
+class Executor:
+    """Carries out steps on one context, in the engine thread.
+
+    Always holds: an error ends only the request that it belongs to; a sequence's `cached` is never more than
+    what its slot holds; no reader is waited for.
+    """
+
+    def __init__(self, context: Context, slots: Slots) -> None:
+        self._context = context
+        self._slots = slots
+        # Reentrant: the garbage collector drops jobs, and so cancels requests, anywhere.
+        self._lock = threading.RLock()
+        self._in_flight: frozenset[int] = frozenset()
+        self._stopped = False
+        self._changed: list[OutputQueue] = []
+
+    # From any thread.
+
+    def cancel(self, group: SequenceGroup) -> None:
+        """Mark a request as cancelled. A step that serves nobody else is stopped in its middle."""
+        with self._lock:
+            group.cancelled = True
+            if self._in_flight == {id(group)}:
+                self._context.cancel()
+
+    def stop(self) -> None:
+        """Stop the step in flight, and compute nothing more."""
+        with self._lock:
+            self._stopped = True
+            self._context.cancel()
+
+    # In the engine thread.
+
+    def execute(self, step: Step, active: Sequence[SequenceGroup]) -> None:
+        """Compute a step and draw from its rows; `active` are all groups that have slots."""
+        # Who lost state since the step was planned is planned for anew in the next round.
+        step = [each for each in step if not each.sequence.done and each.sequence.cached == each.start]
+        if not step:
+            return
+        try:
+            self._decode(step)
+        except DecodeCancelled:
+            self._recount(active)
+        except (PerdureError, MemoryError) as error:
+            self._recount(active)
+            if len(step) > 1:
+                # Somebody's tokens, or bad luck: each gets past this point alone, or ends.
+                for chunk in step:
+                    chunk.sequence.alone_until = chunk.start + chunk.count
+            else:
+                step[0].group.fail(error, step[0].sequence)
+        else:
+            self._draw(step)
+
+    def notify(self) -> None:
+        """Tell readers what was drawn for them since the last time."""
+        changed, self._changed = self._changed, []
+        notify(changed)
+
+    def collect(self, group: SequenceGroup) -> None:
+        """Give the slots of finished samples to those that wait for one, or back."""
+        for sequence in group.sequences:
+            while sequence.done and sequence.seq is not None:
+                seq, sequence.seq = sequence.seq, None
+                if waiting := group.waiting:
+                    sequence = waiting[0]
+                    self._hand_over(group, sequence, seq)
+                else:
+                    self._release(seq)
+
+    def _release(self, seq: int) -> None:
+        try:
+            self._slots.release(seq)
+        except Exception:
+            # The reply is whole; what was lost is state that could have been kept.
+            log.exception("slot %d could not be released in order", seq)
+
+    def _decode(self, step: Step) -> None:
+        feeds = []
+        for chunk in step:
+            sequence = chunk.sequence
+            assert sequence.seq is not None
+            ends = chunk.count == sequence.remaining
+            rows: Rows = "all" if sequence.scoring else "last" if ends else "none"
+            feeds.append(Feed(sequence.seq, sequence.next_tokens(chunk.count), rows))
+        with self._lock:
+            self._in_flight = frozenset(id(chunk.group) for chunk in step)
+            gone = self._stopped or all(chunk.group.cancelled for chunk in step)
+        try:
+            if not gone:
+                # Readers wake while the engine computes, not while the next ones draw.
+                self.notify()
+                start = time.monotonic()
+                self._context.step(feeds)
+                if (count := sum(chunk.count for chunk in step)) >= _TIMED:
+                    self._slots.timed(count, time.monotonic() - start)
+        finally:
+            with self._lock:
+                self._in_flight = frozenset()
+        if gone:
+            raise DecodeCancelled("nobody waits for this step", kept={})
+
+    def _recount(self, active: Sequence[SequenceGroup]) -> None:
+        """After a failure: what a slot lost is computed again.
+
+        A failed step can cost a slot its state that was not even in it: a recurrent memory moves the
+        states of others about.
+        """
+        for sequence in (sequence for group in active for sequence in group.sequences):
+            if sequence.seq is not None:
+                sequence.cached = min(sequence.cached, self._context.length(sequence.seq))
+
+    # Drawing.
+
+    def _draw(self, step: Step) -> None:
+        """Draw for every sequence that is computed to its end, then start the further samples."""
+        prompts: list[SequenceGroup] = []
+        for chunk in step:
+            sequence = chunk.sequence
+            if sequence.scoring:
+                with _contained(sequence):
+                    sequence.score(self._context, chunk.count)
+            sequence.cached += chunk.count
+            if sequence.remaining or sequence.done:
+                continue
+            self._changed.append(chunk.group.output)
+            if sequence.written:
+                self._draw_next(sequence, sequence, chunk.count - 1)
+            else:
+                prompts.append(chunk.group)
+                self._draw_first(chunk)
+        for chunk in step:
+            sequence = chunk.sequence
+            if sequence.seq is not None and sequence.cached <= sequence.prompt_length:
+                # State that could not be kept costs time later, and nothing now.
+                with _contained(sequence), suppress(PerdureError):
+                    self._slots.reached(sequence.seq, sequence.cached, sequence.returns)
+        for group in prompts:
+            self._fork_samples(group)
+
+    def _draw_next(self, sequence: TokenSequence, computed: TokenSequence, row: int) -> None:
+        assert computed.seq is not None
+        try:
+            sequence.draw(self._context, row, computed.seq)
+        except BaseException as error:
+            _end_by(error, sequence)
+
+    def _draw_first(self, chunk: Chunk) -> None:
+        """All samples of a prompt draw their first token from its one row."""
+        context, first, row = self._context, chunk.sequence, chunk.count - 1
+        sequences = [sequence for sequence in chunk.group.sequences if not sequence.done]
+        raw = context.logits(row, first.seq).copy() if len(sequences) > 1 else None
+        for sequence in sequences:
+            sequence.cached, sequence.report = first.cached, first.report
+            if raw is not None:
+                context.overwrite(raw, row, first.seq)
+            self._draw_next(sequence, first, row)
+
+    # Samples that share a prompt.
+
+    def _fork_samples(self, group: SequenceGroup) -> None:
+        """Give the further samples slots of their own, as far as some are free."""
+        first = group.sequences[0]
+        assert first.seq is not None
+        for sequence in group.waiting:
+            with _contained(sequence):
+                slot = self._slots.acquire(
+                    np.empty(0, np.int32), namespace=sequence.request.namespace, reuse=False
+                )
+                if not isinstance(slot, SlotAssignment):
+                    break
+                sequence.seq, sequence.cached = slot.seq, slot.cached
+                with suppress(PerdureError):
+                    self._context.fork(first.seq, sequence.seq)
+                    sequence.cached = first.cached
+        if group.waiting:
+            with suppress(PerdureError):
+                group.checkpoint = self._context.checkpoint(first.seq)
+
+    def _hand_over(self, group: SequenceGroup, sequence: TokenSequence, seq: int) -> None:
+        """Give `sequence` the slot of a finished sample, back at the end of their prompt."""
+        sequence.seq = seq
+        with _contained(sequence):
+            if group.checkpoint is not None:
+                with suppress(PerdureError):
+                    self._context.restore(group.checkpoint, seq)
+                    return
+            # The long way: the prompt is computed again.
+            self._context.clear(seq)
+            sequence.cached = 0
+
+
+@contextmanager
+def _contained(*sequences: TokenSequence) -> Iterator[None]:
+    """Whatever is raised here, also by a caller's own processor, ends these sequences and no others."""
+    try:
+        yield
+    except BaseException as error:
+        _end_by(error, *sequences)
+
+
+def _end_by(error: BaseException, *sequences: TokenSequence) -> None:
+    # A processor that calls sys.exit() ends its request, not the engine thread; and what would mean
+    # something else where it is raised again is named instead.
+    if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
+        cause = error
+    else:
+        cause = InvalidInputError(f"a processor raised {error!r}")
+    for sequence in sequences:
+        if not sequence.done:
+            sequence.finish("error", error=cause)

@@ -1,0 +1,138 @@
+"""The output of one request, between the thread that fills it and whoever listens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from perdure.decode.request import Delta, Reply
+
+NAP = 0.2
+"""Seconds: threads wait in short naps, since Python may miss a Ctrl-C that comes just as a wait begins."""
+
+
+class Listener(Protocol):
+    """Is told that output queues changed.
+
+    `notify` is called in the thread that fills the queues, once for all of a step that this listener waits
+    for, with the waiters that it gave to `OutputQueue.listen`. It must not wait, and must be hashable.
+    """
+
+    def notify(self, waiters: Sequence[Any]) -> None: ...
+
+
+class ThreadListener:
+    """Threads that wait: a waiter is a lock that its thread tries to acquire."""
+
+    def notify(self, waiters: Sequence[threading.Lock]) -> None:
+        for waiter in waiters:
+            waiter.release()
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncioListener:
+    """Tasks of one event loop: a waiter is a future, and one call wakes all of them."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def notify(self, waiters: Sequence[asyncio.Future[None]]) -> None:
+        # A loop that is closed has nobody left to wake.
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(_resolve, waiters)
+
+
+THREADS = ThreadListener()
+
+
+class OutputQueue:
+    """Deltas and then the replies of one request. Filling it never waits; readers may be slow or gone."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.deltas: deque[Delta] = deque()
+        self.replies: list[Reply] = []
+        self.finished = False
+        self._on_change: list[tuple[Listener, Any]] = []
+        self._on_finish: list[tuple[Listener, Any]] = []
+
+    def put(self, delta: Delta) -> None:
+        """Add a delta. Listeners learn of it at the next `notify`."""
+        with self.lock:
+            self.deltas.append(delta)
+
+    def finish(self, replies: list[Reply]) -> None:
+        """Close the queue and tell everybody."""
+        with self.lock:
+            self.replies = replies
+            self.finished = True
+        notify([self])
+
+    def listen(self, listener: Listener, waiter: Any, *, finish: bool = False) -> None:
+        """Tell `listener` of the next change, or only of the end; called with `lock` held, once a wait."""
+        (self._on_finish if finish else self._on_change).append((listener, waiter))
+
+    def due(self) -> list[tuple[Listener, Any]]:
+        """The listeners to be told now; each is told once."""
+        with self.lock:
+            found, self._on_change = self._on_change, []
+            if self.finished:
+                found += self._on_finish
+                self._on_finish = []
+        return found
+
+    def wait(self, *, finish: bool = False, timeout: float | None = None) -> bool:
+        """Have this thread wait for something to take, or for the end. False: `timeout` seconds passed."""
+        waiter = threading.Lock()
+        with self.lock:
+            if self._ready(finish):
+                return True
+            waiter.acquire()
+            self.listen(THREADS, waiter, finish=finish)
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not waiter.acquire(timeout=max(0.0, min(NAP, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                self._forget(waiter)
+                return self._ready(finish)
+        return True
+
+    async def async_wait(self, *, finish: bool = False) -> None:
+        """Have this task wait for something to take, or for the end."""
+        while True:
+            with self.lock:
+                if self._ready(finish):
+                    return
+                loop = asyncio.get_running_loop()
+                waiter = loop.create_future()
+                self.listen(AsyncioListener(loop), waiter, finish=finish)
+            await waiter
+
+    def _forget(self, waiter: Any) -> None:
+        with self.lock:
+            self._on_change = [each for each in self._on_change if each[1] is not waiter]
+            self._on_finish = [each for each in self._on_finish if each[1] is not waiter]
+
+    def _ready(self, finish: bool) -> bool:
+        return self.finished or (not finish and bool(self.deltas))
+
+
+def notify(queues: Iterable[OutputQueue]) -> None:
+    """Tell the listeners of all `queues` what is new: one call a listener."""
+    told: dict[Listener, list[Any]] = {}
+    for queue in queues:
+        for listener, waiter in queue.due():
+            told.setdefault(listener, []).append(waiter)
+    for listener, waiters in told.items():
+        listener.notify(waiters)
+
+
+def _resolve(futures: Sequence[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
