@@ -13,8 +13,8 @@ import perdure
 from decode.observed import Clock
 from perdure import Runtime
 from perdure.chat.job import ChatJob, ContextShift
+from perdure.decode import engine_loop as loop_module
 from perdure.decode import request as request_module
-from perdure.decode import scheduler as scheduler_module
 from perdure.decode.job import Job
 from perdure.engine.toy import ToyModel
 
@@ -45,7 +45,7 @@ def before_going_on(job: ChatJob, act: Callable[[], None]) -> None:
 def test_going_on_does_not_start_the_time_anew_h7(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """H7: 6 seconds in the first request and 6 in the next are more than 10."""
     clock = Clock()
-    for module in (scheduler_module, request_module):
+    for module in (loop_module, request_module):
         monkeypatch.setattr(module, "time", clock)
     job = rt.submit_chat(SAID, timeout=10.0, **ENDLESS)
     read = 0
