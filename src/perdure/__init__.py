@@ -56,6 +56,7 @@ from perdure.errors import (
     StoreVersionError,
     TemplateError,
     TokenError,
+    UnsupportedSystemError,
 )
 from perdure.identity import Identity
 from perdure.runtime import Runtime, open  # noqa: A004
@@ -139,6 +140,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "Turn",
+    "UnsupportedSystemError",
     "Usage",
     "__version__",
     "open",

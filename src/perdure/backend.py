@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure import system
 from perdure.cache.book import Book
 from perdure.cache.working_set import WorkingSet
 from perdure.decode.embedding import EmbeddingQueue, Embeddings
@@ -169,6 +170,5 @@ def _bytes(name: str, value: int) -> int:
 
 
 def _default_budget() -> int:
-    """An eighth of this machine's memory, 2 GiB at most."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(2 << 30, physical // 8)
+    """An eighth of this machine's memory, 2 GiB at most; a system that does not tell is taken to have 4."""
+    return min(2 << 30, (system.physical_memory() or 4 << 30) // 8)

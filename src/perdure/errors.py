@@ -13,6 +13,7 @@ PerdureError
 ├── StaleViewError           a view of a step that is over
 ├── PinnedError              engine memory is borrowed; also a BufferError
 ├── ClosedError              used after close
+├── UnsupportedSystemError   this operating system cannot do it
 ├── BusyError                refused because of load (.waiting, .limit)
 ├── EngineError              the engine failed
 │   ├── EngineLibraryError       no llama.cpp library that can be used here (.tried)
@@ -111,6 +112,10 @@ class PinnedError(PerdureError, BufferError):
 
 class ClosedError(PerdureError):
     """Use after close."""
+
+
+class UnsupportedSystemError(PerdureError):
+    """This operating system cannot do what was asked for. Nothing was changed."""
 
 
 class BusyError(PerdureError):

@@ -14,6 +14,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from perdure import system
+
 _WRITTEN = 64 << 20
 _SLOW_DISK = 50
 """MiB a second below which waking from disk is slower than it should be."""
@@ -83,7 +85,7 @@ def _library() -> Iterator[Finding]:
         return
     text = lib.llama_print_system_info().decode()
     yield Finding("engine", "ok", library.build())
-    yield _features(text, _processor_flags())
+    yield _features(text, system.cpu_flags())
 
 
 def _features(text: str, processor: frozenset[str]) -> Finding:
@@ -103,20 +105,9 @@ def _features(text: str, processor: frozenset[str]) -> Finding:
     return Finding("features", "ok", shown)
 
 
-def _processor_flags() -> frozenset[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return frozenset()
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
-    return frozenset(found[1].split()) if found else frozenset()
-
-
 def _threads() -> Iterator[Finding]:
-    from perdure.engine.llama.library import default_threads
-
-    usable, there = default_threads(), os.cpu_count() or 1
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    usable, there = system.usable_cores(), os.cpu_count() or 1
+    load = system.busy_cores() or 0.0
     found = f"{usable} of {there} cores may be used, {load:.1f} are busy"
     if load > usable:
         yield Finding("threads", "warn", found, "other programs take the cores; replies will be slow")
@@ -131,8 +122,11 @@ def _memory(model: str | None) -> Iterator[Finding]:
     from perdure.models.registry import DEFAULT
     from perdure.models.shelf import locate
 
-    total, free = _memory_bytes()
-    found = f"{_size(free)} of {_size(total)} are free"
+    total, free = system.physical_memory(), system.available_memory()
+    if total is None or free is None:
+        found = "this system does not tell how much there is"
+    else:
+        found = f"{_size(free)} of {_size(total)} are free"
     name = model or settings().model or DEFAULT
     try:
         # Nothing is fetched by looking.
@@ -147,21 +141,11 @@ def _memory(model: str | None) -> Iterator[Finding]:
         yield Finding("model", "ok", f"{name} is not here yet; it is fetched when it is first used")
         return
     needed = sum(part.path.stat().st_size for part in parts)
-    if needed > free:
+    if free is not None and needed > free:
         advice = "close other programs, or take a smaller quantisation"
         yield Finding("memory", "bad", f"{found}, {name} needs {_size(needed)}", advice)
     else:
         yield Finding("memory", "ok", f"{found}, {name} needs {_size(needed)} and its contexts")
-
-
-def _memory_bytes() -> tuple[int, int]:
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return total, int(found[1]) << 10 if found else page * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def _disk(folder: Path) -> Iterator[Finding]:
@@ -176,10 +160,10 @@ def _disk(folder: Path) -> Iterator[Finding]:
             for _ in range(_WRITTEN >> 20):
                 file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            system.sync(file.fileno())
             speed = (_WRITTEN >> 20) / (time.perf_counter() - started)
             started = time.perf_counter()
-            os.fsync(file.fileno())
+            system.sync(file.fileno())
             wait = time.perf_counter() - started
     except OSError as error:
         yield Finding(

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
+from perdure import system
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -81,7 +83,7 @@ def leaving_in_order() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, leave) for number in system.ending_signals()}
     try:
         yield
     finally:

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from perdure import system
+
 
 class _Watcher:
     """Reads the signals that Python notes, and stops what runs when one is Ctrl-C."""
@@ -62,7 +64,7 @@ def stopped_by_ctrl_c(stop: Callable[[], None]) -> Iterator[None]:
     """
     global _watcher
     if (
-        os.name != "posix"
+        not system.POSIX
         or threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     ):

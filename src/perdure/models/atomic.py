@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from filelock import FileLock
 
+from perdure import system
 from perdure.errors import FetchError
 
 
@@ -24,7 +25,7 @@ def appearing(target: Path) -> Iterator[BinaryIO]:
         with open(temporary, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            system.sync(file.fileno())
         settle(temporary, target)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -38,12 +39,7 @@ def settle(temporary: Path, target: Path) -> None:
     """Rename a file that was synced, and make the new name last."""
     target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(temporary, target)
-    if os.name == "posix":
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    system.sync_folder(target.parent)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import ssl
 import time
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import certifi
 
+from perdure import system
 from perdure.errors import FetchError
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def _attempt(client: httpx.Client, remote: Remote, part: _Part, progress: Progre
                 have += len(chunk)
                 if progress:
                     progress(have, total)
-            os.fsync(file.fileno())
+            system.sync(file.fileno())
     if total is not None and have != total:
         raise httpx.RemoteProtocolError(f"{have} of {total} bytes came")
     return True

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from perdure import system
 from perdure.errors import FetchError
 from perdure.models.download import Remote
 
@@ -77,7 +77,7 @@ def _credentials(urls: Iterable[str]) -> Iterable[tuple[str, str, str]]:
 
 
 def _pip(*arguments: str, doing: str) -> str:
-    command = [sys.executable, "-m", "pip", *arguments]
+    command = system.isolated_python("-m", "pip", *arguments)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, encoding="utf-8", check=False, stdin=subprocess.DEVNULL

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perdure import system
 from perdure.cache.block import Block
 from perdure.errors import CorruptStateError, StoreVersionError
 from perdure.identity import Identity
@@ -91,7 +92,7 @@ def write_export(
                         if progress is not None:
                             progress(done, total)
                 file.flush()
-                os.fsync(file.fileno())
+                system.sync(file.fileno())
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)

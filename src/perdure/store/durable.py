@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from perdure import system
 from perdure.errors import StoreError, StoreFullError, StoreReadOnlyError
 
 TEMPORARY = ".tmp"
@@ -24,7 +25,7 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
             with temporary.open("wb", buffering=0) as file:
                 for part in parts:
                     _write_all(file.fileno(), part)
-                os.fsync(file.fileno())
+                system.sync(file.fileno())
             temporary.replace(path)
         except BaseException:
             with suppress(OSError):
@@ -35,11 +36,7 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
 def sync_folder(folder: Path) -> None:
     """Make the names in `folder` durable."""
     with explained(folder):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        system.sync_folder(folder)
 
 
 @contextmanager

@@ -143,6 +143,9 @@ class Index:
             self.created = not found
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = FULL")
+            # macOS's plain fsync leaves bytes in the drive's own memory; elsewhere these do nothing.
+            db.execute("PRAGMA fullfsync = ON")
+            db.execute("PRAGMA checkpoint_fullfsync = ON")
             db.execute("PRAGMA foreign_keys = ON")
             for number in range(found, len(self._migrations)):
                 _migrate(db, number, self._migrations[number])

@@ -6,7 +6,6 @@ It talks to its parent over that socket alone, and does not outlive it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import logging
 import os
@@ -19,6 +18,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
 
+from perdure import system
 from perdure.backend import LocalBackend
 from perdure.decode.embedding import Embeddings
 from perdure.decode.job import Job
@@ -47,7 +47,6 @@ from perdure.worker.wire import Wire, pack
 
 _FLUSH = 10.0
 _ENGINE_GONE = 70
-_PR_SET_PDEATHSIG = 1
 
 
 class Ticket:
@@ -253,7 +252,7 @@ class LogToParent(logging.Handler):
 def main(fd: int) -> None:
     # The terminal's Ctrl-C is for the parent, which says what is to be done about it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with_parent()
+    system.die_with_parent()
     # An abort is to end the process at once, not to call up a debugger first.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     wire = Wire(socket.socket(fileno=fd))
@@ -337,12 +336,6 @@ def _log_to(wire: Wire, level: int) -> None:
     root.setLevel(level)
     root.propagate = False
     root.addHandler(LogToParent(wire))
-
-
-def _die_with_parent() -> None:
-    """Be killed when the parent's thread that started this ends, where the system can do that."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":

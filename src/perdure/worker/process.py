@@ -7,15 +7,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
+from perdure import system
 from perdure.worker.messages import Setup
 from perdure.worker.wire import Wire
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _TAIL = 8192
 _LINES = 40
 _LOG_LIMIT = 1 << 20
@@ -49,12 +47,12 @@ class Process:
             self._log = undo.enter_context(tempfile.TemporaryFile())
             # A group of its own: the terminal's signals are for the parent alone.
             self._child = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", "perdure.worker.child", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
+                system.isolated_python(
+                    "-X", "faulthandler", "-m", "perdure.worker.child", str(theirs.fileno())
+                ),
                 stdout=self._log,
                 stderr=self._log,
-                pass_fds=[theirs.fileno()],
-                process_group=0,
+                **system.child_options(theirs.fileno()),
             )
             undo.pop_all()
         self.wire = Wire(ours)
@@ -67,10 +65,7 @@ class Process:
 
     def rss(self) -> int | None:
         """Its resident bytes, where the system tells."""
-        try:
-            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE
-        except (OSError, IndexError):
-            return None
+        return system.resident_memory(self.pid)
 
     def trim_log(self) -> None:
         """Keep what it writes from filling the disk."""

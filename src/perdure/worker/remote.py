@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from perdure import models
+from perdure import models, system
 from perdure.cache.book import Book
 from perdure.decode.embedding import Embeddings
 from perdure.decode.job import Job, result_of
@@ -46,6 +46,7 @@ class RemoteBackend:
         store: str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> None:
+        system.require_child_pipes("an engine in a process of its own")
         factory = isinstance(source, str) and _FACTORY.fullmatch(source) is not None
         # Fetched here, where a progress bar can be seen, and absolute: this process may go elsewhere.
         model = str(source) if factory else str(models.path(source).absolute())

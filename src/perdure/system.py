@@ -1,0 +1,231 @@
+"""What differs between operating systems. The only module that asks which one this is.
+
+Everything here works wherever Python does: what a system lacks is None, an empty set, or a call that does
+nothing, and what cannot do without it raises `UnsupportedSystemError` with one sentence.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import errno
+import functools
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from perdure.errors import UnsupportedSystemError
+
+POSIX = os.name == "posix"
+
+try:
+    import fcntl
+except ImportError:
+    _FULL_FSYNC = None
+else:
+    _FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)
+
+_PR_SET_PDEATHSIG = 1
+_CPU_NAMES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
+
+
+# Memory
+
+
+def physical_memory() -> int | None:
+    """Bytes of memory of this machine, where the system tells."""
+    pages = _sysconf("SC_PHYS_PAGES")
+    if pages is not None:
+        return pages * page_size()
+    status = _windows_memory()
+    return status[0] if status else None
+
+
+def available_memory() -> int | None:
+    """Bytes that programs can still get without swapping, where the system tells."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _proc("meminfo"), re.MULTILINE)
+    if found:
+        return int(found[1]) << 10
+    pages = _sysconf("SC_AVPHYS_PAGES")
+    if pages is not None:
+        return pages * page_size()
+    status = _windows_memory()
+    return status[1] if status else None
+
+
+def resident_memory(pid: int) -> int | None:
+    """Bytes of memory that a process has, where the system tells."""
+    try:
+        return int(_proc(f"{pid}/statm").split()[1]) * page_size()
+    except (IndexError, ValueError):
+        return None
+
+
+def page_size() -> int:
+    return _sysconf("SC_PAGE_SIZE") or 4096
+
+
+# Processors
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    try:
+        return max(1, len(os.sched_getaffinity(0)))
+    except (AttributeError, OSError):
+        return max(1, os.cpu_count() or 1)
+
+
+def busy_cores() -> float | None:
+    """Cores that were busy over the last minute, where the system tells."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return None
+
+
+def cpu_flags() -> frozenset[str]:
+    """What the processor can do, in the kernel's words; empty where the system does not tell."""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", _proc("cpuinfo"), re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+def architecture() -> str:
+    """The processor's family by one name on every system: `x86_64`, `aarch64`, or as the system calls it."""
+    name = platform.machine().lower()
+    return _CPU_NAMES.get(name, name)
+
+
+def glibc() -> tuple[int, int] | None:
+    """The version of the GNU C library, or None where this is another C library or another system."""
+    try:
+        text = os.confstr("CS_GNU_LIBC_VERSION")
+    except (AttributeError, ValueError, OSError):
+        return None
+    found = re.fullmatch(r"glibc (\d+)\.(\d+).*", text or "")
+    return (int(found[1]), int(found[2])) if found else None
+
+
+# Files
+
+
+def sync(handle: int) -> None:
+    """Have what was written to a file on the disk when this returns.
+
+    macOS's own fsync only hands the bytes to the drive, which may lose them with the power.
+    """
+    if _FULL_FSYNC is not None:
+        try:
+            fcntl.fcntl(handle, _FULL_FSYNC)
+            return
+        except OSError as error:
+            # A network drive has no such command.
+            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
+                raise
+    os.fsync(handle)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last. Windows does that by itself and opens no folders."""
+    if not POSIX:
+        return
+    handle = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        sync(handle)
+    finally:
+        os.close(handle)
+
+
+# Processes
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """The signals by which a process is asked to end, Ctrl-C aside: a plain kill, a closed window."""
+    names = ("SIGTERM", "SIGHUP")
+    return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
+
+
+def isolated_python(*arguments: str) -> list[str]:
+    """The command that runs a module with this Python, and nothing out of the current folder."""
+    return [sys.executable, "-P", *arguments]
+
+
+def require_child_pipes(wanted: str) -> None:
+    """Refuse what needs a child process that inherits a socket: Windows lacks that."""
+    if not POSIX:
+        raise UnsupportedSystemError(
+            f"{wanted} needs a child process that inherits a socket, which {platform.system()} lacks: "
+            "use isolated=False (`perdure serve --in-process`), or Linux or macOS"
+        )
+
+
+def child_options(handle: int) -> dict[str, Any]:
+    """How `subprocess.Popen` starts a child that inherits `handle` and none of the terminal's signals."""
+    return {"stdin": subprocess.DEVNULL, "pass_fds": [handle], "process_group": 0}
+
+
+def die_with_parent() -> None:
+    """Be killed when the parent's thread that started this process ends, where the system can do that."""
+    if sys.platform == "linux" and (prctl := c_function("prctl")) is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+@functools.cache
+def c_function(name: str) -> Any:
+    """A function of the C library for use as a callback, or None where it cannot be found."""
+    for library in _c_libraries():
+        try:
+            return getattr(ctypes.CDLL(library), name)
+        except (OSError, TypeError, AttributeError):
+            continue
+    return None
+
+
+def _c_libraries() -> tuple[str | None, ...]:
+    """None is this process with all that it has loaded, which Windows cannot search."""
+    if not POSIX:
+        return ("ucrtbase", "msvcrt")
+    return (None, "libc.so.6", "libSystem.dylib", ctypes.util.find_library("c"))
+
+
+def _sysconf(name: str) -> int | None:
+    try:
+        value = os.sysconf(name)
+    except (AttributeError, ValueError, OSError):
+        return None
+    return value if value > 0 else None
+
+
+def _proc(name: str) -> str:
+    try:
+        return Path("/proc", name).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _windows_memory() -> tuple[int, int] | None:
+    """Total and available bytes, as Windows tells them."""
+    kernel = getattr(getattr(ctypes, "windll", None), "kernel32", None)
+    if kernel is None:
+        return None
+    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
+    if not kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
+        return None
+    return status.total, status.available
+
+
+class _MemoryStatus(ctypes.Structure):
+    """Windows' MEMORYSTATUSEX."""
+
+    _fields_ = (
+        ("length", ctypes.c_uint32),
+        ("load", ctypes.c_uint32),
+        ("total", ctypes.c_uint64),
+        ("available", ctypes.c_uint64),
+        *((f"other_{index}", ctypes.c_uint64) for index in range(5)),
+    )
