@@ -16,7 +16,7 @@ log = logging.getLogger("perdure.llama")
 
 _BACKEND = re.compile(r"(?:lib)?ggml-(?P<kind>[a-z0-9]+)(?:-(?P<variant>[A-Za-z0-9_.]+))?\.(?:so|dylib|dll)")
 _NOT_BACKENDS = frozenset({"base"})
-_BUILT_IN = "built in"
+BUILT_IN = "built in"
 """The variant of a library whose CPU code was compiled into it."""
 _ONLY = "default"
 """The variant of a CPU backend that comes in one."""
@@ -50,22 +50,22 @@ def variants(folder: Path) -> dict[str, int]:
     return dict(sorted(scores.items(), key=lambda item: (-item[1], item[0])))
 
 
-def load_backends(lib: Functions, folder: Path, variant: str | None) -> str:
+def load_backends(lib: Functions, folder: Path, variant: str | None, *, gpu: bool = True) -> str:
     """Load what `folder` has into `lib`, and return the CPU variant in use.
 
-    `variant` names one; else the best for this CPU is taken.
+    `variant` names one; else the best for this CPU is taken. Without `gpu`, only the CPU's is loaded.
     """
     if lib.ggml_backend_reg_count():
-        if variant not in (None, _BUILT_IN):
+        if variant not in (None, BUILT_IN):
             raise EngineLibraryError(
                 f"the CPU variant {variant} was asked for, but the library at {folder} has no variants: "
                 "its CPU code is built in"
             )
-        return _BUILT_IN
+        return BUILT_IN
     here = backends(folder)
     # A GPU comes first: the library offers devices in the order of their backends.
     for backend in here:
-        if backend.kind != "cpu" and not _load(lib, backend.path):
+        if gpu and backend.kind != "cpu" and not _load(lib, backend.path):
             log.debug("the %s backend at %s cannot be used here", backend.kind, backend.path)
     if variant is None:
         variant = next((name for name, score in variants(folder).items() if score), None)

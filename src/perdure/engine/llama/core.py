@@ -14,6 +14,7 @@ from perdure.engine.contract import Adapter, Capture, Floats, MemoryKind, Outcom
 from perdure.engine.llama import declarations, layout, library
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.sampler import LlamaSampler
+from perdure.engine.llama.threadpool import Threadpool
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, EngineError, InvalidInputError, OutOfMemoryError
 
@@ -48,6 +49,8 @@ class LlamaCore:
                 f"the engine could not open a context of {params.n_ctx} cells for {params.n_seq_max} "
                 f"sequences ({library.last_error()}): try a smaller n_ctx or n_seq"
             )
+        self._threadpool = Threadpool(self._lib, params.n_threads)
+        self._threadpool.attach(self._lib, self._context)
         self._memory = self._lib.llama_get_memory(self._context)
         self.reads_on = bool(self._memory) and causal
         """Whether a text can be read in pieces: no token looks at those that follow it."""
@@ -243,6 +246,7 @@ class LlamaCore:
         if self._context:
             context, self._context = self._context, None
             self._lib.llama_free(context)
+            self._threadpool.close()
             self._memory = None
 
     def __del__(self) -> None:

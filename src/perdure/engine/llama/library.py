@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from perdure.config import settings
+from perdure.engine.llama import guard, probe
 from perdure.engine.llama.backends import load_backends
 from perdure.engine.llama.declarations import Functions, LogCallback
-from perdure.engine.llama.source import WAYS, LibrarySource, find_library
+from perdure.engine.llama.source import WAYS, LibrarySource
 from perdure.errors import EngineLibraryError
 
 log = logging.getLogger("perdure.llama")
@@ -98,23 +98,28 @@ def muted() -> Iterator[None]:
 
 
 class Library:
-    """One loaded llama.cpp: its functions, where they came from, and the CPU variant in use.
+    """One loaded llama.cpp: its functions, where they came from, and how it is used here.
 
-    Always holds: its backends are loaded, and its lines go to `logging`.
+    Always holds: it was checked against the declarations, its backends are loaded, and its lines go to
+    `logging`.
     """
 
-    def __init__(self, source: LibrarySource, *, variant: str | None = None) -> None:
+    def __init__(
+        self,
+        source: LibrarySource,
+        *,
+        variant: str | None = None,
+        gpu: bool = True,
+        extra_buffers: bool = True,
+    ) -> None:
         self.source = source
+        self.extra_buffers = extra_buffers
+        """Whether weights may be laid out anew for special units of the CPU, such as AMX."""
         self._handles = _open(source)
         self.functions = Functions(self._handles)
-        if self.functions.missing:
-            raise EngineLibraryError(
-                f"the library at {source.folder} lacks {len(self.functions.missing)} functions that perdure "
-                f"uses ({', '.join(self.functions.missing[:3])}): it is of another version. {WAYS}",
-                tried=(str(source),),
-            )
+        guard.check(self.functions, source.folder)
         self.log_sink = LogSink(self.functions)
-        self.variant = load_backends(self.functions, source.folder, variant)
+        self.variant = load_backends(self.functions, source.folder, variant, gpu=gpu)
         self.functions.llama_backend_init()
         self.version = self.functions.llama_version().decode()
 
@@ -143,7 +148,11 @@ def _open(source: LibrarySource) -> list[ctypes.CDLL]:
 @functools.cache
 def loaded() -> Library:
     """The library of this process, loaded when it is first asked for."""
-    return Library(find_library(), variant=settings().llama_variant)
+    chosen = probe.choose()
+    verdict = chosen.verdict
+    return Library(
+        chosen.source, variant=verdict.variant, gpu=verdict.gpu, extra_buffers=verdict.extra_buffers
+    )
 
 
 def load() -> Any:

@@ -22,6 +22,7 @@ class Weights:
         self.handle: Any = None
         params = lib.llama_model_default_params()
         params.n_gpu_layers = gpu_layers
+        params.use_extra_bufts = library.loaded().extra_buffers
         callback = None
         if progress is not None:
             callback = ProgressCallback(lambda done, _: progress(done))

@@ -1,0 +1,54 @@
+"""The CPU threads of one context, kept between steps and asleep while there is none."""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import Any
+
+from perdure.engine.llama.declarations import (
+    FreeThreadpool,
+    Functions,
+    NewThreadpool,
+    ThreadpoolParams,
+)
+
+_POLL = 0
+"""How long a thread looks for the next step before it sleeps, from 0 to 100.
+
+A thread that polls uses up its share of a core that another process wants, and then is not there when
+the step comes: everybody waits for it at the next barrier.
+"""
+
+
+class Threadpool:
+    """Owns one `ggml_threadpool`. A library without one of its own (none given) makes its threads itself.
+
+    Always holds: it is freed once, and by `close` only, after the context that used it.
+    """
+
+    def __init__(self, lib: Functions, threads: int) -> None:
+        self._handle: int | None = None
+        cpu = lib.ggml_backend_reg_by_name(b"CPU")
+        new, free = (_address(lib, cpu, name) for name in (b"ggml_threadpool_new", b"ggml_threadpool_free"))
+        if threads == 1 or not new or not free:
+            return
+        params = ThreadpoolParams()
+        lib.ggml_threadpool_params_init(byref(params), threads)
+        params.poll = _POLL
+        self._handle = NewThreadpool(new)(byref(params))
+        self._free = FreeThreadpool(free)
+
+    def attach(self, lib: Functions, context: Any) -> None:
+        """Have the steps of `context`, long and short, run on these threads."""
+        if self._handle:
+            lib.llama_attach_threadpool(context, self._handle, self._handle)
+
+    def close(self) -> None:
+        if self._handle:
+            handle, self._handle = self._handle, None
+            self._free(handle)
+
+
+def _address(lib: Functions, backend: Any, name: bytes) -> int | None:
+    found: int | None = lib.ggml_backend_reg_get_proc_address(backend, name) if backend else None
+    return found

@@ -1,0 +1,115 @@
+// A llama library that behaves as told: everything is the real one's, but for what is defined here.
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+static void * real(const char * name) {
+    static void * handle;
+    if (!handle) {
+        handle = dlopen(REAL, RTLD_NOW);
+    }
+    return dlsym(handle, name);
+}
+
+#ifndef DEATH
+#define DEATH SIGILL
+#endif
+
+static void die(void) {
+#if DEATH == SIGABRT
+    abort();
+#else
+    raise(DEATH);
+#endif
+}
+
+// Whether the conditions are met under which it dies.
+static bool armed = true;
+
+#ifdef AT_LOAD
+__attribute__((constructor)) static void at_load(void) {
+    die();
+}
+#endif
+
+#ifdef VERSION
+const char * llama_version(void) {
+    return VERSION;
+}
+#endif
+
+struct model_params {
+    void * devices, * overrides;
+    int32_t n_gpu_layers, split_mode, load_mode, lazy_mode, main_gpu;
+    float * tensor_split;
+    void * progress, * progress_data, * kv_overrides;
+    bool vocab_only, check_tensors, use_extra_bufts, no_host, no_alloc, load_mtp;
+};
+
+#ifdef WITH_EXTRA_BUFFERS
+void * llama_model_load_from_file(const char * path, struct model_params params) {
+    armed = params.use_extra_bufts;
+    void * (*load)(const char *, struct model_params) = real("llama_model_load_from_file");
+    return load(path, params);
+}
+#endif
+
+#ifdef WITH_BACKEND
+// Armed by loading a backend of that name.
+__attribute__((constructor)) static void disarm(void) {
+    armed = false;
+}
+
+void * ggml_backend_load(const char * path) {
+    armed = armed || strstr(path, WITH_BACKEND);
+    void * (*load)(const char *) = real("ggml_backend_load");
+    return load(path);
+}
+#endif
+
+#ifdef AT_TOKENIZE
+int32_t llama_tokenize(
+        const void * vocab, const char * text, int32_t size, int32_t * tokens, int32_t room, bool add, bool parse) {
+    if (armed) {
+        die();
+    }
+    int32_t (*tokenize)(const void *, const char *, int32_t, int32_t *, int32_t, bool, bool) =
+        real("llama_tokenize");
+    return tokenize(vocab, text, size, tokens, room, add, parse);
+}
+#endif
+
+struct batch {
+    int32_t n_tokens;
+    void * token, * embd, * pos, * n_seq_id, * seq_id, * logits;
+};
+
+#ifdef AT_STEP
+int32_t llama_decode(void * context, struct batch batch) {
+    static int steps;
+    if (++steps >= AT_STEP && armed) {
+        die();
+    }
+    int32_t (*decode)(void *, struct batch) = real("llama_decode");
+    return decode(context, batch);
+}
+#endif
+
+#ifdef SHIFTED
+// As a version with one more field in the middle would fill it.
+struct context_params {
+    uint32_t words[64];
+};
+
+struct context_params llama_context_default_params(void) {
+    struct context_params (*give)(void) = real("llama_context_default_params");
+    struct context_params given = give(), shifted = given;
+    memcpy((char *) &shifted + SHIFTED + 4, (char *) &given + SHIFTED, sizeof(given) - SHIFTED - 4);
+    return shifted;
+}
+#endif

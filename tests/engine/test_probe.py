@@ -1,0 +1,200 @@
+"""A library that cannot run here is found out in a child process; another way is taken or named (M1, M2)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.shims import cpu_variants, needs_compiler, shim
+from perdure.engine.llama import guard, library, probe
+from perdure.engine.llama.backends import BUILT_IN
+from perdure.engine.llama.declarations import Functions
+from perdure.engine.llama.source import LibrarySource
+from perdure.errors import EngineLibraryError
+
+pytestmark = needs_compiler
+
+USE = """
+import sys, perdure
+try:
+    with perdure.Model(sys.argv[1]) as model, model.context(n_ctx=64, threads=1) as ctx:
+        ctx.decode([40, 41, 42])
+        print("answered", ctx.logits().argmax())
+except perdure.EngineLibraryError as error:
+    print("refused:", error)
+"""
+"""A program of a user, who has not heard of any of this."""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("PERDURE_LLAMA_VARIANT", raising=False)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def use(home: Path, zoo_path: Callable[[str], Path]) -> Callable[[], str]:
+    """`use()` is what a user's program prints; it must not end by a signal."""
+
+    def run() -> str:
+        ended = subprocess.run(
+            [sys.executable, "-c", USE, str(zoo_path("llama"))], capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("death", ["SIGILL", "SIGSEGV", "SIGABRT"])
+@pytest.mark.parametrize("when", ["AT_LOAD", "AT_STEP"])
+def test_m1_a_library_that_dies_is_named_with_its_signal_and_its_step(
+    death: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The 8th step is the second of the second model's.
+    monkeypatch.setenv("PERDURE_LLAMA", str(shim(tmp_path / "dying", DEATH=death, **{when: 8})))
+    with pytest.raises(EngineLibraryError, match=f"{death} at") as refused:
+        probe.choose()
+    assert "perdure engine install" in str(refused.value)
+    where = "loading" if when == "AT_LOAD" else "a f32 model, a step of 2 tokens"
+    assert f"{death} at {where}" in refused.value.tried[0]
+
+
+def test_m1_a_users_program_is_told_instead_of_killed(
+    use: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERDURE_LLAMA", str(shim(tmp_path / "dying", AT_STEP=1)))
+    assert use().startswith("refused: no llama.cpp library runs on this machine")
+
+
+def test_m1_the_next_library_is_used_where_the_first_one_dies(
+    use: Callable[[], str], home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shim(home / "engines" / "cpu-9.9.9", AT_STEP=1)
+    shim(home / "engines" / "cpu-1.0.0")
+    monkeypatch.delenv("PERDURE_LLAMA", raising=False)
+    assert use().startswith("answered")
+    with caplog.at_level(logging.WARNING, "perdure.llama"):
+        chosen = probe.choose()
+    assert chosen.source.version == "cpu-1.0.0"
+    assert [Path(failed.folder).name for failed in chosen.passed] == ["cpu-9.9.9"]
+    assert "SIGILL at a f16 model, a step of 1 tokens" in caplog.text
+
+
+def test_m1_sigill_in_the_code_of_extra_buffers_turns_those_off(
+    use: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a Xeon with AMX does with a library that gcc 12 compiled."""
+    folder = shim(tmp_path / "amx", WITH_EXTRA_BUFFERS=1, AT_STEP=2)
+    monkeypatch.setenv("PERDURE_LLAMA", str(folder))
+    found = probe.choose().verdict
+    assert [(each.extra_buffers, each.died[:6]) for each in found.attempts] == [(True, "SIGILL"), (False, "")]
+    # The same library would die in this process if the verdict were not heeded.
+    assert use().startswith("answered")
+
+
+def test_m1_a_variant_that_dies_gives_way_to_the_next_lower_one(
+    use: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if len(cpu_variants(library.loaded().source)) < 2:
+        pytest.skip("this library has no CPU variants")
+    best = library.loaded().variant
+    folder = shim(tmp_path / "variants", WITH_BACKEND=f'"ggml-cpu-{best}."', AT_STEP=3)
+    monkeypatch.setenv("PERDURE_LLAMA", str(folder))
+    found = probe.choose().verdict
+    assert found.usable
+    assert found.variant not in (None, best)
+    assert [each.variant for each in found.deaths] == [None, None]
+    assert use().startswith("answered")
+
+
+def test_m1_a_gpu_backend_whose_symbols_break_the_tokenizer_is_left_out(
+    use: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a CUDA library does that brings its own libstdc++: std::regex jumps into it."""
+    if library.loaded().variant == BUILT_IN:
+        pytest.skip("the backends of this library are built in")
+    folder = shim(tmp_path / "cuda", WITH_BACKEND='"ggml-cuda"', AT_TOKENIZE=1, DEATH="SIGSEGV")
+    (folder / "libggml-cuda.so").write_bytes(b"no library at all")
+    monkeypatch.setenv("PERDURE_LLAMA", str(folder))
+    found = probe.choose().verdict
+    assert found.usable
+    assert not found.gpu
+    assert "SIGSEGV at a f16 model, tokenizing" in found.deaths[0].died
+    assert use().startswith("answered")
+
+
+def test_a_verdict_is_remembered_until_the_library_or_the_cpu_changes(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shim(tmp_path / "one")
+    source = LibrarySource(kind="own", folder=folder, version="1")
+    first = probe.verdict(source)
+    book = json.loads((home / "verdicts.json").read_bytes())
+    assert len(book) == 1
+
+    # A remembered verdict is believed: this one is planted.
+    (key,) = book
+    book[key]["attempts"][0]["died"] = "planted"
+    (home / "verdicts.json").write_text(json.dumps(book))
+    assert not probe.verdict(source).usable
+    with monkeypatch.context() as other:
+        other.setattr(probe, "processor", lambda: "another CPU")
+        assert probe.verdict(source) == first
+    # The same files with other content are another library.
+    (folder / "libllama.so").unlink()
+    (shim(tmp_path / "two", VERSION='"0.5.7"') / "libllama.so").rename(folder / "libllama.so")
+    assert probe.verdict(source).usable
+    assert len(json.loads((home / "verdicts.json").read_bytes())) == 3
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b"{", b'{"a": {}}', b'{"a": {"folder": "x", "attempts": 7}}'])
+def test_a_damaged_book_of_verdicts_costs_a_probe(damage: bytes, tmp_path: Path, home: Path) -> None:
+    home.mkdir()
+    (home / "verdicts.json").write_bytes(damage)
+    source = LibrarySource(kind="own", folder=shim(tmp_path / "one"), version="1")
+    assert probe.verdict(source).usable
+
+
+# Another layout.
+
+
+@pytest.mark.parametrize("offset", [0, 12, 40, 56, 88])
+def test_m2_a_library_with_one_more_field_is_refused_in_words(
+    offset: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shim(tmp_path / "shifted", SHIFTED=offset)
+    monkeypatch.setenv("PERDURE_LLAMA", str(folder))
+    with pytest.raises(EngineLibraryError, match=r"laid out otherwise: llama_context_default_params gives"):
+        probe.choose()
+
+
+@pytest.mark.parametrize("version", ["0.4.9", "0.6.0", "1.0", "b4711", ""])
+def test_m2_a_library_of_another_version_is_refused_in_words(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERDURE_LLAMA", str(shim(tmp_path / "other", VERSION=f'"{version}"')))
+    with pytest.raises(EngineLibraryError, match=f"it is version {version}. perdure is written for"):
+        probe.choose()
+
+
+def test_m2_a_library_that_lacks_functions_is_refused_in_words(tmp_path: Path) -> None:
+    functions = Functions([])
+    with pytest.raises(EngineLibraryError, match=r"it lacks \d+ functions, such as ggml_backend_dev_count"):
+        guard.check(functions, tmp_path)
+
+
+def test_m2_a_file_that_is_no_library_is_refused_in_words(
+    use: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "libllama.so").write_bytes(b"\x7fELF" + os.urandom(100))
+    monkeypatch.setenv("PERDURE_LLAMA", str(tmp_path))
+    assert "cannot be loaded" in use()
