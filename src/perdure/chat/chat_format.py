@@ -19,7 +19,7 @@ from perdure.chat.parsing.reply_parser import ReplyParser
 from perdure.chat.reply import ChatReply
 from perdure.chat.templates.renderer import Rendering, TemplateRenderer
 from perdure.chat.templates.rendering_cache import RenderingCache
-from perdure.chat.templates.template import Template
+from perdure.chat.templates.template import Guard, Template
 from perdure.chat.transcript import ChatTokenizer, Transcript, shared_length
 from perdure.chat.transcript_cache import TranscriptCache
 from perdure.decode.job import Job
@@ -56,9 +56,13 @@ class ChatFormat:
         self.template = template
         self.family = family
         self._backend = backend
-        self.tokenizer = ChatTokenizer(backend.model)
+        self.tokenizer = ChatTokenizer(
+            backend.model, template.mark_texts | family.marks, erased=template.erased_texts
+        )
         self._transcript_cache = TranscriptCache(self.tokenizer)
-        self._renderer = TemplateRenderer(template, self._guarded)
+        self._renderer = TemplateRenderer(
+            template, Guard(self.tokenizer.guard_field, self.tokenizer.guard_name)
+        )
         self._rendering_cache = RenderingCache()
         self._returns = backend.model.memory.kind is not MemoryKind.FULL
 
@@ -85,7 +89,7 @@ class ChatFormat:
         """Messages as tokens. `known` is a transcript that they may go on from, besides those remembered;
         `before` is how their beginning was rendered."""
         options = options or ChatOptions()
-        messages = tuple(messages)
+        messages = tuple(map(self._with_reasoning_apart, messages))
         if before is None and known is None:
             before = self._rendering_cache.lookup(messages, namespace)
             if before is not None:
@@ -170,24 +174,22 @@ class ChatFormat:
 
     # Rendering.
 
-    def _guarded(self, message: Message) -> Message:
-        """Nothing that somebody wrote becomes a control token."""
-        content, reasoning = message.content, message.reasoning
-        changed: dict[str, Any] = {}
-        if content and (guarded := self.tokenizer.guard(content)) != content:
-            changed["content"] = guarded
-        if reasoning and (guarded := self.tokenizer.guard(reasoning)) != reasoning:
-            changed["reasoning"] = guarded
-        if message.tool_calls:
-            guarded_calls = tuple(
-                replace(
-                    call, name=self.tokenizer.guard(call.name), arguments=self.tokenizer.guard(call.arguments)
-                )
-                for call in message.tool_calls
-            )
-            if guarded_calls != message.tool_calls:
-                changed["tool_calls"] = guarded_calls
-        return replace(message, **changed) if changed else message
+    def _with_reasoning_apart(self, message: Message) -> Message:
+        """A client may send reasoning back within the text. Its marks are guarded there, so that the template
+        would no longer find them."""
+        markers, content = self.family.reasoning, message.content
+        if (
+            markers is None
+            or message.role != "assistant"
+            or message.reasoning
+            or not content
+            or markers.close not in content
+            or markers.close not in self.tokenizer.marks.values()
+        ):
+            return message
+        reasoning, _, answer = content.rpartition(markers.close)
+        reasoning = reasoning.rpartition(markers.open)[2].strip("\n")
+        return replace(message, reasoning=reasoning or None, content=answer.lstrip("\n"))
 
     def _departures(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -13,6 +13,10 @@ from perdure.engine.contract import Vocabulary
 
 _GUARD = "\ue000"
 """Put into what only looks like a control token, so that it stays text. Of Unicode's private use."""
+_TYPED = _GUARD * 2
+"""The same character, where somebody typed it."""
+_IDENTIFIER = re.compile(r"[\w .-]*")
+_CUT = r"\1" + _GUARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +47,17 @@ class Transcript:
 class ChatTokenizer:
     """Tokenizer of conversations: text to tokens and tokens to text, for one vocabulary.
 
-    Text that only looks like a control token (somebody typed it) never becomes one: `guard` marks it, and
-    everything here knows the mark.
+    Text that only looks like a control token (somebody typed it) never becomes one: `guard` puts a character
+    into it that cuts it in two, and everything here knows that character. `marks` are texts that the chat
+    format gives a meaning: where the vocabulary has a token for one, it counts as a control token, since
+    the library makes user-defined tokens out of any text. `erased` are texts that the template takes out of
+    messages: what is left must not become a mark either.
     """
 
-    def __init__(self, model: Vocabulary) -> None:
+    def __init__(self, model: Vocabulary, marks: Iterable[str] = (), *, erased: Iterable[str] = ()) -> None:
         self._model = model
+        self._candidates = frozenset(marks)
+        self._erased = tuple(erased)
 
     @cached_property
     def control(self) -> dict[int, str]:
@@ -58,17 +67,37 @@ class ChatTokenizer:
         return {token: text for token, text in texts.items() if text}
 
     @cached_property
+    def marks(self) -> dict[int, str]:
+        """The control tokens, and the user-defined ones that mean something in this chat format."""
+        found = dict(self.control)
+        for text in sorted(self._candidates - set(found.values())):
+            tokens = self._model.tokenize(text, bos=False)
+            if len(text) > 1 and len(tokens) == 1 and self._model.piece(tokens[0]) == text.encode():
+                found[tokens[0]] = text
+        return found
+
+    @cached_property
     def _texts(self) -> list[str]:
         # A mark of one character could not be guarded, and would be no mark.
-        return sorted((text for text in self.control.values() if len(text) > 1), key=len, reverse=True)
+        return sorted({text for text in self.marks.values() if len(text) > 1}, key=len, reverse=True)
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
 
     @cached_property
-    def _guarded(self) -> re.Pattern[str]:
-        return re.compile("(" + ("|".join(re.escape(_guard(text)) for text in self._texts) or r"(?!)") + ")")
+    def _mark_starts(self) -> re.Pattern[str]:
+        # Looking ahead finds marks that overlap, too.
+        firsts = "".join(sorted({text[0] for text in self._texts}))
+        rest = "|".join(map(re.escape, self._texts))
+        return re.compile(f"(?=(?:{rest}))([{re.escape(firsts)}])" if firsts else r"(?!)(.)")
+
+    @cached_property
+    def _edges(self) -> tuple[frozenset[str], frozenset[str], int]:
+        """What marks begin with and end with, from two characters on, and how long these are at most."""
+        begins = frozenset(text[:size] for text in self._texts for size in range(2, len(text)))
+        ends = frozenset(text[-size:] for text in self._texts for size in range(2, len(text)))
+        return begins, ends, max(map(len, self._texts), default=0)
 
     @cached_property
     def start(self) -> Transcript:
@@ -83,24 +112,62 @@ class ChatTokenizer:
         return b"".join(self._model.piece(token) for token in tokens) != b"a"
 
     def guard(self, text: str) -> str:
-        """Mark whatever in `text` looks like a control token."""
-        return self._marks.sub(lambda found: _guard(found[0]), text)
+        """Cut in two whatever in `text` looks like a control token."""
+        if _GUARD in text:
+            text = text.replace(_GUARD, _TYPED)
+        return self._mark_starts.sub(_CUT, text)
+
+    def guard_field(self, text: str) -> str:
+        """`guard` for a text that a template puts between others: together they make no control token."""
+        guarded = self.guard(text)
+        for gone in self._erased:
+            if gone in guarded and self._marks.search(guarded.replace(gone, "")):
+                guarded = guarded.replace(gone, gone + _GUARD)
+        begins, ends, longest = self._edges
+        # Templates strip messages, so what counts are the edges of their words.
+        words = guarded.strip()
+        sizes = range(2, min(longest, len(words) + 1))
+        before = any(words[:size] in ends for size in sizes)
+        behind = any(words[-size:] in begins for size in sizes)
+        if not _IDENTIFIER.fullmatch(words) and self._is_inside(words):
+            before = behind = True
+        return _cut_edges(guarded, before, behind) if before or behind else guarded
+
+    def guard_name(self, text: str) -> str:
+        """`guard_field` for a name that may stand in the middle of a template's own mark."""
+        guarded = self.guard_field(text)
+        return _cut_edges(guarded, True, True) if self._is_inside(guarded) else guarded
+
+    def _is_inside(self, text: str) -> bool:
+        """Whether a text is the middle of a mark."""
+        return 0 < len(text) < self._edges[2] and any(text in mark[1:-1] for mark in self._texts)
 
     def encode(self, text: str, after: Transcript | None = None) -> Transcript:
         """A text behind `after`. Unguarded marks in it become control tokens."""
         before = after if after is not None else self._opening(text)
         tokens: list[int] = []
-        for index, part in enumerate(self._guarded.split(text)):
+        for index, part in enumerate(_pieces(text)):
             if part:
-                plain = part.replace(_GUARD, "", 1) if index % 2 else part
-                tokens += self._model.tokenize(plain, special=index % 2 == 0, bos=False)
+                tokens += self._go_on(part) if index else self._model.tokenize(part, special=True, bos=False)
         cuts, at = [], 0
         for count, token in enumerate(tokens, 1):
-            mark = self.control.get(token)
+            mark = self.marks.get(token)
             if mark is not None and (found := text.find(mark, at)) >= 0:
                 at = found + len(mark)
                 cuts.append((at, count))
         return before + Transcript(text, array("i", tokens), _with_end(cuts, len(text), len(tokens)))
+
+    def _go_on(self, text: str) -> list[int]:
+        """The tokens of a text that stands behind other text, without a space before it."""
+        if self._spaced:
+            tokens, read = self._model.tokenize("\n" + text, special=True, bos=False), b""
+            for count, token in enumerate(tokens, 1):
+                read += self._model.piece(token)
+                if read.lstrip(b" ") == b"\n":
+                    return tokens[count:]
+                if read.strip(b" "):
+                    break
+        return self._model.tokenize(text, special=True, bos=False)
 
     def decode(self, tokens: Sequence[int]) -> Transcript:
         """Tokens that a model wrote, with the text that stands for them."""
@@ -108,7 +175,7 @@ class ChatTokenizer:
         cuts: list[tuple[int, int]] = []
         plain, length = b"", 0
         for count, token in enumerate(tokens, 1):
-            mark = self.control.get(token)
+            mark = self.marks.get(token)
             if mark is None:
                 plain += self._model.piece(token)
                 continue
@@ -131,7 +198,7 @@ class ChatTokenizer:
     def _can_go_on(self, text: str, known: Transcript, cut: int) -> bool:
         """Whether tokens behind a cut do not depend on those before it."""
         at, count = known.cuts[cut]
-        if not count or known.tokens[count - 1] in self.control or at == len(text):
+        if not count or known.tokens[count - 1] in self.marks or at == len(text):
             return True
         return self._marks.match(text, at) is not None or (text[at].isspace() and not self._spaced)
 
@@ -154,8 +221,27 @@ def shared_length(first: str, second: str) -> int:
     return low
 
 
-def _guard(mark: str) -> str:
-    return mark[0] + _GUARD + mark[1:]
+def _cut_edges(text: str, before: bool, behind: bool) -> str:
+    """Cuts before the first word of a text, or behind the last."""
+    words = text.strip()
+    at = text.index(words)
+    end = at + len(words)
+    return text[:at] + _GUARD * before + words + _GUARD * behind + text[end:]
+
+
+def _pieces(text: str) -> list[str]:
+    """A guarded text, cut where it is guarded."""
+    if _GUARD not in text:
+        return [text]
+    pieces = [""]
+    for index, part in enumerate(re.split(f"({_GUARD}{{1,2}})", text)):
+        if index % 2 == 0:
+            pieces[-1] += part
+        elif part == _TYPED:
+            pieces[-1] += _GUARD
+        else:
+            pieces.append("")
+    return pieces
 
 
 def _with_end(cuts: list[tuple[int, int]], chars: int, count: int) -> tuple[tuple[int, int], ...]:

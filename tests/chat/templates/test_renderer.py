@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from perdure import Message, Template, TemplateError
 from perdure.chat.templates.renderer import Rendering, TemplateRenderer
 from perdure.chat.templates.rendering_cache import RenderingCache
+from perdure.chat.templates.template import Guard
 
 FILES = sorted(Path(__file__).parent.glob("*.jinja"))
 ALL = {path.stem: Template.from_file(path, bos="<s>", eos="</s>") for path in FILES} | {
@@ -20,7 +21,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
 def renderer(template: Template) -> TemplateRenderer:
-    return TemplateRenderer(template, lambda message: message)
+    return TemplateRenderer(template)
 
 
 def conversation(system: str | None, said: list[str]) -> tuple[Message, ...]:
@@ -67,8 +68,13 @@ def test_one_that_does_not_is_seen(source: str) -> None:
 
 
 def test_only_what_is_new_is_rendered() -> None:
-    counted: list[int] = []
-    under_test = TemplateRenderer(Template.named("chatml"), lambda message: counted.append(0) or message)  # type: ignore[func-returns-value]
+    counted: list[str] = []
+
+    def count(text: str) -> str:
+        counted.append(text)
+        return text
+
+    under_test = TemplateRenderer(Template.named("chatml"), Guard(count, str))
     assert under_test.opening
     messages = conversation("s", [f"text {number}" for number in range(201)])
     _, before = under_test.prompt(messages[:200])

@@ -42,7 +42,9 @@ class CallText:
             "call: " + " | ".join(f"call_{index}" for index in range(len(tools))),
         ]
         for index, tool in enumerate(tools):
-            head, tail = literal(self.head + tool.name + self.middle), literal(self.tail)
+            # A name is plain text, whatever it looks like.
+            name = json.dumps(tool.name, ensure_ascii=False)
+            head, tail = f"{literal(self.head)} {name} {literal(self.middle)}", literal(self.tail)
             rules += [
                 f"call_{index}: {head} arguments_{index} {tail}",
                 f"arguments_{index}: %json {json.dumps(_schema(tool))}",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from perdure.chat.message import Message, Tool
-from perdure.chat.templates.template import Template
+from perdure.chat.templates.template import UNGUARDED, Guard, Template
 from perdure.errors import PerdureError
 
 _ROLES = ("system", "user", "assistant")
@@ -41,7 +41,7 @@ class TemplateRenderer:
     rendered as a whole.
     """
 
-    def __init__(self, template: Template, guard: Callable[[Message], Message]) -> None:
+    def __init__(self, template: Template, guard: Guard = UNGUARDED) -> None:
         self._template = template
         self._guard = guard
 
@@ -54,9 +54,10 @@ class TemplateRenderer:
         reply_follows: bool = True,
     ) -> str:
         return self._template.render(
-            [self._guard(message) for message in messages],
+            messages,
             tools=tools,
             add_generation_prompt=reply_follows,
+            guard=self._guard,
             **(variables or {}),
         )
 

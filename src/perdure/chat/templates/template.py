@@ -6,7 +6,8 @@ import functools
 import hashlib
 import importlib.resources
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,20 @@ _LONGEST = 1 << 18
 _WORDS = 600
 """Characters of a template's own words in an error."""
 _SHORT_IDS = re.compile(r"length\s*!=\s*9\b")
+_MARK = re.compile(r"<[|｜/]?[^\s<>]{1,60}>|\[/?[A-Z][A-Z_ ]{1,30}\]")
+_ERASED = re.compile(r"""replace\(\s*(['"])(.+?)\1\s*,\s*(['"])\3""")
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What texts from outside pass before a template sees them: texts, and names and ids, which it may put
+    into marks of its own."""
+
+    text: Callable[[str], str]
+    name: Callable[[str], str]
+
+
+UNGUARDED = Guard(str, str)
 
 
 class Template:
@@ -50,6 +65,16 @@ class Template:
         except Exception as error:
             # Deep nesting and the like fail in Jinja's or Python's own compiler.
             raise TemplateError(f"{name} does not compile: {_words(error)}") from None
+
+    @property
+    def mark_texts(self) -> frozenset[str]:
+        """Texts of the template that may be marks, if the model has tokens for them."""
+        return frozenset(_MARK.findall(self.source))
+
+    @property
+    def erased_texts(self) -> tuple[str, ...]:
+        """Texts that the template takes out of messages."""
+        return tuple(sorted({found[1] for found in _ERASED.findall(self.source)}))
 
     @classmethod
     def of_model(cls, source: str | None, bos: str = "", eos: str = "") -> Template:
@@ -90,17 +115,21 @@ class Template:
         *,
         tools: Sequence[Tool] = (),
         add_generation_prompt: bool = True,
+        guard: Guard = UNGUARDED,
         **variables: Any,
     ) -> str:
-        """The conversation as text. `variables` are what this template takes besides, as plain values."""
-        shaped = [self._shape(message) for message in messages]
+        """The conversation as text. `variables` are what this template takes besides, as plain values.
+
+        Every text that came from outside passes `guard` first, after it was decoded.
+        """
+        shaped = [self._shape(message, guard) for message in messages]
         values = {
             "bos_token": self.bos,
             "eos_token": self.eos,
             "documents": None,
-            **{name: _plain(value, name) for name, value in variables.items()},
+            **{name: _plain(value, name, guard.text) for name, value in variables.items()},
             "messages": shaped,
-            "tools": [_plain(tool.to_dict(), tool.name) for tool in tools] or None,
+            "tools": [_shape_tool(tool, guard) for tool in tools] or None,
             "add_generation_prompt": add_generation_prompt,
         }
         context = self._compiled.new_context(values)
@@ -127,28 +156,29 @@ class Template:
             trace = trace.tb_next
         return f", line {found}" if found else ""
 
-    def _shape(self, message: Message) -> dict[str, Any]:
+    def _shape(self, message: Message, guard: Guard) -> dict[str, Any]:
         """As templates expect a message: they add texts up, and take arguments apart."""
-        shape: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        shape: dict[str, Any] = {"role": message.role, "content": guard.text(message.content or "")}
         if message.reasoning:
             # OpenAI's own template has another word for it.
-            shape["reasoning_content"] = shape["thinking"] = message.reasoning
+            shape["reasoning_content"] = shape["thinking"] = guard.text(message.reasoning)
         if message.tool_calls:
-            shape["tool_calls"] = [self._shape_call(call) for call in message.tool_calls]
+            shape["tool_calls"] = [self._shape_call(call, guard) for call in message.tool_calls]
         if message.tool_call_id is not None:
-            shape["tool_call_id"] = self._id(message.tool_call_id)
+            shape["tool_call_id"] = guard.name(self._id(message.tool_call_id))
         if message.name is not None:
-            shape["name"] = message.name
+            shape["name"] = guard.name(message.name)
         return shape
 
-    def _shape_call(self, call: ToolCall) -> dict[str, Any]:
+    def _shape_call(self, call: ToolCall, guard: Guard) -> dict[str, Any]:
         arguments: Any
         try:
-            arguments = call.parsed
+            # Guarded only now: JSON may hide a mark in its escapes.
+            arguments = _plain(call.parsed, "arguments", guard.text, guard.name)
         except InvalidInputError:
-            arguments = call.arguments
-        function = {"name": call.name, "arguments": arguments}
-        return {"id": self._id(call.id), "type": "function", "function": function}
+            arguments = guard.text(call.arguments)
+        function = {"name": guard.name(call.name), "arguments": arguments}
+        return {"id": guard.name(self._id(call.id)), "type": "function", "function": function}
 
     def _id(self, given: str) -> str:
         if not self._short_ids or (len(given) == 9 and given.isalnum()):
@@ -174,19 +204,37 @@ def _size(messages: Sequence[Mapping[str, Any]]) -> int:
     return total
 
 
-def _plain(value: Any, name: str, depth: int = 0) -> Any:
-    """A copy out of plain values: whatever has methods of its own stays out of the sandbox."""
-    if value is None or type(value) in (str, int, float, bool):
+def _shape_tool(tool: Tool, guard: Guard) -> dict[str, Any]:
+    shape: dict[str, Any] = _plain(tool.to_dict(), tool.name, guard.text)
+    shape["function"]["name"] = guard.name(tool.name)
+    return shape
+
+
+def _plain(
+    value: Any,
+    name: str,
+    guard: Callable[[str], str],
+    guard_key: Callable[[str], str] | None = None,
+    depth: int = 0,
+) -> Any:
+    """A copy out of plain values, their texts guarded: whatever has methods of its own stays out of the
+    sandbox."""
+    if isinstance(value, str):
+        return guard(str(value))
+    if value is None or type(value) in (int, float, bool):
         return value
     if depth > 50:
         raise InvalidInputError(f"{name} is nested deeper than 50")
+    key_guard = guard_key or guard
     if isinstance(value, Mapping):
-        return {str(key): _plain(each, name, depth + 1) for key, each in value.items()}
+        return {
+            key_guard(str(key)): _plain(each, name, guard, key_guard, depth + 1)
+            for key, each in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [_plain(each, name, depth + 1) for each in value]
-    if isinstance(value, (str, int, float)):
-        kind = str if isinstance(value, str) else int if isinstance(value, int) else float
-        return kind(value)
+        return [_plain(each, name, guard, key_guard, depth + 1) for each in value]
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
     raise InvalidInputError(f"{name} must be a plain value for the template, got {type(value).__name__}")
 
 
