@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import re
+import tarfile
 import threading
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -149,7 +150,10 @@ def wheel(package: str, version: str, files: Mapping[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in everything.items():
-            archive.writestr(name, data)
+            entry = zipfile.ZipInfo(name)
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.external_attr = (0o100755 if "/bin/" in name else 0o100644) << 16
+            archive.writestr(entry, data)
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
             record += f"{name},sha256={digest},{len(data)}\n"
         archive.writestr(f"{info}/RECORD", record + f"{info}/RECORD,,\n")
@@ -174,6 +178,34 @@ def put_wheel(here: Site, package: str, version: str, data: bytes) -> str:
     )
     here.pages[f"{path}.metadata"] = Page(body=about)
     here.pages[path] = Page(body=data, headers={"ETag": f'"{hashlib.md5(data).hexdigest()}"'})
+    return path
+
+
+def npm_archive(files: Mapping[str, bytes]) -> bytes:
+    """The archive of an npm package with these files in it."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(f"package/{name}")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def put_npm(here: Site, name: str, version: str, data: bytes) -> str:
+    """Put a package on the site's npm registry; give the path of its archive."""
+    path = f"/{name}/-/{name.rpartition('/')[2]}-{version}.tgz"
+    integrity = f"sha512-{base64.b64encode(hashlib.sha512(data).digest()).decode()}"
+    about = {
+        "name": name,
+        "version": version,
+        "dist": {"tarball": f"{here.url}{path}", "integrity": integrity},
+    }
+    listing = {"name": name, "dist-tags": {"latest": version}, "versions": {version: about}}
+    here.pages[f"/{name}"] = Page(
+        body=json.dumps(listing).encode(), headers={"Content-Type": "application/json"}
+    )
+    here.pages[path] = Page(body=data, headers={"Content-Type": "application/octet-stream"})
     return path
 
 

@@ -20,6 +20,7 @@ LAYERS = (
     "memory",
     "identity",
     "models",
+    "libraries",
     "engine",
     "decode",
     "cache",

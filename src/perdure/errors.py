@@ -17,6 +17,7 @@ PerdureError
 ├── BusyError                refused because of load (.waiting, .limit)
 ├── EngineError              the engine failed
 │   ├── EngineLibraryError       no llama.cpp library that can be used here (.tried)
+│   │   └── LibraryFetchError        … and none could be fetched or installed
 │   ├── ModelLoadError           the engine refused the file
 │   ├── OutOfMemoryError         the engine could not get the memory it asked for
 │   ├── EngineDiedError          the engine's process ended (.signal, .code, .kept)
@@ -137,6 +138,10 @@ class EngineLibraryError(EngineError):
     def __init__(self, message: str, *, tried: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.tried = tuple(tried)
+
+
+class LibraryFetchError(EngineLibraryError):
+    """A llama.cpp library could not be fetched or installed. What was installed before is as it was."""
 
 
 class ModelLoadError(EngineError):

