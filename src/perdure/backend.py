@@ -16,7 +16,7 @@ from perdure import system
 from perdure.cache.book import Book
 from perdure.cache.working_set import WorkingSet
 from perdure.decode.embedding import EmbeddingQueue, Embeddings
-from perdure.decode.engine_loop import EngineLoop
+from perdure.decode.engine_loop import CHUNK, EngineLoop
 from perdure.decode.job import Job
 from perdure.decode.request import Request
 from perdure.decode.sampling import Sampling
@@ -88,9 +88,17 @@ class LocalBackend:
             if store is not None:
                 self._disk = WriteBehind(DiskTier(Path(store), budget=store_bytes))
                 undo.callback(self._disk.close)
-            self.places = places = WorkingSet(self.context, budget=budget, lower=self._disk)
+            chunk = min(CHUNK, self.context.n_batch)
+            self.places = places = WorkingSet(
+                self.context, budget=budget, lower=self._disk, exact=chunk if exact else None
+            )
             self.engine_loop = EngineLoop(
-                model, self.context, exact=exact, queue=queue, slots=places if budget else None
+                model,
+                self.context,
+                exact=exact,
+                queue=queue,
+                chunk=chunk,
+                slots=places if budget else None,
             )
             undo.callback(self.engine_loop.close)
             if store is not None:

@@ -16,7 +16,7 @@ from perdure import Job, PerdureError, Reply
 from perdure.engine.contract import Outcome
 from subjects import Row, Subject, check
 
-from .served import EXPERTS, NARROW, PLENTY, Answer, Served
+from .served import BOUND, EXPERTS, NARROW, PLENTY, Answer, Served
 
 N_CTX = 160
 LONGEST = N_CTX - 8
@@ -51,8 +51,9 @@ class RuntimeMachine(RuleBasedStateMachine):
         budget=st.sampled_from([PLENTY, PLENTY, 60_000, 8_000, 1]),
         n_batch=st.sampled_from([NARROW, NARROW, 16, 64]),
         shared=st.sampled_from([False, False, True]),
+        exact=st.booleans(),
     )
-    def open(self, slots: int, budget: int, n_batch: int, shared: bool) -> None:
+    def open(self, slots: int, budget: int, n_batch: int, shared: bool, exact: bool) -> None:
         self.budget = budget
         if self.subject.name in EXPERTS:
             n_batch, shared = NARROW, False
@@ -65,6 +66,7 @@ class RuntimeMachine(RuleBasedStateMachine):
             n_batch=n_batch,
             shared=shared,
             swa_full=self.swa_full,
+            exact=exact,
         )
         self.talks: list[Talk] = []
         self.adapted: int | None = None
@@ -91,12 +93,13 @@ class RuntimeMachine(RuleBasedStateMachine):
             assert ends == lengths
             assert served.engine_loop.load == (0, 0)
 
-    def judge(self, prompt: list[int], reply: Reply, rows: list[Row], space: str) -> Answer:
+    def judge(self, prompt: list[int], reply: Reply, rows: list[Row], space: str, rounds: bool) -> Answer:
         """Every row is cold, and the report adds up and tells of nothing that was not there."""
         answer = Answer(prompt, reply, rows)
         said = list(reply.tokens)
+        bound = self.loose if rounds else self.served.bound
         for at, row in enumerate(rows):
-            check(row, self.cold([*prompt, *said[:at]]), self.served.bound)
+            check(row, self.cold(prompt, said[:at]), bound)
         assert reply.usage.cached_tokens == answer.reused
         assert answer.reused + reply.reuse.computed == len(prompt)
         shared = max((_common(prompt, text) for text in self.seen[space]), default=0)
@@ -104,20 +107,30 @@ class RuntimeMachine(RuleBasedStateMachine):
         self.seen[space].append([*prompt, *said])
         return answer
 
-    def cold(self, tokens: list[int]) -> Row:
-        key = (self.adapted, self.served.context.n_batch, *tokens)
+    @property
+    def loose(self) -> float:
+        """What another number of rows a step may make of a row."""
+        wide = self.served.exact is not None and self.served.exact > NARROW and not self.subject.toy
+        return BOUND[self.subject.name] if wide else self.served.bound
+
+    def cold(self, prompt: list[int], said: list[int]) -> Row:
+        served = self.served
+        read = len(prompt) if served.exact else len(prompt) + len(said)
+        key = (self.adapted, served.context.n_batch, served.exact, read, *prompt, *said)
         if key not in self.known:
-            settings = {**self.served.settings, "shared": False}
+            settings = {**served.settings, "shared": False}
             with self.subject.context(n_seq=1, **settings) as ctx:
-                ctx.adapt(self.served.adapters)
-                ctx.decode(tokens)
+                ctx.adapt(served.adapters)
+                served.read(ctx, [*prompt, *said][:read])
+                for token in [*prompt, *said][read:]:
+                    ctx.decode([token])
                 self.known[key] = ctx.logits().copy()
         return self.known[key]
 
     def say(self, prompt: list[int], space: str, **request: Any) -> Answer:
         rows: list[Row] = []
         reply = self.served.submit(prompt, rows, namespace=space, **request).reply()
-        return self.judge(prompt, reply, rows, space)
+        return self.judge(prompt, reply, rows, space, "prompt_logprobs" in request)
 
     def text(self, text: tuple[int, int]) -> list[int]:
         return self.subject.tokens(*text)
@@ -191,7 +204,7 @@ class RuntimeMachine(RuleBasedStateMachine):
             # Each may find what any other of them computes.
             self.seen[found.space].append(prompt)
         for prompt, rows, found, job in asked:
-            answer = self.judge(prompt, job.reply(), rows, found.space)
+            answer = self.judge(prompt, job.reply(), rows, found.space, rounds=False)
             self.note(found, answer)
 
     @precondition(have_talks)
@@ -203,7 +216,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         first, second = self.served.submit(prompt, rows, namespace=found.space, n=2, max_tokens=1).replies()
         assert first.tokens == second.tokens
         for row in rows:
-            check(row, self.cold(prompt), self.served.bound)
+            check(row, self.cold(prompt, []), self.served.bound)
         self.seen[found.space].append([*prompt, *first.tokens])
 
     @precondition(have_talks)
@@ -245,11 +258,12 @@ class RuntimeMachine(RuleBasedStateMachine):
             # What was computed before it ended may be there.
             self.seen[talk.space].append([*prompt, *(reply.tokens if reply else ())])
             for at, row in enumerate(rows):
-                check(row, self.cold([*prompt, *list(reply.tokens if reply else ())[:at]]), self.served.bound)
+                said = list(reply.tokens if reply else ())[:at]
+                check(row, self.cold(prompt, said), self.served.bound)
                 if reply is None:
                     break
         else:
-            answer = self.judge(prompt, reply, rows, talk.space)
+            answer = self.judge(prompt, reply, rows, talk.space, rounds=False)
             self.note(talk, answer)
 
     @contextmanager

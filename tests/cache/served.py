@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from perdure import Context, Job, LogitsView, MemoryKind, Reply, Sampling
 from perdure.cache.book import Book
 from perdure.cache.working_set import WorkingSet
-from perdure.decode.engine_loop import EngineLoop
+from perdure.decode.engine_loop import CHUNK, EngineLoop
 from perdure.decode.request import Request
 from subjects import Row, Subject, check
 
@@ -80,8 +80,17 @@ class Served:
         self.subject = subject
         self.settings: dict[str, Any] = {"n_ctx": 256, "n_batch": NARROW, **settings}
         self.context: Context = subject.context(n_seq=slots, **self.settings)
-        self.places = WorkingSet(self.context, budget=budget, block_size=block, spacing=spacing)
-        self.engine_loop = EngineLoop(subject.model, self.context, exact=exact, slots=self.places)
+        self.exact = min(block, self.context.n_batch) if exact else None
+        self.places = WorkingSet(
+            self.context, budget=budget, block_size=block, spacing=spacing, exact=self.exact
+        )
+        self.engine_loop = EngineLoop(
+            subject.model,
+            self.context,
+            exact=exact,
+            chunk=self.exact or CHUNK,
+            slots=self.places,
+        )
         self.book = Book(
             self.places, tokenize=subject.model.tokenize, read=self._read, call=self.engine_loop.call
         )
@@ -89,7 +98,7 @@ class Served:
         elsewhere = settings.get("shared") or (
             subject.kind is MemoryKind.SLIDING and not settings.get("swa_full", True)
         )
-        narrow = self.context.n_batch <= NARROW and not elsewhere
+        narrow = (exact or self.context.n_batch <= NARROW) and not elsewhere
         self.bound = 0.0 if narrow or subject.toy else BOUND[subject.name]
         self.adapters: dict[Any, float] = {}
 
@@ -124,13 +133,20 @@ class Served:
         with self.subject.context(n_seq=1, **self.settings) as ctx:
             if self.adapters:
                 ctx.adapt(self.adapters)
-            ctx.decode(answer.prompt)
+            self.read(ctx, answer.prompt)
             yield ctx.logits().copy()
             for token in answer.reply.tokens:
                 if ctx.length() == ctx.n_ctx:
                     return
                 ctx.decode([token])
                 yield ctx.logits().copy()
+
+    def read(self, ctx: Context, prompt: list[int]) -> None:
+        """Have a prompt computed in the steps in which it is served."""
+        size = self.exact or len(prompt)
+        for start in range(0, len(prompt), size):
+            last = start + size >= len(prompt)
+            ctx.decode(prompt[start : start + size], rows="last" if last else "none")
 
     def adapt(self, adapters: dict[Any, float]) -> None:
         self.adapters = adapters

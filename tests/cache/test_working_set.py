@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 
-from perdure import EngineError, MemoryKind, PerdureError, TokenError
+from perdure import EngineError, IncompatibleStateError, MemoryKind, PerdureError, TokenError
+from perdure.cache.block import Block
 from perdure.engine.toy import Faults, Gate, ToyCore, ToyModel
 from subjects import Subject
 
@@ -523,13 +525,97 @@ def test_a_scored_prompt_is_computed_whole_and_says_so(subject: Subject) -> None
         assert served.say(prompt).reused == 19
 
 
-def test_exact_mode_reuses_nothing(subject: Subject) -> None:
-    with Served(subject, exact=True) as served:
-        prompt = subject.tokens(20)
-        for _ in range(3):
-            answer = served.say(prompt)
-            assert answer.reused == 0
-            assert answer.why == "reuse was not wanted"
+@pytest.mark.parametrize("n_batch", [3, 64])
+def test_w5_exact_mode_reuses_the_whole_steps_of_a_prompt_bit_for_bit(subject: Subject, n_batch: int) -> None:
+    with Served(subject, exact=True, n_batch=n_batch, slots=1) as served:
+        step = served.exact or 0
+        first = served.say(subject.tokens(45))
+        assert first.reused == 0
+        # The same again, from its sequence; then with its reply and more, of which only the prompt is reused.
+        assert served.say(first.prompt).reused == 44 // step * step
+        longer = served.say([*first.tokens, *subject.tokens(20, 1)])
+        assert longer.reused == 44 // step * step
+        assert "exact mode" in longer.why
+        # From memory, after somebody else had the sequence.
+        served.say(subject.tokens(30, 2))
+        again = served.say(longer.prompt)
+        assert again.reused == (len(longer.prompt) - 1) // step * step
+        assert again.tiers == {"memory": again.reused}
+        assert again.reply.tokens == longer.reply.tokens
+        # A part of a step is not the work of a step.
+        parted = served.say([*longer.prompt[: 2 * step - 1], *subject.tokens(9, 3)])
+        assert parted.reused == (step if subject.kind is MemoryKind.FULL else 0)
+
+
+def test_w5_what_was_computed_otherwise_is_not_found_in_exact_mode(toy: Subject) -> None:
+    with Served(toy) as plain:
+        tokens = plain.say(toy.tokens(40)).tokens
+        identity, blocks = plain.book.pack(tokens)
+        roots = plain.places._archive.root("")
+    with Served(toy, exact=True) as served:
+        assert served.places._archive.root("") != roots
+        with pytest.raises(IncompatibleStateError):
+            served.book.unpack(identity, blocks)
+        assert served.say(tokens).reused == 0
+
+
+@pytest.mark.parametrize("settings", [{"shared": True}, {"flash": False}, {"swa_full": False}])
+def test_w5_where_cells_could_lie_elsewhere_exact_mode_reuses_nothing_and_says_why(
+    settings: dict[str, Any], find_subject: Find
+) -> None:
+    with Served(find_subject("gemma3"), exact=True, **settings) as served:
+        prompt = served.say(served.subject.tokens(40)).prompt
+        again = served.say(prompt)
+        assert again.reused == 0
+        assert again.why.startswith("exact mode reuses nothing")
+        assert served.book.plan(prompt).computed == len(prompt)
+
+
+# State of another shape.
+
+
+def wider(block: Block) -> Block:
+    """The same block as another context would have made it, under the same name and with a good checksum."""
+    rows = None if block.rows is None else np.hstack([block.rows, block.rows[:, :4]])
+    return Block.make(block.parent, block.start, block.tokens, rows, block.rest)
+
+
+@pytest.mark.parametrize("name", ["toy-full", "toy-sliding", "llama", "jamba"])
+def test_s6_blocks_of_another_row_width_are_refused_before_they_are_kept(
+    name: str, find_subject: Find
+) -> None:
+    subject = find_subject(name)
+    with Served(subject) as served:
+        text = served.say(subject.tokens(40)).tokens
+        identity, blocks = served.book.pack(text)
+    with Served(subject) as served:
+        with pytest.raises(IncompatibleStateError) as refused:
+            served.book.unpack(identity, [wider(block) for block in blocks])
+        assert refused.value.field == "row width"
+        assert served.book.stats().blocks == 0
+        assert served.book.unpack(identity, blocks) == sum(len(block.tokens) for block in blocks)
+        assert served.say([*text, *subject.tokens(3, 1)]).tiers.get("memory", 0) > 0
+
+
+@pytest.mark.parametrize("name", ["toy-full", "toy-sliding", "llama", "jamba"])
+@pytest.mark.parametrize("which", [0, 2])
+def test_s6_a_kept_block_of_another_row_width_is_dropped_and_computed(
+    name: str, which: int, find_subject: Find
+) -> None:
+    subject = find_subject(name)
+    with Served(subject, slots=1) as served:
+        text = served.say(subject.tokens(40)).tokens
+        served.say(subject.tokens(30, 1))
+        nodes = sorted(served.places.tier._nodes.values(), key=lambda node: node.block.start)
+        ours = [
+            node for node in nodes if node.block.tokens.tolist() == text[node.block.start : node.block.end]
+        ]
+        ours[which].block = wider(ours[which].block)
+        assert served.say(text).reused <= ours[which].block.start
+        assert ours[which].id not in served.places.tier or served.places.tier.get(ours[which].id) is not None
+        # It is mended: the next one finds it all.
+        served.say(subject.tokens(30, 2))
+        assert served.say(text).reused == len(text) - 1
 
 
 # Faults.

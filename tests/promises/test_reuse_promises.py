@@ -513,10 +513,11 @@ def test_p7_another_block_size_or_mode_is_a_miss(llama: Model) -> None:
     tokens = np.array(prompt(8), np.int32)
     with FULL.open(llama) as ctx:
         ctx.decode(tokens)
-        Archive(ctx, Tiers(tier), block_size=4).keep(0, "", [])
+        Archive(ctx, Tiers(tier), block_size=4).keep(0, "", [], 8)
         assert Archive(ctx, Tiers(tier), block_size=4).find(tokens, "").length == 8
         for size in (1, 2, 3, 8, 64):
             assert Archive(ctx, Tiers(tier), block_size=size).find(tokens, "").length == 0
+        assert Archive(ctx, Tiers(tier), block_size=4, exact=True).find(tokens, "").length == 0
         other = Archive(ctx, Tiers(tier), block_size=4)
         other._context = _Seen(ctx, dataclasses.replace(ctx.memory, kind=MemoryKind.HYBRID))  # type: ignore[assignment]
         assert other.find(tokens, "").length == 0

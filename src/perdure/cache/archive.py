@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, block_id, chain, cost, root_id
-from perdure.cache.prefix import Entry, Found, Tiers, common
+from perdure.cache.prefix import Entry, Found, Match, Tiers, common
 from perdure.engine.context import Context
 from perdure.engine.contract import Capture, MemoryKind
 from perdure.engine.state import Checkpoint
@@ -26,8 +26,10 @@ class Archive:
     namespace that it was computed for; room is made before bytes are copied.
     """
 
-    def __init__(self, context: Context, tiers: Tiers, *, block_size: int) -> None:
+    def __init__(self, context: Context, tiers: Tiers, *, block_size: int, exact: bool = False) -> None:
+        """With `exact`, a block is the work of one step of `block_size` tokens, kept and put back whole."""
         self.tiers = tiers
+        self._exact = exact
         self.whole = context.memory.kind is not MemoryKind.FULL
         """Whether a sequence can be put back only to where a block has a rest."""
         self._context = context
@@ -43,14 +45,20 @@ class Archive:
         needed = cost(length, self._row_bytes, self._rest_bytes)
         return self.tiers.lower is not None or needed <= self.tiers.memory.budget
 
-    def keep(self, seq: int, namespace: str, checkpoints: Sequence[Checkpoint]) -> None:
-        """Copy what `seq` holds, and how it was at its checkpoints, as far as it is new and there is room."""
-        tokens = np.array(self._context.tokens(seq), np.int32)
+    def keep(self, seq: int, namespace: str, checkpoints: Sequence[Checkpoint], length: int) -> None:
+        """Copy the first `length` tokens of `seq`, and how it was at its checkpoints, as far as that is new
+        and there is room."""
+        tokens = np.array(self._context.tokens(seq)[:length], np.int32)
         if not self.tiers.memory.budget or not len(tokens):
             return
-        points = {point.length: point.state for point in checkpoints if point.state is not None}
+        points = {
+            point.length: point.state
+            for point in checkpoints
+            if point.state is not None and point.length <= length
+        }
         new: dict[BlockId, Block] = {}
-        if not self._has_all(namespace, tokens, points):
+        at_end = len(tokens) == self._context.length(seq)
+        if not self._has_all(namespace, tokens, points, at_end=at_end):
             new = {block.id: block for block in self._copy(seq, namespace, tokens, points)}
         if self.tiers.lower is not None:
             # All of it: what the lower tier turned down or lost before, it may take now.
@@ -69,8 +77,11 @@ class Archive:
         if capture.rows is None and self._context.memory.kind is not MemoryKind.RECURRENT:
             # The state comes in one piece, of which a checkpoint is only a part.
             points.clear()
-        if capture.rest is not None:
+        if capture.rest is not None and len(tokens) == self._context.length(seq):
             points[len(tokens)] = capture.rest
+        elif capture.rows is None and not points:
+            # All there is of this state belongs to its end, which is not to be kept.
+            return
         for parent, start, end in self._ranges(namespace, tokens, points):
             ids, rest = tokens[start:end], points.get(end)
             if self._has(parent, ids, needs_rest=rest is not None):
@@ -108,8 +119,8 @@ class Archive:
                 yield parent, start, start + self._size
                 parent = next(names)
 
-    def _has_all(self, namespace: str, tokens: Ids, points: Iterable[int]) -> bool:
-        ends = {*points, *([len(tokens)] if self.whole else [])}
+    def _has_all(self, namespace: str, tokens: Ids, points: Iterable[int], *, at_end: bool) -> bool:
+        ends = {*points, *([len(tokens)] if self.whole and at_end else [])}
         return all(
             self._has(parent, tokens[start:end], needs_rest=end in ends)
             for parent, start, end in self._ranges(namespace, tokens, points)
@@ -131,6 +142,9 @@ class Archive:
 
     def _root_of(self, identity: Identity, namespace: str) -> BlockId:
         kind = self._context.memory.kind.value
+        if self._exact:
+            # What was computed in steps of other sizes is other bits.
+            kind += "/exact"
         if not self.whole:
             # Rows by token are the same in however many streams.
             identity = dataclasses.replace(identity, layout="by token")
@@ -154,7 +168,8 @@ class Archive:
 
     def _search(self, tokens: Ids, namespace: str, *, whole: bool) -> Found:
         root = self.root(namespace)
-        return self.tiers.find(root, tokens, size=self._size, limit=len(tokens), whole=whole)
+        found = self.tiers.find(root, tokens, size=self._size, limit=len(tokens), whole=whole)
+        return found.in_blocks(self._size) if self._exact else found
 
     def along(self, tokens: Ids, namespace: str) -> list[Block]:
         """The blocks in memory that hold nothing but a beginning of `tokens`, each after its parent."""
@@ -186,21 +201,45 @@ class Archive:
                 return here.difference(identity)
         return None
 
+    def load(self, found: Found) -> Match:
+        """What was found, with its state; only what is whole and fits this context."""
+        return self.tiers.load(found, whole=self.whole, fits=self._fits)
+
+    def _fits(self, block: Block) -> bool:
+        """Whether a block is laid out as this context's own are. Its name does not say so: it may have come
+        from elsewhere."""
+        if block.rows is None:
+            return block.rest is not None or self._context.row_bytes() is None
+        return _width(block) == self._context.row_bytes() and len(block.rows) == len(block.tokens)
+
     # Moving elsewhere.
 
     def pack(self, tokens: Ids, namespace: str) -> list[Block]:
         """The blocks that hold `tokens`, all of them verified."""
-        found = self.find(tokens, namespace)
-        return list(self.tiers.load(found, whole=self.whole).blocks)
+        return list(self.load(self.find(tokens, namespace)).blocks)
 
     def unpack(self, identity: Identity, blocks: Sequence[Block], namespace: str) -> int:
         """Take in copies of blocks of another archive, under names of this one. How many tokens, from the
         first on."""
         here = self._context.identity
+        if self._exact:
+            raise IncompatibleStateError(
+                "nothing says in steps of which sizes this state was computed, so exact mode cannot use it; "
+                "its tokens can be computed anew",
+                field="exact",
+            )
         if (field := here.difference(identity)) is not None:
             raise IncompatibleStateError(
                 f"this state belongs to another {field}; its tokens can be computed anew", field=field
             )
+        for block in blocks:
+            if not self._fits(block):
+                raise IncompatibleStateError(
+                    f"the state of tokens {block.start} to {block.end} is not laid out as this context's own "
+                    f"({_width(block)} bytes a token, here {self._context.row_bytes()}); its tokens can be "
+                    "computed anew",
+                    field="row width",
+                )
         self.whole = any(block.rest is not None for block in blocks)
         parent, end, taken = self.root(namespace), 0, []
         for block in blocks:
@@ -262,3 +301,7 @@ class Archive:
             self.tiers.memory.put(beginning)
             if self.tiers.lower is not None:
                 self.tiers.lower.offer([beginning])
+
+
+def _width(block: Block) -> int | None:
+    return None if block.rows is None else block.rows.shape[1]

@@ -95,7 +95,7 @@ class Book:
         ids = _token_ids(self._tokenize(prompt) if isinstance(prompt, str) else prompt)
         wanted = _names(labels)
         kept, _ = self._call(lambda: self._places.store(ids, namespace))
-        if kept < len(ids):
+        if kept < self._places.keepable(len(ids)):
             self._read(ids, namespace)
         record: Record = self._call(lambda: self._note(ids, wanted, namespace))
         if self._keeper is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
@@ -73,6 +73,12 @@ class Found:
     @property
     def length(self) -> int:
         return self.entries[-1].start + self.keep if self.entries else 0
+
+    def in_blocks(self, size: int) -> Found:
+        """The same prefix without a block of which only a part is wanted, or which is shorter than `size`."""
+        if not self.entries or self.keep == size:
+            return self
+        return Found(self.entries[:-1], size if len(self.entries) > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +160,16 @@ class Tiers:
             return found
         return Found(tuple(entries), len(entries[-1].tokens) if entries else 0)
 
-    def load(self, found: Found, *, whole: bool) -> Match:
-        """The blocks of `found`, up to the first that is damaged or gone; that one is dropped."""
+    def load(self, found: Found, *, whole: bool, fits: Callable[[Block], bool] | None = None) -> Match:
+        """The blocks of `found`, up to the first that is damaged, gone or does not fit; that is dropped."""
         blocks: list[Block] = []
         lower = 0
         read = self._read([entry for entry in found.entries if not isinstance(entry, Block)])
         for entry in found.entries:
             block = read[entry.id] if entry.id in read else self.block(entry)
+            if block is not None and fits is not None and not fits(block):
+                self.drop(block.id)
+                block = None
             if block is None:
                 while whole and blocks and blocks[-1].rest is None:
                     blocks.pop()

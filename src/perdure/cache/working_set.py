@@ -44,6 +44,8 @@ class _Slot:
     namespace: str = ""
     script: Ids = field(default_factory=lambda: np.empty(0, np.int32))
     checkpoints: list[Checkpoint] = field(default_factory=list)
+    exact: int = 0
+    """Tokens of it, from the first on, that were or will be computed in the steps of exact mode."""
     forget: bool = False
     """What it holds was cleared while it was busy: it goes when that is over."""
 
@@ -73,7 +75,14 @@ class WorkingSet:
         lower: LowerTier | None = None,
         block_size: int = BLOCK,
         spacing: int = 256,
+        exact: int | None = None,
     ) -> None:
+        """With `exact`, prompts are computed in steps of so many tokens, each alone: only what was computed
+        in just those steps is used again, so that the next reply has the bits of a cold one."""
+        self._exact = exact
+        self._inexact = None if exact is None else _why_not_exact(context)
+        if exact is not None:
+            block_size, spacing = exact, max(1, spacing // exact) * exact
         self._cuts = context.memory.kind is MemoryKind.FULL
         self.budget = budget
         # A memory that cannot be cut has checkpoints besides blocks: both keep to one budget.
@@ -82,7 +91,7 @@ class WorkingSet:
         self.tiers = Tiers(self.tier, lower)
         self.reused: dict[str, int] = {}
         self.computed = 0
-        self._archive = Archive(context, self.tiers, block_size=block_size)
+        self._archive = Archive(context, self.tiers, block_size=block_size, exact=exact is not None)
         self._context = context
         self._spacing = spacing
         self._slots = [_Slot(seq) for seq in range(context.n_seq)]
@@ -101,7 +110,8 @@ class WorkingSet:
         idle = [slot for slot in self._slots if not slot.busy]
         if not idle:
             return None
-        wanted = tokens if reuse else tokens[:0]
+        refusal = self._inexact if reuse else "reuse was not wanted"
+        wanted = tokens if refusal is None else tokens[:0]
         found = self._archive.find(wanted, namespace)
         best, options = self._choose(idle, tokens, wanted, namespace, found)
         # What a busy sequence has so far does not count: the rest of it is worth waiting for too.
@@ -116,12 +126,11 @@ class WorkingSet:
         reused = sum(tiers.values())
         self._clock += 1
         slot.busy, slot.used, slot.script, slot.namespace = True, self._clock, tokens, namespace
+        slot.exact = self.keepable(len(wanted))
         if reused:
             with suppress(EngineError):
                 self.reached(slot.seq, reused, {len(tokens)})
-        why = "reuse was not wanted"
-        if reuse:
-            why = trouble or self._why_not_more(tokens, namespace, reused, reach, shared)
+        why = refusal or trouble or self._why_not_more(tokens, namespace, reused, reach, shared)
         if tokens.size:
             for tier, count in tiers.items():
                 self.reused[tier] = self.reused.get(tier, 0) + count
@@ -145,7 +154,7 @@ class WorkingSet:
 
     def reached(self, seq: int, length: int, returns: Collection[int]) -> None:
         """A step ended at `length`: keep a checkpoint if it is such a place."""
-        if self._cuts or (length % self._spacing and length not in returns):
+        if self._cuts or (length % self._spacing and length not in map(self.keepable, returns)):
             return
         slot = self._slots[seq]
         points = self._points(slot)
@@ -159,12 +168,17 @@ class WorkingSet:
         """A step of so many tokens has taken so long."""
         self.tiers.rates.computed(tokens, seconds)
 
+    def keepable(self, length: int) -> int:
+        """How much of a prompt of `length` tokens can be used again: in exact mode, its whole steps."""
+        return length if self._exact is None else length // self._exact * self._exact
+
     # For whoever asks about, or clears, what is kept.
 
     def plan(self, tokens: Ids, namespace: str) -> Plan:
         """Where the state of `tokens` would come from, if it were wanted now."""
         idle = [slot for slot in self._slots if not slot.busy] or self._slots
-        best, _ = self._choose(idle, tokens, tokens, namespace, self._archive.find(tokens, namespace))
+        wanted = tokens if self._inexact is None else tokens[:0]
+        best, _ = self._choose(idle, tokens, wanted, namespace, self._archive.find(wanted, namespace))
         if not isinstance(best.source, Found):
             tiers = {"slot": best.length} if best.length else {}
             return Plan(tiers=tiers, blocks=0, nbytes=0, computed=len(tokens) - best.length)
@@ -340,6 +354,8 @@ class WorkingSet:
         """The longest prefix of `tokens` that `slot` can be brought to."""
         held = self._context.length(slot.seq)
         shared = self._context.common_prefix(tokens, slot.seq)
+        if self._exact is not None:
+            shared = self.keepable(min(shared, slot.exact))
         if shared in (0, held) or self._cuts:
             return shared
         if self._context.shortest_cut(slot.seq) <= shared:
@@ -368,6 +384,8 @@ class WorkingSet:
             if not slot.busy or slot.namespace != namespace:
                 continue
             shared = common(slot.script, tokens)
+            if self._exact is not None:
+                shared = self.keepable(min(shared, slot.exact))
             if not self._cuts and shared < len(slot.script):
                 shared -= shared % self._spacing
             if shared > self._context.length(slot.seq):
@@ -390,6 +408,7 @@ class WorkingSet:
             slot.namespace = namespace
             if isinstance(source, _Slot):
                 self._context.fork(source.seq, slot.seq)
+                slot.exact = source.exact
                 slot.checkpoints = self._points(source)
                 self._bring(slot, option.length)
                 return {"slot": option.length}, ""
@@ -416,7 +435,7 @@ class WorkingSet:
         self._context.clear(slot.seq)
 
     def _put_back(self, slot: _Slot, found: Found, tokens: Ids) -> tuple[dict[str, int], str]:
-        match = self.tiers.load(found, whole=self._archive.whole)
+        match = self._archive.load(found)
         trouble = ""
         if match.length < found.length:
             trouble = f"what was kept from token {match.length} on was damaged or is gone"
@@ -452,7 +471,10 @@ class WorkingSet:
     def _stash(self, slot: _Slot) -> None:
         """Copy what `slot` holds into the tiers. What cannot be copied is computed again one day."""
         with suppress(EngineError):
-            self._archive.keep(slot.seq, slot.namespace, self._points(slot))
+            length = self._context.length(slot.seq)
+            if self._exact is not None:
+                length = self.keepable(min(length, slot.exact))
+            self._archive.keep(slot.seq, slot.namespace, self._points(slot), length)
 
     # Explaining.
 
@@ -462,6 +484,11 @@ class WorkingSet:
         if reach > reused:
             return f"moving {reach} tokens from elsewhere costs more than computing them"
         kind = self._context.memory.kind.value
+        if shared > reused and self._exact is not None:
+            return (
+                f"exact mode goes on where a step of {self._exact} prompt tokens ended: what came after "
+                f"token {reused}, such as a reply, is read again"
+            )
         if shared > reused:
             went = f"it went back to {reused}" if reused else "nothing before it is left to go back to"
             return f"a {kind} memory has no checkpoint at token {shared}: {went}"
@@ -472,6 +499,17 @@ class WorkingSet:
         if field_name := self._archive.changed(tokens, namespace):
             return f"the identity changed in its {field_name}"
         return "nothing like it is held"
+
+
+def _why_not_exact(context: Context) -> str | None:
+    """Why state that is put back would not be the same bits as state that was computed in place, if so."""
+    if context.capabilities.shared:
+        return "exact mode reuses nothing in a pool of cells: what follows depends on where they lie"
+    if context.identity.attention == "plain":
+        return "exact mode reuses nothing without flash attention: what follows depends on where cells lie"
+    if context.memory.kind is MemoryKind.SLIDING and not context.memory.keeps_window:
+        return "exact mode reuses nothing of a window that is not kept: it comes back in another order"
+    return None
 
 
 def _is_busy(source: _Slot | Found | None) -> bool:

@@ -210,7 +210,7 @@ class EngineLoop:
     def _admit(self) -> None:
         with self._changed:
             waiting = list(self._waiting)
-        for group in admit(waiting, self._slots, reuse=self._scheduler.reuse):
+        for group in admit(waiting, self._slots):
             with self._changed:
                 self._waiting.remove(group)
                 self._active.append(group)

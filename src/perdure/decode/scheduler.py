@@ -43,7 +43,7 @@ Step: TypeAlias = Sequence[Chunk]
 Ready: TypeAlias = list[tuple[SequenceGroup, TokenSequence]]
 
 
-def admit(waiting: Iterable[SequenceGroup], slots: Slots, *, reuse: bool) -> Iterator[SequenceGroup]:
+def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGroup]:
     """Give free slots to those who wait, first come first served.
 
     Yields each group that was dealt with: it has a slot now, or an error ended it.
@@ -53,7 +53,7 @@ def admit(waiting: Iterable[SequenceGroup], slots: Slots, *, reuse: bool) -> Ite
         # At least one token is computed, so that there is a row to draw from; a scored prompt needs all rows.
         known = np.array(first.tokens[:-1], np.int32)
         try:
-            slot = slots.acquire(known, namespace=first.request.namespace, reuse=reuse and not first.scoring)
+            slot = slots.acquire(known, namespace=first.request.namespace, reuse=not first.scoring)
         except Exception as error:
             group.fail(error)
             yield group
@@ -68,9 +68,6 @@ def admit(waiting: Iterable[SequenceGroup], slots: Slots, *, reuse: bool) -> Ite
 class Scheduler(Protocol):
     """A way to put sequences into steps."""
 
-    reuse: bool
-    """Whether a prompt may start from state that is kept."""
-
     def plan(self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int) -> list[Step]:
         """The next steps. Prompts take turns, a chunk each, whoever's `turn` it is first."""
         ...
@@ -78,8 +75,6 @@ class Scheduler(Protocol):
 
 class BatchScheduler:
     """One step serves everybody: a token of each reply, and a chunk of prompts beside them."""
-
-    reuse = True
 
     def plan(self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int) -> list[Step]:
         ready = _ready(groups)
@@ -107,8 +102,6 @@ class BatchScheduler:
 
 class ExactScheduler:
     """Every step is of one sequence and cut at fixed places, so that a reply has the bits it has alone."""
-
-    reuse = False
 
     def plan(self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int) -> list[Step]:
         ready = _ready(groups)

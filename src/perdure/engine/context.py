@@ -99,6 +99,7 @@ class Context:
         self._make_identity = identity
         self._adapters = "none"
         self._identity: Identity | None = None
+        self._row_bytes: tuple[int | None] | None = None
         self._batch = Batch(n_batch)
         self._ledger = Ledger(n_seq)
         self._lock = threading.RLock()
@@ -439,6 +440,17 @@ class Context:
             self._held(seq)
             return self._core.capture(seq)
 
+    def row_bytes(self) -> int | None:
+        """How wide the rows of a captured state are here; None where its states have no rows by token."""
+        if self._row_bytes is None:
+            with self._turn():
+                lengths = [self._ledger.length(seq) for seq in range(self.n_seq)]
+                if 0 in lengths:
+                    # It may take a step of its own to find out.
+                    self._rows.end()
+                self._row_bytes = (self._core.row_bytes(lengths.index(min(lengths))),)
+        return self._row_bytes[0]
+
     def assemble(
         self,
         tokens: Tokens,
@@ -454,6 +466,14 @@ class Context:
         rows = sum(len(piece) for piece in pieces)
         if len(ids) > self.n_ctx or (pieces and rows != len(ids)):
             raise InvalidInputError(f"{rows} rows for {len(ids)} tokens, where {self.n_ctx} fit")
+        width = self.row_bytes()
+        for piece in pieces:
+            if piece.ndim != 2 or piece.shape[1] != width:
+                raise IncompatibleStateError(
+                    f"rows of {piece.shape[1:]} bytes, where this context has {width or 'none'}; compute the "
+                    "tokens anew",
+                    field="row width",
+                )
         with self._turn(seq):
             self._rows.end()
             with self._undoing({seq: EMPTY}):

@@ -161,6 +161,10 @@ class Core(Protocol):
         """Replace the state of `seq` by rows and a rest that were captured. False as for `write`."""
         ...
 
+    def row_bytes(self, seq: int) -> int | None:
+        """How wide the rows of a captured state are; None where it has none. `seq` is empty if any is."""
+        ...
+
     def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
         """Compute with these adapters at these scales from now on. False: refused, as before."""
         ...

@@ -201,6 +201,14 @@ class LlamaCore:
         size = self._layout.size(sum(len(piece) for piece in pieces)) + (0 if tail is None else len(tail))
         return self.write(seq, self._layout.build(seq, pieces, tail, self._room(size)), partial=False)
 
+    def row_bytes(self, seq: int) -> int | None:
+        if not self._layout_known and self.reads_on:
+            if self.newest(seq) < 0:
+                self._prove_layout(seq)
+            else:
+                self.capture(seq)
+        return self._layout.row_bytes if self._layout else None
+
     def prepare(self) -> None:
         if not self._layout_known and self.reads_on:
             self._prove_layout(0)

@@ -233,6 +233,10 @@ class Held:
             return False
         return not data
 
+    @property
+    def row_bytes(self) -> int | None:
+        return None if self.base is None else CellRows.row_bytes
+
     def capture(self) -> Capture:
         """The base cells as rows; the window or the rolling state as the rest."""
         rest = None

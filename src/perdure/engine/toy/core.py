@@ -240,6 +240,9 @@ class ToyCore:
             return False
         return True
 
+    def row_bytes(self, seq: int) -> int | None:
+        return self._at(seq).row_bytes
+
     def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
         self._check_open()
         if self.faults.strikes():
