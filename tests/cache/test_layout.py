@@ -18,7 +18,7 @@ from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.layout import Layout, discover
 from subjects import Subject, check
 
-from .served import BOUND
+from .served import BOUND, Served
 
 LENGTH = 50
 OPENING = 8
@@ -285,3 +285,25 @@ def test_a_recurrent_state_is_kept_whole(find_subject: Callable[[str], Subject])
             ctx.assemble(tokens, [], state, 2)
             ctx.decode([65], 2)
             check(ctx.logits().copy(), real.cold([[*tokens, 65]], n_batch=3))
+
+
+def test_c7_memory_for_states_on_their_way_keeps_to_its_limit(find_subject: Callable[[str], Subject]) -> None:
+    """C7: it is part of the cache's budget, and a state that is larger than it leaves nothing behind."""
+    subject = find_subject("llama")
+    text = subject.tokens(80)
+    with Served(subject, budget=1 << 20, n_batch=64) as served:
+        served.say(text)
+        served.book.warm(text)
+        small = served.context.scratch_bytes
+        assert 0 < small <= 1 << 17
+        assert served.book.stats().nbytes >= small
+        assert served.context.limit_scratch(small // 2) == small // 2
+        assert served.context.scratch_bytes == 0
+        long = subject.tokens(200, 1)
+        served.book.warm(long)
+        assert served.context.scratch_bytes == 0
+        # It moves out and back as before.
+        served.say(subject.tokens(70, 2))
+        served.say(subject.tokens(70, 3))
+        assert served.say([*long, *subject.tokens(3, 4)]).tiers.get("memory", 0) > 100
+        assert served.context.scratch_bytes <= small // 2

@@ -87,7 +87,9 @@ class WorkingSet:
         self.budget = budget
         # A memory that cannot be cut has checkpoints besides blocks: both keep to one budget.
         self._points_budget = 0 if self._cuts else budget // 4
-        self.tier = MemoryTier(budget - self._points_budget)
+        # So does the memory through which states pass on their way.
+        scratch = context.limit_scratch(budget // 8)
+        self.tier = MemoryTier(budget - self._points_budget - scratch)
         self.tiers = Tiers(self.tier, lower)
         self.reused: dict[str, int] = {}
         self.computed = 0
@@ -100,7 +102,7 @@ class WorkingSet:
     @property
     def nbytes(self) -> int:
         """What is kept besides the sequences themselves."""
-        return self.tier.nbytes + self._points_bytes()
+        return self.tier.nbytes + self._points_bytes() + self._context.scratch_bytes
 
     # For the scheduler.
 

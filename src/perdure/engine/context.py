@@ -486,6 +486,19 @@ class Context:
 
     # Its own life.
 
+    def limit_scratch(self, nbytes: int) -> int:
+        """Keep at most `nbytes` between calls for states on their way in or out; how much that may come to.
+
+        A larger state gets memory of its own for as long as it is on its way.
+        """
+        with self._turn():
+            return self._core.limit_scratch(nbytes)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What is kept for states on their way now."""
+        return self._core.scratch_bytes
+
     def prepare(self) -> None:
         """Find out now how state is laid out, which the first capture or assembling does otherwise."""
         with self._turn():

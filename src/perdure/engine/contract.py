@@ -169,6 +169,15 @@ class Core(Protocol):
         """Compute with these adapters at these scales from now on. False: refused, as before."""
         ...
 
+    def limit_scratch(self, nbytes: int) -> int:
+        """Keep at most `nbytes` of memory between calls for states in passing; how much may be kept."""
+        ...
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What is kept for that now."""
+        ...
+
     def prepare(self) -> None:
         """Do now what the first capture or assembling would do first. All sequences are empty."""
         ...

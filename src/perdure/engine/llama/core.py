@@ -22,8 +22,8 @@ _BEYOND = 1 << 30
 """A position that no token has."""
 _OUTCOMES = {0: Outcome.DONE, 1: Outcome.FULL, 2: Outcome.ABORTED, -1: Outcome.REJECTED}
 _PARTIAL = 1
-_AT_HAND = 64 << 20
-"""Memory for a state in passing that is made ready before there is one, at most."""
+_SCRATCH = 64 << 20
+"""Memory for a state in passing that is kept between calls, at most, unless another limit is set."""
 _OPENING = 8
 """The bytes with which every state starts: a mark and the sequence."""
 
@@ -67,6 +67,7 @@ class LlamaCore:
         self._layout_known = False
         self._longest = params.n_ctx // params.n_seq_max if self._streams else params.n_ctx
         self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._scratch_limit = _SCRATCH
         self._native: tuple[Batch, Any] | None = None
 
     def decode(self, batch: Batch) -> Outcome:
@@ -214,7 +215,7 @@ class LlamaCore:
             self._prove_layout(0)
         if self._layout is not None:
             # Fresh pages can cost more than all else that it takes to put a state back.
-            self._room(min(self._layout.size(self._longest), _AT_HAND))[::4096] = 0
+            self._room(min(self._layout.size(self._longest), _SCRATCH, self._scratch_limit))[::4096] = 0
 
     def _prove_layout(self, seq: int) -> None:
         """Find the layout on two tokens of our own: nothing has been captured here yet. `seq` is empty."""
@@ -234,10 +235,23 @@ class LlamaCore:
             raise EngineError(f"the engine gave {wrote} bytes of state for sequence {seq}, not {size}")
         return state
 
+    def limit_scratch(self, nbytes: int) -> int:
+        self._scratch_limit = nbytes
+        if len(self._scratch) > nbytes:
+            self._scratch = np.empty(0, np.uint8)
+        return nbytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._scratch.nbytes
+
     def _room(self, size: int) -> NDArray[np.uint8]:
-        """Memory for a state in passing, kept: fresh pages cost more than the copy into them."""
+        """Memory for a state in passing. It is kept up to a limit: fresh pages cost more than the copy into
+        them, but a long context's state is as large as that context."""
+        if size > self._scratch_limit:
+            return np.empty(size, np.uint8)
         if len(self._scratch) < size:
-            self._scratch = np.empty(size + size // 4, np.uint8)
+            self._scratch = np.empty(min(size + size // 4, self._scratch_limit), np.uint8)
         return self._scratch[:size]
 
     def stop(self) -> None:

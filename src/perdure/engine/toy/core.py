@@ -260,6 +260,13 @@ class ToyCore:
     def prepare(self) -> None:
         pass
 
+    def limit_scratch(self, nbytes: int) -> int:
+        return 0
+
+    @property
+    def scratch_bytes(self) -> int:
+        return 0
+
     def stop(self) -> None:
         self._stop.set()
         if self.faults.gate is not None:
