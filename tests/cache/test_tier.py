@@ -261,7 +261,7 @@ def test_looking_for_what_is_not_there_leaves_nothing_behind() -> None:
     for number in range(100):
         nobody = BlockId(number.to_bytes(32, "little"))
         assert tier.get(nobody) is None
-        assert tier.children(nobody) == []
+        assert list(tier.children(nobody)) == []
         tier.drop(nobody)
     assert not tier._roots
     put_all(tier, chain(distinct(1), distinct(2)))

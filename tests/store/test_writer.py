@@ -57,10 +57,10 @@ class Failing(DiskTier):
             raise self.error
         return super().entry(block)
 
-    def children(self, parent: BlockId) -> Iterator[Entry]:
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Entry]:
         if self.reading and self.error is not None:
             raise self.error
-        return super().children(parent)
+        return super().children(parent, start=start, back=back)
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, block_id, chain, cost, root_id
-from perdure.cache.prefix import Entry, Found, Match, Tiers, common
+from perdure.cache.prefix import Entry, Found, Match, Tiers
+from perdure.cache.siblings import beginnings, closest, continuations
 from perdure.engine.context import Context
 from perdure.engine.contract import Capture, MemoryKind
 from perdure.engine.state import Checkpoint
@@ -174,12 +175,12 @@ class Archive:
     def along(self, tokens: Ids, namespace: str) -> list[Block]:
         """The blocks in memory that hold nothing but a beginning of `tokens`, each after its parent."""
         found: list[Block] = []
-        level = [self.root(namespace)]
+        level = [(self.root(namespace), 0)]
         while level:
-            for block in self.tiers.memory.children(level.pop()):
-                if np.array_equal(block.tokens, tokens[block.start : block.end]):
-                    found.append(block)
-                    level.append(block.id)
+            parent, at = level.pop()
+            for block in beginnings(self.tiers.memory, parent, tokens[at : at + self._size]):
+                found.append(block)
+                level.append((block.id, block.end))
         return found
 
     def was_evicted(self, tokens: Ids, namespace: str, at: int) -> bool:
@@ -196,8 +197,8 @@ class Archive:
         """The field in which the identity differs from one under which these tokens are kept."""
         here = self._context.identity
         for identity in self._identities.values():
-            following = self.tiers.children(self._root_of(identity, namespace))
-            if identity != here and any(common(entry.tokens, tokens) for entry in following):
+            root = self._root_of(identity, namespace)
+            if identity != here and closest(self.tiers, root, tokens[: self._size])[0]:
                 return here.difference(identity)
         return None
 
@@ -274,7 +275,7 @@ class Archive:
             else:
                 self.tiers.drop(entry.id)
         for entry in reversed(kept):
-            if not self.tiers.children(entry.id):
+            if next(self.tiers.children(entry.id), None) is None:
                 self._shorten(entry, needed.get(entry.id, 0))
 
     def _ways_on(self, tokens: Ids, namespace: str) -> tuple[list[BlockId], list[Entry]]:
@@ -284,9 +285,7 @@ class Archive:
         root, tail = self.root(namespace), tokens[last:]
         path = list(chain(root, tokens[:last], self._size))
         parent = path[-1] if path else root
-        return path, [
-            entry for entry in self.tiers.children(parent) if common(entry.tokens, tail) == len(tail)
-        ]
+        return path, list(continuations(self.tiers, parent, tail))
 
     def _shorten(self, entry: Entry, length: int) -> None:
         """Keep of a last block only what a prefix of `length` tokens needs, where it can be cut."""

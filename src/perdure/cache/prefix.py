@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, chain
 from perdure.cache.rates import Rates
+from perdure.cache.siblings import beginnings, closest, common, key_of
 from perdure.cache.tier import MemoryTier
 from perdure.errors import CorruptStateError
 
@@ -50,7 +52,10 @@ class LowerTier(Protocol):
         ...
 
     def entry(self, block: BlockId) -> Entry | None: ...
-    def children(self, parent: BlockId) -> Iterable[Entry]: ...
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Entry]:
+        """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
+        ...
+
     def get(self, block: BlockId) -> Block | None:
         """The block, all of it verified; None where it is missing or damaged, and is then forgotten."""
         ...
@@ -122,7 +127,8 @@ class Tiers:
             parent = path[count - 1].id if count else root
             if whole or count == len(path):
                 # A tail may end where no whole block does.
-                shared, entry = self._closest(parent, tokens[count * size : limit], whole)
+                tail = tokens[count * size : min(limit, (count + 1) * size)]
+                shared, entry = self._closest(parent, tail, whole)
                 if entry is not None:
                     return Found((*path[:count], entry), shared)
             if count and (not whole or path[count - 1].has_rest):
@@ -214,12 +220,14 @@ class Tiers:
             for entry, block in zip(entries, found, strict=True)
         }
 
-    def children(self, parent: BlockId) -> list[Entry]:
-        """The blocks that follow `parent`, in whatever tier they are."""
-        found: list[Entry] = list(self.memory.children(parent))
-        if self.lower is not None:
-            found += [entry for entry in self.lower.children(parent) if entry.id not in self.memory]
-        return found
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Entry]:
+        """The blocks that follow `parent`, in whatever tier they are, sorted by their tokens."""
+        here: Iterator[Entry] = self.memory.children(parent, start=start, back=back)
+        if self.lower is None:
+            return here
+        lower = self.lower.children(parent, start=start, back=back)
+        there = (entry for entry in lower if entry.id not in self.memory)
+        return heapq.merge(here, there, key=lambda entry: key_of(entry.tokens), reverse=back)
 
     def drop(self, block: BlockId) -> None:
         self.memory.drop(block)
@@ -232,21 +240,13 @@ class Tiers:
             self.lower.clear()
 
     def _closest(self, parent: BlockId, tokens: Ids, whole: bool) -> tuple[int, Entry | None]:
-        """The child of `parent` that shares most of its first tokens with `tokens`."""
-        best, found = 0, None
-        for entry in self.children(parent):
-            shared = common(entry.tokens, tokens)
-            if whole and (shared < len(entry.tokens) or not entry.has_rest):
-                continue
-            if shared > best:
-                best, found = shared, entry
+        """The child of `parent` that shares most of its first tokens with `tokens`; where a memory cannot be
+        cut (`whole`), of those that hold nothing else and have a rest."""
+        if whole:
+            found = next((each for each in beginnings(self, parent, tokens) if each.has_rest), None)
+            best = len(found.tokens) if found is not None else 0
+        else:
+            best, found = closest(self, parent, tokens)
         if found is not None:
             self.memory.get(found.id)
         return best, found
-
-
-def common(first: Ids, second: Ids) -> int:
-    """How many tokens two lists start with alike."""
-    count = min(len(first), len(second))
-    different = np.flatnonzero(first[:count] != second[:count])
-    return int(different[0]) if len(different) else count

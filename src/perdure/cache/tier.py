@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
+from perdure.cache.siblings import Siblings, beginnings, continuations, key_of
 
 _REMEMBERED = 4096
 """Evicted blocks whose names are kept, so that a reply can say why it was computed again."""
@@ -27,9 +28,10 @@ class _Node:
 
     id: BlockId
     parent: BlockId
+    key: bytes
     block: Block
     used: int
-    children: set[BlockId] = field(default_factory=set)
+    children: Siblings = field(default_factory=Siblings)
     pins: int = 0
 
 
@@ -44,7 +46,7 @@ class MemoryTier:
         self.state_bytes = 0
         self.evicted = 0
         self._nodes: dict[BlockId, _Node] = {}
-        self._roots: dict[BlockId, set[BlockId]] = {}
+        self._roots: dict[BlockId, Siblings] = {}
         self._queue: list[tuple[int, BlockId]] = []
         self._clock = 0
         self._gone: dict[BlockId, None] = {}
@@ -61,18 +63,19 @@ class MemoryTier:
             self._touch(self._nodes[block])
         return found
 
-    def children(self, parent: BlockId) -> list[Block]:
-        """The blocks that follow `parent`. One that no longer knows its own name is dropped."""
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Block]:
+        """The blocks that follow `parent`, sorted. One that no longer knows its own name is dropped."""
         node = self._nodes.get(parent)
-        names = list(node.children if node else self._roots.get(parent, ()))
-        return [block for name in names if (block := self._sound(name)) is not None]
+        siblings = node.children if node else self._roots.get(parent)
+        if siblings is not None:
+            for name in siblings.walk(start, back=back):
+                if (block := self._sound(name)) is not None:
+                    yield block
 
     def covers(self, parent: BlockId, tokens: NDArray[np.int32]) -> bool:
         """Whether the state of `tokens` after `parent` can be cut from a longer block."""
-        count = len(tokens)
-        for sibling in self.children(parent):
-            longer = len(sibling.tokens) > count and sibling.rows is not None
-            if longer and np.array_equal(sibling.tokens[:count], tokens):
+        for sibling in continuations(self, parent, tokens):
+            if len(sibling.tokens) > len(tokens) and sibling.rows is not None:
                 self._touch(self._nodes[sibling.id])
                 return True
         return False
@@ -93,9 +96,10 @@ class MemoryTier:
             return False
         self._drop_beginnings(block)
         self._clock += 1
-        node = self._nodes[block.id] = _Node(block.id, block.parent, block, self._clock)
+        key = key_of(block.tokens)
+        node = self._nodes[block.id] = _Node(block.id, block.parent, key, block, self._clock)
         above = self._nodes.get(block.parent)
-        (above.children if above else self._roots.setdefault(block.parent, set())).add(block.id)
+        (above.children if above else self._roots.setdefault(block.parent, Siblings())).add(key, block.id)
         self._gone.pop(block.id, None)
         self._count(block, 1)
         self._offer(node)
@@ -105,7 +109,7 @@ class MemoryTier:
         """Forget a block and all that follow it."""
         doomed = [block] if block in self._nodes else []
         for each in doomed:
-            doomed += self._nodes[each].children
+            doomed += self._nodes[each].children.walk()
         for each in reversed(doomed):
             self._remove(self._nodes[each])
 
@@ -156,10 +160,8 @@ class MemoryTier:
 
     def _drop_beginnings(self, block: Block) -> None:
         """Tails whose tokens `block` starts with: they can be cut from it, so they need not be kept too."""
-        for sibling in self.children(block.parent):
-            count = len(sibling.tokens)
-            useful = sibling.rest is not None or self._nodes[sibling.id].pins or count >= len(block.tokens)
-            if not useful and np.array_equal(sibling.tokens, block.tokens[:count]):
+        for sibling in beginnings(self, block.parent, block.tokens[:-1]):
+            if sibling.rest is None and not self._nodes[sibling.id].pins:
                 self.drop(sibling.id)
 
     def _touch(self, node: _Node) -> None:
@@ -168,10 +170,12 @@ class MemoryTier:
         self._offer(node)
 
     def _offer(self, node: _Node) -> None:
-        if not node.children and not node.pins:
+        if not len(node.children) and not node.pins:
             heapq.heappush(self._queue, (node.used, node.id))
             if len(self._queue) > 64 + 4 * len(self._nodes):
-                self._queue = [(n.used, i) for i, n in self._nodes.items() if not n.children and not n.pins]
+                self._queue = [
+                    (n.used, i) for i, n in self._nodes.items() if not len(n.children) and not n.pins
+                ]
                 heapq.heapify(self._queue)
 
     def _oldest_leaf(self, keep: BlockId) -> _Node | None:
@@ -181,7 +185,7 @@ class MemoryTier:
             used, block = heapq.heappop(self._queue)
             node = self._nodes.get(block)
             # The queue may hold old entries: what counts is the node as it is now.
-            if node is None or node.used != used or node.children or node.pins:
+            if node is None or node.used != used or len(node.children) or node.pins:
                 continue
             if block == keep:
                 spared.append((used, block))
@@ -207,11 +211,11 @@ class MemoryTier:
         del self._nodes[node.id]
         self._count(node.block, -1)
         if parent := self._nodes.get(node.parent):
-            parent.children.discard(node.id)
+            parent.children.remove(node.key)
             self._offer(parent)
         elif siblings := self._roots.get(node.parent):
-            siblings.discard(node.id)
-            if not siblings:
+            siblings.remove(node.key)
+            if not len(siblings):
                 del self._roots[node.parent]
 
     def _count(self, block: Block, sign: int) -> None:

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from perdure.cache.archive import Archive
 from perdure.cache.block import BLOCK, Block, BlockId
-from perdure.cache.prefix import Found, LowerTier, Match, Tiers, common
+from perdure.cache.prefix import Found, LowerTier, Match, Tiers
+from perdure.cache.siblings import common
 from perdure.cache.tier import MemoryTier
 from perdure.decode.slots import LATER, Later, Plan, ReuseReport, SlotAssignment
 from perdure.engine.context import Context
@@ -88,8 +89,8 @@ class WorkingSet:
         # A memory that cannot be cut has checkpoints besides blocks: both keep to one budget.
         self._points_budget = 0 if self._cuts else budget // 4
         # So does the memory through which states pass on their way.
-        scratch = context.limit_scratch(budget // 8)
-        self.tier = MemoryTier(budget - self._points_budget - scratch)
+        self._scratch = context.limit_scratch(budget // 8)
+        self.tier = MemoryTier(budget - self._points_budget - self._scratch)
         self.tiers = Tiers(self.tier, lower)
         self.reused: dict[str, int] = {}
         self.computed = 0
@@ -234,7 +235,7 @@ class WorkingSet:
         if lower is None:
             return
         for block in reversed(self._archive.along(tokens, namespace)):
-            if not self.tier.children(block.id) and lower.entry(block.id) is not None:
+            if next(self.tier.children(block.id), None) is None and lower.entry(block.id) is not None:
                 self.tier.drop(block.id)
 
     def store(self, tokens: Ids, namespace: str) -> tuple[int, BlockId]:
@@ -259,6 +260,9 @@ class WorkingSet:
         if tokens is None:
             self.tiers.clear()
             self.reused, self.computed = {}, 0
+            # What is left in it of states that passed goes too.
+            self._context.limit_scratch(0)
+            self._context.limit_scratch(self._scratch)
         else:
             self._archive.forget(tokens, namespace, spare=spare)
         for slot in self._slots:

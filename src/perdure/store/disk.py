@@ -8,7 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,15 +115,24 @@ class DiskTier:
             undo.pop_all()
 
     def __len__(self) -> int:
-        return self._figure("count(*)")
+        return self._total("blocks")
 
     # Reading.
 
     def entry(self, block: BlockId) -> Entry | None:
         return next(_entries(self.index.rows(f"{_SELECT} WHERE id = ?", block)), None)
 
-    def children(self, parent: BlockId) -> Iterator[Entry]:
-        return _entries(self.index.rows(f"{_SELECT} WHERE parent = ?", parent))
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Entry]:
+        """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
+        within, order, limit = ("<=", "tokens DESC", 1) if back else (">=", "tokens", 1)
+        while True:
+            query = f"{_SELECT} WHERE parent = ? AND tokens {within} ? ORDER BY {order} LIMIT {limit}"
+            rows = self.index.rows(query, parent, start)
+            yield from _entries(rows)
+            if len(rows) < limit:
+                return
+            # Who wants more than the first wants perhaps all.
+            within, start, limit = within[0], rows[-1][3], 64
 
     def get(self, block: BlockId) -> Block | None:
         """A block from its file, all of it verified; None where it is missing or damaged."""
@@ -151,7 +160,7 @@ class DiskTier:
             new = {block.id for block in fitting if self.entry(block.id) is None}
             try:
                 self._write(fitting)
-                with self.index.writing():
+                with self._writing():
                     self._flush_touches()
                     for block in fitting:
                         self._enter(block, block_file.size(block), next(self._clock))
@@ -161,7 +170,6 @@ class DiskTier:
                     with suppress(OSError):
                         self._path(name).unlink(missing_ok=True)
                 raise
-            self.nbytes = self._figure("sum(nbytes)")
             return len(fitting)
 
     def drop(self, blocks: Iterable[BlockId], *, then: Callable[[], None] | None = None) -> None:
@@ -169,25 +177,24 @@ class DiskTier:
         doomed = list(blocks)
         with self._changing:
             gone: list[BlockId] = []
-            with self.index.writing():
+            with self._writing():
                 while doomed:
                     block = doomed.pop()
                     doomed += [
                         row[0] for row in self.index.rows("SELECT id FROM block WHERE parent = ?", block)
                     ]
-                    self.index.run("DELETE FROM block WHERE id = ?", block)
+                    self._unlist(block)
                     gone.append(block)
                 if then is not None:
                     then()
-            self.nbytes = self._figure("sum(nbytes)")
             self._delete(itertools.chain.from_iterable((self._path(b), self._aside / b.hex()) for b in gone))
 
     def clear(self) -> None:
         """Forget every block, and whatever else lies about."""
         with self._changing:
-            with self.index.writing():
+            with self._writing():
                 self.index.run("DELETE FROM block")
-            self.nbytes = 0
+                self._count = self.nbytes = 0
             self._delete([*self._files(), *self._aside.glob("*")])
 
     def forget(self, blocks: Iterable[BlockId]) -> None:
@@ -204,12 +211,11 @@ class DiskTier:
                     gone.append(name)
             if not gone:
                 return
-            with self.index.writing():
+            with self._writing():
                 for name in gone:
-                    self.index.run("DELETE FROM block WHERE id = ?", name)
+                    self._unlist(name)
             for name in gone:
                 self._quarantine(self._path(name))
-            self.nbytes = self._figure("sum(nbytes)")
 
     # Upkeep.
 
@@ -230,7 +236,7 @@ class DiskTier:
 
     def close(self) -> None:
         if not self.readonly and self._touched:
-            with suppress(StoreError), self.index.writing():
+            with suppress(StoreError), self._writing():
                 self._flush_touches()
         self.index.close()
         self._let_go()
@@ -254,8 +260,8 @@ class DiskTier:
     def _open_index(self) -> None:
         self.index = Index(self._index, readonly=self.readonly)
         try:
-            self._clock = itertools.count(1 + self._figure("max(used)"))
-            self.nbytes = self._figure("sum(nbytes)")
+            self._clock = itertools.count(1 + self._total("clock"))
+            self._count, self.nbytes = self._total("blocks"), self._total("nbytes")
         except BaseException:
             self.index.close()
             raise
@@ -319,9 +325,27 @@ class DiskTier:
         if self.readonly:
             raise StoreReadOnlyError(f"the store {self.folder} was opened for reading")
 
-    def _figure(self, what: str) -> int:
-        found = self.index.rows(f"SELECT {what} FROM block")[0][0]
-        return found if isinstance(found, int) else 0
+    def _total(self, name: str) -> int:
+        """A running total of the index. It changes with what it counts, in one transaction."""
+        found = self.index.rows("SELECT value FROM total WHERE name = ?", name)
+        return _number(found[0][0]) if found else 0
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A transaction that changes blocks, and the totals with them."""
+        before = self._count, self.nbytes
+        try:
+            with self.index.writing():
+                yield
+                for name, value in (
+                    ("blocks", self._count),
+                    ("nbytes", self.nbytes),
+                    ("clock", next(self._clock)),
+                ):
+                    self.index.run("INSERT OR REPLACE INTO total VALUES (?, ?)", name, value)
+        except BaseException:
+            self._count, self.nbytes = before
+            raise
 
     def _path(self, block: BlockId) -> Path:
         name = block.hex()
@@ -371,8 +395,12 @@ class DiskTier:
             sync_folder(folder)
 
     def _enter(self, block: Block | Entry, size: int, used: int) -> None:
+        before = self.index.rows("SELECT nbytes FROM block WHERE id = ?", block.id)
+        self._count += not before
+        self.nbytes += size - (_number(before[0][0]) if before else 0)
         self.index.run(
-            "INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO block VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7,"
+            " NOT EXISTS (SELECT 1 FROM block WHERE parent = ?1))",
             block.id,
             block.parent,
             block.start,
@@ -381,10 +409,24 @@ class DiskTier:
             size,
             used,
         )
+        self.index.run("UPDATE block SET leaf = 0 WHERE id = ? AND leaf = 1", block.parent)
+
+    def _unlist(self, block: BlockId) -> None:
+        found = self.index.rows("SELECT parent, nbytes FROM block WHERE id = ?", block)
+        for parent, nbytes in found:
+            self.index.run("DELETE FROM block WHERE id = ?", block)
+            self.index.run(
+                "UPDATE block SET leaf = 1 WHERE id = ?1 AND NOT EXISTS"
+                " (SELECT 1 FROM block WHERE parent = ?1)",
+                parent,
+            )
+            self._count -= 1
+            self.nbytes -= _number(nbytes)
 
     def _flush_touches(self) -> None:
-        touched, self._touched = self._touched, {}
-        for block, used in touched.items():
+        # Others go on adding to it meanwhile: taken out one by one, none is lost.
+        while self._touched:
+            block, used = self._touched.popitem()
             self.index.run("UPDATE block SET used = ? WHERE id = ?", used, block)
 
     def _rooted(self, blocks: Sequence[Block]) -> list[Block]:
@@ -408,35 +450,33 @@ class DiskTier:
             return list(blocks)
         spared = {block.parent for block in blocks} | {block.id for block in blocks}
         victims: list[BlockId] = []
-        held = self.nbytes
         count = 0
-        with self.index.writing():
+        with self._writing():
             # Who was read lately must be known before somebody is chosen.
             self._flush_touches()
             for block, end in zip(blocks, ends, strict=True):
-                while block_file.size(block) <= self.budget < held + end:
+                while block_file.size(block) <= self.budget < self.nbytes + end:
                     leaf = self._oldest_leaf(spared)
                     if leaf is None:
                         break
-                    victims.append(leaf[0])
-                    held -= leaf[1]
-                    self.index.run("DELETE FROM block WHERE id = ?", leaf[0])
-                if held + end > self.budget:
+                    victims.append(leaf)
+                    self._unlist(leaf)
+                if self.nbytes + end > self.budget:
                     break
                 count += 1
         for name in victims:
             with explained(self._path(name)):
                 self._path(name).unlink(missing_ok=True)
-        self.nbytes = held
         return list(blocks[:count])
 
-    def _oldest_leaf(self, spared: set[BlockId]) -> tuple[BlockId, int] | None:
-        leaves = self.index.rows(
-            "SELECT id, nbytes FROM block AS b WHERE NOT EXISTS (SELECT 1 FROM block WHERE parent = b.id)"
-            " ORDER BY used LIMIT ?",
-            len(spared) + 1,
-        )
-        return next(((BlockId(name), size) for name, size in leaves if name not in spared), None)
+    def _oldest_leaf(self, spared: set[BlockId]) -> BlockId | None:
+        limit = 1
+        while True:
+            leaves = self.index.rows("SELECT id FROM block WHERE leaf = 1 ORDER BY used LIMIT ?", limit)
+            found = next((BlockId(name) for (name,) in leaves if name not in spared), None)
+            if found is not None or len(leaves) < limit:
+                return found
+            limit *= 2
 
     def _walk(self, progress: Callable[[int, int], None] | None) -> Findings:
         known: dict[Any, tuple[Any, ...]] = {row[0]: row for row in self.index.rows(_SELECT)}
@@ -458,12 +498,13 @@ class DiskTier:
         missing = [name for name in known if name not in there]
         new = [entry for name, entry in there.items() if name not in known]
         wrong = [entry for name, entry in there.items() if name in known and known[name] != _row(entry)]
-        with self.index.writing():
+        with self._writing():
             for name in missing:
                 self.index.run("DELETE FROM block WHERE id = ?", name)
             for entry in [*new, *wrong]:
                 self._enter(entry, entry.nbytes, 0)
-        self.nbytes = self._figure("sum(nbytes)")
+            self.index.run("UPDATE block SET leaf = id NOT IN (SELECT parent FROM block)")
+            self._count, self.nbytes = len(there), sum(entry.nbytes for entry in there.values())
         rebuilt, self.rebuilt = self.rebuilt, False
         return Findings(
             blocks=len(there),
@@ -494,6 +535,11 @@ class DiskTier:
 
 
 _SELECT = "SELECT id, parent, start, tokens, has_rest, nbytes FROM block"
+
+
+def _number(value: Any) -> int:
+    """A number of the index. SQLite has no checksums: what is none counts for nothing until it is mended."""
+    return value if isinstance(value, int) else 0
 
 
 def _row(entry: Entry) -> tuple[Any, ...]:

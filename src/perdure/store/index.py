@@ -46,6 +46,19 @@ MIGRATIONS: Sequence[str] = (
         PRIMARY KEY (record, name)
     ) WITHOUT ROWID;
     """,
+    # What follows a block is found by its tokens; the oldest leaf and the totals without looking at others.
+    """
+    DROP INDEX block_parent;
+    DROP INDEX block_used;
+    CREATE INDEX block_follows ON block (parent, tokens);
+    ALTER TABLE block ADD COLUMN leaf INTEGER NOT NULL DEFAULT 1;
+    UPDATE block SET leaf = 0 WHERE id IN (SELECT parent FROM block);
+    CREATE INDEX block_leaf ON block (used) WHERE leaf = 1;
+    CREATE TABLE total (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+    INSERT INTO total SELECT 'blocks', count(*) FROM block;
+    INSERT INTO total SELECT 'nbytes', CAST(total(nbytes) AS INTEGER) FROM block;
+    INSERT INTO total SELECT 'clock', coalesce(max(used), 0) FROM block
+    """,
 )
 
 

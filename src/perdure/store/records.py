@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import BlockId
 from perdure.cache.book import Record
-from perdure.cache.prefix import common
+from perdure.cache.siblings import beginnings, continuations
 from perdure.errors import InvalidInputError
 from perdure.store.disk import DiskTier, Entry
 from perdure.store.writer import WriteBehind
@@ -117,13 +117,10 @@ class Records:
         level = [(root, 0)]
         while level:
             parent, at = level.pop()
-            for entry in self._disk.children(parent):
-                shared = common(entry.tokens, tokens[at:])
-                if shared < min(len(entry.tokens), len(tokens) - at):
-                    continue
+            for entry in beginnings(self._disk, parent, tokens[at:-1]):
                 path.append(entry)
-                if at + len(entry.tokens) < len(tokens):
-                    level.append((entry.id, at + len(entry.tokens)))
+                level.append((entry.id, at + len(entry.tokens)))
+            path += continuations(self._disk, parent, tokens[at:])
         return path
 
 

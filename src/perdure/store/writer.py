@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from perdure.cache.block import Block, BlockId
+from perdure.cache.siblings import Siblings, key_of
 from perdure.errors import StoreError
 from perdure.store.disk import DiskTier, Entry
 
@@ -33,6 +35,8 @@ class WriteBehind:
         self._limit = limit
         self._changed = threading.Condition()
         self._pending: dict[BlockId, Block] = {}
+        self._following: dict[BlockId, Siblings] = {}
+        """What waits to be written, by what it follows."""
         self._damaged: set[BlockId] = set()
         self._bytes = 0
         self._closing = False
@@ -52,13 +56,34 @@ class WriteBehind:
                 return waiting
         return self._read(lambda: self.disk.entry(block), None)
 
-    def children(self, parent: BlockId) -> Iterator[Entry | Block]:
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Entry | Block]:
+        """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
+        waiting: Iterator[Entry | Block] = self._waiting(parent, start, back)
+        written: Iterator[Entry | Block] = self._written(parent, start, back)
+        return heapq.merge(waiting, written, key=lambda entry: key_of(entry.tokens), reverse=back)
+
+    def _waiting(self, parent: BlockId, start: bytes, back: bool) -> Iterator[Block]:
         with self._changed:
-            waiting = [block for block in self._pending.values() if block.parent == parent]
-            hidden = {block.id for block in waiting} | self._damaged
-        yield from waiting
-        known: list[Entry] = self._read(lambda: list(self.disk.children(parent)), [])
-        yield from (entry for entry in known if entry.id not in hidden)
+            siblings = self._following.get(parent)
+        names = siblings.walk(start, back=back) if siblings is not None else iter(())
+        while True:
+            with self._changed:
+                name = next(names, None)
+                block = None if name is None else self._pending.get(name)
+            if name is None:
+                return
+            if block is not None:
+                yield block
+
+    def _written(self, parent: BlockId, start: bytes, back: bool) -> Iterator[Entry]:
+        known: Iterator[Entry] = self._read(
+            lambda: self.disk.children(parent, start=start, back=back), iter(())
+        )
+        while (entry := self._read(lambda: next(known, None), None)) is not None:
+            with self._changed:
+                hidden = entry.id in self._pending or entry.id in self._damaged
+            if not hidden:
+                yield entry
 
     def get(self, block: BlockId) -> Block | None:
         """The block, all of it verified. One that is damaged or gone is forgotten, and the blocks behind it
@@ -92,6 +117,7 @@ class WriteBehind:
                     self.turned_down += 1
                     break
                 self._pending[block.id] = block
+                self._following.setdefault(block.parent, Siblings()).add(key_of(block.tokens), block.id)
                 self._bytes += more
             self._changed.notify_all()
 
@@ -160,5 +186,9 @@ class WriteBehind:
                     # A fuller one may have taken its place meanwhile.
                     if self._pending.get(block.id) is block:
                         del self._pending[block.id]
+                        siblings = self._following[block.parent]
+                        siblings.remove(key_of(block.tokens))
+                        if not len(siblings):
+                            del self._following[block.parent]
                         self._bytes -= block.nbytes
                 self._changed.notify_all()

@@ -1,0 +1,149 @@
+"""The blocks that follow one block, in the order of their tokens.
+
+Sorted like that, the block that shares most of its first tokens with a prompt stands next to where the prompt
+would stand. So a look-up reads two neighbours, however many blocks follow the same one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.cache.block import BlockId
+
+Ids = NDArray[np.int32]
+
+_RUN = 512
+"""Keys in one list, at most: what an insertion moves."""
+
+
+class HasTokens(Protocol):
+    @property
+    def tokens(self) -> Ids: ...
+
+
+E = TypeVar("E", bound=HasTokens, covariant=True)
+
+
+class Source(Protocol[E]):
+    """Where the blocks that follow one are found, sorted."""
+
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[E]:
+        """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
+        ...
+
+
+def key_of(tokens: Ids) -> bytes:
+    """What blocks are sorted by."""
+    return tokens.astype("<i4", copy=False).tobytes()
+
+
+def common(first: Ids, second: Ids) -> int:
+    """How many tokens two lists start with alike."""
+    count = min(len(first), len(second))
+    different = np.flatnonzero(first[:count] != second[:count])
+    return int(different[0]) if len(different) else count
+
+
+def closest(source: Source[E], parent: BlockId, tokens: Ids) -> tuple[int, E | None]:
+    """The block after `parent` that shares most of its first tokens with `tokens`, and how many."""
+    key, best, found = key_of(tokens), 0, None
+    for back in (True, False):
+        entry = next(source.children(parent, start=key, back=back), None)
+        if entry is not None and (shared := common(entry.tokens, tokens)) > best:
+            best, found = shared, entry
+    return best, found
+
+
+def beginnings(source: Source[E], parent: BlockId, tokens: Ids) -> Iterator[E]:
+    """The blocks after `parent` that hold nothing but a beginning of `tokens`, the longest first."""
+    while len(tokens):
+        entry = next(source.children(parent, start=key_of(tokens), back=True), None)
+        if entry is None:
+            return
+        shared = common(entry.tokens, tokens)
+        if shared == len(entry.tokens):
+            yield entry
+            shared -= 1
+        # Whatever else is a beginning is one of what these two have in common.
+        tokens = tokens[: min(shared, len(tokens) - 1)]
+
+
+def continuations(source: Source[E], parent: BlockId, tokens: Ids) -> Iterator[E]:
+    """The blocks after `parent` that start with `tokens`."""
+    for entry in source.children(parent, start=key_of(tokens)):
+        if common(entry.tokens, tokens) < len(tokens):
+            return
+        yield entry
+
+
+class Siblings:
+    """Names by key, sorted. Adding, removing and finding cost the same whatever their number."""
+
+    __slots__ = ("_names", "_runs")
+
+    def __init__(self) -> None:
+        self._names: dict[bytes, BlockId] = {}
+        self._runs: list[list[bytes]] = []
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, key: bytes, name: BlockId) -> None:
+        if key not in self._names:
+            at = min(bisect_left(self._runs, key, key=_last), len(self._runs) - 1)
+            if at < 0:
+                self._runs.append([key])
+            else:
+                run = self._runs[at]
+                insort(run, key)
+                if len(run) > _RUN:
+                    self._runs[at : at + 1] = [run[: _RUN // 2], run[_RUN // 2 :]]
+        self._names[key] = name
+
+    def remove(self, key: bytes) -> None:
+        if self._names.pop(key, None) is not None:
+            at = bisect_left(self._runs, key, key=_last)
+            run = self._runs[at]
+            del run[bisect_left(run, key)]
+            if not run:
+                del self._runs[at]
+
+    def walk(self, start: bytes = b"", *, back: bool = False) -> Iterator[BlockId]:
+        """The names from `start` on, or back from it. They may be removed on the way."""
+        key = self._at_or_before(start) if back else self._at_or_after(start)
+        while key is not None:
+            yield self._names[key]
+            key = self._before(key) if back else self._at_or_after(key + b"\0")
+
+    def _at_or_after(self, key: bytes) -> bytes | None:
+        at = bisect_left(self._runs, key, key=_last)
+        if at == len(self._runs):
+            return None
+        run = self._runs[at]
+        return run[bisect_left(run, key)]
+
+    def _at_or_before(self, key: bytes) -> bytes | None:
+        return key if key in self._names else self._before(key)
+
+    def _before(self, key: bytes) -> bytes | None:
+        at = bisect_right(self._runs, key, key=_first)
+        # The first run that starts at or after the key holds nothing before it.
+        while at > 0:
+            run = self._runs[at - 1]
+            if place := bisect_left(run, key):
+                return run[place - 1]
+            at -= 1
+        return None
+
+
+def _first(run: list[bytes]) -> bytes:
+    return run[0]
+
+
+def _last(run: list[bytes]) -> bytes:
+    return run[-1]
