@@ -37,7 +37,7 @@ def asked(model: ToyModel, context: Context, length: int, **settings: Any) -> Se
 
 
 def admitted(groups: list[SequenceGroup], slots: Slots) -> list[SequenceGroup]:
-    return list(admit(groups, slots, reuse=True))
+    return list(admit(groups, slots))
 
 
 def writing(group: SequenceGroup) -> SequenceGroup:

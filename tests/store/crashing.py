@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import perdure
 from perdure.cache.block import Block, BlockId
-from perdure.cache.book import Record
+from perdure.cache.record import Record
 from perdure.engine.toy import ToyModel
 from perdure.memory import MemoryKind
 from perdure.sessions.repair import repair
@@ -74,6 +74,10 @@ def whole(disk: DiskTier, *candidates: Block) -> set[BlockId]:
         assert found is not None
         assert found.has_rest >= entry.has_rest
     assert {path.name for path in files(disk.folder)} == {name.hex() for name in there}
+    rows = disk.index.rows("SELECT id, parent, leaf, nbytes FROM block")
+    assert (len(disk), disk.nbytes) == (len(rows), sum(row[3] for row in rows))
+    parents = {row[1] for row in rows}
+    assert all(leaf == (name not in parents) for name, _, leaf, _ in rows)
     findings = disk.verify()
     # The file of a block that is being replaced may be the new one before its entry is.
     assert findings.mended <= 1
@@ -100,6 +104,13 @@ def older(version: int) -> Scenario:
                     db.executescript(MIGRATIONS[number])
                 db.execute(f"PRAGMA application_id = {APPLICATION}")
                 db.execute(f"PRAGMA user_version = {version}")
+                for used, each in enumerate(OLD, 1):
+                    file_of(folder, each).parent.mkdir(parents=True, exist_ok=True)
+                    file_of(folder, each).write_bytes(b"".join(block_file.pack(each)))
+                    fields = (each.id, each.parent, each.start, each.tokens.tobytes(), each.has_rest)
+                    row = (*fields, block_file.size(each), used)
+                    db.execute("INSERT INTO block VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+                db.commit()
 
     def act(folder: Path, ack: Ack) -> None:
         with opened(folder) as disk:

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, block_id, chain, cost, root_id
-from perdure.cache.prefix import Entry, Found, Match, Tiers
-from perdure.cache.siblings import beginnings, closest, continuations
+from perdure.cache.prefix import Found, Match, Tiers
+from perdure.cache.record import Record, RecordIndex, doomed
+from perdure.cache.siblings import beginnings, closest
 from perdure.engine.context import Context
 from perdure.engine.contract import Capture, MemoryKind
 from perdure.engine.state import Checkpoint
@@ -259,47 +260,27 @@ class Archive:
 
     # Forgetting.
 
-    def forget(self, tokens: Ids, namespace: str, *, spare: Sequence[Ids] = ()) -> None:
-        """Drop what goes on from `tokens` and what leads only there; what leads to one of `spare` stays."""
-        path, following = self._ways_on(tokens, namespace)
-        needed: dict[BlockId, int] = {}
-        for other in spare:
-            theirs, ends = self._ways_on(other, namespace)
-            for name in (*theirs, *(entry.id for entry in ends if not self.whole or entry.end == len(other))):
-                needed[name] = max(needed.get(name, 0), len(other))
-        kept = [entry for name in path if (entry := self.tiers.entry(name)) is not None]
-        for entry in (going := list(following)):
-            if entry.id in needed:
-                kept.append(entry)
-                going += self.tiers.children(entry.id)
-            else:
-                self.tiers.drop(entry.id)
-        for entry in reversed(kept):
-            if next(self.tiers.children(entry.id), None) is None:
-                self._shorten(entry, needed.get(entry.id, 0))
+    def doomed(self, gone: Sequence[Record], needs: RecordIndex) -> tuple[list[BlockId], list[Block]]:
+        """The blocks that go with the records `gone`, and what of those is to be kept in their place."""
+        found = doomed(self.tiers, gone, needs, whole=self.whole)
+        drop, instead = list(found.drop), []
+        for entry, length in found.shorten:
+            block = self.tiers.block(entry)
+            if block is not None and block.rows is not None:
+                drop.append(entry.id)
+                count = length - block.start
+                rows = block.rows[:count].copy()
+                instead.append(Block.make(block.parent, block.start, block.tokens[:count].copy(), rows, None))
+        return drop, instead
 
-    def _ways_on(self, tokens: Ids, namespace: str) -> tuple[list[BlockId], list[Entry]]:
-        """The blocks that `tokens` fill, and those that hold their end and perhaps more."""
-        # The last block is among those that may go on, also where it is full.
-        last = (len(tokens) - 1) // self._size * self._size
-        root, tail = self.root(namespace), tokens[last:]
-        path = list(chain(root, tokens[:last], self._size))
-        parent = path[-1] if path else root
-        return path, list(continuations(self.tiers, parent, tail))
-
-    def _shorten(self, entry: Entry, length: int) -> None:
-        """Keep of a last block only what a prefix of `length` tokens needs, where it can be cut."""
-        if length >= entry.end or (entry.has_rest and length):
-            return
-        block = self.tiers.block(entry) if length else None
-        self.tiers.drop(entry.id)
-        if block is not None and block.rows is not None:
-            count = length - block.start
-            rows = block.rows[:count].copy()
-            beginning = Block.make(block.parent, block.start, block.tokens[:count].copy(), rows, None)
-            self.tiers.memory.put(beginning)
-            if self.tiers.lower is not None:
-                self.tiers.lower.offer([beginning])
+    def replace(self, gone: Iterable[BlockId], instead: Sequence[Block]) -> None:
+        """Drop blocks and all that follow them from memory, and keep others."""
+        for name in gone:
+            self.tiers.memory.drop(name)
+        for block in instead:
+            self.tiers.memory.put(block)
+        if self.tiers.lower is not None and instead:
+            self.tiers.lower.offer(instead)
 
 
 def _width(block: Block) -> int | None:

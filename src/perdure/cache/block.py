@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NewType
+from typing import NewType, Protocol
 
 import numpy as np
 import xxhash
@@ -103,6 +103,25 @@ class Block:
             raise CorruptStateError(f"the state of tokens {self.start} to {self.end} is damaged")
         if block_id(self.parent, self.tokens) != self.id:
             raise CorruptStateError(f"the block of tokens {self.start} to {self.end} is not what it is named")
+
+
+class Entry(Protocol):
+    """What is known of a block without its state."""
+
+    @property
+    def id(self) -> BlockId: ...
+    @property
+    def parent(self) -> BlockId: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def tokens(self) -> NDArray[np.int32]: ...
+    @property
+    def has_rest(self) -> bool: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 def _checksum(

@@ -11,30 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
+from perdure.cache.record import Record, RecordIndex
 from perdure.cache.working_set import WorkingSet
 from perdure.decode.slots import Plan, ReuseReport
 from perdure.errors import TokenError
 from perdure.identity import Identity
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """A prefix that was warmed: its tokens, how many of them are kept, and the labels it carries."""
-
-    tokens: tuple[int, ...]
-    kept: int
-    labels: frozenset[str]
-    namespace: str = ""
-    root: BlockId
-    """Where its chain of blocks starts: what its state depends on besides the tokens."""
-
-    @property
-    def key(self) -> tuple[BlockId, tuple[int, ...]]:
-        return self.root, self.tokens
-
-    def carries(self, labels: frozenset[str] | None, namespace: str) -> bool:
-        """Whether it is of that namespace and has one of `labels`, if there are any to have."""
-        return self.namespace == namespace and (labels is None or bool(labels & self.labels))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +30,7 @@ class CacheStats:
     """What is on the disk; None where nothing is kept there."""
     evicted: int
     records: int
+    record_bytes: int
     reused_tokens: dict[str, int]
     computed_tokens: int
 
@@ -65,8 +47,8 @@ class Keeper(Protocol):
         """Return when the record and its state will outlive the process."""
         ...
 
-    def remove(self, records: Iterable[Record]) -> None:
-        """Drop records, with the state that only they need."""
+    def remove(self, records: Iterable[Record], blocks: Iterable[BlockId]) -> None:
+        """Drop records and blocks, with all that follow those, in one transaction."""
         ...
 
 
@@ -88,20 +70,20 @@ class Book:
         self._call = call
         self._keeper = keeper
         self._keeping = threading.Lock()
-        self._records = {record.key: record for record in (keeper.all() if keeper else ())}
+        self._records = RecordIndex(keeper.all() if keeper else ())
 
     def warm(self, prompt: str | Iterable[int], *, labels: Iterable[str] = (), namespace: str = "") -> Record:
         """Compute a prefix once and keep it. Warmed before, its record comes back with all its labels."""
         ids = _token_ids(self._tokenize(prompt) if isinstance(prompt, str) else prompt)
         wanted = _names(labels)
-        kept, _ = self._call(lambda: self._places.store(ids, namespace))
+        kept = self._call(lambda: self._begin(ids, wanted, namespace))
         if kept < self._places.keepable(len(ids)):
             self._read(ids, namespace)
         record: Record = self._call(lambda: self._note(ids, wanted, namespace))
         if self._keeper is not None:
             # Here, not in the engine thread: nobody's reply waits for the disk.
             with self._keeping:
-                latest = self._call(lambda: self._records.get(record.key))
+                latest = self._call(lambda: self._records.get(record))
                 if latest is not None:
                     self._keeper.put(latest)
         return record
@@ -109,15 +91,38 @@ class Book:
     def records(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> list[Record]:
         """The warmed prefixes of a namespace, or those of them that carry one of `labels`."""
         wanted = None if labels is None else _names(labels)
-        found: list[Record] = self._call(lambda: list(self._records.values()))
-        return [record for record in found if record.carries(wanted, namespace)]
+        return self._call(lambda: self._records.of(wanted, namespace))  # type: ignore[no-any-return]
 
     def clear(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> int:
         """Drop the prefixes of a namespace that carry one of `labels`, or all of them, wherever they are
         kept. Without either, everything there is. How many."""
         wanted = None if labels is None else _names(labels)
         with self._keeping:
-            return self._call(lambda: self._clear(wanted, namespace))  # type: ignore[no-any-return]
+            if wanted is None and not namespace:
+                return self._clear_all()
+            gone, blocks, instead = self._call(lambda: self._take_out(wanted, namespace))
+            try:
+                if self._keeper is not None:
+                    # Here, not in the engine thread: nobody's reply waits for the disk.
+                    self._keeper.remove(gone, blocks)
+            except BaseException:
+                self._call(lambda: self._put_back(gone))
+                raise
+            # Again: somebody may have read some of it back from the disk meanwhile.
+            self._call(lambda: self._drop(gone, blocks, instead))
+            return len(gone)
+
+    def _clear_all(self) -> int:
+        gone: list[Record] = self._call(self._records.all)
+        if self._keeper is not None:
+            self._keeper.remove(gone, ())
+
+        def clear() -> None:
+            self._records.clear()
+            self._places.clear()
+
+        self._call(clear)
+        return len(gone)
 
     def plan(self, tokens: Iterable[int], *, namespace: str = "") -> Plan:
         """What bringing back the state of `tokens` would take. Nothing is moved."""
@@ -156,40 +161,46 @@ class Book:
 
     # In the engine thread.
 
-    def _note(self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str) -> Record:
-        tokens = tuple(ids.tolist())
+    def _begin(self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str) -> int:
         kept, root = self._places.store(ids, namespace)
-        known = self._records.get((root, tokens))
+        if self._records.find(root, ids) is None:
+            # Before anything is computed for it.
+            self._records.check_room(len(ids), labels, namespace)
+        return kept
+
+    def _note(self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str) -> Record:
+        kept, root = self._places.store(ids, namespace)
+        known = self._records.find(root, ids)
+        if known is None:
+            self._records.check_room(len(ids), labels, namespace)
         record = Record(
-            tokens=tokens,
+            tokens=tuple(ids.tolist()),
             kept=kept,
             labels=labels | (known.labels if known else frozenset()),
             namespace=namespace,
             root=root,
         )
-        self._records[record.key] = record
+        self._records.put(record)
         return record
 
-    def _clear(self, wanted: frozenset[str] | None, namespace: str) -> int:
-        if wanted is None and not namespace:
-            count = len(self._records)
-            if self._keeper is not None:
-                self._keeper.remove(self._records.values())
-            self._records.clear()
-            self._places.forget()
-            return count
-        gone = [key for key, record in self._records.items() if record.carries(wanted, namespace)]
-        dropped = [self._records.pop(key) for key in gone]
-        if self._keeper is not None:
-            self._keeper.remove(dropped)
-        for record in dropped:
-            spare = [
-                np.array(other.tokens, np.int32)
-                for other in self._records.values()
-                if other.namespace == record.namespace
-            ]
-            self._places.forget(np.array(record.tokens, np.int32), record.namespace, spare=spare)
-        return len(dropped)
+    def _take_out(
+        self, wanted: frozenset[str] | None, namespace: str
+    ) -> tuple[list[Record], list[BlockId], list[Block]]:
+        """Take records out, with what they alone need: which blocks, and what stays in place of those."""
+        gone = self._records.of(wanted, namespace)
+        for record in gone:
+            self._records.remove(record)
+        blocks, instead = self._places.doomed(gone, self._records)
+        self._drop(gone, blocks, ())
+        return gone, blocks, instead
+
+    def _put_back(self, records: Iterable[Record]) -> None:
+        for record in records:
+            self._records.put(record)
+
+    def _drop(self, gone: Sequence[Record], blocks: Sequence[BlockId], instead: Sequence[Block]) -> None:
+        self._places.drop(gone, self._records, blocks)
+        self._places.keep(instead)
 
     def _stats(self) -> CacheStats:
         tier, lower = self._places.tier, self._places.tiers.lower
@@ -201,6 +212,7 @@ class Book:
             disk_bytes=None if lower is None else lower.nbytes,
             evicted=tier.evicted,
             records=len(self._records),
+            record_bytes=self._records.nbytes,
             reused_tokens=dict(self._places.reused),
             computed_tokens=self._places.computed,
         )

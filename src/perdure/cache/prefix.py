@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import Block, BlockId, chain
+from perdure.cache.block import Block, BlockId, Entry, chain
 from perdure.cache.rates import Rates
 from perdure.cache.siblings import beginnings, closest, common, key_of
 from perdure.cache.tier import MemoryTier
@@ -22,23 +22,6 @@ from perdure.errors import CorruptStateError
 Ids = NDArray[np.int32]
 
 _READERS = 2
-
-
-class Entry(Protocol):
-    """What is known of a block without its state."""
-
-    @property
-    def id(self) -> BlockId: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def tokens(self) -> Ids: ...
-    @property
-    def has_rest(self) -> bool: ...
-    @property
-    def nbytes(self) -> int: ...
 
 
 class LowerTier(Protocol):

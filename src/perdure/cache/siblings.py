@@ -6,9 +6,9 @@ would stand. So a look-up reads two neighbours, however many blocks follow the s
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ class HasTokens(Protocol):
 
 
 E = TypeVar("E", bound=HasTokens, covariant=True)
+V = TypeVar("V")
 
 
 class Source(Protocol[E]):
@@ -81,20 +82,23 @@ def continuations(source: Source[E], parent: BlockId, tokens: Ids) -> Iterator[E
         yield entry
 
 
-class Siblings:
-    """Names by key, sorted. Adding, removing and finding cost the same whatever their number."""
+class SortedKeys(Generic[V]):
+    """Values by key, sorted. Adding, removing and finding cost the same whatever their number."""
 
-    __slots__ = ("_names", "_runs")
+    __slots__ = ("_runs", "_values")
 
     def __init__(self) -> None:
-        self._names: dict[bytes, BlockId] = {}
+        self._values: dict[bytes, V] = {}
         self._runs: list[list[bytes]] = []
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._values)
 
-    def add(self, key: bytes, name: BlockId) -> None:
-        if key not in self._names:
+    def get(self, key: bytes) -> V | None:
+        return self._values.get(key)
+
+    def add(self, key: bytes, value: V) -> None:
+        if key not in self._values:
             at = min(bisect_left(self._runs, key, key=_last), len(self._runs) - 1)
             if at < 0:
                 self._runs.append([key])
@@ -103,42 +107,40 @@ class Siblings:
                 insort(run, key)
                 if len(run) > _RUN:
                     self._runs[at : at + 1] = [run[: _RUN // 2], run[_RUN // 2 :]]
-        self._names[key] = name
+        self._values[key] = value
 
     def remove(self, key: bytes) -> None:
-        if self._names.pop(key, None) is not None:
+        if self._values.pop(key, None) is not None:
             at = bisect_left(self._runs, key, key=_last)
             run = self._runs[at]
             del run[bisect_left(run, key)]
             if not run:
                 del self._runs[at]
 
-    def walk(self, start: bytes = b"", *, back: bool = False) -> Iterator[BlockId]:
-        """The names from `start` on, or back from it. They may be removed on the way."""
-        key = self._at_or_before(start) if back else self._at_or_after(start)
+    def walk(self, start: bytes = b"", *, back: bool = False) -> Iterator[V]:
+        """The values from `start` on, or back from it. They may be removed on the way."""
+        key = self.at_or_before(start) if back else self.at_or_after(start)
         while key is not None:
-            yield self._names[key]
-            key = self._before(key) if back else self._at_or_after(key + b"\0")
+            yield self._values[key]
+            key = self._before(key) if back else self.at_or_after(key + b"\0")
 
-    def _at_or_after(self, key: bytes) -> bytes | None:
+    def at_or_after(self, key: bytes) -> bytes | None:
         at = bisect_left(self._runs, key, key=_last)
         if at == len(self._runs):
             return None
         run = self._runs[at]
         return run[bisect_left(run, key)]
 
-    def _at_or_before(self, key: bytes) -> bytes | None:
-        return key if key in self._names else self._before(key)
+    def at_or_before(self, key: bytes) -> bytes | None:
+        return key if key in self._values else self._before(key)
 
     def _before(self, key: bytes) -> bytes | None:
-        at = bisect_right(self._runs, key, key=_first)
-        # The first run that starts at or after the key holds nothing before it.
-        while at > 0:
-            run = self._runs[at - 1]
-            if place := bisect_left(run, key):
-                return run[place - 1]
-            at -= 1
-        return None
+        at = bisect_left(self._runs, key, key=_first)
+        # Only the run before the first that starts at or after the key can hold what stands before it.
+        if not at:
+            return None
+        run = self._runs[at - 1]
+        return run[bisect_left(run, key) - 1]
 
 
 def _first(run: list[bytes]) -> bytes:
@@ -147,3 +149,7 @@ def _first(run: list[bytes]) -> bytes:
 
 def _last(run: list[bytes]) -> bytes:
     return run[-1]
+
+
+Siblings = SortedKeys[BlockId]
+"""The names of the blocks that follow one, by the bytes of their tokens."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from perdure.cache.archive import Archive
 from perdure.cache.block import BLOCK, Block, BlockId
 from perdure.cache.prefix import Found, LowerTier, Match, Tiers
+from perdure.cache.record import Record, RecordIndex
 from perdure.cache.siblings import common
 from perdure.cache.tier import MemoryTier
 from perdure.decode.slots import LATER, Later, Plan, ReuseReport, SlotAssignment
@@ -255,27 +256,43 @@ class WorkingSet:
             if not slot.busy:
                 self._stash(slot)
 
-    def forget(self, tokens: Ids | None = None, namespace: str = "", *, spare: Sequence[Ids] = ()) -> None:
-        """Drop everything, or what starts with `tokens` and does not lead to one of `spare`."""
-        if tokens is None:
-            self.tiers.clear()
-            self.reused, self.computed = {}, 0
-            # What is left in it of states that passed goes too.
-            self._context.limit_scratch(0)
-            self._context.limit_scratch(self._scratch)
-        else:
-            self._archive.forget(tokens, namespace, spare=spare)
+    def clear(self) -> None:
+        """Drop everything."""
+        self.tiers.clear()
+        self.reused, self.computed = {}, 0
+        # What is left in it of states that passed goes too.
+        self._context.limit_scratch(0)
+        self._context.limit_scratch(self._scratch)
         for slot in self._slots:
-            if tokens is not None:
-                needed = any(
-                    len(other) >= len(tokens) and self._leads(slot, other, namespace) for other in spare
-                )
-                if needed or not self._leads(slot, tokens, namespace):
-                    continue
-            if slot.busy:
-                slot.forget = True
-            else:
-                self._empty(slot)
+            self._forget(slot)
+
+    def doomed(self, gone: Sequence[Record], needs: RecordIndex) -> tuple[list[BlockId], list[Block]]:
+        """The blocks that go with the records `gone`, and what of those stays in their place."""
+        return self._archive.doomed(gone, needs)
+
+    def drop(self, gone: Sequence[Record], needs: RecordIndex, blocks: Iterable[BlockId]) -> None:
+        """Drop `blocks`, and the sequences that go on from records and lead to none of `needs`."""
+        self._archive.replace(blocks, ())
+        for slot in self._slots:
+            root = self._archive.root(slot.namespace)
+            leads = [
+                len(record.tokens)
+                for record in gone
+                if record.root == root and self._leads(slot, record.ids, slot.namespace)
+            ]
+            held = np.array(self._context.tokens(slot.seq), np.int32) if leads else np.empty(0, np.int32)
+            if leads and needs.longest_beginning(root, held) < max(leads):
+                self._forget(slot)
+
+    def keep(self, blocks: Sequence[Block]) -> None:
+        """Keep blocks that are made of others."""
+        self._archive.replace((), blocks)
+
+    def _forget(self, slot: _Slot) -> None:
+        if slot.busy:
+            slot.forget = True
+        else:
+            self._empty(slot)
 
     def _serves(self, slot: _Slot, tokens: Ids, namespace: str) -> bool:
         """Whether `slot` holds nothing but a beginning of `tokens`, or goes on from them."""

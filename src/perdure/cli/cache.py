@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from perdure.cache.book import Record
+    from perdure.cache.record import Record
     from perdure.store.disk import DiskTier
 
 app = typer.Typer(help="State that is kept between runs.", no_args_is_help=True)
@@ -97,7 +97,7 @@ def clear(
             if not yes:
                 typer.confirm(f"Drop all {before} bytes of {disk.folder}?", abort=True, err=True)
             every = records.all()
-            records.remove(every)
+            records.remove(every, ())
             disk.clear()
             count = len(every)
         else:

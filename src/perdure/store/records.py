@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import BlockId
-from perdure.cache.book import Record
+from perdure.cache.record import Record, RecordIndex, doomed
 from perdure.cache.siblings import beginnings, continuations
 from perdure.errors import InvalidInputError
 from perdure.store.disk import DiskTier, Entry
@@ -60,7 +60,7 @@ class Records:
         """Make a record durable, after its blocks."""
         if self._behind is not None:
             self._behind.flush()
-            kept = _kept(self._path(record.root, _ids(record)), len(record.tokens))
+            kept = _kept(self._path(record.root, record.ids), len(record.tokens))
             if kept < record.kept and self._behind.error is not None:
                 raise self._behind.error
         index = self._disk.index
@@ -78,37 +78,29 @@ class Records:
         except UnicodeEncodeError as error:
             raise InvalidInputError(f"a label must be valid Unicode text: {error}") from None
 
-    def remove(self, records: Iterable[Record]) -> None:
-        """Drop records, with the blocks that only they need and all that follow those."""
+    def remove(self, records: Iterable[Record], blocks: Iterable[BlockId]) -> None:
+        """Drop records and blocks, with all that follow those, in one transaction."""
         if self._behind is not None:
             self._behind.flush()
-        gone = {record.key: record for record in records}
-        needed = {
-            entry.id
-            for record in self.all()
-            if record.key not in gone
-            for entry in _needed(self._path(record.root, _ids(record)), len(record.tokens))
-        }
-        doomed = [
-            entry.id
-            for record in gone.values()
-            for entry in self._path(record.root, _ids(record))
-            if entry.id not in needed
-        ]
+        gone = list(records)
 
         def unlist() -> None:
-            for record in gone.values():
+            for record in gone:
                 self._disk.index.run(
                     "DELETE FROM record WHERE root = ? AND tokens = ?", record.root, _packed(record)
                 )
 
-        self._disk.drop(doomed, then=unlist)
+        self._disk.drop(blocks, then=unlist)
 
     def clear(self, labels: Iterable[str], *, namespace: str = "") -> int:
-        """Drop the records of a namespace that carry one of `labels`. How many."""
+        """Drop the records of a namespace that carry one of `labels`, with the blocks that only they need and
+        all that follow those. How many."""
         wanted = frozenset(labels)
-        gone = [record for record in self.all() if record.carries(wanted, namespace)]
-        self.remove(gone)
+        needs = RecordIndex(self.all())
+        gone = needs.of(wanted, namespace)
+        for record in gone:
+            needs.remove(record)
+        self.remove(gone, doomed(self._disk, gone, needs, whole=False).drop)
         return len(gone)
 
     def _path(self, root: BlockId, tokens: NDArray[np.int32]) -> list[Entry]:
@@ -124,21 +116,11 @@ class Records:
         return path
 
 
-def _needed(path: list[Entry], length: int) -> list[Entry]:
-    """Of the blocks that run on, a prefix needs none if it is kept to its end without them."""
-    inside = [entry for entry in path if entry.end <= length]
-    return inside if any(entry.end == length for entry in inside) else path
-
-
 def _kept(path: list[Entry], length: int) -> int:
     """How much of a prefix can be put back. Where a state has a rest, only to the end of a block with it."""
     if any(entry.has_rest for entry in path):
         path = [entry for entry in path if entry.has_rest and entry.end <= length]
     return max((min(entry.end, length) for entry in path), default=0)
-
-
-def _ids(record: Record) -> NDArray[np.int32]:
-    return np.array(record.tokens, np.int32)
 
 
 def _packed(record: Record) -> bytes:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from perdure.cache.book import CacheStats, Record
+from perdure.cache.book import CacheStats
+from perdure.cache.record import Record
 from perdure.server.desk import ACaller, ADesk, Desk
 from perdure.server.routes.documented import errors
 from perdure.server.shapes.base import refuse_fields
