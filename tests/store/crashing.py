@@ -37,6 +37,7 @@ from perdure.sessions.schema import MIGRATIONS as SESSION_MIGRATIONS
 from perdure.sessions.session_store import SessionStore
 from perdure.sessions.turn import Turn
 from perdure.sessions.verify import verify
+from perdure.store import block_file
 from perdure.store import disk as disk_module
 from perdure.store.disk import DiskTier
 from perdure.store.index import APPLICATION, MIGRATIONS
@@ -121,8 +122,9 @@ def older(version: int) -> Scenario:
     def check(folder: Path, acks: set[str]) -> None:
         with opened(folder) as disk:
             assert disk.index.rows("PRAGMA user_version") == [(len(MIGRATIONS),)]
-            there = whole(disk, *chain([1, 2]))
-            assert there or "put" not in acks
+            there = whole(disk, *chain([1, 2]), *OLD)
+            assert there >= names(*(OLD if version else ()))
+            assert there >= names(*chain([1, 2])) or "put" not in acks
 
     return Scenario(prepare, act, check)
 
