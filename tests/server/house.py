@@ -114,7 +114,7 @@ def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
 
 def raw(path: str, body: bytes, **headers: str) -> bytes:
     """A request as bytes."""
-    lines = [f"POST {path} HTTP/1.1", "host: here", "content-type: application/json"]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     if "content_length" not in headers:
         lines.append(f"content-length: {len(body)}")

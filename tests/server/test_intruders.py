@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 import re
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
-from decode.observed import toy
-from server.house import House, hello, house, opened
+from decode.observed import Turnstile, open_toy, toy
+from perdure import InvalidInputError
+from perdure.server.keys import Keys, new_key
+from perdure.server.middleware.body_limits import JsonScan
+from perdure.server.middleware.host_check import AllowedHosts
+from perdure.server.shapes.completion import CompletionRequest
+from perdure.server.shapes.embedding import EmbeddingRequest
+from server.house import House, check_freed, hello, house, opened, raw
 from serving import Page, site
 
 CHAT = "/v1/chat/completions"
@@ -105,3 +113,189 @@ def test_arguments_are_not_checked_on_the_event_loop_s2(
         answered.set()
         asking.join()
     assert found == [[]]
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil", "[::2]", "0.0.0.0"],
+)
+def test_a_name_that_is_not_the_servers_reads_nothing_s3(server: House, host: str) -> None:
+    """S3, I3: DNS rebinding: the page's own name, pointed at this machine."""
+    with server.client() as client:
+        for path in ("/v1/sessions", "/health", "/metrics", "/openapi.json"):
+            response = client.get(path, headers={"host": host})
+            assert response.status_code == 403
+            assert response.json()["error"]["code"] == "host_not_allowed"
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST.:80", "127.0.0.1:1", "[::1]:8080"])
+def test_this_machine_is_let_in_by_its_names_s3(server: House, host: str) -> None:
+    with server.client() as client:
+        assert client.get("/v1/sessions", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "https://evil.example"},
+        {"origin": "http://localhost:3000"},
+        {"origin": "null"},
+        {"origin": "http://[bad"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+    ],
+)
+def test_a_page_of_another_origin_can_neither_read_nor_write_s3_s4(
+    server: House, headers: dict[str, str]
+) -> None:
+    """S3, S4, I3."""
+    with server.client() as client:
+        made = client.post("/v1/sessions", json={"name": f"mine {headers}".replace("/", "")})
+        assert made.status_code == 201
+        name = made.json()["name"]
+        for method, path in (
+            ("GET", "/v1/sessions"),
+            ("POST", f"/v1/sessions/{name}/sleep"),
+            ("POST", f"/v1/sessions/{name}/wake"),
+            ("POST", "/v1/sessions/import"),
+            ("POST", CHAT),
+            ("DELETE", f"/v1/sessions/{name}"),
+        ):
+            response = client.request(method, path, headers=headers, json={} if method == "POST" else None)
+            assert response.status_code == 403, (method, path)
+            assert response.json()["error"]["code"] == "origin_not_allowed"
+            assert not any(name.startswith("access-control") for name in response.headers)
+        own = {"origin": server.url, "sec-fetch-site": "same-origin"}
+        assert client.get(f"/v1/sessions/{name}", headers=own).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "content_type", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
+def test_what_a_form_can_send_is_not_taken_s4(server: House, content_type: str) -> None:
+    """S4: a browser asks first before it sends any other type to another site."""
+    with server.client() as client:
+        client.post("/v1/sessions", json={"name": "form"})
+        headers = {"content-type": content_type} if content_type else {}
+        for path in (
+            CHAT,
+            "/v1/sessions",
+            "/v1/sessions/import",
+            "/v1/sessions/form/sleep",
+            "/v1/sessions/form/wake",
+        ):
+            response = client.post(path, content=b"{}", headers=headers)
+            assert response.status_code == 415, path
+            assert response.json()["error"]["code"] == "unsupported_media_type"
+
+
+def test_further_names_are_let_in_by_the_operator_s3() -> None:
+    hosts = AllowedHosts("127.0.0.1", ["Chat.example.org"])
+    with opened(toy()) as rt, house(rt, hosts=hosts) as server, server.client() as client:
+        named = {"host": "chat.example.org"}
+        assert client.get("/health", headers=named).status_code == 200
+        page = {**named, "origin": "https://chat.example.org", "sec-fetch-site": "cross-site"}
+        assert client.get("/health", headers=page).status_code == 200
+        assert client.get("/health", headers={"host": "other.example.org"}).status_code == 403
+    for wrong in ("", "a/b", "http://a", "a:80", "*"):
+        with pytest.raises(InvalidInputError, match="allow-host"):
+            AllowedHosts("127.0.0.1", [wrong])
+
+
+def test_a_server_with_keys_may_be_asked_by_any_name_s3() -> None:
+    """What a page does not know is the key."""
+    secret, key = new_key("team")
+    with opened(toy()) as rt, house(rt, keys=Keys([key]), hosts=None) as server:
+        with server.client(secret) as client:
+            assert client.get("/v1/sessions", headers={"host": "behind.a.proxy"}).status_code == 200
+        with server.client() as client:
+            assert client.get("/v1/sessions", headers={"host": "behind.a.proxy"}).status_code == 401
+
+
+HOSTILE = {
+    "quotes": b'"' * (4 << 20),
+    "open text": b'["' + b"x" * (4 << 20),
+    "escapes": b'["' + b'\\"' * (2 << 20),
+    "backslashes": b'"' + b"\\" * (4 << 20),
+    "brackets": b"[]" * (2 << 20),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_body_is_looked_through_in_little_memory_c3(kind: str) -> None:
+    """C3, I2: one of 16 MB took 2 GB."""
+    body = HOSTILE[kind]
+    scan = JsonScan()
+    tracemalloc.start()
+    try:
+        scan.push(body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < len(body)
+    assert scan.depth <= 1
+
+
+def test_json_of_too_many_values_is_not_parsed_c3() -> None:
+    """C3, I2."""
+    with opened(toy()) as rt, house(rt, values=1000) as server, server.client() as client:
+        for body in (b"[" + b"1," * 1000 + b"1]", b"[" + b"[]," * 500 + b"[]]", b'{"a":[' + b'"",' * 1000):
+            response = client.post("/tokenize", content=body, headers={"content-type": "application/json"})
+            assert response.status_code == 413
+            assert response.json()["error"]["code"] == "too_many_values"
+        assert client.post("/tokenize", json={"content": "," * 5000}).status_code == 200
+
+
+@pytest.mark.parametrize("wrong", [[-1], [[-1]], [[1], "a"], [None], [True]])
+def test_the_first_wrong_item_ends_the_checking_of_a_list_c3(wrong: list[Any]) -> None:
+    """C3: 200,000 wrong token ids took 15 s and 1 GB to be told of."""
+    shapes: list[tuple[type[BaseModel], str]] = [(CompletionRequest, "prompt"), (EmbeddingRequest, "input")]
+    for shape, field in shapes:
+        with pytest.raises(ValidationError) as caught:
+            shape.model_validate({field: wrong * 1000})
+        assert caught.value.error_count() < 10
+
+
+@pytest.mark.parametrize("seed", [2**70, -(2**70), 10**4299])
+def test_numbers_without_bounds_are_400(server: House, seed: int) -> None:
+    with server.client() as client:
+        for path, body in ((CHAT, hello(seed=seed)), ("/v1/completions", {"prompt": "a", "seed": seed})):
+            assert client.post(path, json=body).status_code == 400
+        assert client.post(CHAT, json=hello(logit_bias={str(seed): 1})).status_code == 400
+
+
+def test_prompts_that_were_queued_before_one_was_refused_are_ended_c2() -> None:
+    """C2: they ran on for nobody until their time was up."""
+    gate = Turnstile()
+    with (
+        open_toy(gate=gate, slots=1, n_ctx=512, queue=1) as rt,
+        house(rt) as server,
+        server.client() as client,
+    ):
+        response = client.post("/v1/completions", json={"prompt": ["a", "b", "c", "d"], "max_tokens": 100})
+        assert response.status_code == 429
+        rt.cache.stats()
+        check_freed(rt)
+        gate.open()
+
+
+def test_a_file_has_a_time_to_come_in_as_a_whole() -> None:
+    with opened(toy()) as rt, house(rt, upload_seconds=0.5) as server, server.connect() as connection:
+        head = raw("/v1/sessions/import", b"x", content_length="1000000")
+        connection.sendall(head.replace(b"application/json", b"application/octet-stream"))
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 408")
+
+
+def test_as_many_files_at_once_as_are_allowed() -> None:
+    """I2: each may take as much disk as the largest."""
+    with opened(toy()) as rt, house(rt, uploads=1) as server, server.connect() as first:
+        head = raw("/v1/sessions/import", b"x", content_length="1000000")
+        first.sendall(head.replace(b"application/json", b"application/octet-stream"))
+        with server.client() as client:
+            kind = {"content-type": "application/octet-stream"}
+            while (
+                status := client.post("/v1/sessions/import", content=b"x", headers=kind).status_code
+            ) != 429:
+                # The first one may not have arrived yet.
+                assert status == 422

@@ -117,8 +117,8 @@ def every_way_in(name: str) -> list[tuple[str, str, Any]]:
         ("POST", f"{base}/regenerate", {}),
         ("POST", f"{base}/fork", {"name": "copy"}),
         ("POST", f"{base}/rewind", {}),
-        ("POST", f"{base}/sleep", None),
-        ("POST", f"{base}/wake", None),
+        ("POST", f"{base}/sleep", {}),
+        ("POST", f"{base}/wake", {}),
         ("POST", f"{base}/label", {"label": "x"}),
         ("DELETE", base, None),
     ]

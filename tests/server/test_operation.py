@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode.observed import toy
-from perdure.server.record import JsonLines
+from perdure.server.middleware.access_log import JsonLines
 from server.house import House, hello, house, opened, streamed
 
 CHAT = "/v1/chat/completions"
@@ -90,7 +90,7 @@ def test_what_is_on_the_disk_is_told(
         assert client.post("/v1/sessions", json={"name": "kept"}).status_code == 201
         said = {"message": "Keep this one, all of it", "max_tokens": 40}
         assert client.post("/v1/sessions/kept/turns", json=said).status_code == 200
-        assert client.post("/v1/sessions/kept/sleep").status_code == 200
+        assert client.post("/v1/sessions/kept/sleep", json={}).status_code == 200
         there = sum(path.stat().st_size for path in (tmp_path / "blocks").rglob("*") if path.is_file())
         assert figures(client)[disk] == there > 0
         assert client.get("/v1/cache").json()["totals"]["disk_bytes"] == there

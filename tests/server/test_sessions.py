@@ -15,6 +15,7 @@ from perdure import Model
 from server.house import House, check_freed, hello, house, opened, streamed, text_of
 
 SESSIONS = "/v1/sessions"
+FILE = {"content-type": "application/octet-stream"}
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +114,9 @@ def test_a_turn_can_be_edited_and_answered_again(client: httpx.Client, name: str
 
 def test_a_session_sleeps_and_wakes_as_planned(client: httpx.Client, name: str) -> None:
     say(client, name, "Hello", max_tokens=40)
-    assert client.post(f"{SESSIONS}/{name}/sleep").status_code == 200
+    assert client.post(f"{SESSIONS}/{name}/sleep", json={}).status_code == 200
     plan = client.get(f"{SESSIONS}/{name}/plan").json()
-    woken = client.post(f"{SESSIONS}/{name}/wake").json()
+    woken = client.post(f"{SESSIONS}/{name}/wake", json={}).json()
     assert woken["computed"] == plan["computed"]
     assert sum(woken["tiers"].values()) == sum(plan["tiers"].values())
 
@@ -143,12 +144,14 @@ def test_a_session_can_be_taken_elsewhere(client: httpx.Client, name: str, state
     exported = client.get(f"{SESSIONS}/{name}/export", params={"state": state})
     assert exported.status_code == 200
     assert "attachment" in exported.headers["content-disposition"]
-    taken = client.post(f"{SESSIONS}/import", params={"name": f"{name}-taken"}, content=exported.content)
+    taken = client.post(
+        f"{SESSIONS}/import", params={"name": f"{name}-taken"}, content=exported.content, headers=FILE
+    )
     assert taken.status_code == 201, taken.text
     assert said(client, f"{name}-taken") == said(client, name)
-    assert client.post(f"{SESSIONS}/import", content=exported.content).status_code == 409
+    assert client.post(f"{SESSIONS}/import", content=exported.content, headers=FILE).status_code == 409
     broken = exported.content[:2000]
-    refused = client.post(f"{SESSIONS}/import", params={"name": f"{name}-no"}, content=broken)
+    refused = client.post(f"{SESSIONS}/import", params={"name": f"{name}-no"}, content=broken, headers=FILE)
     assert refused.status_code == 422
     assert client.get(f"{SESSIONS}/{name}-no").status_code == 404
 

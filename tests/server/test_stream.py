@@ -121,3 +121,34 @@ def test_an_event_out_of_a_frame_is_the_event(text: str) -> None:
     framed = Frame(chunk)(text)
     assert framed == events([chunk(text)])
     assert json.loads(framed.removeprefix(b"data: ")) == chunk(text)
+
+
+def test_a_client_that_stopped_reading_is_left_also_while_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is computed for it, and the sign that the answer goes on is not taken either."""
+    monkeypatch.setattr(stream, "_QUIET", 0.01)
+    left: list[bool] = []
+
+    async def silence() -> AsyncGenerator[bytes]:
+        try:
+            await asyncio.Event().wait()
+            yield b""
+        finally:
+            left.append(True)
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def serve() -> None:
+        answer = stream.EventStream(silence(), send_seconds=0.05, background=BackgroundTask(lambda: None))
+        async with asyncio.timeout(PATIENCE):
+            await answer({"type": "http"}, receive, send)
+
+    asyncio.run(serve())
+    assert left == [True]

@@ -103,6 +103,15 @@ def serve(
             rich_help_panel=_Access,
         ),
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-host",
+            metavar="NAME",
+            help="A further name under which the server may be asked; can be given again.",
+            rich_help_panel=_Access,
+        ),
+    ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse fields that nobody knows.", rich_help_panel=_Access)
     ] = False,
@@ -162,6 +171,7 @@ def serve(
         from perdure.server.keys import Keys
         from perdure.server.limits import Limits
         from perdure.server.listener import bind, check_address
+        from perdure.server.middleware.host_check import AllowedHosts
     except ModuleNotFoundError as error:
         note(f"{error.name} is not installed: pip install 'perdure[server]'")
         raise typer.Exit(1) from None
@@ -176,6 +186,7 @@ def serve(
         )
         known = Keys.read(keys) if keys is not None else Keys()
         check_address(host, len(known))
+        hosts = AllowedHosts(host, allow_host or ()) if allow_host or not len(known) else None
         if store is not None and no_store:
             raise InvalidInputError("--store and --no-store cannot both be meant")
         listening = bind(host, port)
@@ -196,6 +207,7 @@ def serve(
             name=name or path.stem,
             limits=limits,
             keys=known,
+            hosts=hosts,
             strict=strict,
             log_text=log_text,
         )
@@ -208,7 +220,7 @@ def _listen(desk: Desk, listening: object, folder: Path | None, isolated: bool) 
     import sys
 
     from perdure.server.listener import Listener, address
-    from perdure.server.record import JsonLines
+    from perdure.server.middleware.access_log import JsonLines
 
     assert isinstance(listening, socket.socket)
     logging.getLogger().addHandler(JsonLines(sys.stderr))

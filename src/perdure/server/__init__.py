@@ -3,9 +3,7 @@
 limits      how much anybody may ask for, and how long it may take
 keys        who may come in, and whose namespace that is
 refusal     errors as HTTP tells them, in OpenAI's shape
-record      one line of log and one count for every request
-door        no key, no entry
-intake      bodies that are too large, too slow or too deep go no further
+middleware/ access log, host check, API keys, body limits: what a request passes before its route
 desk        what every route needs: the runtime, who asks, work in threads
 visit       one job for one client, who may leave
 stream      a job as server-sent events
@@ -15,5 +13,5 @@ routes/     one module a resource
 app         all of it as one ASGI application
 listener    the application on a socket, from its start to its end
 
-A request goes record → door → intake → routes → desk → visit; what comes of it goes back the same way.
+A request goes middleware → routes → desk → visit; what comes of it goes back the same way.
 """

@@ -10,9 +10,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from perdure.server import refusal
 from perdure.server.desk import Desk
-from perdure.server.door import OPEN, Door
-from perdure.server.intake import Intake
-from perdure.server.record import Record
+from perdure.server.middleware.access_log import AccessLog
+from perdure.server.middleware.auth import OPEN, Auth
+from perdure.server.middleware.body_limits import BodyLimits
+from perdure.server.middleware.host_check import HostCheck
 from perdure.server.refusal import crowded
 from perdure.server.routes import cache, chat, completions, embeddings, memories, models, operation, sessions
 from perdure.server.shapes.base import ErrorAnswer
@@ -40,7 +41,10 @@ def build(desk: Desk) -> FastAPI:
 
 def served(desk: Desk) -> ASGIApp:
     """The routes behind everything that a request has to pass."""
-    return Record(Door(Intake(build(desk), desk.limits), desk.keys), desk.figures)
+    app: ASGIApp = Auth(BodyLimits(build(desk), desk.limits), desk.keys)
+    if desk.hosts is not None:
+        app = HostCheck(app, desk.hosts)
+    return AccessLog(app, desk.figures)
 
 
 def turned_away(desk: Desk) -> ASGIApp:
@@ -50,7 +54,7 @@ def turned_away(desk: Desk) -> ASGIApp:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await refused.response()(scope, receive, send)
 
-    return Record(answer, desk.figures)
+    return AccessLog(answer, desk.figures)
 
 
 def _document(app: FastAPI, desk: Desk) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from perdure.runtime import Runtime
 from perdure.server.figures import Figures
 from perdure.server.keys import Keys
 from perdure.server.limits import Limits
+from perdure.server.middleware.host_check import AllowedHosts
 from perdure.server.refusal import Refused, deadline, stopping
 from perdure.server.visit import Job, Part, Visit, while_connected
 
@@ -46,6 +47,8 @@ class Desk:
     """What the model is called in answers."""
     limits: Limits = field(default_factory=Limits)
     keys: Keys = field(default_factory=Keys)
+    hosts: AllowedHosts | None = field(default_factory=AllowedHosts)
+    """The names under which it may be asked; None for any."""
     strict: bool = False
     log_text: bool = False
     started: float = field(default_factory=time.time)

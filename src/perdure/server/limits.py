@@ -19,14 +19,20 @@ class Limits:
     """Of one request."""
     depth: int = 64
     """How deeply JSON may be nested."""
+    values: int = 1 << 18
+    """Of one request's JSON: numbers, texts, lists and objects."""
     requests: int = 512
     """In flight at once, waiting ones included."""
+    uploads: int = 4
+    """Exported sessions that come in at once: each takes up to `upload_bytes` of disk."""
     connections: int = 2048
     """Open at once, idle ones included."""
     head_seconds: float = 15.0
     """From the opening of a connection to the end of a request's headers."""
     body_seconds: float = 60.0
     """From the headers to the end of the body."""
+    upload_seconds: float = 1800.0
+    """The same for an exported session. No part of it may take longer than `body_seconds`."""
     request_seconds: float = 900.0
     """From the body to the last token."""
     send_seconds: float = 60.0

@@ -12,7 +12,6 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from perdure import errors
 from perdure.errors import (
     BusyError,
     CannotRewindError,
@@ -22,6 +21,10 @@ from perdure.errors import (
     InvalidInputError,
     ModelNotFoundError,
     PerdureError,
+    SessionBusyError,
+    SessionError,
+    SessionExistsError,
+    SessionNotFoundError,
     StateError,
     StoreError,
     StoreFullError,
@@ -115,9 +118,9 @@ def refusal(error: BaseException) -> Refused:
     """What HTTP says about an error."""
     if isinstance(error, Refused):
         return error
-    for name, status, kind, code in _BY_NAME:
-        # Compared with every class that the error is of: what a layer adds later is told like its parent.
-        if any(each.__name__ == name for each in type(error).__mro__):
+    for known, status, kind, code in _BY_CLASS:
+        # What a layer adds later is told like its parent.
+        if isinstance(error, known):
             return Refused(status, str(error), kind=kind, code=code, retry_after=_RETRY.get(status))
     if isinstance(error, UnicodeError):
         return Refused(400, "a text in the request is not valid Unicode", code="invalid_unicode")
@@ -176,22 +179,21 @@ def _is_variant(part: str) -> bool:
 
 _RETRY = {429: 1, 503: 2}
 
-# The most particular first.
-_BY_NAME = (
-    (ContextOverflow.__name__, 413, "invalid_request_error", "context_length_exceeded"),
-    ("SessionNotFoundError", 404, "not_found_error", "session_not_found"),
-    ("MemoryNotFoundError", 404, "not_found_error", "memory_not_found"),
-    ("SessionExistsError", 409, "invalid_request_error", "session_exists"),
-    ("SessionBusyError", 409, "invalid_request_error", "session_busy"),
-    (ModelNotFoundError.__name__, 404, "not_found_error", "model_not_found"),
-    (InvalidInputError.__name__, 400, "invalid_request_error", "invalid_value"),
-    (CannotRewindError.__name__, 409, "invalid_request_error", "cannot_rewind"),
-    (BusyError.__name__, 429, "rate_limit_error", "queue_full"),
-    (StateError.__name__, 422, "invalid_request_error", "unusable_state"),
-    (StoreFullError.__name__, 507, "server_error", "store_full"),
-    (StoreError.__name__, 503, "server_error", "store_unavailable"),
-    (EngineError.__name__, 503, "server_error", "engine_unavailable"),
-    (ClosedError.__name__, 503, "server_error", "stopping"),
-    ("SessionError", 409, "invalid_request_error", "session_error"),
-    (errors.PerdureError.__name__, 500, "server_error", "internal_error"),
+_BY_CLASS: tuple[tuple[type[PerdureError], int, str, str], ...] = (
+    # The most particular first.
+    (ContextOverflow, 413, "invalid_request_error", "context_length_exceeded"),
+    (SessionNotFoundError, 404, "not_found_error", "session_not_found"),
+    (SessionExistsError, 409, "invalid_request_error", "session_exists"),
+    (SessionBusyError, 409, "invalid_request_error", "session_busy"),
+    (SessionError, 409, "invalid_request_error", "session_error"),
+    (ModelNotFoundError, 404, "not_found_error", "model_not_found"),
+    (InvalidInputError, 400, "invalid_request_error", "invalid_value"),
+    (CannotRewindError, 409, "invalid_request_error", "cannot_rewind"),
+    (BusyError, 429, "rate_limit_error", "queue_full"),
+    (StateError, 422, "invalid_request_error", "unusable_state"),
+    (StoreFullError, 507, "server_error", "store_full"),
+    (StoreError, 503, "server_error", "store_unavailable"),
+    (EngineError, 503, "server_error", "engine_unavailable"),
+    (ClosedError, 503, "server_error", "stopping"),
+    (PerdureError, 500, "server_error", "internal_error"),
 )

@@ -105,8 +105,14 @@ class EventStream(Response):
                 log.info("a client took nothing for %g seconds and was left", self._send_seconds)
                 return
             else:
+                # A client that has stopped reading takes no sign of life either.
+                try:
+                    async with asyncio.timeout(self._send_seconds):
+                        await send({"type": "http.response.body", "body": _PING, "more_body": True})
+                except TimeoutError:
+                    log.info("a client took nothing for %g seconds and was left", self._send_seconds)
+                    return
                 self._stirred = clock()
-                await send({"type": "http.response.body", "body": _PING, "more_body": True})
 
 
 def response(

@@ -26,6 +26,7 @@ from perdure.server.shapes.completion import (
     CompletionLogprobs,
     CompletionRequest,
 )
+from perdure.server.visit import Visit
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -44,11 +45,18 @@ async def complete(
     _check(asked, len(prompts))
     timeout = asked.perdure.timeout if asked.perdure else None
     wishes = {**_wishes(asked), "timeout": desk.seconds(timeout), "namespace": caller.namespace}
-    visits = [
-        desk.visit(await desk.call(desk.runtime.submit, prompt, **wishes), request, timeout)
-        for prompt in prompts
-    ]
-    head = Head(desk, asked, [await desk.call(_text, desk, prompt) for prompt in prompts if asked.echo])
+    echoed = [await desk.call(_text, desk, prompt) for prompt in prompts if asked.echo]
+    head = Head(desk, asked, echoed)
+    visits: list[Visit[Delta, Reply]] = []
+    try:
+        for prompt in prompts:
+            job = await desk.call(desk.runtime.submit, prompt, **wishes)
+            visits.append(desk.visit(job, request, timeout))
+    except BaseException:
+        # Nobody waits for those that were queued before one was refused.
+        for visit in visits:
+            visit.cancel()
+        raise
 
     def settle(replies: Sequence[Reply]) -> None:
         desk.settle(replies, caller)

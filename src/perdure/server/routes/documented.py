@@ -14,6 +14,7 @@ _WHAT = {
     408: "The body came too slowly",
     409: "It is in use, exists already, or cannot go back",
     413: "More tokens than fit the context, or more bytes than are allowed",
+    415: "The content type is not the one that this route takes",
     422: "A saved state that is damaged, or of another model",
     429: "The queue is full; `Retry-After` says when to ask again",
     500: "The server failed",
@@ -21,7 +22,7 @@ _WHAT = {
     504: "Not finished in time",
     507: "The store is full",
 }
-_ANYWHERE = (400, 401, 403, 408, 413, 429, 500, 503)
+_ANYWHERE = (400, 401, 403, 408, 413, 415, 429, 500, 503)
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -30,6 +31,12 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
         status: {"model": ErrorAnswer, "description": _WHAT[status]}
         for status in sorted({*_ANYWHERE, *statuses})
     }
+
+
+NO_BODY: dict[str, Any] = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
+}
+"""Of a POST that says all by its path: an empty object, whose type a page of another site cannot send."""
 
 
 def streamed(*statuses: int) -> dict[int | str, dict[str, Any]]:

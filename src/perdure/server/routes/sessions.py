@@ -14,10 +14,10 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 
 from perdure.errors import SessionExistsError, SessionNotFoundError
 from perdure.server.desk import ACaller, ADesk, Caller, Desk
-from perdure.server.intake import check_length, too_large
+from perdure.server.middleware.body_limits import FILE_TYPE, check_length, too_large
 from perdure.server.refusal import ClientLeft, Refused
 from perdure.server.routes.chat import answer, check_spoken, spoken
-from perdure.server.routes.documented import errors, streamed
+from perdure.server.routes.documented import NO_BODY, errors, streamed
 from perdure.server.shapes.base import ReuseAnswer, refuse_fields
 from perdure.server.shapes.chat import ChatAnswer
 from perdure.server.shapes.session import (
@@ -41,7 +41,6 @@ from perdure.sessions.session import Session
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
 Named = Annotated[str, Path(min_length=1, max_length=200, pattern=r"^[^/\x00-\x1f\x7f]+$")]
-_BUNDLE = "application/octet-stream"
 
 
 @router.get("", responses=errors())
@@ -65,7 +64,7 @@ async def create(asked: CreateRequest, desk: ADesk, caller: ACaller) -> SessionA
     openapi_extra={
         "requestBody": {
             "required": True,
-            "content": {_BUNDLE: {"schema": {"type": "string", "format": "binary"}}},
+            "content": {FILE_TYPE: {"schema": {"type": "string", "format": "binary"}}},
         }
     },
 )
@@ -168,7 +167,7 @@ async def rewind(name: Named, asked: RewindRequest, desk: ADesk, caller: ACaller
     return await desk.call(work)
 
 
-@router.post("/{name}/sleep", responses=errors(404, 409, 507))
+@router.post("/{name}/sleep", responses=errors(404, 409, 507), openapi_extra=NO_BODY)
 async def sleep(name: Named, desk: ADesk, caller: ACaller) -> SessionAnswer:
     """Put its state where it outlives the server, and let go of the memory that it takes."""
 
@@ -186,7 +185,7 @@ async def plan(name: Named, desk: ADesk, caller: ACaller) -> PlanAnswer:
     return await desk.call(lambda: PlanAnswer.of(_session(desk, caller, name).plan_wake()))
 
 
-@router.post("/{name}/wake", responses=errors(404, 409, 422))
+@router.post("/{name}/wake", responses=errors(404, 409, 422), openapi_extra=NO_BODY)
 async def wake(name: Named, desk: ADesk, caller: ACaller) -> ReuseAnswer:
     """Bring its state back. What is missing or damaged is computed with the next turn."""
     return await desk.work(lambda: ReuseAnswer.of(_session(desk, caller, name).wake()))
@@ -207,7 +206,7 @@ async def label(name: Named, asked: LabelRequest, desk: ADesk, caller: ACaller) 
     "/{name}/export",
     response_class=FileResponse,
     responses={
-        200: {"content": {_BUNDLE: {"schema": {"type": "string", "format": "binary"}}}},
+        200: {"content": {FILE_TYPE: {"schema": {"type": "string", "format": "binary"}}}},
         **errors(404, 507),
     },
 )
@@ -221,7 +220,7 @@ async def export(name: Named, desk: ADesk, caller: ACaller, state: bool = True) 
         folder.cleanup()
         raise
     return FileResponse(
-        written, media_type=_BUNDLE, filename=f"{name}.perdure", background=BackgroundTask(folder.cleanup)
+        written, media_type=FILE_TYPE, filename=f"{name}.perdure", background=BackgroundTask(folder.cleanup)
     )
 
 
@@ -266,11 +265,13 @@ async def _receive(request: Request, path: FilePath, desk: Desk) -> None:
     limits = desk.limits
     check_length(request.scope, limits.upload_bytes)
     size, more = 0, True
+    clock = asyncio.get_running_loop().time
+    end = clock() + limits.upload_seconds
     try:
         with path.open("wb") as file:
             while more:
                 # Each piece may take as long as a whole small body: files are long.
-                async with asyncio.timeout(limits.body_seconds):
+                async with asyncio.timeout_at(min(end, clock() + limits.body_seconds)):
                     message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise ClientLeft
@@ -281,5 +282,8 @@ async def _receive(request: Request, path: FilePath, desk: Desk) -> None:
                 more = message.get("more_body", False)
     except TimeoutError:
         raise Refused(
-            408, f"nothing more came within {limits.body_seconds:g} seconds", code="slow_request"
+            408,
+            f"the file did not come within {limits.upload_seconds:g} seconds, or nothing of it "
+            f"for {limits.body_seconds:g}",
+            code="slow_request",
         ) from None

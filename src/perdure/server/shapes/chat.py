@@ -9,6 +9,7 @@ from pydantic import Field
 from perdure.server.shapes.base import (
     Asked,
     Given,
+    Items,
     Name,
     Overflow,
     Reasoning,
@@ -47,10 +48,10 @@ class Call(Asked):
 
 class ChatMessage(Asked):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: Items[Call] | None = None
     tool_call_id: str | None = None
 
     @property
@@ -126,7 +127,7 @@ class Spoken(Sampled):
     response_format: Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")] | None = (
         None
     )
-    tools: Annotated[list[ToolAsked], Field(max_length=1024)] | None = None
+    tools: Annotated[Items[ToolAsked], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChosen | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
@@ -140,9 +141,9 @@ class Spoken(Sampled):
 
 class ChatRequest(Spoken):
     model: str = ""
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Items[ChatMessage] = Field(min_length=1)
     n: int | None = Field(None, ge=1, le=128)
-    modalities: list[str] | None = None
+    modalities: Items[str] | None = None
 
 
 class TopLogprob(Given):

@@ -9,6 +9,7 @@ from pydantic import Field
 from perdure.server.shapes.base import (
     Asked,
     Given,
+    Items,
     ReuseAnswer,
     Sampled,
     StreamOptions,
@@ -28,7 +29,7 @@ class CompletionExtension(Asked):
 
 class CompletionRequest(Sampled):
     model: str = ""
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: str | Items[str] | Items[Token] | Items[Items[Token]]
     max_tokens: int | None = Field(16, ge=1, lt=2**31)
     """16, as OpenAI has it; null goes on until the model ends or the context is full."""
     n: int | None = Field(None, ge=1, le=128)
@@ -73,7 +74,7 @@ class CompletionAnswer(Given):
 
 
 class TokenizeRequest(Asked):
-    content: str
+    content: str = Field(max_length=1 << 20)
     special: bool = False
     """Whether the likes of `<|im_end|>` are read as the tokens they name."""
     add_special: bool = True
@@ -86,7 +87,7 @@ class TokenizeAnswer(Given):
 
 
 class DetokenizeRequest(Asked):
-    tokens: list[Token]
+    tokens: Items[Token]
     special: bool = False
 
 

@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from perdure.server.shapes.base import Asked, Given
+from perdure.server.shapes.base import Asked, Given, Items
 from perdure.server.shapes.completion import Token
 
 
 class EmbeddingRequest(Asked):
     model: str = ""
-    input: str | list[str] | list[Token] | list[list[Token]]
+    input: str | Items[str] | Items[Token] | Items[Items[Token]]
     dimensions: int | None = Field(None, ge=1, lt=2**31)
     """As many as the model's vectors have; others are refused."""
     encoding_format: Literal["float", "base64"] | None = None

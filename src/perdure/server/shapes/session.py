@@ -9,7 +9,7 @@ from pydantic import Field
 
 from perdure.chat.message import Message
 from perdure.decode.slots import Plan
-from perdure.server.shapes.base import Asked, Given, Name
+from perdure.server.shapes.base import Asked, Given, Items, Name
 from perdure.server.shapes.chat import ChatMessage, Spoken
 from perdure.sessions.memory import Memory
 from perdure.sessions.session import Session
@@ -29,7 +29,7 @@ class SayRequest(Spoken):
     """A turn: a message by itself, or several."""
 
     message: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
 
 
 class EditRequest(SayRequest):
@@ -66,7 +66,7 @@ class WakeMemoryRequest(Asked):
 
 
 class WarmRequest(Asked):
-    prompt: str | Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+    prompt: str | Annotated[Items[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
     labels: list[Label] = Field(default_factory=list, max_length=64)
 
 

@@ -1,4 +1,4 @@
-"""No key, no entry."""
+"""API-key middleware. Rejects requests without a key, before their bodies are read."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ OPEN = frozenset({"/health", "/ready", "/openapi.json"})
 """What anybody may ask for: whether the server lives, and how to speak to it."""
 
 
-class Door:
-    """Lets in whoever has a key, and puts their namespace into the request. Bodies are read behind it."""
+class Auth:
+    """Lets requests with a key pass, and puts the key's namespace into them."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""One line of log and one count for every request."""
+"""Access log. One line and one count for every request, whatever happens to it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class JsonLines(logging.Handler):
             self.handleError(record)
 
 
-class Record:
+class AccessLog:
     """The outermost layer: whatever happens inside, the request is answered, counted and logged once."""
 
     def __init__(self, app: ASGIApp, figures: Figures) -> None:
