@@ -11,6 +11,7 @@ from hypothesis import settings
 
 import subjects
 import zoo
+from perdure.engine.llama import probe
 from subjects import Subject
 
 # Whoever starts the tests in the background may have them ignore Ctrl-C, and what they start would too.
@@ -20,6 +21,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # A busy machine is no reason for a test to fail.
 settings.register_profile("perdure", deadline=None)
 settings.load_profile("perdure")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Have the llama.cpp library before the workers start: it is fetched once, into the usual place."""
+    if not hasattr(session.config, "workerinput"):
+        probe.choose()
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from homes import new_home
+
 COMMAND = [sys.executable, "-m", "perdure.cli", "cache"]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 TEXT = "the man who was reading a book by the sea, until the sea had other plans for him and his book" * 2
@@ -27,7 +29,7 @@ def environment(zoo_path: Callable[[str], Path], tmp_path: Path) -> dict[str, st
     return {
         **os.environ,
         "PERDURE_MODEL": str(zoo_path("llama")),
-        "PERDURE_HOME": str(tmp_path / "home"),
+        "PERDURE_HOME": str(new_home(tmp_path / "home")),
         "COLUMNS": "200",
         "OMP_NUM_THREADS": "1",
     }

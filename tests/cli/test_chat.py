@@ -15,6 +15,7 @@ import pytest
 from rich.cells import cell_len
 
 from cli.pty_user import COMMAND, PATIENCE, PtyUser, piped, plain, terminal
+from homes import new_home
 
 GREEDY = ("-t", "0")
 BRIEF = (*GREEDY, "--max-tokens", "6")
@@ -28,7 +29,7 @@ def environment(zoo_path: Callable[[str], Path], tmp_path: Path) -> dict[str, st
     return {
         **kept,
         "PERDURE_MODEL": str(zoo_path("llama")),
-        "PERDURE_HOME": str(tmp_path / "home"),
+        "PERDURE_HOME": str(new_home(tmp_path / "home")),
         "TERM": "dumb",
         "LC_ALL": "C.UTF-8",
         "OMP_NUM_THREADS": "1",
@@ -373,7 +374,7 @@ def test_in_a_terminal_a_conversation_is_forked_rewound_edited_and_saved(
     assert "the other" in (tmp_path / "talk.md").read_text()
     lines = [json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
     assert [line["role"] for line in lines] == ["user", "assistant"] * 2
-    home = {**environment, "PERDURE_HOME": str(tmp_path / "elsewhere")}
+    home = {**environment, "PERDURE_HOME": str(new_home(tmp_path / "elsewhere"))}
     done = piped(home, "", "sessions", "import", str(tmp_path / "talk.session"), "--as", "c", "--json")
     assert json.loads(done.stdout)["tiers"].get("disk", 0) + json.loads(done.stdout)["tiers"].get("memory", 0)
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from cli.pty_user import piped, terminal
+from homes import new_home
 
 NAME = "é 한국 🙂"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -26,7 +27,7 @@ def environment(zoo_path: Callable[[str], Path], tmp_path_factory: pytest.TempPa
     return {
         **kept,
         "PERDURE_MODEL": str(zoo_path("llama")),
-        "PERDURE_HOME": str(tmp_path_factory.mktemp("home")),
+        "PERDURE_HOME": str(new_home(tmp_path_factory.mktemp("home"))),
         "TERM": "dumb",
         "LC_ALL": "C.UTF-8",
         "OMP_NUM_THREADS": "1",

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cli.pty_user import COMMAND
+from homes import new_home
 from perdure.cli.slash_commands import COMMANDS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -56,7 +57,7 @@ def test_a_snippet_runs(page: str, number: int, zoo_path: Callable[[str], Path],
         env={
             **os.environ,
             "PERDURE_MODEL": str(zoo_path("llama")),
-            "PERDURE_HOME": str(tmp_path / "home"),
+            "PERDURE_HOME": str(new_home(tmp_path / "home")),
             "OMP_NUM_THREADS": "1",
         },
         cwd=tmp_path,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from engine.shims import cpu_variants, needs_compiler, shim
+from perdure import libraries
 from perdure.engine.llama import guard, library, probe
 from perdure.engine.llama.backends import BUILT_IN
 from perdure.engine.llama.declarations import Functions
@@ -76,16 +77,19 @@ def test_m1_a_users_program_is_told_instead_of_killed(
 
 
 def test_m1_the_next_library_is_used_where_the_first_one_dies(
-    use: Callable[[], str], home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    use: Callable[[], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    shim(home / "engines" / "cpu-9.9.9", AT_STEP=1)
-    shim(home / "engines" / "cpu-1.0.0")
+    sound = libraries.install_folder(shim(tmp_path / "sound"))
+    dying = libraries.install_folder(shim(tmp_path / "dying", AT_STEP=1))
     monkeypatch.delenv("PERDURE_LLAMA", raising=False)
     assert use().startswith("answered")
     with caplog.at_level(logging.WARNING, "perdure.llama"):
         chosen = probe.choose()
-    assert chosen.source.version == "cpu-1.0.0"
-    assert [Path(failed.folder).name for failed in chosen.passed] == ["cpu-9.9.9"]
+    assert chosen.source.version == sound.name
+    assert [Path(failed.folder).name for failed in chosen.passed] == [dying.name]
     assert "SIGILL at a f16 model, a step of 1 tokens" in caplog.text
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from perdure import libraries
 from perdure.engine.llama import source
 from perdure.engine.llama.backends import backends
 from perdure.engine.llama.source import candidates, find_library, library_file, library_folder
@@ -28,18 +30,22 @@ def build(folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_with_none_the_error_names_the_ways_to_get_one(home: Path) -> None:
-    with pytest.raises(EngineLibraryError, match=r"perdure engine install.*compile.*PERDURE_LLAMA") as err:
+def test_with_none_and_no_network_the_error_names_the_ways_to_get_one(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(home))
+    with pytest.raises(EngineLibraryError, match=r"PERDURE_LLAMA.*compile.*perdure engine install --from"):
         find_library()
-    assert str(home / "engines") in err.value.tried[0]
 
 
-def test_an_installed_one_is_found_and_the_newest_is_first(home: Path) -> None:
-    for name in ("cpu-3.9.0", "cpu-3.22.1", "cpu-3.10.4"):
-        build(home / "engines" / name)
-    build(home / "engines" / ".cpu-9.9.9.part")
-    build(home / "engines" / "cpu-99", "readme.txt")
-    assert [each.version for each in candidates()] == ["cpu-3.22.1", "cpu-3.10.4", "cpu-3.9.0"]
+def test_the_last_one_installed_is_first_and_other_folders_are_none(home: Path, tmp_path: Path) -> None:
+    one = libraries.install_folder(build(tmp_path / "one", "libllama.so", "libggml.so"))
+    other = libraries.install_folder(build(tmp_path / "other", "libllama.so"))
+    build(home / "engines" / "cpu-9.9.9")
+    assert [each.version for each in candidates()] == [other.name, one.name]
     assert find_library().kind == "installed"
 
 
@@ -76,6 +82,9 @@ def test_llama_cpp_python_is_found_without_being_imported() -> None:
         (["libllama.v0.5.0.so", "libllama-common.so"], "libllama.v0.5.0.so"),
         (["libllama.so.0.5.0", "libllama.so.0", "libllama.so"], "libllama.so"),
         (["libllama.0.dylib"], "libllama.0.dylib"),
+        (["libllama.vulkan.v0.5.0.so", "libllama-common.so"], "libllama.vulkan.v0.5.0.so"),
+        (["libllama.metal.v0.4.0.dylib"], "libllama.metal.v0.4.0.dylib"),
+        (["llama.v0.4.0.dll"], "llama.v0.4.0.dll"),
         (["llama.dll", "llama-common.dll"], "llama.dll"),
         (["libllama-common.so", "llama-addon.node"], None),
     ],

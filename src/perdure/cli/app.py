@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from perdure import __version__
-from perdure.cli import cache, chat, doctor, inspect, models, run, serve, sessions
+from perdure.cli import cache, chat, doctor, engine, inspect, models, run, serve, sessions
 
 app = typer.Typer(
     name="perdure",
@@ -42,5 +42,6 @@ app.command(name="serve")(serve.serve)
 app.command(name="inspect")(inspect.inspect)
 app.command(name="doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
+app.add_typer(engine.app, name="engine")
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(cache.app, name="cache")

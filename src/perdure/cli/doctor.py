@@ -21,6 +21,7 @@ _SLOW_DISK = 50
 """MiB a second below which waking from disk is slower than it should be."""
 _SAMPLE = 200
 """Blocks of a store that are read."""
+_SLOWER = "it works, perhaps slower; `perdure engine install` or a build of your own may do better"
 _WANTED = ("AVX2", "FMA", "F16C", "AVX512", "NEON", "DOTPROD", "SVE")
 """What llama.cpp gains most from, where a processor has it."""
 _FLAGS = {
@@ -75,17 +76,32 @@ def doctor(
 
 
 def _library() -> Iterator[Finding]:
-    from perdure.engine.llama import library
+    """Which library is used and why, and what died on the way to it. Nothing is fetched by looking."""
+    from perdure import libraries
+    from perdure.engine.llama import library, probe
+    from perdure.engine.llama.source import candidates
     from perdure.errors import EngineLibraryError
 
     try:
+        if not any(candidates()):
+            package = libraries.package_for()
+            found = f"there is no llama.cpp library yet; {package} is fetched when it is first needed"
+            yield Finding("engine", "ok", found)
+            return
+        choice = probe.choose()
         lib = library.load()
     except EngineLibraryError as error:
-        yield Finding("engine", "bad", str(error))
+        yield Finding("engine", "bad", str(error), "`perdure engine install` fetches one that was tested")
         return
-    text = lib.llama_print_system_info().decode()
-    yield Finding("engine", "ok", library.build())
-    yield _features(text, system.cpu_flags())
+    for failed in choice.passed:
+        yield Finding("engine", "warn", f"a library cannot run here: {failed}", "`perdure engine list`")
+    deaths = "; ".join(map(str, choice.verdict.deaths))
+    if deaths:
+        used = f"used instead: {choice.verdict.attempts[-1]}"
+        yield Finding("engine", "warn", f"{library.build()}. {deaths}; {used}", _SLOWER)
+    else:
+        yield Finding("engine", "ok", f"{library.build()} at {choice.source.folder}")
+    yield _features(lib.llama_print_system_info().decode(), system.cpu_flags())
 
 
 def _features(text: str, processor: frozenset[str]) -> Finding:
@@ -99,8 +115,7 @@ def _features(text: str, processor: frozenset[str]) -> Finding:
             "features",
             "warn",
             f"compiled for {shown}; this processor also has {', '.join(missing)}",
-            "compile the library on this machine: "
-            "pip install --force-reinstall --no-binary llama-cpp-python llama-cpp-python",
+            "`perdure engine install` fetches a library with a variant for this processor",
         )
     return Finding("features", "ok", shown)
 

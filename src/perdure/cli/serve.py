@@ -160,7 +160,7 @@ def serve(
     import perdure
     from perdure import InvalidInputError, models
     from perdure.cli.progress import fetching
-    from perdure.cli.terminal import note
+    from perdure.cli.terminal import have_library, note
     from perdure.config import settings
 
     if new_key is not None:
@@ -194,6 +194,7 @@ def serve(
         note(str(error))
         raise typer.Exit(2) from None
     folder = None if no_store else store or settings().store
+    have_library()
     with fetching(model or "the default model") as progress:
         path = models.path(model, progress)
     engine: dict[str, Any] = {} if threads is None else {"threads": threads}

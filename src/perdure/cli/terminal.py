@@ -38,6 +38,7 @@ def load(name: str | None) -> Model:
     from perdure import Model, models
     from perdure.cli.progress import fetching
 
+    have_library()
     with fetching(name or "the default model") as progress:
         path = models.path(name, progress)
     left = threading.Event()
@@ -48,6 +49,15 @@ def load(name: str | None) -> Model:
             return loading.result()
         finally:
             left.set()
+
+
+def have_library() -> None:
+    """Fetch the llama.cpp library if there is none yet, with a bar for whoever watches."""
+    from perdure.cli.progress import fetching
+    from perdure.engine.llama.source import find_library
+
+    with fetching("the engine") as progress:
+        find_library(progress)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from perdure.libraries.package import BACKENDS, PACKAGES, Package, default_backe
 from perdure.libraries.shelf import (
     Installed,
     damaged,
+    find,
     install,
     install_file,
     install_folder,
@@ -24,6 +25,7 @@ __all__ = [
     "Package",
     "damaged",
     "default_backend",
+    "find",
     "install",
     "install_file",
     "install_folder",

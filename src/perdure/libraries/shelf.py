@@ -115,20 +115,26 @@ def install_folder(source: Path) -> Installed:
         return entry
 
 
+def find(name: str) -> Installed:
+    """An installed library by its name, or by its backend where only one has it."""
+    here = installed()
+    found = [each for each in here if name in (each.name, each.backend)]
+    if len(found) != 1:
+        names = ", ".join(each.name for each in here) or "none"
+        several = "is not one library" if found else "is not installed"
+        raise LibraryFetchError(f"{name} {several} under {settings().engines}; there is {names}")
+    return found[0]
+
+
 def remove(name: str) -> Installed:
-    """Delete an installed library, by its name or by its backend where only one has it."""
+    """Delete an installed library."""
     with _alone() as engines:
-        here = installed()
-        found = [each for each in here if name in (each.name, each.backend)]
-        if len(found) != 1:
-            names = ", ".join(each.name for each in here) or "none"
-            several = "is not one library" if found else "is not installed"
-            raise LibraryFetchError(f"{name} {several} under {engines}; there is {names}")
+        entry = find(name)
         # Out of sight first: a folder that is half deleted must not be taken for a library.
-        gone = engines / f"{_UNFINISHED}{found[0].name}-{os.getpid()}"
-        os.replace(found[0].folder, gone)
+        gone = engines / f"{_UNFINISHED}{entry.name}-{os.getpid()}"
+        os.replace(entry.folder, gone)
         shutil.rmtree(gone, ignore_errors=True)
-        return found[0]
+        return entry
 
 
 def damaged(entry: Installed) -> list[str]:
