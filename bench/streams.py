@@ -149,23 +149,24 @@ class Bare:
         return library.load()
 
     def _chain(self) -> Any:
-        lib = self._lib
-        params = lib.llama_sampler_chain_default_params()
-        params.no_perf = True
-        chain = lib.llama_sampler_chain_init(params)
-        from perdure.engine.llama.declarations import LogitBias
+        from bench.library_sampler import LibrarySampler
+        from perdure import Sampling
 
-        banned = (LogitBias * len(self._ends))(*(LogitBias(token, float("-inf")) for token in self._ends))
-        for stage in (
-            lib.llama_sampler_init_logit_bias(self._n_vocab, len(banned), banned),
-            lib.llama_sampler_init_top_k(TOP_K),
-            lib.llama_sampler_init_top_p(TOP_P, 1),
-            lib.llama_sampler_init_min_p(MIN_P, 1),
-            lib.llama_sampler_init_temp(TEMPERATURE),
-            lib.llama_sampler_init_dist(SEED),
-        ):
-            lib.llama_sampler_chain_add(chain, stage)
-        return chain
+        settings: dict[str, Any] = {
+            "top_k": TOP_K,
+            "top_p": TOP_P,
+            "min_p": MIN_P,
+            "temperature": TEMPERATURE,
+            "seed": SEED,
+        }
+        banned = dict.fromkeys(self._ends, float("-inf"))
+        sampling = Sampling(logit_bias=banned, **settings)
+        return LibrarySampler(sampling, n_vocab=self._n_vocab, n_ctx=1, handles=self._handles())
+
+    def _handles(self) -> Sequence[ctypes.CDLL]:
+        from perdure.engine.llama import library
+
+        return library.loaded()._handles
 
     def _read(
         self, seq: int, at: int, tokens: Sequence[int], also: Sequence[tuple[int, int, int]] = ()
@@ -186,12 +187,11 @@ class Bare:
         lib, context, streams = self._lib, self._context, range(len(prompts))
         lib.llama_memory_clear(self._memory, True)
         chains = [self._chain() for _ in prompts]
-        sample = lib.llama_sampler_sample
         drawn, times = [], []
         for seq, prompt in enumerate(prompts):
             for at in range(0, len(prompt), BATCH):
                 self._read(seq, at, prompt[at : at + BATCH])
-            drawn.append(sample(chains[seq], context, -1))
+            drawn.append(chains[seq].sample(context, -1))
         times.append(time.perf_counter())
         tokens = [drawn[0]]
         for seq in streams:
@@ -202,11 +202,9 @@ class Bare:
             self._decode(len(prompts))
             for seq in streams:
                 self._positions[seq] += 1
-                drawn[seq] = sample(chains[seq], context, seq)
+                drawn[seq] = chains[seq].sample(context, seq)
             times.append(time.perf_counter())
             tokens.append(drawn[0])
-        for chain in chains:
-            lib.llama_sampler_free(chain)
         return {"tokens": tokens, "times": [times] * len(prompts)}
 
     def read(self, prompt: Sequence[int]) -> float:
@@ -226,9 +224,8 @@ class Bare:
         for number, at in enumerate(range(0, len(long), CHUNK)):
             started = time.perf_counter()
             self._read(1, at, long[at : at + CHUNK], also=[(0, len(prompt) + number, prompt[-1])])
-            self._lib.llama_sampler_sample(chain, self._context, 0)
+            chain.sample(self._context, 0)
             chunks.append(time.perf_counter() - started)
-        self._lib.llama_sampler_free(chain)
         return chunks
 
 
@@ -239,6 +236,9 @@ class BareXllamacpp(Bare):
         from bench.foreign import Foreign
 
         return Foreign()
+
+    def _handles(self) -> Sequence[ctypes.CDLL]:
+        return [self._lib.handle]
 
 
 class LlamaCppPython:

@@ -23,8 +23,8 @@ from perdure import Job, LogitsView, Model, Reply, Runtime, models
 from perdure.decode.group import SequenceGroup
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Processor
+from perdure.decode.sampler import Sampler
 from perdure.decode.sequence import TokenSequence
-from perdure.engine.llama.sampler import LlamaSampler
 
 Row = NDArray[np.float32]
 
@@ -314,7 +314,7 @@ def test_the_bound_is_below_what_one_wrong_token_makes(real: Model) -> None:
 
 # What a crowd leaves.
 
-KEPT = (TokenSequence, SequenceGroup, Job, OutputQueue, LlamaSampler)
+KEPT = (TokenSequence, SequenceGroup, Job, OutputQueue, Sampler)
 
 
 def living() -> int:

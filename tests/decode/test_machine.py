@@ -25,7 +25,7 @@ from decode.observed import (
     read,
     trouble,
 )
-from perdure import Context, MemoryKind
+from perdure import MemoryKind
 from perdure.cache.working_set import WorkingSet
 from perdure.decode.executor import Executor
 from perdure.decode.sequence import TokenSequence
@@ -83,16 +83,16 @@ def test_a_sequence_that_is_not_given_back_is_seen(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_token_that_is_drawn_but_not_delivered_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = TokenSequence.draw
+    take = TokenSequence.take
 
-    def losing(sequence: TokenSequence, context: Context, row: int, seq: int) -> None:
+    def losing(sequence: TokenSequence, token: int) -> None:
         put = sequence._put
         if sequence.written == 3:
             sequence._put = lambda delta: None
-        draw(sequence, context, row, seq)
+        take(sequence, token)
         sequence._put = put
 
-    monkeypatch.setattr(TokenSequence, "draw", losing)
+    monkeypatch.setattr(TokenSequence, "take", losing)
     with open_toy() as rt:
         job = rt.submit("a", max_tokens=9, temperature=0, ignore_eos=True)
         with pytest.raises(AssertionError):

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 import perdure
 from decode.observed import check_delivery, outcome, read
 from perdure import (
-    Context,
     InvalidInputError,
     LogitsView,
     Model,
@@ -26,7 +25,9 @@ from perdure import (
     StaleViewError,
     TokenError,
 )
+from perdure.decode.repetition import BreakerTable
 from perdure.decode.request import Processor
+from perdure.decode.sampler import Sampler, draw
 
 Row = NDArray[np.float32]
 PLAIN: Mapping[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -48,9 +49,9 @@ def rt(model: Model) -> Iterator[Runtime]:
 class Bowl:
     """Draws from a row that a test lays out: `odds` are probabilities, all other tokens have none."""
 
-    def __init__(self, ctx: Context) -> None:
-        self.ctx = ctx
-        ctx.decode([1, 2, 3])
+    def __init__(self, model: Model) -> None:
+        self.n_vocab = model.n_vocab
+        self._breakers = BreakerTable(model)
 
     def draws(
         self, odds: Mapping[int, float], count: int = 300, after: Sequence[int] = (), **settings: Any
@@ -60,24 +61,18 @@ class Bowl:
     def sequence(
         self, odds: Mapping[int, float], count: int, after: Sequence[int] = (), **settings: Any
     ) -> list[int]:
-        sampling = Sampling(**{**PLAIN, "seed": 1, **settings})
-        sampler = self.ctx.sampler(sampling.stages(n_vocab=self.ctx.n_vocab, n_ctx=self.ctx.n_ctx))
-        for token in after:
-            sampler.accept(token)
-        row: Row = np.full(self.ctx.n_vocab, -60, np.float32)
+        sampling = Sampling(**{**PLAIN, "seed": 1, **settings}).seeded()
+        sampler = Sampler(sampling, n_ctx=256, breakers=self._breakers.find(sampling.dry_breakers))
+        sampler.prime(after)
+        row: Row = np.full(self.n_vocab, -60, np.float32)
         for token, chance in odds.items():
             row[token] = math.log(chance)
-        found = []
-        for _ in range(count):
-            self.ctx.overwrite(row)
-            found.append(self.ctx.sample(sampler))
-        return found
+        return [draw([(sampler, sampler.select(row), position)])[0] for position in range(count)]
 
 
 @pytest.fixture(scope="module")
-def bowl(model: Model) -> Iterator[Bowl]:
-    with model.context(n_ctx=256, threads=1) as ctx:
-        yield Bowl(ctx)
+def bowl(model: Model) -> Bowl:
+    return Bowl(model)
 
 
 # What is refused.
@@ -88,6 +83,7 @@ BAD: dict[str, list[Any]] = {
     "top_p": [-0.1, 1.1, NAN, INF, "1", None, True],
     "min_p": [-0.1, 1.1, NAN, INF, "1", None, True],
     "typical_p": [-0.1, 1.1, NAN, INF, "1", None, True],
+    "top_n_sigma": [-0.1, 1e7, NAN, INF, "1", None, True],
     "repeat_penalty": [0.0, -1.0, 1e7, NAN, INF, "1", None, True],
     "frequency_penalty": [-1e7, 1e7, NAN, INF, "1", None, True],
     "presence_penalty": [-1e7, 1e7, NAN, INF, "1", None, True],
@@ -123,6 +119,7 @@ GOOD: dict[str, list[Any]] = {
     "top_p": [0, 0.5, 1],
     "min_p": [0, 0.5, 1],
     "typical_p": [0, 0.5, 1],
+    "top_n_sigma": [0, 1.5, 1e6],
     "repeat_penalty": [1e-6, 1, 1e6],
     "frequency_penalty": [-1e6, 0, 1e6],
     "presence_penalty": [-1e6, 0, 1e6],
@@ -209,55 +206,7 @@ def test_a_changed_dictionary_does_not_change_settings_that_were_checked() -> No
     assert sampling.logit_bias == {1: 1.0}
 
 
-# The chain.
-
-
-def chain(**settings: Any) -> list[str]:
-    return [stage.name for stage in Sampling(**settings).stages(n_vocab=384, n_ctx=256)]
-
-
-def test_stages_come_in_the_order_of_the_engines_own_programs() -> None:
-    everything = chain(
-        logit_bias={1: 1.0},
-        repeat_penalty=1.1,
-        dry_multiplier=0.5,
-        typical_p=0.9,
-        xtc_probability=0.5,
-    )
-    assert everything == [
-        "bias",
-        "penalties",
-        "dry",
-        "top_k",
-        "typical",
-        "top_p",
-        "min_p",
-        "xtc",
-        "temp",
-        "dist",
-    ]
-
-
-def test_a_stage_at_its_neutral_value_is_left_out() -> None:
-    assert chain(**PLAIN) == ["temp", "dist"]
-    assert chain(**PLAIN, repeat_penalty=1.3, penalty_last_n=0) == ["temp", "dist"]
-    assert chain(**PLAIN, dry_multiplier=1.0, dry_last_n=0) == ["temp", "dist"]
-
-
-def test_greedy_keeps_bias_and_penalties_and_drops_the_rest() -> None:
-    settings = {"typical_p": 0.5, "xtc_probability": 1.0, "mirostat": 2}
-    assert chain(temperature=0, **settings) == ["greedy"]
-    assert chain(temperature=0, logit_bias={1: 1.0}, repeat_penalty=1.1, dry_multiplier=1.0) == [
-        "bias",
-        "penalties",
-        "dry",
-        "greedy",
-    ]
-
-
-def test_mirostat_stands_in_for_the_cutting_stages() -> None:
-    assert chain(mirostat=1) == ["temp", "mirostat"]
-    assert chain(mirostat=2, repeat_penalty=1.1) == ["penalties", "temp", "mirostat_v2"]
+# How far it looks back.
 
 
 @pytest.mark.parametrize(

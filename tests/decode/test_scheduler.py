@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from perdure.decode.grammar import Grammars
 from perdure.decode.group import SequenceGroup, make_group
+from perdure.decode.repetition import BreakerTable
 from perdure.decode.request import Request
 from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Step, admit
 from perdure.decode.slots import LATER, FreshSlots, Later, SlotAssignment, Slots
@@ -33,7 +34,14 @@ def context(model: ToyModel) -> Iterator[Context]:
 
 def asked(model: ToyModel, context: Context, length: int, **settings: Any) -> SequenceGroup:
     request = Request.of([1 + at % 200 for at in range(length)], **{"max_tokens": 8, **settings})
-    return make_group(request, model=model, context=context, grammars=Grammars(model), deadline=None)
+    return make_group(
+        request,
+        model=model,
+        context=context,
+        grammars=Grammars(model),
+        breakers=BreakerTable(model),
+        deadline=None,
+    )
 
 
 def admitted(groups: list[SequenceGroup], slots: Slots) -> list[SequenceGroup]:

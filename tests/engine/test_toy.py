@@ -22,7 +22,7 @@ from perdure import (
     TokenError,
 )
 from perdure.engine.batch import Batch, Part
-from perdure.engine.contract import Model, Outcome, Stage
+from perdure.engine.contract import Model, Outcome
 from perdure.engine.toy import Faults, Gate, Mishap, ToyAbort, ToyCore, ToyModel
 from subjects import Row
 
@@ -312,27 +312,3 @@ def test_an_adapter_changes_what_it_says_and_fits_only_its_model() -> None:
         with pytest.raises(EngineError, match="refused"):
             ctx.adapt({ToyModel(seed=1).adapter("a"): 1.0})
         assert ctx.tokens() in ([], TEXT)
-
-
-def test_sampling_is_greedy_or_seeded() -> None:
-    model = ToyModel()
-
-    def draw(*stages: Stage, count: int = 12) -> list[int]:
-        with model.context() as ctx:
-            ctx.decode(TEXT)
-            sampler = ctx.sampler(stages)
-            return [ctx.sample(sampler) for _ in range(count)]
-
-    with model.context() as ctx:
-        ctx.decode(TEXT)
-        best = [candidate.token for candidate in ctx.logits().top(3)]
-    assert draw(Stage("greedy")) == [best[0]] * 12
-    assert draw(Stage("temp", (0.0,)), Stage("dist", (1,))) == [best[0]] * 12
-    assert draw(Stage("bias", ((5, 100.0),)), Stage("greedy"))[0] == 5
-    assert set(draw(Stage("top_k", (3,)), Stage("dist", (1,)), count=60)) == set(best)
-    assert draw(Stage("dist", (1,))) == draw(Stage("dist", (1,))) != draw(Stage("dist", (2,)))
-    assert draw(Stage("min_p", (1.0,)), Stage("dist", (1,))) == [best[0]] * 12
-    assert draw(Stage("top_p", (0.0,)), Stage("dist", (1,))) == [best[0]] * 12
-    assert draw(Stage("penalties", (64, 1.0, 0.0, 50.0)), Stage("greedy"), count=3) == best
-    with pytest.raises(PerdureError, match="no sampler stage"):
-        draw(Stage("mirostat", ()))

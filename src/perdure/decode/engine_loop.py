@@ -14,6 +14,7 @@ from perdure.decode.executor import Executor
 from perdure.decode.grammar import Grammars
 from perdure.decode.group import SequenceGroup, make_group
 from perdure.decode.job import Job
+from perdure.decode.repetition import BreakerTable
 from perdure.decode.request import Request
 from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Scheduler, Step, admit
 from perdure.decode.slots import FreshSlots, Slots
@@ -69,6 +70,7 @@ class EngineLoop:
         self._slots = slots or FreshSlots(context)
         self._executor = Executor(context, self._slots)
         self._grammars = Grammars(model)
+        self._breakers = BreakerTable(model)
         self._changed = threading.Condition()
         self._waiting: deque[SequenceGroup] = deque()
         self._active: list[SequenceGroup] = []
@@ -89,6 +91,7 @@ class EngineLoop:
             model=self._model,
             context=self._context,
             grammars=self._grammars,
+            breakers=self._breakers,
             deadline=request.ends_at(time.monotonic()),
         )
         with self._changed:

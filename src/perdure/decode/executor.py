@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TypeAlias
 
 import numpy as np
 
+from perdure.decode.candidates import Candidates
 from perdure.decode.group import SequenceGroup
 from perdure.decode.output_queue import OutputQueue, notify
-from perdure.decode.scheduler import Chunk, Step
+from perdure.decode.sampler import draw
+from perdure.decode.scheduler import Step
 from perdure.decode.sequence import TokenSequence
 from perdure.decode.slots import SlotAssignment, Slots
 from perdure.engine.context import Context, Feed
@@ -23,6 +26,10 @@ log = logging.getLogger("perdure.decode")
 
 _TIMED = 16
 """Steps of so many tokens tell how fast prompts are computed; shorter ones are mostly overhead."""
+
+
+_Draw: TypeAlias = tuple[TokenSequence, Candidates]
+"""A sequence that is to draw, and what it can draw."""
 
 
 class Executor:
@@ -142,6 +149,7 @@ class Executor:
     def _draw(self, step: Step) -> None:
         """Draw for every sequence that is computed to its end, then start the further samples."""
         prompts: list[SequenceGroup] = []
+        wanted: list[_Draw] = []
         for chunk in step:
             sequence = chunk.sequence
             if sequence.scoring:
@@ -152,10 +160,18 @@ class Executor:
                 continue
             self._changed.append(chunk.group.output)
             if sequence.written:
-                self._draw_next(sequence, sequence, chunk.count - 1)
+                drawing = [sequence]
             else:
+                # All samples of a prompt draw their first token from its one row.
                 prompts.append(chunk.group)
-                self._draw_first(chunk)
+                drawing = [each for each in chunk.group.sequences if not each.done]
+            for each in drawing:
+                each.cached, each.report = sequence.cached, sequence.report
+                with _contained(each):
+                    assert sequence.seq is not None
+                    found = each.select(self._context, chunk.count - 1, sequence.seq)
+                    wanted.append((each, found))
+        self._take(wanted)
         for chunk in step:
             sequence = chunk.sequence
             if sequence.seq is not None and sequence.cached <= sequence.prompt_length:
@@ -165,23 +181,12 @@ class Executor:
         for group in prompts:
             self._fork_samples(group)
 
-    def _draw_next(self, sequence: TokenSequence, computed: TokenSequence, row: int) -> None:
-        assert computed.seq is not None
-        try:
-            sequence.draw(self._context, row, computed.seq)
-        except BaseException as error:
-            _end_by(error, sequence)
-
-    def _draw_first(self, chunk: Chunk) -> None:
-        """All samples of a prompt draw their first token from its one row."""
-        context, first, row = self._context, chunk.sequence, chunk.count - 1
-        sequences = [sequence for sequence in chunk.group.sequences if not sequence.done]
-        raw = context.logits(row, first.seq).copy() if len(sequences) > 1 else None
-        for sequence in sequences:
-            sequence.cached, sequence.report = first.cached, first.report
-            if raw is not None:
-                context.overwrite(raw, row, first.seq)
-            self._draw_next(sequence, first, row)
+    def _take(self, wanted: Sequence[_Draw]) -> None:
+        """Draw a token for each sequence, for all at once."""
+        tokens = draw([(sequence.sampler, found, len(sequence.tokens)) for sequence, found in wanted])
+        for (sequence, _), token in zip(wanted, tokens, strict=True):
+            with _contained(sequence):
+                sequence.take(token)
 
     # Samples that share a prompt.
 

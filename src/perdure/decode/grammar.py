@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -124,16 +124,13 @@ class Matcher:
             )
         return self._mask
 
+    def allows(self, token: int) -> bool:
+        """Whether `token` may come next."""
+        return bool(self._native.validate_tokens([token]))
+
     def consume(self, token: int) -> None:
         if not self._native.consume_token(token):
             raise GrammarError(f"the grammar refused token {token}: {_reason(self._native)}")
-
-
-def bits(tokens: Iterable[int], n_vocab: int) -> NDArray[np.uint8]:
-    """One bit a token, as in a mask, set for `tokens`."""
-    chosen = np.zeros(-(-n_vocab // 32) * 32, np.bool_)
-    chosen[list(tokens)] = True
-    return np.packbits(chosen, bitorder="little")
 
 
 def _reason(native: Any) -> str:

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from perdure.decode.grammar import Grammars
 from perdure.decode.output_queue import OutputQueue
+from perdure.decode.repetition import BreakerTable
 from perdure.decode.request import Request
+from perdure.decode.sampler import Sampler
 from perdure.decode.sequence import TokenSequence
 from perdure.decode.slots import SlotAssignment
 from perdure.engine.context import Context
@@ -75,7 +77,13 @@ class SequenceGroup:
 
 
 def make_group(
-    request: Request, *, model: Model, context: Context, grammars: Grammars, deadline: float | None
+    request: Request,
+    *,
+    model: Model,
+    context: Context,
+    grammars: Grammars,
+    breakers: BreakerTable,
+    deadline: float | None,
 ) -> SequenceGroup:
     """The sequences of a request. Whatever is wrong with it is raised here, before any work."""
     ids = _token_ids(request.prompt, context.n_vocab)
@@ -91,17 +99,20 @@ def make_group(
     settled = request.sampling.seeded()
     if request.ignore_eos:
         settled = settled.without(sorted(model.ends))
+    settled.check(context.n_vocab)
+    found = breakers.find(settled.dry_breakers) if settled.dry_multiplier else None
+    back = settled.looks_back
     output = OutputQueue()
     sequences = []
     for index in range(request.n):
-        sampling = settled.seeded(index)
+        sampler = Sampler(settled.seeded(index), n_ctx=context.n_ctx, breakers=found)
+        sampler.prime(request.prompt if back < 0 else request.prompt[max(0, len(ids) - back) :])
         sequences.append(
             TokenSequence(
                 request,
                 index=index,
                 model=model,
-                sampling=sampling,
-                sampler=context.sampler(sampling.stages(n_vocab=context.n_vocab, n_ctx=context.n_ctx)),
+                sampler=sampler,
                 matcher=grammars.matcher(request.grammar) if request.grammar else None,
                 limit=request.max_tokens or room,
                 put=output.put,

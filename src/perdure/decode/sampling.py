@@ -1,4 +1,4 @@
-"""The settings of a draw, checked once, and the chain of stages that they mean."""
+"""The settings of a draw, checked once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from perdure.engine.contract import Stage
 from perdure.errors import SamplingError, TokenError
 
 SEED_LIMIT = 2**32 - 1
@@ -27,6 +26,7 @@ class Sampling:
     top_p: float = 0.95
     min_p: float = 0.05
     typical_p: float = 1.0
+    top_n_sigma: float = 0.0
     repeat_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -105,35 +105,13 @@ class Sampling:
         """The same with `tokens` ruled out."""
         return dataclasses.replace(self, logit_bias={**self.logit_bias, **dict.fromkeys(tokens, -math.inf)})
 
-    def stages(self, *, n_vocab: int, n_ctx: int) -> list[Stage]:
-        """The chain, in the order that llama.cpp's own programs use."""
-        seed = self.seeded().seed
-        stages = []
-        if self.logit_bias:
-            _check_bias(self.logit_bias, n_vocab)
-            stages.append(Stage("bias", tuple(sorted(self.logit_bias.items()))))
-        penalties = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty)
-        if penalties != (1, 0, 0) and self.penalty_last_n:
-            stages.append(Stage("penalties", (_span(self.penalty_last_n, n_ctx), *penalties)))
-        if self.dry_multiplier and self.dry_last_n:
-            numbers = (self.dry_multiplier, self.dry_base, self.dry_allowed_length)
-            stages.append(Stage("dry", (*numbers, _span(self.dry_last_n, n_ctx), tuple(self.dry_breakers))))
-        if self.greedy:
-            return [*stages, Stage("greedy")]
-        if self.mirostat:
-            stages.append(Stage("temp", (self.temperature,)))
-            name = "mirostat" if self.mirostat == 1 else "mirostat_v2"
-            return [*stages, Stage(name, (seed, self.mirostat_tau, self.mirostat_eta))]
-        if self.top_k:
-            stages.append(Stage("top_k", (self.top_k,)))
-        for name, value in (("typical", self.typical_p), ("top_p", self.top_p)):
-            if value < 1:
-                stages.append(Stage(name, (value,)))
-        if self.min_p:
-            stages.append(Stage("min_p", (self.min_p,)))
-        if self.xtc_probability:
-            stages.append(Stage("xtc", (self.xtc_probability, self.xtc_threshold, seed)))
-        return [*stages, Stage("temp", (self.temperature,)), Stage("dist", (seed,))]
+    def check(self, n_vocab: int) -> None:
+        """See that the tokens it names are in the vocabulary, and that one is left to draw."""
+        for token in self.logit_bias:
+            if not 0 <= token < n_vocab:
+                raise TokenError(f"logit_bias names token {token}; ids run from 0 to {n_vocab - 1}")
+        if len(self.banned) == n_vocab:
+            raise SamplingError("logit_bias rules out every token")
 
 
 # Beyond these a logit may leave the range of a float, and infinity less infinity is no number.
@@ -145,6 +123,7 @@ _RANGES = (
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
     ("typical_p", 0.0, 1.0),
+    ("top_n_sigma", 0.0, 1e6),
     ("repeat_penalty", 1e-6, 1e6),
     ("frequency_penalty", -1e6, 1e6),
     ("presence_penalty", -1e6, 1e6),
@@ -163,15 +142,3 @@ def _is_breaker(text: object) -> bool:
         return isinstance(text, str) and b"\0" not in text.encode() and text != ""
     except UnicodeEncodeError:
         return False
-
-
-def _span(last_n: int, n_ctx: int) -> int:
-    return n_ctx if last_n < 0 else min(last_n, n_ctx)
-
-
-def _check_bias(bias: Mapping[int, float], n_vocab: int) -> None:
-    for token in bias:
-        if not 0 <= token < n_vocab:
-            raise TokenError(f"logit_bias names token {token}; ids run from 0 to {n_vocab - 1}")
-    if len(bias) == n_vocab and all(value == -math.inf for value in bias.values()):
-        raise SamplingError("logit_bias rules out every token")

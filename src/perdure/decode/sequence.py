@@ -12,13 +12,14 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.decode.grammar import Matcher, bits
+from perdure.decode.candidates import Candidates
+from perdure.decode.grammar import Matcher
 from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
-from perdure.decode.sampling import Sampling
+from perdure.decode.sampler import NothingToDraw, Sampler
 from perdure.decode.slots import ReuseReport
 from perdure.decode.text import TextStream
 from perdure.engine.context import Context
-from perdure.engine.contract import Model, Sampler
+from perdure.engine.contract import Floats, Model
 from perdure.engine.logits import Candidate, LogitsView, Step
 from perdure.errors import GrammarError, InvalidInputError
 
@@ -54,7 +55,6 @@ class TokenSequence:
         *,
         index: int,
         model: Model,
-        sampling: Sampling,
         sampler: Sampler,
         matcher: Matcher | None,
         limit: int,
@@ -78,7 +78,7 @@ class TokenSequence:
         self.finished: float | None = None
         self.submitted = time.monotonic()
         self._model = model
-        self._sampling = sampling
+        self._sampling = sampler.sampling
         self._sampler = sampler
         self._matcher = matcher
         self._limit = limit
@@ -88,10 +88,8 @@ class TokenSequence:
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
         self._end: int | None = None
-        steered = bool(request.processors) or matcher is not None
-        banned = sampling.banned if steered else []
-        self._possible = ~bits(banned, model.n_vocab) if banned else None
-        self._prime()
+        self._view: LogitsView | None = None
+        self._best: tuple[Candidate, ...] = ()
 
     @property
     def remaining(self) -> int:
@@ -108,6 +106,10 @@ class TokenSequence:
         """Whether rows of the prompt are wanted of the next tokens."""
         wanted = self.request.prompt_logprobs is not None and self.index == 0
         return wanted and len(self._prompt_logprobs) < self.prompt_length - 1
+
+    @property
+    def sampler(self) -> Sampler:
+        return self._sampler
 
     @property
     def done(self) -> bool:
@@ -133,24 +135,52 @@ class TokenSequence:
             view = context.logits(row, self.seq)
             self._prompt_logprobs.append(_logprob(view, self.tokens[at], top))
 
-    def draw(self, context: Context, row: int, seq: int) -> None:
-        """Choose the next token from a row of logits, and end the reply where it ends."""
+    @property
+    def steered(self) -> bool:
+        """Whether processors or a grammar have a say in what is drawn."""
+        return bool(self.request.processors) or self._matcher is not None
+
+    def select(self, context: Context, row: int, seq: int) -> Candidates:
+        """What can be drawn next from a row of logits."""
         request = self.request
-        best: tuple[Candidate, ...] = ()
-        norm, values = 0.0, None
         if request.logprobs is not None:
             # Of the model's own distribution, before anything changes the row.
-            view = context.logits(row, seq)
-            norm = view.log_norm()
-            best = tuple(view.top(min(request.logprobs, view.size))) if request.logprobs else ()
-            values = view.copy() if request.processors else None
-        self._steer(context, row, seq)
-        token = context.sample(self._sampler, row, seq)
+            self._view = view = context.logits(row, seq)
+            self._best = tuple(view.top(min(request.logprobs, view.size))) if request.logprobs else ()
+        if not self.steered:
+            return context.read_row(self._sampler.select, row, seq)
+        try:
+            if not request.processors:
+                return context.read_row(self._allowed, row, seq)
+            values = context.logits(row, seq).copy()
+            for processor in request.processors:
+                with _lent(values) as lent:
+                    values = _processed(processor(TokensView(self.tokens), lent), context)
+            return self._allowed(values)
+        except NothingToDraw:
+            if request.processors:
+                message = "processors, grammar and logit_bias together rule out every token"
+                raise InvalidInputError(message) from None
+            message = "the grammar came to a dead end: logit_bias rules out all that may follow"
+            raise GrammarError(message) from None
+
+    def _allowed(self, row: Floats) -> Candidates:
+        """What of a row the grammar allows."""
+        matcher = self._matcher
+        if matcher is None:
+            return self._sampler.select(row)
+        if self._sampling.greedy and matcher.allows(int((found := self._sampler.select(row)).ids[0])):
+            # The likeliest of all is the likeliest of what is allowed: no need to ask for the rest.
+            return found
+        return self._sampler.select(row, matcher.mask())
+
+    def take(self, token: int) -> None:
+        """Go on with a token that was drawn, and end the reply where it ends."""
+        request = self.request
         new: tuple[TokenLogprob, ...] = ()
-        if request.logprobs is not None:
-            # A mask leaves the logits of what it allows alone.
-            logit = (context.logits(row, seq) if values is None else values)[token]
-            new = (TokenLogprob(token, float(logit) - norm, best),)
+        if (view := self._view) is not None:
+            new = (TokenLogprob(token, float(view[token]) - view.log_norm(), self._best),)
+            self._view = None
         if self.first_token is None:
             self.first_token = time.monotonic()
         if self._matcher is not None:
@@ -173,28 +203,6 @@ class TokenSequence:
             self._put(Delta(text, (token,), new, self.index))
             return
         self.finish(reason, text, (token,), new)
-
-    def _steer(self, context: Context, row: int, seq: int) -> None:
-        """Let processors and the grammar change a row, and see that a token is left to draw."""
-        processors, matcher = self.request.processors, self._matcher
-        if not processors and matcher is None:
-            return
-        if processors:
-            values = context.logits(row, seq).copy()
-            for processor in processors:
-                with _lent(values) as view:
-                    values = _processed(processor(TokensView(self.tokens), view), context)
-            context.overwrite(values, row, seq)
-        allowed = None if matcher is None else matcher.mask()
-        if self._possible is not None:
-            allowed = self._possible if allowed is None else allowed & self._possible
-        if allowed is not None:
-            if not allowed.any():
-                raise GrammarError("the grammar came to a dead end: logit_bias rules out all that may follow")
-            context.rule_out(allowed, row, seq)
-            # An engine asked to draw from nothing draws anything.
-            if processors and context.logits(row, seq).max() == -np.inf:
-                raise InvalidInputError("processors, grammar and logit_bias together rule out every token")
 
     def finish(
         self,
@@ -240,12 +248,6 @@ class TokenSequence:
             prompt_logprobs=None if self.request.prompt_logprobs is None else tuple(self._prompt_logprobs),
             error=self.error,
         )
-
-    def _prime(self) -> None:
-        """Show the sampler the prompt: penalties must not depend on what was cached."""
-        back = self._sampling.looks_back
-        for token in self.tokens if back < 0 else self.tokens[max(0, len(self.tokens) - back) :]:
-            self._sampler.accept(token)
 
 
 def _logprob(view: LogitsView, token: int, top: int) -> TokenLogprob:

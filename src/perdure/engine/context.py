@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +23,11 @@ from perdure.engine.contract import (
     Capabilities,
     Capture,
     Core,
+    Floats,
     Memory,
     MemoryKind,
     Outcome,
     Rows,
-    Sampler,
-    Stage,
     Tokens,
 )
 from perdure.engine.interrupt import stopped_by_ctrl_c
@@ -50,6 +50,8 @@ from perdure.errors import (
     TokenError,
 )
 from perdure.identity import Identity
+
+T = TypeVar("T")
 
 _LARGEST_SCALE = float(np.finfo(np.float32).max)
 _DIRECT = 8
@@ -259,17 +261,12 @@ class Context:
             self._ready()
             return self._rows.view(row, seq)
 
-    def sampler(self, stages: Sequence[Stage]) -> Sampler:
-        """A chain of samplers for `sample`. It does not wait for a decode in flight."""
-        if self._closing:
-            raise ClosedError("this context is closed")
-        return self._core.sampler(stages)
-
-    def sample(self, sampler: Sampler, row: int = -1, seq: int | None = None) -> int:
-        """Draw a token from a row of the last native step."""
+    def read_row(self, function: Callable[[Floats], T], row: int = -1, seq: int | None = None) -> T:
+        """What `function` makes of a row of the last native step. It gets the engine's own memory: it must
+        neither change nor keep it."""
         with self._lock:
             self._ready()
-            return self._core.sample(sampler, self._rows.live(row, seq))
+            return function(self._core.row(self._rows.live(row, seq)))
 
     def overwrite(self, logits: NDArray[np.float32], row: int = -1, seq: int | None = None) -> None:
         """Put other values into a row of the last native step. Its views end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NewType, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NewType, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,22 +50,6 @@ class Outcome(enum.Enum):
     REJECTED = "the batch was refused; nothing changed"
     ABORTED = "stopped on request"
     FAILED = "the computation failed"
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One sampler of a chain, by the library's name for it, with arguments that were checked."""
-
-    name: str
-    args: tuple[Any, ...] = ()
-
-
-class Sampler(Protocol):
-    """A chain of stages with a memory of what it accepted."""
-
-    def accept(self, token: int) -> None:
-        """Count a token that was not sampled here, such as one of the prompt."""
-        ...
 
 
 class Adapter(Protocol):
@@ -118,11 +102,6 @@ class Core(Protocol):
 
         Only of a core that was opened for an embedder.
         """
-        ...
-
-    def sampler(self, stages: Sequence[Stage]) -> Sampler: ...
-    def sample(self, sampler: Sampler, index: int) -> int:
-        """Draw a token from the logits of batch entry `index`, and accept it."""
         ...
 
     def newest(self, seq: int) -> int:

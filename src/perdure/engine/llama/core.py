@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.batch import Batch, Part
-from perdure.engine.contract import Adapter, Capture, Floats, MemoryKind, Outcome, Sampler, Stage
+from perdure.engine.contract import Adapter, Capture, Floats, MemoryKind, Outcome
 from perdure.engine.llama import declarations, layout, library
 from perdure.engine.llama.adapter import LlamaAdapter
-from perdure.engine.llama.sampler import LlamaSampler
 from perdure.engine.llama.threadpool import Threadpool
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, EngineError, InvalidInputError, OutOfMemoryError
@@ -91,13 +90,6 @@ class LlamaCore:
             raise EngineError("the engine has no hidden states: this context was not opened for them")
         block = (ctypes.c_float * (count * self.width)).from_address(ctypes.addressof(pointer.contents))
         return np.frombuffer(memoryview(block), np.float32).reshape(count, self.width)
-
-    def sampler(self, stages: Sequence[Stage]) -> LlamaSampler:
-        return LlamaSampler(self._weights, stages)
-
-    def sample(self, sampler: Sampler, index: int) -> int:
-        assert isinstance(sampler, LlamaSampler)
-        return int(self._lib.llama_sampler_sample(sampler.handle, self._context, index))
 
     def newest(self, seq: int) -> int:
         return int(self._lib.llama_memory_seq_pos_max(self._memory, seq))

@@ -121,18 +121,6 @@ class ContextParams(Structure):
     )
 
 
-class SamplerChainParams(Structure):
-    """`llama_sampler_chain_params`."""
-
-    _fields_ = (("no_perf", c_bool),)
-
-
-class LogitBias(Structure):
-    """`llama_logit_bias`."""
-
-    _fields_ = (("token", c_int32), ("bias", c_float))
-
-
 class ThreadpoolParams(Structure):
     """`ggml_threadpool_params`."""
 
@@ -244,30 +232,6 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_state_seq_get_size_ext": (c_size_t, [c_void_p, c_int32, c_uint32]),
     "llama_state_seq_get_data_ext": (c_size_t, [c_void_p, _BYTES, c_size_t, c_int32, c_uint32]),
     "llama_state_seq_set_data_ext": (c_size_t, [c_void_p, _BYTES, c_size_t, c_int32, c_uint32]),
-    # Samplers.
-    "llama_sampler_chain_default_params": (SamplerChainParams, []),
-    "llama_sampler_chain_init": (c_void_p, [SamplerChainParams]),
-    "llama_sampler_chain_add": (None, [c_void_p, c_void_p]),
-    "llama_sampler_free": (None, [c_void_p]),
-    "llama_sampler_accept": (None, [c_void_p, c_int32]),
-    "llama_sampler_sample": (c_int32, [c_void_p, c_void_p, c_int32]),
-    "llama_sampler_init_greedy": (c_void_p, []),
-    "llama_sampler_init_dist": (c_void_p, [c_uint32]),
-    "llama_sampler_init_top_k": (c_void_p, [c_int32]),
-    "llama_sampler_init_top_p": (c_void_p, [c_float, c_size_t]),
-    "llama_sampler_init_min_p": (c_void_p, [c_float, c_size_t]),
-    "llama_sampler_init_typical": (c_void_p, [c_float, c_size_t]),
-    "llama_sampler_init_temp": (c_void_p, [c_float]),
-    "llama_sampler_init_top_n_sigma": (c_void_p, [c_float]),
-    "llama_sampler_init_xtc": (c_void_p, [c_float, c_float, c_size_t, c_uint32]),
-    "llama_sampler_init_mirostat": (c_void_p, [c_int32, c_uint32, c_float, c_float, c_int32]),
-    "llama_sampler_init_mirostat_v2": (c_void_p, [c_uint32, c_float, c_float]),
-    "llama_sampler_init_penalties": (c_void_p, [c_int32, c_int32, c_float, c_float, c_float]),
-    "llama_sampler_init_dry": (
-        c_void_p,
-        [c_void_p, c_float, c_float, c_int32, c_int32, POINTER(c_char_p), c_size_t],
-    ),
-    "llama_sampler_init_logit_bias": (c_void_p, [c_int32, c_int32, POINTER(LogitBias)]),
 }
 """Every function that perdure calls: its result, then its arguments."""
 

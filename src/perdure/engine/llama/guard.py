@@ -12,7 +12,6 @@ from perdure.engine.llama.declarations import (
     ContextParams,
     Functions,
     ModelParams,
-    SamplerChainParams,
     ThreadpoolParams,
 )
 from perdure.errors import EngineLibraryError
@@ -54,13 +53,11 @@ _CONTEXT = {
     "op_offload": True,
     "swa_full": True,
 }
-_SAMPLERS = {"no_perf": True}
 _THREADS = {"n_threads": 3, "poll": 50}
 
 _DEFAULTS: dict[str, tuple[type[Structure], dict[str, Any]]] = {
     "llama_model_default_params": (ModelParams, _MODEL),
     "llama_context_default_params": (ContextParams, _CONTEXT),
-    "llama_sampler_chain_default_params": (SamplerChainParams, _SAMPLERS),
 }
 """What each function fills in, where that is not zero."""
 

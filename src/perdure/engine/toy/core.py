@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.batch import Batch
-from perdure.engine.contract import Adapter, Capture, Floats, Memory, Outcome, Sampler, Stage
+from perdure.engine.contract import Adapter, Capture, Floats, Memory, Outcome
 from perdure.engine.toy.cells import Held, mix
 from perdure.engine.toy.faults import Faults, Mishap, Trouble
-from perdure.engine.toy.sampler import ToySampler
 from perdure.errors import EngineError
 
 WIDTH = 16
@@ -121,13 +120,6 @@ class ToyCore:
         self._check_open()
         rows = [[mix(value, place) for place in range(self.width)] for value in self._values[:count]]
         return np.array([[(word >> 40) * 2.0**-23 - 1.0 for word in row] for row in rows], np.float32)
-
-    def sampler(self, stages: Sequence[Stage]) -> ToySampler:
-        return ToySampler(stages)
-
-    def sample(self, sampler: Sampler, index: int) -> int:
-        assert isinstance(sampler, ToySampler)
-        return sampler.sample(self.row(index))
 
     def _check_batch(self, batch: Batch, entries: list[tuple[int, int, int]]) -> None:
         if not 0 < batch.size <= self._n_batch:

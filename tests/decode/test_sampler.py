@@ -1,0 +1,265 @@
+"""Our sampling against the library's own chain: the same candidates with the same probabilities (M6)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bench.library_sampler import LibrarySampler
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from perdure import Model, Sampling
+from perdure.decode.candidates import masked, top
+from perdure.decode.repetition import BreakerTable
+from perdure.decode.sampler import NothingToDraw, RandomNumbers, Sampler, draw, weights
+
+Row = NDArray[np.float32]
+N_CTX = 256
+PLAIN: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@pytest.fixture(scope="module")
+def model(zoo_path: Callable[[str], Path]) -> Iterator[Model]:
+    with Model(zoo_path("llama")) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def breakers(model: Model) -> BreakerTable:
+    return BreakerTable(model)
+
+
+def random_row(seed: int, size: int, spread: float) -> Row:
+    """Logits without ties: of equals, the library keeps any."""
+    dice = np.random.default_rng(seed)
+    steps = np.sort(dice.normal(0, spread, size)) + np.linspace(0, size * 1e-5, size)
+    row: Row = dice.permutation(steps).astype(np.float32)
+    assert len(np.unique(row)) == size
+    return row
+
+
+def ours(sampler: Sampler, row: Row, mask: NDArray[np.uint8] | None = None) -> dict[int, float]:
+    """The tokens that can be drawn, with their probabilities. XTC strikes."""
+    found = sampler.select(row, mask)
+    if len(found) == 1:
+        return {int(found.ids[0]): 1.0}
+    shares = weights([(sampler, found)], np.zeros(1))[0]
+    total = shares.sum()
+    return {int(token): share / total for token, share in zip(found.ids, shares, strict=True) if share > 0}
+
+
+def check_same(mine: dict[int, float], theirs: dict[int, float], case: str) -> None:
+    """The same tokens with the same probabilities."""
+    likely = {token: p for token, p in theirs.items() if p > 1e-9}
+    assert {token for token, p in mine.items() if p > 1e-9} == set(likely), case
+    for token, p in likely.items():
+        assert mine[token] == pytest.approx(p, rel=2e-3, abs=1e-6), case
+
+
+CUTS: dict[str, Any] = {
+    "temperature": st.sampled_from([0.3, 0.8, 1.0, 1.7, 40.0]),
+    "top_k": st.sampled_from([0, 1, 5, 40, 300, 100_000]),
+    "top_p": st.sampled_from([0.0, 0.3, 0.713, 0.95, 1.0]),
+    "min_p": st.sampled_from([0.0, 0.05, 0.2, 1.0]),
+    "typical_p": st.sampled_from([1.0, 1.0, 0.213, 0.5, 0.9]),
+    "top_n_sigma": st.sampled_from([0.0, 0.0, 1.0, 2.5]),
+    "xtc_probability": st.sampled_from([0.0, 1.0]),
+    "xtc_threshold": st.sampled_from([0.03, 0.1, 0.3, 0.7]),
+    "repeat_penalty": st.sampled_from([1.0, 1.3, 0.8]),
+    "frequency_penalty": st.sampled_from([0.0, 0.4, -0.2]),
+    "presence_penalty": st.sampled_from([0.0, 0.7]),
+    "penalty_last_n": st.sampled_from([-1, 0, 3, 64]),
+    "dry_multiplier": st.sampled_from([0.0, 0.8]),
+    "dry_base": st.sampled_from([1.0, 1.75, 4.0]),
+    "dry_allowed_length": st.sampled_from([1, 2, 5]),
+    "dry_last_n": st.sampled_from([-1, 0, 7, 40]),
+    "dry_breakers": st.sampled_from([(), ("\n",), ("a", "bc"), ("the end", "\n", ":")]),
+    "logit_bias": st.sampled_from([{}, {3: 2.0, 7: -math.inf}, {5: 50.0}]),
+}
+
+
+def accepted(seed: int) -> list[int]:
+    """Tokens with phrases that come again."""
+    dice = np.random.default_rng(seed)
+    phrase: list[int] = dice.integers(0, 384, dice.integers(2, 6)).tolist()
+    found: list[int] = []
+    for _ in range(int(dice.integers(0, 12))):
+        found += phrase if dice.random() < 0.5 else dice.integers(90, 110, 3).tolist()
+    return found + phrase[: int(dice.integers(0, len(phrase)))]
+
+
+def pair(model: Model, breakers: BreakerTable, sampling: Sampling, before: Sequence[int]) -> tuple[Any, Any]:
+    table = breakers.find(sampling.dry_breakers) if sampling.dry_multiplier else None
+    mine = Sampler(sampling, n_ctx=N_CTX, breakers=table)
+    assert model._weights is not None
+    theirs = LibrarySampler(sampling, n_vocab=model.n_vocab, n_ctx=N_CTX, vocab=model._weights.vocab)
+    mine.prime(before)
+    for token in before:
+        theirs.accept(token)
+    return mine, theirs
+
+
+def beside_a_cut(sampling: Sampling, mine: Sampler, row: Row) -> bool:
+    """Whether a cumulative share comes so near to a cut that the library's rounding decides."""
+    if sampling.top_p in (0.0, 1.0) and sampling.typical_p == 1.0 and not sampling.xtc_probability:
+        return False
+    nudged = [row * np.float32(1 + change) for change in (1e-4, -1e-4)]
+    return len({frozenset(ours(mine, each)) for each in (row, *nudged)}) > 1
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 10_000),
+    spread=st.sampled_from([0.5, 2.0, 6.0]),
+    chosen=st.fixed_dictionaries(CUTS),
+)
+def test_m6_candidates_and_probabilities_are_the_librarys(
+    seed: int, spread: float, chosen: dict[str, Any], model: Model, breakers: BreakerTable
+) -> None:
+    sampling = Sampling(**chosen, seed=1)
+    # With an impossible token the library's typical stage computes 0 times infinity.
+    if sampling.typical_p < 1 and (sampling.banned or sampling.top_n_sigma):
+        return
+    mine, theirs = pair(model, breakers, sampling, accepted(seed))
+    row = random_row(seed, model.n_vocab, spread)
+    if beside_a_cut(sampling, mine, row):
+        return
+    check_same(ours(mine, row), theirs.apply(row)[0], str(chosen))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 10_000),
+    version=st.sampled_from([1, 2]),
+    tau=st.sampled_from([0.5, 3.0, 5.0]),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_m6_mirostat_keeps_its_aim_as_the_library_does(
+    seed: int, version: int, tau: float, temperature: float, model: Model, breakers: BreakerTable
+) -> None:
+    """Over several draws: ours is told what the library drew."""
+    sampling = Sampling(
+        mirostat=version, mirostat_tau=tau, mirostat_eta=0.3, temperature=temperature, seed=seed
+    )
+    mine, theirs = pair(model, breakers, sampling, [])
+    for at in range(6):
+        row = random_row(seed + at, model.n_vocab, 3.0)
+        expected, drawn = theirs.apply(row)
+        found = ours(mine, row)
+        # How many are left hangs on rounding; which ones they are does not.
+        assert abs(len(found) - len(expected)) <= 1 + len(expected) // 100
+        if set(found) != set(expected):
+            return
+        check_same(found, expected, f"draw {at}")
+        mine.observe(found[drawn])
+
+
+@pytest.mark.parametrize("size", [50_000, 4097])
+@pytest.mark.parametrize("k", [1, 7, 40, 200, 5000])
+def test_the_largest_are_found_in_blocks_as_by_sorting(size: int, k: int) -> None:
+    row = random_row(k, size, 4.0)
+    ids, values = top(row, k)
+    expected = np.argsort(-row)[:k]
+    assert ids.tolist() == expected.tolist()
+    assert values.tolist() == row[expected].tolist()
+
+
+def test_equal_logits_leave_as_many_candidates_as_asked_for() -> None:
+    row = np.zeros(50_000, np.float32)
+    row[::3] = 1.0
+    ids, values = top(row, 40)
+    assert len(set(ids.tolist())) == 40
+    assert set(values.tolist()) == {1.0}
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"temperature": 0},
+        {},
+        {"top_k": 0},
+        {**PLAIN},
+        {"top_k": 5, "typical_p": 0.5},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.01},
+        {"top_n_sigma": 1.0},
+        {"mirostat": 1},
+        {"mirostat": 2},
+        {"repeat_penalty": 1.3, "logit_bias": {3: 2.0}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.02])
+def test_m6_a_mask_comes_before_every_stage(chosen: dict[str, Any], share: float) -> None:
+    """A grammar's mask that is looked up for candidates gives what masking the whole row gives."""
+    dice = np.random.default_rng(4)
+    for case in range(20):
+        row = random_row(case, 6000, 3.0)
+        allowed = dice.random(6000) < share
+        mask = np.packbits(allowed, bitorder="little")
+        lazy, eager = (Sampler(Sampling(**chosen, seed=1), n_ctx=N_CTX) for _ in range(2))
+        for each in (lazy, eager):
+            each.prime([1, 2, 3])
+        assert ours(lazy, row, mask) == ours(eager, masked(row, mask))
+        # And drawn, not only weighed.
+        tokens = [draw([(each, each.select(row, mask), case)])[0] for each in (lazy, eager)]
+        assert tokens[0] == tokens[1]
+        assert allowed[tokens[0]]
+
+
+@pytest.mark.parametrize(
+    "chosen", [{}, {"top_k": 0}, {"mirostat": 1}, {"mirostat": 2}, {"top_n_sigma": 1.0}], ids=str
+)
+def test_nothing_left_is_said(chosen: dict[str, Any]) -> None:
+    sampler = Sampler(Sampling(**chosen), n_ctx=N_CTX)
+    with pytest.raises(NothingToDraw):
+        sampler.select(np.full(384, -np.inf, np.float32))
+    with pytest.raises(NothingToDraw):
+        sampler.select(np.zeros(384, np.float32), np.zeros(48, np.uint8))
+
+
+# Random numbers.
+
+
+def test_k5_a_draw_depends_on_the_seed_and_the_position_alone() -> None:
+    """Whoever else is served, and whatever was drawn before."""
+    row = random_row(1, 5000, 1.0)
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 0, "min_p": 0.0}, {**PLAIN}, {"temperature": 0}]
+
+    def drawn(company: int, position: int) -> int:
+        crowd = [Sampler(Sampling(seed=7), n_ctx=N_CTX)]
+        crowd += [Sampler(Sampling(seed=at, **kinds[at % 4]), n_ctx=N_CTX) for at in range(company)]
+        return draw([(each, each.select(row), position + 3 * at) for at, each in enumerate(crowd)])[0]
+
+    for position in (0, 5, 63, 64, 1000):
+        assert len({drawn(company, position) for company in (0, 1, 5, 17)}) == 1
+    assert len({drawn(0, position) for position in range(50)}) > 5
+
+
+def test_k5_numbers_are_the_same_in_any_order_and_do_not_repeat() -> None:
+    numbers = RandomNumbers(3)
+    forth = [numbers.at(position).tolist() for position in range(300)]
+    back = [numbers.at(position).tolist() for position in reversed(range(300))][::-1]
+    assert forth == back
+    flat = [number for each in forth for number in each]
+    assert len(set(flat)) == 600
+    assert 0 <= min(flat) < 0.05
+    assert 0.95 < max(flat) < 1
+    assert RandomNumbers(4).at(0).tolist() != forth[0]
+
+
+def test_draws_follow_the_distribution() -> None:
+    row = np.full(6000, -30, np.float32)
+    row[[5, 600, 5999]] = np.log([0.7, 0.2, 0.1])
+    for chosen in (PLAIN, {**PLAIN, "top_k": 40}, {**PLAIN, "top_p": 0.99}):
+        sampler = Sampler(Sampling(seed=1, **chosen), n_ctx=N_CTX)
+        found = Counter(draw([(sampler, sampler.select(row), position)])[0] for position in range(3000))
+        assert set(found) <= {5, 600, 5999}
+        assert found[5] == pytest.approx(2100, abs=150)
+        assert found[5999] == pytest.approx(300, abs=90)
