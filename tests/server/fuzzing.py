@@ -1,0 +1,280 @@
+"""Fuzzer of the server: sequences of calls that schemathesis makes up, by two keys and a client that drops.
+
+Run by itself for as long as one likes: `python -m server.fuzzing SECONDS`, in the folder tests.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+import zoo
+from decode.observed import toy
+from perdure.server.app import build
+from perdure.server.desk import Desk
+from perdure.server.keys import Keys, new_key
+from server.house import PATIENCE, House, hello, house, opened
+
+CHAT = "/v1/chat/completions"
+FILE = {"content-type": "application/octet-stream"}
+NAMES = ("alpha", "beta", "gamma")
+"""Of sessions: few, so that calls meet, and the same for both keys."""
+MARKS = {"a": "zqxav-one", "b": "zqxbw-two"}
+"""What only one of the callers ever says."""
+_TEXTS = ("system", "message", "prompt", "note", "content", "input")
+
+
+@dataclass
+class Counts:
+    """What came of a run."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    statuses: Counter[int] = field(default_factory=Counter)
+    dropped: int = 0
+    sequences: int = 0
+
+    def __str__(self) -> str:
+        statuses = ", ".join(f"{count} x {status}" for status, count in sorted(self.statuses.items()))
+        return (
+            f"{sum(self.statuses.values())} requests in {self.sequences} sequences over {len(self.calls)} "
+            f"operations, {self.dropped} more that were dropped: {statuses}"
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One step of a sequence."""
+
+    caller: str
+    case: Any
+    name: str
+    other: str
+    drop_after: int | None
+    """Bytes of the answer after which a client goes away; None for one that stays."""
+
+
+class Fuzzer:
+    """Makes calls to a server with two keys, and watches what comes back."""
+
+    def __init__(self, server: House, secrets: dict[str, str]) -> None:
+        self.counts = Counts()
+        self._server = server
+        self._secrets = secrets
+        with opened(toy()) as rt:
+            document = build(Desk(runtime=rt, name="toy", keys=server.desk.keys)).openapi()
+        operations = [found.ok() for found in _operations(document)]
+        self._cases = st.one_of([operation.as_strategy() for operation in operations])
+        self._clients = {caller: server.client(secret) for caller, secret in secrets.items()}
+
+    def run(self, sequences: int, start: int) -> None:
+        """As many sequences, made up anew for each `start`."""
+        call = st.builds(
+            Call,
+            caller=st.sampled_from(sorted(MARKS)),
+            case=self._cases,
+            name=st.sampled_from(NAMES),
+            other=st.sampled_from(NAMES),
+            drop_after=st.sampled_from([None, None, None, None, 0, 200]),
+        )
+
+        @seed(start)
+        @settings(
+            max_examples=sequences,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(st.lists(call, min_size=4, max_size=12))
+        def one(calls: list[Call]) -> None:
+            self.counts.sequences += 1
+            for each in calls:
+                self._make(each)
+            self._reimport(calls[0].caller, calls[0].name)
+
+        one()
+
+    def finish(self) -> None:
+        """Whatever happened, everything that is listed can be read and deleted, and both are served."""
+        for caller, client in self._clients.items():
+            for listed in client.get("/v1/sessions").json()["data"]:
+                path = f"/v1/sessions/{quote(listed['name'], safe='')}"
+                for suffix in ("", "/turns", "/transcript", "/plan"):
+                    self._check(caller, ("GET", f"name{suffix}"), client.get(path + suffix), {200})
+                self._check(caller, ("DELETE", "name"), client.delete(path), {200})
+            self._check(caller, ("POST", CHAT), client.post(CHAT, json=hello()), {200})
+            client.close()
+
+    def _make(self, call: Call) -> None:
+        case = call.case
+        self._tame(call)
+        headers = {"authorization": f"Bearer {self._secrets[call.caller]}"}
+        try:
+            kwargs = case.as_transport_kwargs(base_url=self._server.url)
+            prepared = requests.Request(
+                **{**kwargs, "headers": {**kwargs["headers"], **headers}, "cookies": None}
+            ).prepare()
+        except (ValueError, UnicodeError):
+            # What HTTP cannot say is never sent.
+            return
+        body = prepared.body or b""
+        content = body.encode("utf-8", "replace") if isinstance(body, str) else body
+        assert isinstance(content, bytes)
+        operation = (case.method, case.path)
+        if call.drop_after is not None:
+            self._drop(prepared, content, call.drop_after)
+            return
+        answer = self._clients[call.caller].request(
+            case.method,
+            prepared.url or "",
+            headers=_sendable(prepared.headers),
+            content=content,
+        )
+        self._check(call.caller, operation, answer)
+
+    def _tame(self, call: Call) -> None:
+        """Short replies, few names, and texts by which it can be told whose they are."""
+        case, mark = call.case, MARKS[call.caller]
+        for name in case.path_parameters or {}:
+            if name == "name":
+                case.path_parameters[name] = call.name
+        if not isinstance(case.body, dict):
+            return
+        body = case.body
+        for name in ("max_tokens", "max_completion_tokens"):
+            if name in body or name == "max_tokens":
+                body[name] = body[name] if body.get(name) in (1, 2, "x") else 4
+        for name in ("n", "best_of"):
+            if isinstance(body.get(name), int):
+                body[name] = min(body[name], 2)
+        for name in _TEXTS:
+            if isinstance(body.get(name), str):
+                body[name] = f"{mark} {body[name][:40]}"
+        for message in body.get("messages") or () if isinstance(body.get("messages"), list) else ():
+            if isinstance(message, dict) and isinstance(message.get("content"), str):
+                message["content"] = f"{mark} {message['content'][:40]}"
+        if isinstance(body.get("name"), str) and "{name}" in case.path:
+            body["name"] = call.other
+        elif isinstance(body.get("name"), str) and body["name"]:
+            body["name"] = call.name
+
+    def _drop(self, prepared: requests.PreparedRequest, content: bytes, after: int) -> None:
+        """Ask, and go away: at once, or in the middle of the answer."""
+        lines = [f"{prepared.method} {prepared.path_url} HTTP/1.1", f"host: 127.0.0.1:{self._server.port}"]
+        kept = _sendable(prepared.headers)
+        lines += [f"{name}: {value}" for name, value in kept.items() if name.lower() != "content-length"]
+        lines += [f"content-length: {len(content)}", "", ""]
+        with suppress(ConnectionError), self._server.connect() as connection:
+            connection.sendall("\r\n".join(lines).encode("latin-1", "replace") + content)
+            if after:
+                connection.settimeout(PATIENCE)
+                connection.recv(after)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        self.counts.dropped += 1
+
+    def _reimport(self, caller: str, name: str) -> None:
+        """A session of one's own, exported, damaged and taken in again."""
+        client = self._clients[caller]
+        exported = client.get(f"/v1/sessions/{name}/export")
+        self._check(caller, ("GET", "export"), exported)
+        if exported.status_code != 200:
+            return
+        chance = random.Random(self.counts.sequences)
+        data = bytearray(exported.content)
+        for _ in range(chance.randrange(3)):
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        taken = client.post(
+            "/v1/sessions/import", params={"name": "taken"}, content=bytes(data), headers=FILE
+        )
+        self._check(caller, ("POST", "import"), taken)
+        if taken.status_code == 201:
+            said = client.post("/v1/sessions/taken/turns", json={"message": MARKS[caller], "max_tokens": 2})
+            self._check(caller, ("POST", "turns"), said)
+            self._check(caller, ("DELETE", "taken"), client.delete("/v1/sessions/taken"), {200})
+
+    def _check(
+        self,
+        caller: str,
+        operation: tuple[str, str],
+        answer: httpx.Response,
+        expected: set[int] | None = None,
+    ) -> None:
+        self.counts.calls[operation] += 1
+        self.counts.statuses[answer.status_code] += 1
+        where = f"{operation} by {caller}: {answer.status_code} {answer.text[:500]}"
+        assert answer.status_code < 500 or answer.status_code == 504, where
+        assert expected is None or answer.status_code in expected, where
+        for other, mark in MARKS.items():
+            if other != caller:
+                assert mark not in answer.text, f"{where}: it shows a text of {other}"
+
+
+def _operations(document: dict[str, Any]) -> list[Any]:
+    return list(schemathesis.openapi.from_dict(document).get_all_operations())
+
+
+def _sendable(headers: Any) -> dict[str, str]:
+    """Headers as a client can send them."""
+    found = {str(name): str(value) for name, value in dict(headers).items()}
+    return {
+        name: value
+        for name, value in found.items()
+        if name.isascii() and value.isascii() and value.isprintable() and name.lower() != "host"
+    }
+
+
+@contextmanager
+def fuzzed(model: Any, store: Path, **settings: Any) -> Iterator[Fuzzer]:
+    """A fuzzer on a server of its own. At the end nobody is served and the engine never died."""
+    made = {caller: new_key(f"caller-{caller}") for caller in MARKS}
+    keys = Keys([key for _, key in made.values()])
+    with opened(model, slots=4, store=store, **settings) as rt, house(rt, keys=keys, hosts=None) as server:
+        fuzzer = Fuzzer(server, {caller: secret for caller, (secret, _) in made.items()})
+        yield fuzzer
+        fuzzer.finish()
+        assert server.desk.engine() == ("ready", 0)
+
+
+def fuzz(fuzzer: Fuzzer, *, seconds: float, told: Callable[[str], object] = print) -> None:
+    """Sequences until the time is up, and how many there were."""
+    until, start = time.monotonic() + seconds, random.SystemRandom().randrange(1 << 30)
+    rounds = 0
+    while time.monotonic() < until:
+        fuzzer.run(20, start + rounds)
+        rounds += 1
+        if rounds % 10 == 0:
+            told(str(fuzzer.counts))
+    told(f"{seconds:g} s from seed {start}: {fuzzer.counts}")
+
+
+def main(seconds: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = zoo.write("llama", Path(folder))
+        with fuzzed(path, Path(folder) / "store", threads=1, isolated=True) as fuzzer:
+            try:
+                fuzz(fuzzer, seconds=seconds, told=lambda line: print(line, flush=True))
+            except BaseException:
+                print(f"ended after {fuzzer.counts}", flush=True)
+                raise
+        print(json.dumps({str(status): count for status, count in sorted(fuzzer.counts.statuses.items())}))
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))
