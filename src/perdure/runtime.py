@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast, overload
+from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.templates.template import Template
 from perdure.decode.embedding import Embeddings
 from perdure.decode.job import Job, result_of
+from perdure.decode.prompt_size import check_prompt_size
 from perdure.decode.request import Delta, Reply, Request
 from perdure.engine.contract import Model as ModelContract
 from perdure.engine.contract import Tokens, Vocabulary
@@ -32,6 +33,8 @@ from perdure.sessions.session import Session
 from perdure.sessions.sessions import Sessions
 from perdure.worker.care import Care
 from perdure.worker.remote import RemoteBackend
+
+J = TypeVar("J", Job, ChatJob, Future[Embeddings])
 
 
 class Runtime:
@@ -94,8 +97,7 @@ class Runtime:
         `prompt_logprobs`, `ignore_eos`, `processors`, `namespace`, `timeout`, and those of `Sampling`, or a
         `sampling` as a whole.
         """
-        tokens = self.model.tokenize(prompt) if isinstance(prompt, str) else prompt
-        return self.backend.submit(Request.of(tokens, **request))
+        return self.backend.submit(Request.of(self._prompt(prompt), **request))
 
     def generate(self, prompt: str | Sequence[int], **request: Any) -> Reply:
         """The reply to a prompt; the keywords are those of `submit`."""
@@ -111,15 +113,15 @@ class Runtime:
 
     async def agenerate(self, prompt: str | Sequence[int], **request: Any) -> Reply:
         """Like `generate`, for asyncio."""
-        job = self.submit(prompt, **request)
+        job = await _submitted(lambda: self.submit(prompt, **request))
         try:
             return await job.areply()
         finally:
             job.cancel()
 
     def astream(self, prompt: str | Sequence[int], **request: Any) -> AsyncIterator[Delta]:
-        """Like `stream`, for asyncio."""
-        return _adeltas(self.submit(prompt, **request))
+        """Like `stream`, for asyncio; it is queued when the loop begins."""
+        return _adeltas(lambda: self.submit(prompt, **request))
 
     def submit_chat(self, messages: Sequence[Message | Mapping[str, Any]], **settings: Any) -> ChatJob:
         """Queue a reply to messages and return at once.
@@ -148,7 +150,7 @@ class Runtime:
 
     async def achat(self, messages: Sequence[Message | Mapping[str, Any]], **settings: Any) -> ChatReply:
         """Like `chat`, for asyncio."""
-        job = self.submit_chat(messages, **settings)
+        job = await _submitted(lambda: self.submit_chat(messages, **settings))
         try:
             return await job.areply()
         finally:
@@ -157,8 +159,8 @@ class Runtime:
     def achat_stream(
         self, messages: Sequence[Message | Mapping[str, Any]], **settings: Any
     ) -> AsyncIterator[ChatDelta]:
-        """Like `chat_stream`, for asyncio."""
-        return _adeltas(self.submit_chat(messages, **settings))
+        """Like `chat_stream`, for asyncio; it is queued when the loop begins."""
+        return _adeltas(lambda: self.submit_chat(messages, **settings))
 
     def session(
         self,
@@ -194,14 +196,7 @@ class Runtime:
 
     async def aembed(self, texts: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Embeddings:
         """Like `embed`, for asyncio."""
-        # In a thread: there may be much to tokenise.
-        submitted = asyncio.get_running_loop().run_in_executor(None, self.submit_embed, texts)
-        try:
-            answer = await asyncio.shield(submitted)
-        except asyncio.CancelledError:
-            submitted.add_done_callback(lambda done: done.exception() or done.result().cancel())
-            raise
-        return await asyncio.wrap_future(answer)
+        return await asyncio.wrap_future(await _submitted(lambda: self.submit_embed(texts)))
 
     def submit_embed(self, texts: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Future[Embeddings]:
         """Queue texts to be made vectors and return at once. Cancel what it gives to end that."""
@@ -218,7 +213,14 @@ class Runtime:
         if not text:
             # A mark that the model puts before every text is no text.
             raise TokenError(f"text {at} is empty; give at least one token")
+        check_prompt_size(text, self.model, self.n_ctx)
         return self.model.tokenize(text)
+
+    def _prompt(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        check_prompt_size(prompt, self.model, self.n_ctx)
+        return self.model.tokenize(prompt)
 
     def close(self) -> None:
         """End what is running as cancelled, and give everything back."""
@@ -256,11 +258,30 @@ def _deltas(job: Job | ChatJob) -> Iterator[Any]:
         job.cancel()
 
 
+async def _submitted(submit: Callable[[], J]) -> J:
+    """What `submit` queues, from a thread: there may be much to tokenise, or an engine to wait for.
+
+    Whoever is cancelled meanwhile has it cancelled once it is there.
+    """
+    submitted = asyncio.get_running_loop().run_in_executor(None, submit)
+    try:
+        return await asyncio.shield(submitted)
+    except asyncio.CancelledError:
+        submitted.add_done_callback(_cancel_result)
+        raise
+
+
+def _cancel_result(submitted: asyncio.Future[J]) -> None:
+    if submitted.exception() is None:
+        submitted.result().cancel()
+
+
 @overload
-def _adeltas(job: Job) -> AsyncIterator[Delta]: ...
+def _adeltas(submit: Callable[[], Job]) -> AsyncIterator[Delta]: ...
 @overload
-def _adeltas(job: ChatJob) -> AsyncIterator[ChatDelta]: ...
-async def _adeltas(job: Job | ChatJob) -> AsyncIterator[Any]:
+def _adeltas(submit: Callable[[], ChatJob]) -> AsyncIterator[ChatDelta]: ...
+async def _adeltas(submit: Callable[[], Any]) -> AsyncIterator[Any]:
+    job: Job | ChatJob = await _submitted(submit)
     try:
         async for delta in job:
             yield delta

@@ -8,7 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from server.house import House, hello, streamed, text_of
+from decode.observed import toy
+from perdure import Template
+from server.house import House, hello, house, opened, streamed, text_of
 
 CHAT = "/v1/chat/completions"
 
@@ -263,3 +265,22 @@ def test_a_stop_text_ends_a_reply_and_does_not_show(client: httpx.Client) -> Non
     answer = client.post(CHAT, json=hello(max_tokens=24, stop=stop)).json()["choices"][0]
     assert answer["finish_reason"] == "stop"
     assert answer["message"]["content"] == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_the_tokens_of_reasoning_h6(stream: bool) -> None:
+    """H6."""
+    thinking = Template("{{ messages[0].content }}<think>", name="thinks")
+    with opened(toy(), template=thinking) as rt, house(rt) as server, server.client() as client:
+        body = hello(max_tokens=40, perdure={"regex": "let me see</think>fine"})
+        if stream:
+            body |= {"stream_options": {"include_usage": True}}
+            usage = streamed(client, CHAT, body)[-1]["usage"]
+        else:
+            answer = client.post(CHAT, json=body).json()
+            assert answer["choices"][0]["message"]["reasoning_content"] == "let me see"
+            usage = answer["usage"]
+        # A toy's token is a byte; the mark's last one ends the reasoning.
+        counted = len("let me see</think")
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": counted}
+        assert usage["completion_tokens"] == len("let me see</think>fine")

@@ -299,3 +299,28 @@ def test_as_many_files_at_once_as_are_allowed() -> None:
             ) != 429:
                 # The first one may not have arrived yet.
                 assert status == 422
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x" * 400_000}),
+        (CHAT, hello(messages=[{"role": "user", "content": "x" * 400_000}])),
+        ("/v1/embeddings", {"input": ["x" * 400_000]}),
+    ],
+)
+def test_what_surely_does_not_fit_is_not_tokenised_c4(
+    server: House, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """C4, I2."""
+    tokenize = server.runtime.model.tokenize
+
+    def short(text: str, **how: Any) -> list[int]:
+        assert len(text) < 100_000
+        return tokenize(text, **how)
+
+    monkeypatch.setattr(server.runtime.model, "tokenize", short)
+    with server.client() as client:
+        response = client.post(path, json=body)
+    assert response.status_code in (400, 413)
+    assert "at least" in response.json()["error"]["message"]

@@ -56,6 +56,32 @@ def slow() -> ToyModel:
     return ToyModel(faults=Faults(pace=0.005))
 
 
+class Reading(ToyModel):
+    """Holds whoever has it tokenise a long text."""
+
+    def tokenize(self, text: str, *, special: bool = False, bos: bool = True) -> list[int]:
+        if len(text) > 1 << 16:
+            act(HOLD)
+        return super().tokenize(text, special=special, bos=bos)
+
+
+def reading() -> ToyModel:
+    return Reading()
+
+
+def short_of_threads() -> ToyModel:
+    """In a process that starts no thread while the mark is there."""
+    start = threading.Thread.start
+
+    def starved(thread: threading.Thread) -> None:
+        if mark().exists():
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = starved  # type: ignore[method-assign, assignment]
+    return ToyModel()
+
+
 def no_memory() -> ToyModel:
     return ToyModel(faults=Faults(no_memory=True))
 

@@ -23,6 +23,7 @@ from perdure.chat.templates.template import Guard, Template
 from perdure.chat.transcript import ChatTokenizer, Transcript, shared_length
 from perdure.chat.transcript_cache import TranscriptCache
 from perdure.decode.job import Job
+from perdure.decode.prompt_size import check_prompt_size
 from perdure.decode.request import Request, take_deadline
 from perdure.engine.contract import MemoryKind
 from perdure.errors import ContextOverflow, InvalidInputError, PerdureError
@@ -85,9 +86,11 @@ class ChatFormat:
         namespace: str = "",
         known: Transcript | None = None,
         before: Rendering | None = None,
+        must_fit: bool = False,
     ) -> Prompt:
         """Messages as tokens. `known` is a transcript that they may go on from, besides those remembered;
-        `before` is how their beginning was rendered."""
+        `before` is how their beginning was rendered. What `must_fit` and surely does not is refused before
+        it is tokenised."""
         options = options or ChatOptions()
         messages = tuple(map(self._with_reasoning_apart, messages))
         if before is None and known is None:
@@ -98,6 +101,8 @@ class ChatFormat:
         text, rendering = self._renderer.prompt(
             messages, tools=options.shown_tools, variables=options.variables, before=before
         )
+        if must_fit:
+            check_prompt_size(text, self._backend.model, self._backend.n_ctx)
         if rendering is not None and known is None:
             self._rendering_cache.store(rendering, namespace, instead_of=before)
         base = self.tokenizer.shared_prefix(text, known) if known is not None else None
@@ -235,11 +240,15 @@ class ChatFormat:
     ) -> tuple[Prompt, int]:
         limit = self._backend.n_ctx - 1
 
+        cut = options.overflow not in ("error", "fold")
+
         def prompt(kept: Sequence[Message]) -> Prompt:
-            return self.prompt(kept, options, namespace=namespace, known=known, before=before)
+            return self.prompt(
+                kept, options, namespace=namespace, known=known, before=before, must_fit=not cut
+            )
 
         whole = prompt(messages)
-        if options.overflow == "error" or options.overflow == "fold":
+        if not cut:
             if len(whole) > limit:
                 raise overflow(len(whole), limit)
             return whole, 0

@@ -14,6 +14,9 @@ from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.decode.job import Job
 from perdure.decode.request import Delta, Reply
 
+_MANY = 256
+"""Deltas that are not read in one go while an event loop waits."""
+
 
 @dataclass(slots=True)
 class _Sample:
@@ -239,21 +242,25 @@ class ChatJob:
     def _finish(self, raw: Sequence[Reply]) -> list[ChatReply]:
         with self._finishing:
             if self._replies is None:
+                # Whoever asked for the reply alone has read nothing yet.
+                for delta in self._job.unread():
+                    self._read(delta)
                 self._replies = [self._then(self._made(reply)) for reply in raw]
             return self._replies
 
     async def _afinish(self, raw: Sequence[Reply]) -> list[ChatReply]:
         # Arguments are checked by schemas that clients write: in a thread too.
-        off_loop = self._waits or bool(self._tools)
+        off_loop = self._waits or bool(self._tools) or len(self._job.output.deltas) > _MANY
         return await asyncio.to_thread(self._finish, raw) if off_loop else self._finish(raw)
 
     def _made(self, raw: Reply) -> ChatReply:
         sample = self._samples[raw.index]
-        # Whoever asked for the reply alone has read nothing yet.
+        # Where the engine died, its last text came without a delta.
         if not sample.finished:
             sample.take([*sample.parser.push(raw.text[sample.raw :]), *sample.parser.finish()])
         message = gather(sample.parts)
         raw = _joined(self._earlier, raw)
+        raw = replace(raw, usage=replace(raw.usage, reasoning_tokens=sample.thought))
         problems = [check_arguments(call, self._tools) for call in message.tool_calls]
         return ChatReply(
             message=message,

@@ -51,6 +51,13 @@ class Job:
         """Like `reply`, for asyncio."""
         return (await self.areplies())[0]
 
+    def unread(self) -> list[Delta]:
+        """The deltas that nobody has read yet. They are taken, and not waited for."""
+        with self.output.lock:
+            deltas = list(self.output.deltas)
+            self.output.deltas.clear()
+        return deltas
+
     def __iter__(self) -> Iterator[Delta]:
         output = self.output
         while True:

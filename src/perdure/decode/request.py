@@ -164,6 +164,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    """Of the completion, before the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

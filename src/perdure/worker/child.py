@@ -13,8 +13,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
 
@@ -47,6 +47,10 @@ from perdure.worker.wire import Wire, pack
 
 _FLUSH = 10.0
 _ENGINE_GONE = 70
+_SHORT = 16 << 10
+"""Characters, or tokens, that are converted where messages are read: a thread would take longer to start."""
+_LONG_TEXTS = 2
+"""Threads for those that are longer."""
 
 
 class Ticket:
@@ -104,7 +108,14 @@ class Post:
         self._send(items)
 
     def _send(self, items: list[tuple[AskId, list[PlainDelta], list[Reply] | None]]) -> None:
-        self._wire.send(News(items))
+        try:
+            self._wire.send(News(items))
+        except Exception as error:
+            # Called in the engine thread: an error here must end these requests and nothing else.
+            for id_, _, _ in items:
+                self._wire.send(Answer(id_, error=_portable(error)))
+                self._done(id_)
+            return
         for id_, _, replies in items:
             if replies is not None:
                 self._done(id_)
@@ -120,6 +131,7 @@ class Child:
         self._post = Post(wire, self._forget)
         self._tickets: dict[AskId, Ticket] = {}
         self._closing = threading.Event()
+        self._long_texts = ThreadPoolExecutor(_LONG_TEXTS, thread_name_prefix="perdure-text")
 
     def serve(self) -> None:
         """Until the parent says close. EOFError where it is gone."""
@@ -136,26 +148,37 @@ class Child:
         )
         threading.Thread(target=self._pulse, name="perdure-pulse", daemon=True).start()
         while not isinstance(message := self._wire.receive(), Close):
-            match message:
-                case Submit():
-                    # In the order they came; a grammar may take long to compile.
-                    ticket = self._tickets[message.id] = Ticket(message.id)
-                    if message.request.grammar is None:
-                        self._submit(ticket, message)
-                    else:
-                        _in_a_thread(self._submit, ticket, message)
-                case Cancel():
-                    self._cancel(message.id)
-                case Call(target="backend", name="embed"):
-                    ticket = self._tickets[message.id] = Ticket(message.id)
-                    # The first has to open a context for it.
-                    _in_a_thread(self._embed, ticket, message)
-                case Call(target="cache" | "tables" | "backend"):
-                    _in_a_thread(self._answer, message)
-                case Call():
-                    self._answer(message)
+            try:
+                self._handle(message)
+            except Exception as error:
+                # Out of memory or threads just now: that is told to whoever asked, and the next one is read.
+                self._forget(message.id)
+                self._wire.send(Answer(message.id, error=_portable(error)))
         self._closing.set()
         self._backend.close()
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case Submit():
+                # In the order they came; a grammar may take long to compile.
+                ticket = self._tickets[message.id] = Ticket(message.id)
+                if message.request.grammar is None:
+                    self._submit(ticket, message)
+                else:
+                    _in_a_thread(self._submit, ticket, message)
+            case Cancel():
+                self._cancel(message.id)
+            case Call(target="backend", name="embed"):
+                ticket = self._tickets[message.id] = Ticket(message.id)
+                # The first has to open a context for it.
+                _in_a_thread(self._embed, ticket, message)
+            case Call(target="model") if _is_short(message):
+                self._answer(message)
+            case Call(target="model"):
+                # One after the other, and not here: everybody's messages are read here.
+                self._long_texts.submit(self._answer, message)
+            case Call():
+                _in_a_thread(self._answer, message)
 
     def _submit(self, ticket: Ticket, message: Submit) -> None:
         try:
@@ -325,6 +348,10 @@ def _portable(error: BaseException) -> Exception:
     except Exception:
         return EngineError(f"the engine's process raised {error!r}")
     return error if isinstance(error, Exception) else EngineError(f"the engine's process raised {error!r}")
+
+
+def _is_short(call: Call) -> bool:
+    return all(len(value) <= _SHORT for value in call.args if isinstance(value, Sized))
 
 
 def _in_a_thread(function: Callable[..., None], *args: object) -> None:

@@ -95,8 +95,13 @@ class Wire:
             handed_on = False
             try:
                 if not self._push():
-                    threading.Thread(target=self._drain, name="perdure-wire", daemon=True).start()
-                    handed_on = True
+                    try:
+                        threading.Thread(target=self._drain, name="perdure-wire", daemon=True).start()
+                        handed_on = True
+                    except RuntimeError:
+                        # No thread is to be had: better to wait here than to lose what was said.
+                        while not self._push():
+                            self._await_room()
             finally:
                 if not handed_on:
                     self._sending.release()

@@ -149,13 +149,12 @@ class Head:
         self._created = int(time.time())
 
     def whole(self, groups: Sequence[Sequence[Reply]]) -> CompletionAnswer:
-        usages = [UsageAnswer.of([reply.usage for reply in group]) for group in groups]
         return CompletionAnswer(
             id=self._id,
             created=self._created,
             model=self._desk.name,
             choices=[self._choice(at, reply) for at, group in enumerate(groups) for reply in group],
-            usage=_sum(usages),
+            usage=UsageAnswer.of(*([reply.usage for reply in group] for group in groups)),
             system_fingerprint=self._desk.fingerprint,
             perdure=self.extension(groups[0][0]),
         )
@@ -260,15 +259,3 @@ class CompletionWriter:
 
 def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
-
-
-def _sum(usages: Sequence[UsageAnswer]) -> UsageAnswer:
-    prompt = sum(usage.prompt_tokens for usage in usages)
-    written = sum(usage.completion_tokens for usage in usages)
-    cached = sum(usage.prompt_tokens_details.cached_tokens for usage in usages)
-    return UsageAnswer(
-        prompt_tokens=prompt,
-        completion_tokens=written,
-        total_tokens=prompt + written,
-        prompt_tokens_details=usages[0].prompt_tokens_details.model_copy(update={"cached_tokens": cached}),
-    )

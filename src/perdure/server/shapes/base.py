@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -67,17 +67,21 @@ class UsageAnswer(Given):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokens
+    completion_tokens_details: CompletionTokens
 
     @classmethod
-    def of(cls, usages: list[Usage]) -> UsageAnswer:
-        """Of samples of one prompt, which is counted once."""
-        prompt = usages[0].prompt_tokens if usages else 0
-        written = sum(usage.completion_tokens for usage in usages)
+    def of(cls, *prompts: Sequence[Usage]) -> UsageAnswer:
+        """Of the samples of each prompt, which is counted once."""
+        prompt = sum(samples[0].prompt_tokens for samples in prompts)
+        cached = sum(samples[0].cached_tokens for samples in prompts)
+        written = sum(usage.completion_tokens for samples in prompts for usage in samples)
+        thought = sum(usage.reasoning_tokens for samples in prompts for usage in samples)
         return cls(
             prompt_tokens=prompt,
             completion_tokens=written,
             total_tokens=prompt + written,
-            prompt_tokens_details=PromptTokens(cached_tokens=usages[0].cached_tokens if usages else 0),
+            prompt_tokens_details=PromptTokens(cached_tokens=cached),
+            completion_tokens_details=CompletionTokens(reasoning_tokens=thought),
         )
 
 

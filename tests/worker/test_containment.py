@@ -1,0 +1,75 @@
+"""What one request costs the engine's process is that request's alone (S6, C4, C5)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from perdure import PerdureError
+from worker.engines import Hold, isolated, mark, pid, remote
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+
+
+def test_a_long_text_keeps_nobody_else_waiting_c4(hold: Hold) -> None:
+    """C4: it is tokenised in a thread of its own, not where everybody's messages are read."""
+    with isolated("reading") as rt:
+        found: list[list[int]] = []
+        reading = threading.Thread(target=lambda: found.append(rt.model.tokenize("x" * (1 << 17))))
+        reading.start()
+        hold.reached()
+        assert rt.model.tokenize("short")
+        assert len(rt.generate("Hi", **GREEDY).tokens) == 4
+        hold.go()
+        reading.join()
+        assert len(found[0]) >= 1 << 17
+
+
+def test_a_thread_that_cannot_be_started_costs_one_request_s6(hold: Hold) -> None:
+    """S6: the process lives on, and so does everybody else's work."""
+    with isolated("short_of_threads") as rt:
+        before = pid(rt)
+        assert rt.cache.stats()
+        mark().touch()
+        for work in (rt.cache.stats, lambda: rt.generate("a", regex="[ab]+", **GREEDY)):
+            with pytest.raises((PerdureError, RuntimeError), match="can't start new thread"):
+                work()
+        assert len(rt.generate("Hi", **GREEDY).tokens) == 4
+        mark().unlink()
+        assert rt.cache.stats()
+        assert rt.generate("a", regex="[ab]{4}", **GREEDY).text
+        assert (pid(rt), remote(rt).health().restarts) == (before, 0)
+
+
+@pytest.mark.parametrize("call", ["agenerate", "achat", "astream", "achat_stream"])
+def test_the_event_loop_goes_on_while_the_engine_is_started_again_c5(hold: Hold, call: str) -> None:
+    """C5: the loop itself lets the engine start, so a loop that waits for it waits in vain."""
+    with isolated("often_stillborn") as rt:
+        if call.startswith("achat"):
+            # Its template is asked for once, which needs the engine.
+            assert rt.chat_format
+        given = "Hi" if call in ("agenerate", "astream") else [{"role": "user", "content": "Hi"}]
+
+        async def read() -> int:
+            if call in ("agenerate", "achat"):
+                return len((await getattr(rt, call)(given, **GREEDY)).tokens)
+            return sum([len(delta.tokens) async for delta in getattr(rt, call)(given, **GREEDY)])
+
+        async def go() -> int:
+            mark().touch()
+            os.kill(pid(rt), signal.SIGKILL)
+            while remote(rt).health().state == "ready":
+                await asyncio.sleep(0.01)
+            work = asyncio.ensure_future(read())
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not work.done()
+            mark().unlink()
+            return await work
+
+        assert asyncio.run(go()) == 4
