@@ -112,15 +112,15 @@ def test_leaving_an_async_stream_early_cancels_the_rest() -> None:
     run(main())
 
 
-def test_a_bad_request_is_refused_where_the_stream_is_asked_for() -> None:
+def test_a_bad_request_is_refused_where_the_stream_begins() -> None:
     async def main() -> None:
         gate = Turnstile()
         with open_toy(gate=gate, slots=1, queue=0) as rt:
             with pytest.raises(InvalidInputError):
-                rt.astream("a", max_tokens=0)
+                await anext(aiter(rt.astream("a", max_tokens=0)))
             held = rt.submit("a", max_tokens=2, **GREEDY)
             with pytest.raises(BusyError):
-                rt.astream("b")
+                await anext(aiter(rt.astream("b")))
             gate.open()
             await held.areply()
 
