@@ -158,11 +158,13 @@ class ChatFormat:
             self._transcript_cache.store(whole, namespace)
             return then(prompt, whole, reply) if then is not None else reply
 
+        def parser() -> ReplyParser:
+            text = prompt.transcript.text
+            return ReplyParser.after(self.family, text, reasoning=options.reasoning, tools=tools)
+
         return ChatJob(
             self._backend.submit(self._first(options, request)),
-            lambda: ReplyParser(
-                self.family, reasoning=options.reasoning, tools=tools, thinking=prompt.thinking
-            ),
+            parser,
             n=request.n,
             tools=tools,
             dropped=dropped,

@@ -237,7 +237,7 @@ RAW = [
     Raw("gemma", "```tool_code\nimport os\n```\nHm", "```tool_code\nimport os\n```\nHm"),
     Raw("gemma", "```tool_code\nget_weather(", "```tool_code\nget_weather("),
     Raw("gemma", "```python\nprint(1)\n```", "```python\nprint(1)\n```"),
-    Raw("harmony", "<|channel|>commentary to=python code<|message|>print(1)<|call|>", "print(1)"),
+    Raw("harmony", "<|channel|>commentary to=python code<|message|>print(1)<|call|>", ""),
     Raw("harmony", "<|channel|>final", "final"),
     Raw("harmony", "to be or not", "to be or not"),
 ]

@@ -137,7 +137,7 @@ def test_a_reply_held_to_a_call_is_one_that_reads_back_and_fits_its_tool(name: s
     for seed in range(4):
         reply = rt.generate("Do it:", grammar=grammar, max_tokens=300, seed=seed, temperature=1.5)
         assert reply.finish_reason == "stop"
-        made = parse_reply(chosen, reply.text, tools=SMALL)
+        made = parse_reply(chosen, reply.text, tools=SMALL, prompt=chosen.prompt_opener)
         assert not made.content
         (call,) = made.tool_calls
         assert check_arguments(call, SMALL) is None
@@ -150,7 +150,10 @@ def test_a_reply_held_to_one_tool_calls_that_one(name: str, rt: Runtime) -> None
     chosen = family(name)
     grammar = chosen.grammar(SMALL[1:2], parallel=False)
     reply = rt.generate("Do it:", grammar=grammar, max_tokens=300, seed=1)
-    assert [call.name for call in parse_reply(chosen, reply.text, tools=SMALL).tool_calls] == ["search"]
+    assert [
+        call.name
+        for call in parse_reply(chosen, reply.text, tools=SMALL, prompt=chosen.prompt_opener).tool_calls
+    ] == ["search"]
 
 
 @pytest.mark.parametrize("name", names())
@@ -162,10 +165,10 @@ def test_several_calls_may_be_written_where_they_are_allowed(name: str) -> None:
         ToolCall(id="", name="get_weather", arguments='{"city": "Söul"}'),
         ToolCall(id="", name="search", arguments='{"n": 7, "on": true}'),
     ]
-    text = chosen.calls.shape.write(calls)
+    text = chosen.calls.writer.write(calls)
     matcher = Grammars(model).matcher(chosen.grammar(SMALL, parallel=True))
     feed(matcher, text)
-    made = parse_reply(chosen, text, tools=SMALL).tool_calls
+    made = parse_reply(chosen, text, tools=SMALL, prompt=chosen.prompt_opener).tool_calls
     assert [(call.name, call.arguments) for call in made] == [(call.name, call.arguments) for call in calls]
     single = Grammars(model).matcher(chosen.grammar(SMALL, parallel=False))
     with pytest.raises(GrammarError):

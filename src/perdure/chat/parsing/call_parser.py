@@ -6,8 +6,9 @@ from typing import Literal
 
 from perdure.chat.parsing.json_scanner import Malformed
 
-Event = tuple[Literal["name", "arguments", "end", "channel"], str]
-"""A call's name, more of its arguments, its end; or what the text that follows is: text or reasoning."""
+Event = tuple[Literal["id", "name", "arguments", "end", "channel"], str]
+"""A call's id, where the model gave it one, its name, more of its arguments, its end; or what the text that
+follows is: text, reasoning, or hidden."""
 
 SPACE = frozenset(" \t\n\r")
 LONGEST_HEADER = 256

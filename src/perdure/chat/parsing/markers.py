@@ -15,14 +15,24 @@ class Markers:
 
     open: str
     close: str
+    opens_in_words: bool = False
+    """Whether the opener is words of the reasoning, which a prompt begins for the model."""
 
 
 THINK = Markers(open="<think>", close="</think>")
 BRACKETS = Markers(open="[THINK]", close="[/THINK]")
 COMMAND = Markers(open="<|START_THINKING|>", close="<|END_THINKING|>")
+SEED = Markers(open="<seed:think>", close="</seed:think>")
+MINIMAX = Markers(open="<mm:think>", close="</mm:think>")
+THOUGHT = Markers(open="<|channel>thought\n", close="<channel|>")
+KIMI_K3 = Markers(open="<|open|>think<|sep|>", close="<|close|>think<|sep|>")
+TO_SELF = Markers(open="<|start|>assistant to=self<|message|>", close="<|eom|>")
+FINAL_RESPONSE = Markers(
+    open="Here are my reasoning steps:\n", close="[BEGIN FINAL RESPONSE]", opens_in_words=True
+)
 CHANNEL = Markers(open="<|channel|>analysis<|message|>", close="<|end|>")
 
-Meaning = Literal["call", "reasoning", "answer", "nothing"]
+Meaning = Literal["call", "call mark", "reasoning", "answer", "nothing"]
 
 
 class MarkerScanner:

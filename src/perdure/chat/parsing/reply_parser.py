@@ -72,6 +72,29 @@ class ReplyParser:
         self._raw: list[str] = []
         self._calls = 0
         self._calling = False
+        self._id = ""
+        self._hidden = False
+        self._quotes_calls = family.quotes_calls and reasoning == "capture"
+        if self.thinking and family.reasoning is not None and family.reasoning.opens_in_words:
+            self._say(family.reasoning.open)
+
+    @classmethod
+    def after(
+        cls,
+        family: Family,
+        prompt: str,
+        *,
+        reasoning: ReasoningMode = "capture",
+        tools: Sequence[Tool] = (),
+    ) -> ReplyParser:
+        """For the reply to a prompt, which may have begun its reasoning or a call."""
+        parser = cls(family, reasoning=reasoning, tools=tools, thinking=family.opens_reasoning(prompt))
+        if family.prompt_opener and prompt.endswith(family.prompt_opener):
+            assert family.calls is not None
+            parser._open(family.calls.openers[0])
+            # The prompt has it, so that it is never part of the reply's text.
+            parser._opener = ""
+        return parser
 
     def push(self, text: str) -> list[Part]:
         """The parts that `text` makes certain."""
@@ -124,7 +147,7 @@ class ReplyParser:
             self._space.append(text[len(words) :])
 
     def _emit(self, text: str) -> None:
-        if not text or (self.thinking and self._reasoning == "hide"):
+        if not text or self._hidden or (self.thinking and self._reasoning == "hide"):
             return
         if self.thinking and self._reasoning == "capture":
             self._parts.append(Part("reasoning", text))
@@ -136,7 +159,9 @@ class ReplyParser:
 
     def _act(self, marker: str) -> None:
         meaning = self._scanner.meanings[marker]
-        if meaning == "call":
+        if self.thinking and self._quotes_calls and meaning in ("call", "call mark"):
+            self._say(marker)
+        elif meaning == "call":
             self._open(marker)
         elif meaning == "reasoning" and not self.thinking:
             self._switch(thinking=True)
@@ -190,7 +215,7 @@ class ReplyParser:
         if self._calling:
             self._parts.append(Part("call", call=self._calls - 1, dropped=True))
             self._calling = False
-        if not whole and fresh and self._format.opener_is_text:
+        if not whole and fresh and self._format.shows(self._opener):
             self._say(self._opener)
         return rest
 
@@ -198,8 +223,11 @@ class ReplyParser:
         assert self._call_parser is not None
         for kind, text in self._call_parser.events:
             call = self._calls - 1
-            if kind == "name":
-                self._parts.append(Part("call", call=call + 1, id=f"call_{secrets.token_hex(12)}", name=text))
+            if kind == "id":
+                self._id = text
+            elif kind == "name":
+                written, self._id = self._id or f"call_{secrets.token_hex(12)}", ""
+                self._parts.append(Part("call", call=call + 1, id=written, name=text))
                 self._calls, self._calling = self._calls + 1, True
             elif kind == "arguments":
                 self._parts.append(Part("call", text, call=call))
@@ -208,6 +236,7 @@ class ReplyParser:
                 self._calling, self.thinking = False, False
             else:
                 self._switch(thinking=text == "reasoning")
+                self._hidden = text == "hidden"
         self._call_parser.events.clear()
         return ""
 
@@ -232,10 +261,10 @@ def parse_reply(
     *,
     reasoning: ReasoningMode = "capture",
     tools: Sequence[Tool] = (),
-    thinking: bool = False,
+    prompt: str = "",
 ) -> Message:
-    """A whole reply as a message."""
-    parser = ReplyParser(family, reasoning=reasoning, tools=tools, thinking=thinking)
+    """A whole reply as a message. `prompt` is what it answers, or its end."""
+    parser = ReplyParser.after(family, prompt, reasoning=reasoning, tools=tools)
     return gather([*parser.push(text), *parser.finish()])
 
 

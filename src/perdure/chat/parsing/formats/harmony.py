@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perdure.chat.message import Tool
-from perdure.chat.parsing.call_format import CallFormat, CallText
+from perdure.chat.parsing.call_format import CallFormat
 from perdure.chat.parsing.call_parser import LONGEST_HEADER, CallParser
+from perdure.chat.parsing.call_writer import CallText, CallWriter
 from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
 
 
@@ -16,14 +17,14 @@ from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
 class HarmonyCalls(CallFormat):
     """Harmony's messages to a function. Its channels also tell reasoning and answer apart."""
 
-    shape: CallText
+    writer: CallWriter
     openers: tuple[str, ...] = ("<|channel|>", "<|start|>")
     leads: str = "t"
-    marks: tuple[str, ...] = ("<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
+    marks: tuple[str, ...] = ("<|message|>", "<|constrain|>")
     opener_is_text: bool = False
 
     def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
-        return HarmonyParser(opener)
+        return HarmonyParser(opener, tools)
 
 
 class HarmonyParser(CallParser):
@@ -34,11 +35,12 @@ class HarmonyParser(CallParser):
 
     _MESSAGE = "<|message|>"
     _ENDS = ("<|end|>", "<|return|>", "<|call|>")
-    _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
+    _RECIPIENT = re.compile(r"\bto=(?!assistant\b)(functions\.)?([\w.-]+)")
     _CHANNEL = re.compile(r"(?:.*<\|channel\|>)?\s*(\w+)", re.DOTALL)
 
-    def __init__(self, opener: str) -> None:
+    def __init__(self, opener: str, tools: Sequence[Tool]) -> None:
         super().__init__()
+        self._names = frozenset(tool.name for tool in tools)
         self._lead = not opener
         self._started = opener == "<|start|>"
         self._header = ""
@@ -68,9 +70,14 @@ class HarmonyParser(CallParser):
 
     def _read_header(self, header: str) -> None:
         recipient = self._RECIPIENT.search(header)
-        if recipient is not None:
-            self.events.append(("name", recipient[1]))
+        if recipient is not None and (recipient[1] or recipient[2] in self._names):
+            self.events.append(("name", recipient[2]))
             self._arguments = JsonScanner()
+            return
+        if recipient is not None:
+            # To a tool of the makers' own, which is not there: no words for the user.
+            self.events.append(("channel", "hidden"))
+            self.done = True
             return
         channel = None
         if not self._started or "<|channel|>" in header:
@@ -81,7 +88,7 @@ class HarmonyParser(CallParser):
 
 
 HARMONY = HarmonyCalls(
-    shape=CallText(
+    writer=CallText(
         head="<|channel|>commentary to=functions.",
         middle=" <|constrain|>json<|message|>",
         between="<|call|><|start|>assistant",

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from perdure.chat.message import Tool
-from perdure.chat.parsing.call_format import CallFormat, CallText
+from perdure.chat.parsing.call_format import CallFormat
 from perdure.chat.parsing.call_parser import SPACE, CallParser, Event
+from perdure.chat.parsing.call_writer import CallText, CallWriter
 from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
 
 _NAME_KEYS = frozenset(("name", "tool_name"))
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
+_ID_KEYS = frozenset(("id", "tool_call_id"))
+_READ_KEYS = _NAME_KEYS | _ARGUMENT_KEYS | _ID_KEYS
 _ROLES = {
     **dict.fromkeys(_NAME_KEYS, "name"),
     **dict.fromkeys(_ARGUMENT_KEYS, "arguments"),
@@ -24,14 +28,21 @@ _ROLES = {
 class JsonCalls(CallFormat):
     """Objects such as `{"name": …, "arguments": {…}}`, behind a marker or, for known tools, without one."""
 
-    shape: CallText
+    writer: CallWriter
     openers: tuple[str, ...] = ()
     leads: str = ""
     marks: tuple[str, ...] = ()
     opener_is_text: bool = False
+    id_last: bool = False
+    """Whether an object's id stands behind its arguments, so that these have to wait for it."""
+    closing: str = ""
+    """What may stand behind the objects."""
+    known_only: bool = False
+    """Whether only known tools count, also behind an opener: plain text may hold it."""
 
     def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
-        return JsonObjectsParser(None if opener else frozenset(tool.name for tool in tools))
+        known = frozenset(tool.name for tool in tools) if not opener or self.known_only else None
+        return JsonObjectsParser(known, id_last=self.id_last, closing=self.closing)
 
 
 class JsonObjectsParser(CallParser):
@@ -41,11 +52,17 @@ class JsonObjectsParser(CallParser):
     that do not mark their calls.
     """
 
-    def __init__(self, names: Collection[str] | None = None) -> None:
+    def __init__(
+        self, names: Collection[str] | None = None, *, id_last: bool = False, closing: str = ""
+    ) -> None:
         super().__init__()
         self._names = names
+        self._id_last = id_last
+        self._closing = closing
+        self._matched = ""
         self._object: _CallObject | None = None
-        self._listed = False
+        self._is_listed = False
+        self._closed = False
 
     def finish(self) -> None:
         if self._object is not None:
@@ -60,27 +77,40 @@ class JsonObjectsParser(CallParser):
                 self._call_ended(end - at)
             return end
         char = text[at]
+        if self._matched or (self._is_listed and self.safe and self._closed):
+            return self._read_closing(char, at)
         if char == "{":
-            self._object = _CallObject(self._names)
+            self._object = _CallObject(self._names, self._id_last)
             return at
-        if char == "[" and not self._listed and not self.safe:
-            self._listed = True
-        elif char == "]" and self._listed and self.safe:
-            self.done = True
+        if char == "[" and not self._is_listed and not self.safe:
+            self._is_listed = True
+        elif char == "]" and self._is_listed and self.safe:
             self.safe = self.position + 1
+            self._closed, self.done = True, not self._closing
         elif char not in SPACE and not (char in ",;" and self.safe):
-            if self._listed or not self.safe:
+            if self._is_listed or not self.safe:
                 raise Malformed
             self.done = True
+        return at + 1
+
+    def _read_closing(self, char: str, at: int) -> int:
+        if not self._matched and char in SPACE:
+            return at + 1
+        self._matched += char
+        self.done = not self._closing.startswith(self._matched) or self._matched == self._closing
+        if self._matched == self._closing:
+            self.safe = self.position + 1
         return at + 1
 
 
 class _CallObject:
     """One object. Its arguments are passed on as they come, once the name is known."""
 
-    def __init__(self, names: Collection[str] | None) -> None:
+    def __init__(self, names: Collection[str] | None, id_last: bool) -> None:
         self.done = False
         self._names = names
+        self._id = ""
+        self._waits = id_last
         self._expected = "open"
         self._value = JsonScanner()
         self._text: list[str] = []
@@ -124,7 +154,7 @@ class _CallObject:
         end = self._value.push(text, at)
         if self._streams:
             self._add_arguments(text[at:end], events)
-        elif self._expected == "in key" or self._key in _NAME_KEYS or self._key in _ARGUMENT_KEYS:
+        elif self._expected == "in key" or self._key in _READ_KEYS:
             self._text.append(text[at:end])
         if self._value.done:
             self._complete(events)
@@ -144,7 +174,7 @@ class _CallObject:
             self._name = _decoded(self._text)
             if not self._name or (self._names is not None and self._name not in self._names):
                 raise Malformed
-            if self._held:
+            if self._held and not self._waits:
                 self._add_arguments("".join(self._held), events)
         elif self._key in _ARGUMENT_KEYS and not self._streams:
             # Some models write the arguments' JSON as a string.
@@ -156,6 +186,8 @@ class _CallObject:
             ):
                 raise Malformed
             self._add_arguments(inner, events)
+        elif self._key in _ID_KEYS and self._text and self._text[0].startswith('"'):
+            self._id = _decoded(self._text)
         self._expected = "next"
 
     def _punctuation(self, char: str, events: list[Event]) -> None:
@@ -171,15 +203,20 @@ class _CallObject:
                 if self._names is not None:
                     raise Malformed
                 self._add_arguments("{}", events)
+            if self._waits:
+                self._waits = False
+                self._add_arguments("".join(self._held), events)
             self.done = True
         else:
             raise Malformed
 
     def _add_arguments(self, text: str, events: list[Event]) -> None:
-        if self._name is None:
+        if self._name is None or self._waits:
             self._held.append(text)
             return
         if not self._begun:
+            if self._id:
+                events.append(("id", self._id))
             events.append(("name", self._name))
             self._begun = True
         events.append(("arguments", text))
@@ -192,12 +229,90 @@ def _decoded(text: Sequence[str]) -> str:
     return value
 
 
-_CHATML_MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+class KeyedObjectsParser(CallParser):
+    """A list of objects whose only key is the tool's name: `[{"name": {…}}, …]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._expected = "["
+        self._value = JsonScanner()
+        self._text: list[str] = []
+
+    def finish(self) -> None:
+        if self._expected in ("name", "arguments", ":", "}"):
+            raise Malformed
+        super().finish()
+
+    def _read(self, text: str, at: int) -> int:
+        if self._expected in ("name", "arguments"):
+            return self._within(text, at)
+        char = text[at]
+        if char in SPACE:
+            return at + 1
+        if self._expected == "start" and char in '"{':
+            self._expected = "name" if char == '"' else "arguments"
+            self._value, self._text = JsonScanner(), []
+            return at
+        if self._expected == ", or ]" and char == "]":
+            self.done, self.safe = True, self.position + 1
+        elif self._expected == ", or ]" and char == ",":
+            self._expected = "{"
+        elif char == self._expected:
+            self._expected = {"[": "{", "{": "key", ":": "value", "}": ", or ]"}[char]
+            if char == "}":
+                self._call_ended(1)
+        else:
+            raise Malformed
+        if self._expected in ("key", "value"):
+            self._start()
+        return at + 1
+
+    def _start(self) -> None:
+        self._expected = "name" if self._expected == "key" else "arguments"
+        self._value, self._text = JsonScanner(), []
+
+    def _within(self, text: str, at: int) -> int:
+        if not self._text and text[at] in SPACE:
+            return at + 1
+        if not self._text and text[at] != ('"' if self._expected == "name" else "{"):
+            raise Malformed
+        end = self._value.push(text, at)
+        self._text.append(text[at:end])
+        if self._expected == "arguments":
+            self.events.append(("arguments", text[at:end]))
+        if self._value.done:
+            if self._expected == "name":
+                self.events.append(("name", _decoded(self._text)))
+            self._expected = ":" if self._expected == "name" else "}"
+        return end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyedCalls(CallFormat):
+    """Objects whose key is the name."""
+
+    writer: CallWriter
+    openers: tuple[str, ...]
+    leads: str = ""
+    marks: tuple[str, ...] = ()
+    opener_is_text: bool = False
+
+    def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
+        return KeyedObjectsParser()
+
+
+def _listed(opener: str, close: str, *, middle: str = '", "arguments": ', **options: Any) -> JsonCalls:
+    """A list of objects between two marks."""
+    writer = CallText(
+        start=f"{opener}[", head='{"name": "', middle=middle, tail="}", between=", ", end=f"]{close}"
+    )
+    return JsonCalls(openers=(opener,), marks=(close,) if close else (), writer=writer, **options)
+
 
 HERMES = JsonCalls(
     openers=("<tool_call>",),
-    marks=("</tool_call>", *_CHATML_MARKS),
-    shape=CallText(
+    marks=("</tool_call>",),
+    writer=CallText(
         head='<tool_call>\n{"name": "',
         middle='", "arguments": ',
         tail="}\n</tool_call>",
@@ -209,43 +324,20 @@ HERMES = JsonCalls(
 LLAMA = JsonCalls(
     openers=("<|python_tag|>",),
     leads="{",
-    marks=("<|eom_id|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>"),
-    shape=CallText(head='{"name": "', middle='", "parameters": ', tail="}", between="; "),
+    writer=CallText(head='{"name": "', middle='", "parameters": ', tail="}", between="; "),
 )
 """Llama 3: an object, bare or behind a tag."""
 
-GRANITE = JsonCalls(
-    openers=("<|tool_call|>",),
-    marks=("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
-    shape=CallText(
-        start="<|tool_call|>[", head='{"name": "', middle='", "arguments": ', tail="}", between=", ", end="]"
-    ),
-)
-
-PHI = JsonCalls(
-    openers=("<|tool_call|>",),
-    marks=("<|/tool_call|>", "<|end|>", "<|endoftext|>"),
-    shape=CallText(
-        start="<|tool_call|>[",
-        head='{"name": "',
-        middle='", "arguments": ',
-        tail="}",
-        between=", ",
-        end="]<|/tool_call|>",
-    ),
-)
+GRANITE = _listed("<|tool_call|>", "")
+PHI = _listed("<|tool_call|>", "<|/tool_call|>")
+NEMOTRON_V2 = _listed("<TOOLCALL>", "</TOOLCALL>")
+APRIEL = _listed("<tool_calls>", "</tool_calls>")
+FIREFUNCTION = _listed("functools", "", known_only=True, opener_is_text=True)
 
 COMMAND = JsonCalls(
     openers=("<|START_ACTION|>",),
-    marks=(
-        "<|END_ACTION|>",
-        "<|START_RESPONSE|>",
-        "<|END_RESPONSE|>",
-        "<|START_TEXT|>",
-        "<|END_TEXT|>",
-        "<|END_OF_TURN_TOKEN|>",
-    ),
-    shape=CallText(
+    marks=("<|END_ACTION|>",),
+    writer=CallText(
         start="<|START_ACTION|>[\n    ",
         head='{"tool_call_id": "0", "tool_name": "',
         middle='", "parameters": ',
@@ -255,10 +347,37 @@ COMMAND = JsonCalls(
     ),
 )
 
+COMMAND_R_PLUS = JsonCalls(
+    openers=("Action:\n```json\n", "Action: ```json\n"),
+    writer=CallText(
+        start="Action:\n```json\n[\n    ",
+        head='{\n        "tool_name": "',
+        middle='",\n        "parameters": ',
+        tail="\n    }",
+        between=",\n    ",
+        end="\n]```",
+    ),
+    opener_is_text=True,
+    closing="```",
+)
+
+GIGACHAT = JsonCalls(
+    openers=("<|message_sep|>\n\nfunction call<|role_sep|>\n", "<|function_call|>"),
+    writer=CallText(
+        head='<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "', middle='", "arguments": ', tail="}"
+    ),
+)
+
+APERTUS = KeyedCalls(
+    openers=("<|tools_prefix|>",),
+    marks=("<|tools_suffix|>",),
+    writer=CallText(
+        start="<|tools_prefix|>[", head='{"', middle='": ', tail="}", between=", ", end="]<|tools_suffix|>"
+    ),
+)
+
 JSON = JsonCalls(
     leads="{[",
-    shape=CallText(head='{"name": "', middle='", "arguments": ', tail="}", between="\n"),
+    writer=CallText(head='{"name": "', middle='", "arguments": ', tail="}", between="\n"),
 )
 """For models of no known format: a bare object of a known tool."""
-
-CHATML_JSON = JsonCalls(leads="{[", marks=_CHATML_MARKS, shape=JSON.shape)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from perdure.chat.message import Tool
-from perdure.chat.parsing.call_format import CallFormat, CallText
+from perdure.chat.parsing.call_format import CallFormat
 from perdure.chat.parsing.call_parser import LONGEST_HEADER, SPACE, CallParser
+from perdure.chat.parsing.call_writer import CallText, CallWriter
 from perdure.chat.parsing.formats.json_objects import JsonObjectsParser
 from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
 
@@ -17,7 +18,7 @@ from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
 class NamedCalls(CallFormat):
     """A name, then the arguments, behind a marker; or a list of objects, as older models write it."""
 
-    shape: CallText
+    writer: CallWriter
     header: re.Pattern[str]
     openers: tuple[str, ...]
     leads: str = ""
@@ -27,9 +28,12 @@ class NamedCalls(CallFormat):
     """What may stand behind the arguments."""
 
     def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
-        return ChosenParser(
-            lambda first: JsonObjectsParser() if first in "[{" else NamedCallParser(self.header, self.after)
-        )
+        def choose(first: str) -> CallParser:
+            if first in "[{":
+                return JsonObjectsParser(id_last=True)
+            return NamedCallParser(self.header, self.after)
+
+        return ChosenParser(choose)
 
 
 class NamedCallParser(CallParser):
@@ -68,11 +72,15 @@ class NamedCallParser(CallParser):
         found = self._pattern.fullmatch(self._header)
         if found is None:
             raise Malformed
+        if (written := found.groupdict().get("id")) is not None:
+            self.events.append(("id", written))
         self.events.append(("name", found["name"]))
         self._arguments = JsonScanner()
         return at
 
     def _read_tail(self, text: str, at: int) -> int:
+        if not self._matched and text[at] in SPACE:
+            return at + 1
         if text[at] != self._tail[self._matched]:
             self.done = True
             return at
@@ -119,9 +127,8 @@ class ChosenParser(CallParser):
 
 MISTRAL = NamedCalls(
     openers=("[TOOL_CALLS]",),
-    marks=("[INST]", "[/INST]", "</s>"),
-    header=re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*"),
-    shape=CallText(
+    header=re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>[\w-]+))?(?:\[ARGS\])?\s*"),
+    writer=CallText(
         start="[TOOL_CALLS][", head='{"name": "', middle='", "arguments": ', tail="}", between=", ", end="]"
     ),
 )
@@ -129,9 +136,9 @@ MISTRAL = NamedCalls(
 
 MISTRAL_NAMED = NamedCalls(
     openers=MISTRAL.openers,
-    marks=(*MISTRAL.marks, "[ARGS]", "[CALL_ID]"),
+    marks=("[ARGS]", "[CALL_ID]"),
     header=MISTRAL.header,
-    shape=CallText(head="[TOOL_CALLS]", middle="[ARGS]"),
+    writer=CallText(head="[TOOL_CALLS]", middle="[ARGS]"),
 )
 
 DEEPSEEK = NamedCalls(
@@ -141,13 +148,12 @@ DEEPSEEK = NamedCalls(
         "<｜tool▁calls▁end｜>",
         "<｜tool▁call▁end｜>",
         "<｜tool▁sep｜>",
-        "<｜end▁of▁sentence｜>",
     ),
     header=re.compile(
         r"\s*(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)\s*(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*"
     ),
-    after="\n```",
-    shape=CallText(
+    after="```",
+    writer=CallText(
         start="<｜tool▁calls▁begin｜>",
         head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         middle="\n```json\n",
@@ -157,3 +163,34 @@ DEEPSEEK = NamedCalls(
     ),
 )
 """DeepSeek: a name and its arguments between marks, in a fence (R1, V3) or without (V3.1)."""
+
+KIMI = NamedCalls(
+    openers=("<|tool_call_begin|>",),
+    marks=(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_end|>",
+        "<|tool_call_argument_begin|>",
+    ),
+    header=re.compile(
+        r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*"
+    ),
+    writer=CallText(
+        start="<|tool_calls_section_begin|>",
+        head="<|tool_call_begin|>functions.",
+        middle=":0<|tool_call_argument_begin|>",
+        tail="<|tool_call_end|>",
+        end="<|tool_calls_section_end|>",
+    ),
+)
+"""Kimi K2: sections of calls with ids, which hold the names."""
+
+FUNCTIONARY_TAGGED = NamedCalls(
+    openers=("<function=",),
+    marks=("</function>",),
+    header=re.compile(r"(?P<name>[\w.-]+)>\s*"),
+    after="</function>",
+    writer=CallText(head="<function=", middle=">", tail="</function>"),
+    opener_is_text=True,
+)
+"""Functionary 3.1: the name in a tag, the arguments as JSON."""

@@ -1,0 +1,210 @@
+"""Call writers: the text of tool calls, and the grammar that holds a reply to it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perdure.chat.message import Tool, ToolCall
+from perdure.chat.parsing.values import kinds_of, properties_of, resolved
+from perdure.decode.grammar import Grammar
+
+_AS_TRAINED = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+"""The white space in which Python writes JSON, and so the templates that models were trained on."""
+_COMBINING = frozenset(("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref"))
+_ANY_TEXT = "/(?s:.*)/"
+EMPTY = '""'
+
+
+class Rules:
+    """Rules of a Lark grammar. `control` maps marks that are control tokens of the model to their ids."""
+
+    def __init__(self, control: Mapping[str, int]) -> None:
+        self._control = control
+        marks = "|".join(re.escape(mark) for mark in sorted(control, key=len, reverse=True))
+        self._marks = re.compile(f"({marks})" if marks else r"(?!)")
+        self._rules: list[str] = []
+
+    def grammar(self, start: str) -> Grammar:
+        return Grammar.lark("\n".join([f"start: {start}", *self._rules]) + "\n")
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def literal(self, text: str) -> str:
+        """A text of the format: in quotes, but for its control tokens, which go by their ids."""
+        return " ".join(
+            f"<[{self._control[part]}]>" if part in self._control else self.words(part)
+            for part in self._marks.split(text)
+            if part
+        )
+
+    def words(self, text: str) -> str:
+        """A text from outside, such as a name: nothing in it is a control token."""
+        return json.dumps(text, ensure_ascii=False) if text else ""
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _AS_TRAINED})}")
+
+    def text(self, close: str) -> str:
+        """Any text up to `close`, and that."""
+        if any(mark in close for mark in self._control):
+            return f"{self.rule(_ANY_TEXT)} {self.literal(close)}"
+        return self.rule(_ANY_TEXT, f"[suffix={json.dumps(close, ensure_ascii=False)}]")
+
+    def members(self, members: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Members one after the other, those that are not required perhaps."""
+        if not separator:
+            return " ".join(each if required else f"({each})?" for each, required in members)
+        first, later = "", ""
+        for each, required in reversed(members):
+            go_on = f"{each} {later}"
+            with_separator = f"{self.literal(separator)} {go_on}"
+            first, later = (
+                self.rule(go_on if required else f"{go_on} | {first or EMPTY}"),
+                self.rule(with_separator if required else f"({with_separator}) | {later or EMPTY}"),
+            )
+        return first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallWriter:
+    """The text of calls: `start`, then each call with `between` in the middle, then `end`."""
+
+    start: str = ""
+    between: str = ""
+    end: str = ""
+
+    def write(self, calls: Iterable[ToolCall]) -> str:
+        return self.start + self.between.join(map(self.call_text, calls)) + self.end
+
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, control: Mapping[str, int]) -> Grammar:
+        rules = Rules(control)
+        call = rules.rule(" | ".join(rules.rule(self.call_rule(rules, tool)) for tool in tools))
+        more = f"({rules.literal(self.between)} {call})*" if parallel else ""
+        return rules.grammar(f"{rules.literal(self.start)} {call} {more} {rules.literal(self.end)}")
+
+    def call_text(self, call: ToolCall) -> str:
+        raise NotImplementedError
+
+    def call_rule(self, rules: Rules, tool: Tool) -> str:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallText(CallWriter):
+    """A call as a name, and its arguments as a JSON object."""
+
+    head: str
+    middle: str
+    tail: str = ""
+
+    def call_text(self, call: ToolCall) -> str:
+        return self.head + call.name + self.middle + call.arguments + self.tail
+
+    def call_rule(self, rules: Rules, tool: Tool) -> str:
+        head, middle, tail = map(rules.literal, (self.head, self.middle, self.tail))
+        return f"{head} {rules.words(tool.name)} {middle} {rules.json(strict(tool.parameters))} {tail}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedText(CallWriter):
+    """A call as a name, and a tag for each argument, with bare strings."""
+
+    head: str
+    name_end: str
+    key_head: str
+    key_end: str
+    value_end: str
+    tail: str
+    key_ends: tuple[tuple[str, str], ...] = ()
+    """What ends a key whose value is of a kind, where that differs."""
+    name_end_bare: str | None = None
+    """What ends a name without arguments, where that differs."""
+
+    def call_text(self, call: ToolCall) -> str:
+        arguments = call.parsed
+        written = "".join(
+            f"{self.key_head}{key}{self._key_end(value)}{_bare(value)}{self.value_end}"
+            for key, value in arguments.items()
+        )
+        return self.head + call.name + self._name_end(bool(arguments)) + written + self.tail
+
+    def call_rule(self, rules: Rules, tool: Tool) -> str:
+        schema, required = tool.parameters, tool.parameters.get("required") or ()
+        members = [
+            (self._member(rules, key, each, schema), key in required)
+            for key, each in properties_of(schema).items()
+        ]
+        start = f"{rules.literal(self.head)} {rules.words(tool.name)}"
+        some = f"{rules.literal(self._name_end(True))} {rules.members(members, '')}"
+        none = rules.literal(self._name_end(False))
+        if not members:
+            some = none
+        elif not any(required for _, required in members) and self.name_end_bare is not None:
+            some = f"({some} | {none})"
+        return f"{start} {some} {rules.literal(self.tail)}"
+
+    def _name_end(self, has_arguments: bool) -> str:
+        return self.name_end if has_arguments or self.name_end_bare is None else self.name_end_bare
+
+    def _member(self, rules: Rules, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+        kinds = kinds_of(schema, root)
+        kind = "string" if "string" in kinds or not kinds else next(iter(sorted(kinds)))
+        head = f"{rules.literal(self.key_head)} {rules.words(key)} {rules.literal(self._end_of(kind))}"
+        return rules.rule(f"{head} {value_rule(rules, schema, root, self.value_end)}")
+
+    def _key_end(self, value: Any) -> str:
+        return self._end_of(_kind(value))
+
+    def _end_of(self, kind: str) -> str:
+        return dict(self.key_ends).get(kind, self.key_end)
+
+
+def value_rule(rules: Rules, schema: Any, root: Mapping[str, Any], close: str) -> str:
+    """A bare value up to `close`, and that."""
+    kinds, meant = kinds_of(schema, root), resolved(schema, root)
+    if "string" in kinds:
+        values = meant.get("enum") if isinstance(meant.get("enum"), list) else None
+        values = [meant["const"]] if values is None and "const" in meant else values
+        if values and all(isinstance(each, str) for each in values):
+            words = " | ".join(rules.words(each) or EMPTY for each in values)
+            return f"({words}) {rules.literal(close)}"
+        return rules.text(close)
+    return f"{rules.json(within(schema, root))} {rules.literal(close)}"
+
+
+def within(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a schema on its own, with what it may refer to."""
+    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return {**shared, **(schema if isinstance(schema, Mapping) else {})}
+
+
+def strict(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool's parameters as what a reply is held to: nothing that the schema does not name."""
+    made = {"type": "object", **schema}
+    if not _COMBINING & made.keys():
+        made["additionalProperties"] = False
+        made.setdefault("properties", {})
+    return made
+
+
+def _kind(value: Any) -> str:
+    kinds: tuple[tuple[type, str], ...] = (
+        (str, "string"),
+        (bool, "boolean"),
+        (int, "integer"),
+        (float, "number"),
+        (dict, "object"),
+        (list, "array"),
+    )
+    return next((name for kind, name in kinds if isinstance(value, kind)), "null")
+
+
+def _bare(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

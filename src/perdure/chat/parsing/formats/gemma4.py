@@ -1,0 +1,210 @@
+"""Gemma 4's own format: `call:name{key:value,…}`, where strings stand between marks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perdure.chat.message import Tool, ToolCall
+from perdure.chat.parsing.call_format import CallFormat
+from perdure.chat.parsing.call_parser import SPACE, CallParser
+from perdure.chat.parsing.call_writer import CallWriter, Rules, value_rule, within
+from perdure.chat.parsing.json_scanner import Malformed
+from perdure.chat.parsing.values import kinds_of, properties_of, resolved
+
+_QUOTE = '<|"|>'
+_CLOSE = "<tool_call|>"
+_LONGEST = 1_000_000
+_DEEPEST = 100
+_DEEPEST_RULE = 8
+_BARE = re.compile(r"[^\s:{}\[\],<]+")
+_NAME = re.compile(r"\s*call:\s*(?P<name>[\w.:/-]+)\s*(?=\{)")
+_KEY = re.compile(r"[^\s:{}\[\],<]+(?=\s*:)")
+_ATOM = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?(?=[\s,}\]])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gemma4Text(CallWriter):
+    """`call:name{key:value,…}`."""
+
+    def call_text(self, call: ToolCall) -> str:
+        return f"<|tool_call>call:{call.name}{_written(call.parsed)}{_CLOSE}"
+
+    def call_rule(self, rules: Rules, tool: Tool) -> str:
+        head = f"{rules.literal('<|tool_call>')} {rules.words('call:')} {rules.words(tool.name)}"
+        return f"{head} {_object_rule(rules, tool.parameters, tool.parameters, 0)} {rules.literal(_CLOSE)}"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, str):
+        return f"{_QUOTE}{value}{_QUOTE}"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_written_key(key)}:{_written(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_written, value)) + "]"
+    return json.dumps(value)
+
+
+def _written_key(key: str) -> str:
+    return key if _BARE.fullmatch(key) else f"{_QUOTE}{key}{_QUOTE}"
+
+
+def _object_rule(rules: Rules, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+    required = schema.get("required") or ()
+    members = []
+    for key, each in properties_of(schema).items():
+        value = _value_rule(rules, each, root, depth + 1)
+        members.append((rules.rule(f"{rules.words(_written_key(key) + ':')} {value}"), key in required))
+    return f"{rules.words('{')} {rules.members(members, ',')} {rules.words('}')}"
+
+
+def _value_rule(rules: Rules, schema: Any, root: Mapping[str, Any], depth: int) -> str:
+    """What a schema allows. Where that is not said, a string."""
+    kinds, meant = kinds_of(schema, root), resolved(schema, root)
+    if "string" in kinds or not kinds or depth > _DEEPEST_RULE:
+        return f"{rules.literal(_QUOTE)} {value_rule(rules, {'type': 'string', **meant}, root, _QUOTE)}"
+    if "object" in kinds:
+        return _object_rule(rules, meant, root, depth)
+    if "array" in kinds:
+        item = rules.rule(_value_rule(rules, meant.get("items"), root, depth + 1))
+        return f"{rules.words('[')} ({item} ({rules.words(',')} {item})*)? {rules.words(']')}"
+    return rules.json(within(schema, root))
+
+
+_TEXT = _Gemma4Text()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Calls(CallFormat):
+    """Calls, and the channel in which the model thinks."""
+
+    openers: tuple[str, ...] = ("<|tool_call>", "<|channel>")
+    leads: str = ""
+    marks: tuple[str, ...] = (_CLOSE, _QUOTE)
+    writer: CallWriter = _TEXT
+    opener_is_text: bool = False
+
+    def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
+        return _CallParser() if opener == "<|tool_call>" else _ChannelParser()
+
+
+class _ChannelParser(CallParser):
+    """The channel's name: what follows it is reasoning."""
+
+    _THOUGHT = "thought"
+
+    def _read(self, text: str, at: int) -> int:
+        if text[at] != self._THOUGHT[self.position]:
+            raise Malformed
+        if self.position == len(self._THOUGHT) - 1:
+            self.events.append(("channel", "reasoning"))
+            self.safe, self.done = self.position + 1, True
+        return at + 1
+
+
+class _CallParser(CallParser):
+    """One call, read when it is closed: what stands in strings may look like its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._body: list[str] = []
+        self._end = ""
+        self._in_string = False
+
+    def _read(self, text: str, at: int) -> int:
+        self._body.append(text[at])
+        if len(self._body) > _LONGEST:
+            raise Malformed
+        self._end = (self._end + text[at])[-len(_CLOSE) :]
+        if self._end.endswith(_QUOTE):
+            self._in_string, self._end = not self._in_string, ""
+        elif self._end == _CLOSE and not self._in_string:
+            self._close("".join(self._body).removesuffix(_CLOSE))
+        return at + 1
+
+    def _close(self, body: str) -> None:
+        found = _NAME.match(body)
+        if found is None:
+            raise Malformed
+        written = _Value(body, found.end())
+        arguments = written.read()
+        if body[written.at :].strip():
+            raise Malformed
+        self.events += [("name", found["name"]), ("arguments", arguments)]
+        self._call_ended(1)
+        self.done = True
+
+
+class _Value:
+    """A value as JSON."""
+
+    def __init__(self, text: str, at: int) -> None:
+        self._text = text
+        self.at = at
+
+    def read(self, depth: int = 0) -> str:
+        self._skip()
+        if depth > _DEEPEST:
+            raise Malformed
+        if self._text.startswith(_QUOTE, self.at):
+            return self._string()
+        char = self._text[self.at : self.at + 1]
+        if char == "{":
+            return self._members("}", depth)
+        if char == "[":
+            return self._members("]", depth)
+        found = _ATOM.match(self._text, self.at)
+        if found is None:
+            raise Malformed
+        self.at = found.end()
+        return found[0]
+
+    def _members(self, close: str, depth: int) -> str:
+        parts: list[str] = []
+        self.at += 1
+        while True:
+            self._skip()
+            if self._text.startswith(close, self.at) and not parts:
+                break
+            parts.append((self._key() if close == "}" else "") + self.read(depth + 1))
+            self._skip()
+            if not self._text.startswith(",", self.at):
+                break
+            self.at += 1
+        if not self._text.startswith(close, self.at):
+            raise Malformed
+        self.at += 1
+        return ("{" if close == "}" else "[") + ", ".join(parts) + close
+
+    def _key(self) -> str:
+        if self._text.startswith(_QUOTE, self.at):
+            key = self._string()
+        else:
+            found = _KEY.match(self._text, self.at)
+            if found is None:
+                raise Malformed
+            self.at = found.end()
+            key = json.dumps(found[0], ensure_ascii=False)
+        self._skip()
+        if not self._text.startswith(":", self.at):
+            raise Malformed
+        self.at += 1
+        return key + ": "
+
+    def _string(self) -> str:
+        start = self.at + len(_QUOTE)
+        end = self._text.find(_QUOTE, start)
+        if end < 0:
+            raise Malformed
+        self.at = end + len(_QUOTE)
+        return json.dumps(self._text[start:end], ensure_ascii=False)
+
+    def _skip(self) -> None:
+        while self.at < len(self._text) and self._text[self.at] in SPACE:
+            self.at += 1
+
+
+GEMMA4 = Gemma4Calls()

@@ -1,0 +1,214 @@
+"""MiniMax M3's format: a tag for every value, nested as the values are, each behind a mark of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perdure.chat.message import Tool, ToolCall
+from perdure.chat.parsing.call_format import CallFormat
+from perdure.chat.parsing.call_parser import CallParser
+from perdure.chat.parsing.call_writer import CallWriter, Rules, value_rule, within
+from perdure.chat.parsing.json_scanner import Malformed
+from perdure.chat.parsing.values import kinds_of, properties_of, resolved, typed
+from perdure.decode.grammar import Grammar
+
+_MARK = "]<]minimax[>["
+_INVOKE = re.compile(r'<invoke name="(?P<name>[^"<>\n]+)">')
+_TAG = re.compile(r"<(?P<key>[^<>/\s][^<>\s]*)>")
+_END = "</invoke>\n"
+_LONGEST = 1_000_000
+_DEEPEST = 50
+_DEEPEST_RULE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MiniMaxText(CallWriter):
+    """Calls as nested tags."""
+
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, control: Mapping[str, int]) -> Grammar:
+        rules = Rules(control)
+        mark = rules.literal(_MARK)
+        call = rules.rule(" | ".join(rules.rule(self.call_rule(rules, tool)) for tool in tools))
+        more = f"({call})*" if parallel else ""
+        start, end = rules.words("<tool_call>\n"), rules.words("</tool_call>")
+        return rules.grammar(f"{mark} {start} {call} {more} {mark} {end}")
+
+    def call_text(self, call: ToolCall) -> str:
+        inner = "".join(_written(key, value) for key, value in call.parsed.items())
+        return f'{_MARK}<invoke name="{call.name}">{inner}{_MARK}</invoke>\n'
+
+    def call_rule(self, rules: Rules, tool: Tool) -> str:
+        # The mark is a lexeme of its own everywhere: the lexer takes the longest that fits.
+        mark = rules.literal(_MARK)
+        start, end = f"{mark} {rules.words('<invoke name=' + chr(34))}", f"{mark} {rules.words(_END)}"
+        inner = _object_rule(rules, tool.parameters, tool.parameters, 0)
+        name = f"{rules.words(tool.name)} {rules.words(chr(34) + '>')}"
+        return f"{start} {name} {inner} {end}"
+
+
+def _written(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        inner = "".join(_written(each, value[each]) for each in value)
+    elif isinstance(value, list):
+        inner = "".join(_written("item", each) for each in value)
+    else:
+        inner = value if isinstance(value, str) else json.dumps(value)
+    return f"{_MARK}<{key}>{inner}{_MARK}</{key}>"
+
+
+def _object_rule(rules: Rules, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+    required = schema.get("required") or ()
+    members = [
+        (_member_rule(rules, key, each, root, depth), key in required)
+        for key, each in properties_of(schema).items()
+    ]
+    return rules.members(members, "")
+
+
+def _member_rule(rules: Rules, key: str, schema: Any, root: Mapping[str, Any], depth: int) -> str:
+    kinds, meant = kinds_of(schema, root), resolved(schema, root)
+    head = f"{rules.literal(_MARK)} {rules.words(f'<{key}>')}"
+    close = f"{_MARK}</{key}>"
+    if "string" in kinds or not kinds or depth > _DEEPEST_RULE:
+        return rules.rule(f"{head} {value_rule(rules, {'type': 'string', **meant}, root, close)}")
+    if "object" in kinds:
+        inner = _object_rule(rules, meant, root, depth + 1)
+    elif "array" in kinds:
+        inner = f"({_member_rule(rules, 'item', meant.get('items'), root, depth + 1)})*"
+    else:
+        inner = rules.json(within(schema, root))
+    return rules.rule(f"{head} {inner} {rules.literal(_MARK)} {rules.words(f'</{key}>')}")
+
+
+_TEXT = _MiniMaxText(start=f"{_MARK}<tool_call>\n", end=f"{_MARK}</tool_call>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniMaxM3Calls(CallFormat):
+    openers: tuple[str, ...] = (_MARK + "<tool_call>",)
+    leads: str = ""
+    marks: tuple[str, ...] = (_MARK + "</tool_call>",)
+    writer: CallWriter = _TEXT
+    opener_is_text: bool = False
+
+    def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
+        return _SectionParser(tools)
+
+
+class _SectionParser(CallParser):
+    """Calls up to the end of their section; each is read when it is closed."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__()
+        self._tools = {tool.name: tool for tool in tools}
+        self._body: list[str] = []
+        self._end = ""
+
+    def finish(self) -> None:
+        if "".join(self._body).strip():
+            raise Malformed
+        super().finish()
+
+    def _read(self, text: str, at: int) -> int:
+        self._body.append(text[at])
+        if len(self._body) > _LONGEST:
+            raise Malformed
+        self._end = (self._end + text[at])[-(len(_MARK) + 12) :]
+        if self._end.endswith(_MARK + "</invoke>"):
+            self._close("".join(self._body).removesuffix(_MARK + "</invoke>").strip())
+            self._body, self._end = [], ""
+            self._call_ended(1)
+        elif self._end.endswith(_MARK + "</tool_call>"):
+            if not self.safe or "".join(self._body).strip() != _MARK + "</tool_call>":
+                raise Malformed
+            self.safe, self.done = self.position + 1, True
+        return at + 1
+
+    def _close(self, body: str) -> None:
+        if not body.startswith(_MARK):
+            raise Malformed
+        found = _INVOKE.match(body, len(_MARK))
+        if found is None:
+            raise Malformed
+        tool = self._tools.get(found["name"])
+        schema = tool.parameters if tool is not None else {}
+        arguments = _Members(body[found.end() :], schema).all()
+        self.events += [("name", found["name"]), ("arguments", arguments)]
+
+
+class _Members:
+    """The tags of an object or a list."""
+
+    def __init__(self, text: str, root: Mapping[str, Any]) -> None:
+        self._text = text
+        self._root = root
+
+    def all(self) -> str:
+        return self._object(self._text, self._root, 0)
+
+    def _object(self, text: str, schema: Mapping[str, Any], depth: int) -> str:
+        known = properties_of(schema)
+        parts = [
+            f"{json.dumps(key, ensure_ascii=False)}: {self._value(inner, known.get(key), depth)}"
+            for key, inner in _tags(text, depth)
+        ]
+        return "{" + ", ".join(parts) + "}"
+
+    def _value(self, text: str, schema: Any, depth: int) -> str:
+        kinds = kinds_of(schema, self._root)
+        # A text may hold tags of its own; where a string fits, it is one.
+        if not text and "string" not in kinds and kinds & {"array", "object"}:
+            return "[]" if "array" in kinds else "{}"
+        if not text.startswith(_MARK) or "string" in kinds:
+            return typed(text, kinds)
+        schema = schema if isinstance(schema, Mapping) else {}
+        tags = _tags(text, depth)
+        if all(key == "item" for key, _ in tags) and ("array" in kinds or not kinds):
+            items = schema.get("items") or _branch(schema, "array").get("items")
+            return "[" + ", ".join(self._value(inner, items, depth + 1) for _, inner in tags) + "]"
+        fitting = schema if "properties" in schema else _branch(schema, "object")
+        return self._object(text, fitting, depth + 1)
+
+
+def _tags(text: str, depth: int) -> list[tuple[str, str]]:
+    """The tags that follow each other in a text, with what stands in them."""
+    if depth > _DEEPEST:
+        raise Malformed
+    found, at = [], 0
+    while at < len(text):
+        tag = _TAG.match(text, at + len(_MARK)) if text.startswith(_MARK, at) else None
+        if tag is None:
+            if text[at:].strip():
+                raise Malformed
+            break
+        close = f"{_MARK}</{tag['key']}>"
+        end = _closing(text, tag.end(), f"{_MARK}<{tag['key']}>", close)
+        found.append((tag["key"], text[tag.end() : end]))
+        at = end + len(close)
+    return found
+
+
+def _closing(text: str, at: int, start: str, close: str) -> int:
+    """Where the tag is closed, past others of its name within it."""
+    open_tags = 1
+    for each in re.compile(f"{re.escape(start)}|{re.escape(close)}").finditer(text, at):
+        open_tags += 1 if each[0] == start else -1
+        if not open_tags:
+            return each.start()
+    raise Malformed
+
+
+def _branch(schema: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """The alternative of a schema that is of a kind."""
+    for word in ("anyOf", "oneOf", "allOf"):
+        for each in schema.get(word) or ():
+            if isinstance(each, Mapping) and each.get("type") == kind:
+                return each
+    return {}
+
+
+MINIMAX_M3 = MiniMaxM3Calls()
