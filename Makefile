@@ -1,38 +1,65 @@
-# Everything runs from a fresh clone: each target makes .venv and installs what it needs.
+# Everything runs from a fresh clone: each target makes .venv and installs what it needs, and no more.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: chat test soak bench lint setup clean
+# What is installed, one mark each: the command, the tests, the peers to compare with, the builder.
+CHAT := $(VENV)/.for-chat
+TEST := $(VENV)/.for-test
+BENCH := $(VENV)/.for-bench
+DIST := $(VENV)/.for-dist
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar on
 
-chat: $(STAMP)
+.PHONY: chat test soak bench lint setup engine dist clean
+
+chat: $(CHAT)
 	@$(BIN)/perdure chat
 
 test: lint
 	$(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist worksteal
 
-soak: $(STAMP)
+soak: $(TEST)
 	$(BIN)/python -m pytest -m soak
 
-bench: $(STAMP)
+# The only target that compiles: llama-cpp-python, to be measured against. About 10 minutes on 2 cores.
+bench: $(BENCH)
 	$(BIN)/python -m bench
 
-lint: $(STAMP)
+lint: $(TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-setup: $(STAMP)
+setup: $(TEST)
 
-$(STAMP): pyproject.toml
+# llama.cpp from source, with flags that are safe for this compiler, into build/engine.
+engine: $(CHAT)
+	$(BIN)/python tools/compile_engine.py build/engine
+
+dist: $(DIST)
+	rm -rf dist
+	$(BIN)/python -m build
+
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "perdure needs Python 3.11 or newer; set PYTHON=python3.11")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing. The first time on a machine compiles llama.cpp, which takes about 10 minutes on 2 cores."
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --progress-bar on -e ".[dev,server,bench]"
-	@touch $(STAMP)
+	$(PYTHON) -m venv $(VENV)
+
+$(CHAT): pyproject.toml | $(BIN)/python
+	$(INSTALL) -e .
+	@touch $@
+
+$(TEST): pyproject.toml | $(BIN)/python
+	$(INSTALL) -e ".[server,dev]"
+	@touch $@ $(CHAT)
+
+$(BENCH): pyproject.toml | $(BIN)/python
+	$(INSTALL) -e ".[server,bench]"
+	@touch $@ $(CHAT)
+
+$(DIST): pyproject.toml | $(BIN)/python
+	$(INSTALL) build
+	@touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
