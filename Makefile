@@ -24,6 +24,7 @@ soak: $(TEST)
 
 # The only target that compiles: llama-cpp-python, to be measured against. About 10 minutes on 2 cores.
 bench: $(BENCH)
+	$(BIN)/perdure engine install
 	$(BIN)/python -m bench
 
 lint: $(TEST)

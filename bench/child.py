@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 _OPENMP = ("OMP_", "GOMP_")
+
+
+class PeerMissingError(Exception):
+    """A peer that is to be compared with is not installed here."""
 
 
 class Child:
@@ -60,7 +65,11 @@ class Child:
         if not line:
             code = self._process.wait()
             self._complaints.seek(0)
-            raise RuntimeError(f"{self._name} ended with {code}:\n{self._complaints.read()[-4000:]}")
+            said = self._complaints.read()
+            missing = re.search(r": (No module named .+)$", said, re.MULTILINE)
+            if missing:
+                raise PeerMissingError(f"{self._name}: {missing[1]}")
+            raise RuntimeError(f"{self._name} ended with {code}:\n{said[-4000:]}")
         return json.loads(line)
 
     def __enter__(self) -> Child:

@@ -269,9 +269,11 @@ def _prompts(streams: int) -> list[list[int]]:
 
 
 def _rate(written: Any) -> float:
-    """Tokens a second while all replies were being written."""
+    """Tokens a second while all replies were being written; where they never were, in all."""
     times = written["times"]
     start, end = max(each[0] for each in times), min(each[-1] for each in times)
+    if end <= start:
+        start, end = min(each[0] for each in times), max(each[-1] for each in times)
     count = sum(start < arrived <= end for each in times for arrived in each)
     return float(count / (end - start))
 

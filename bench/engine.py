@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bench import headers
-from bench.child import Child
+from bench.child import Child, PeerMissingError
 from bench.harness import Bench, Figure, Gauge, Measure, Run, at_least, at_most
 
 MIB = 1 << 20
@@ -197,6 +197,36 @@ def header(run: Run) -> Iterator[Figure]:
         )
 
 
+def builds(run: Run) -> Iterator[Figure]:
+    """The fetched library against the one that llama-cpp-python compiled here, both under our engine."""
+    from perdure import libraries
+    from perdure.engine.llama.source import llama_cpp_python
+
+    compiled = llama_cpp_python()
+    if compiled is None:
+        raise PeerMissingError("llama-cpp-python")
+    folders = (libraries.install().folder, compiled.folder)
+    tokens, count = TOKENS[: run.pick(STEP, 64)], run.pick(32, 16)
+    with ExitStack() as held:
+        fetched, peer = (_loop(held, "ours", PERDURE_LLAMA=str(folder)) for folder in folders)
+        for name, work, call, arguments in (
+            (f"prefill of {len(tokens)} tokens, fetched library", len(tokens), "prefill", {"tokens": tokens}),
+            (f"decode, {count} tokens one by one, fetched library", count, "decode", {"count": count}),
+        ):
+            for side in (fetched, peer):
+                side.ask(call, **arguments)
+            yield run.compare(
+                name,
+                ours=_rate(fetched, work, call, **arguments),
+                peer=_rate(peer, work, call, **arguments),
+                against="compiled by llama-cpp-python",
+                unit="tok/s",
+                gauge=Gauge.RATE,
+                target=at_least(1.0),
+                repeats=run.pick(15, 7),
+            )
+
+
 def busy(run: Run) -> Iterator[Figure]:
     """Decoding while one other process computes."""
     count = run.pick(32, 12)
@@ -215,11 +245,11 @@ def busy(run: Run) -> Iterator[Figure]:
         )
 
 
-main = Bench("engine", (decode, prefill, view, fill, memory, header, busy))
+main = Bench("engine", (decode, prefill, builds, view, fill, memory, header, busy))
 
 
-def _loop(held: ExitStack, kind: str) -> Child:
-    child = held.enter_context(Child("bench.loops", kind))
+def _loop(held: ExitStack, kind: str, **env: str) -> Child:
+    child = held.enter_context(Child("bench.loops", kind, env=env))
     child.ask("open", path=model_path(), n_ctx=1024, threads=THREADS, prompt=PROMPT)
     return child
 

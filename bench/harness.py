@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import enum
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bench.child import PeerMissingError
 from bench.machine import Machine, Watch
 
 T = TypeVar("T")
@@ -131,7 +133,9 @@ class Figure:
         if len(self.ratios) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.ratios, n=4, method="inclusive")
-        return (high - low) / self.ratio
+        if high == low:
+            return 0.0
+        return (high - low) / self.ratio if self.ratio else math.inf
 
     @property
     def ok(self) -> bool:
@@ -267,9 +271,14 @@ def summary(figures: Sequence[Figure]) -> str:
 def _measured(bench: Bench, run: Run, only: str | None) -> Iterator[Figure]:
     for part in bench.parts:
         if only is None or only in part.__name__:
-            for figure in part(run):
-                print(figure, flush=True)
-                yield figure
+            try:
+                for figure in part(run):
+                    print(figure, flush=True)
+                    yield figure
+            except (ModuleNotFoundError, PeerMissingError) as missing:
+                print(
+                    f"{'':>7}  {part.__name__}: not measured, a peer is not installed ({missing})", flush=True
+                )
 
 
 def _ratio(value: float) -> str:

@@ -119,7 +119,9 @@ class LlamaServer:
         params.slot_save_path = f"{folder}/"
         params.endpoint_slots = True
         self._server = xllamacpp.Server(params)
-        self._client = httpx.Client(base_url=self._server.listening_address, timeout=600)
+        # It closes a connection after a stream, or when it was idle for seconds: each request has its own.
+        once = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(base_url=self._server.listening_address, timeout=600, limits=once)
 
     def _complete(self, text: str) -> float:
         body = {

@@ -213,3 +213,34 @@ class TestChild:
     def test_that_dies_says_why(self) -> None:
         with Child("bench.loops", "no such kind") as child, pytest.raises(RuntimeError, match="no such kind"):
             child.ask("resident")
+
+
+def test_a_side_that_measured_nothing_is_a_figure_and_no_error() -> None:
+    """A part whose work took no time at all on a fast machine once ended the whole run."""
+    assert figure([0.0, 0.0], [5.0, 4.0]).spread == 0.0
+    assert "MISS" in str(figure([0.0, 0.0, 2.0], [5.0, 4.0, 3.0]))
+
+
+def test_replies_that_never_overlap_have_a_rate() -> None:
+    from bench.decode import _rate
+
+    assert _rate({"times": [[0.0, 1.0], [2.0, 4.0]]}) == pytest.approx(3 / 4)
+    assert _rate({"times": [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]]}) == pytest.approx(2 / 1)
+
+
+def test_a_part_whose_peer_is_not_installed_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def part(_: Run) -> Iterator[Figure]:
+        import not_installed  # type: ignore[import-not-found]  # noqa: F401
+
+        yield figure([1.0], [1.0])
+
+    def child(_: Run) -> Iterator[Figure]:
+        with Child("not_installed") as started:
+            started.ask("anything")
+        yield figure([1.0], [1.0])
+
+    missing = Bench("missing", (part, child))
+    assert missing([]) == 0
+    said = capsys.readouterr().out
+    assert "part: not measured" in said
+    assert "0 of 0 targets met" in said
