@@ -31,6 +31,7 @@ LAYERS = (
     "sessions",
     "runtime",
     "server",
+    "public",
     "__init__",
     "cli",
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import perdure
@@ -35,7 +37,7 @@ def test_all_names_are_sorted_once_and_can_be_imported() -> None:
 
 
 def test_whatever_the_top_module_imports_is_public() -> None:
-    tree = ast.parse(Path(perdure.__file__).read_text())
+    tree = ast.parse(Path(perdure.__file__).with_name("public.py").read_text())
     imported = {
         alias.asname or alias.name
         for node in tree.body
@@ -43,6 +45,26 @@ def test_whatever_the_top_module_imports_is_public() -> None:
         for alias in node.names
     }
     assert {name for name in imported if not name.startswith("_")} <= set(perdure.__all__)
+
+
+def test_names_are_imported_when_they_are_asked_for() -> None:
+    """The command starts without the engine, and whoever asks for a name or for a module gets it."""
+    code = """
+import sys
+import perdure
+assert "perdure.engine" not in sys.modules
+assert perdure.models.__name__ == "perdure.models"
+assert "perdure.runtime" not in sys.modules
+from perdure import Model, errors
+assert perdure.errors is errors and perdure.Model is Model
+try:
+    perdure.nonsense
+except AttributeError as error:
+    assert "nonsense" in str(error)
+from perdure import *
+assert open is perdure.open
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_every_error_is_exported_and_has_one_root() -> None:

@@ -1,149 +1,31 @@
-"""perdure: a runtime for local language models whose sessions last."""
+"""perdure: a runtime for local language models whose sessions last.
 
-from perdure.chat.job import ChatJob
-from perdure.chat.message import Message, Tool, ToolCall
-from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
-from perdure.chat.templates.template import Template
-from perdure.decode.embedding import Embeddings
-from perdure.decode.grammar import Grammar
-from perdure.decode.job import Job
-from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
-from perdure.decode.sampling import Sampling
-from perdure.decode.slots import Plan, ReuseReport
-from perdure.engine.context import Context, Feed
-from perdure.engine.contract import Capabilities, Memory, MemoryKind
-from perdure.engine.embedder import Embedder, Pooling
-from perdure.engine.llama.model import Model
-from perdure.engine.logits import Candidate, LogitsView
-from perdure.engine.state import Checkpoint
-from perdure.errors import (
-    AmbiguousError,
-    BusyError,
-    CannotRewindError,
-    ClosedError,
-    ContextOverflow,
-    CorruptStateError,
-    DecodeCancelled,
-    DecodeError,
-    EngineDiedError,
-    EngineError,
-    EngineLibraryError,
-    FetchError,
-    GrammarError,
-    IncompatibleStateError,
-    InvalidInputError,
-    LibraryFetchError,
-    ModelError,
-    ModelFileError,
-    ModelLoadError,
-    ModelNotFoundError,
-    OutOfMemoryError,
-    PerdureError,
-    PinnedError,
-    RowError,
-    SamplingError,
-    SequenceError,
-    SessionBusyError,
-    SessionError,
-    SessionExistsError,
-    SessionNotFoundError,
-    StaleViewError,
-    StateError,
-    StoreDamagedError,
-    StoreError,
-    StoreFullError,
-    StoreLockedError,
-    StoreReadOnlyError,
-    StoreVersionError,
-    TemplateError,
-    TokenError,
-    UnsupportedSystemError,
-)
-from perdure.identity import Identity
-from perdure.runtime import Runtime, open  # noqa: A004
-from perdure.sessions.memory import Memory as SessionMemory
-from perdure.sessions.session import Session
-from perdure.sessions.turn import Turn
+The public names are those of `perdure.public`. They are imported when the first of them is asked for, so that
+the command starts, answers `--help` and hears Ctrl-C before the engine is loaded.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from perdure.public import *  # noqa: F403
+    from perdure.public import __all__ as __all__
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AmbiguousError",
-    "BusyError",
-    "CallDelta",
-    "Candidate",
-    "CannotRewindError",
-    "Capabilities",
-    "ChatDelta",
-    "ChatJob",
-    "ChatReply",
-    "Checkpoint",
-    "ClosedError",
-    "Context",
-    "ContextOverflow",
-    "CorruptStateError",
-    "DecodeCancelled",
-    "DecodeError",
-    "Delta",
-    "Embedder",
-    "Embeddings",
-    "EngineDiedError",
-    "EngineError",
-    "EngineLibraryError",
-    "Feed",
-    "FetchError",
-    "Grammar",
-    "GrammarError",
-    "Identity",
-    "IncompatibleStateError",
-    "InvalidInputError",
-    "Job",
-    "LibraryFetchError",
-    "LogitsView",
-    "Memory",
-    "MemoryKind",
-    "Message",
-    "Model",
-    "ModelError",
-    "ModelFileError",
-    "ModelLoadError",
-    "ModelNotFoundError",
-    "OutOfMemoryError",
-    "PerdureError",
-    "PinnedError",
-    "Plan",
-    "Pooling",
-    "Reply",
-    "ReuseReport",
-    "RowError",
-    "Runtime",
-    "Sampling",
-    "SamplingError",
-    "SequenceError",
-    "Session",
-    "SessionBusyError",
-    "SessionError",
-    "SessionExistsError",
-    "SessionMemory",
-    "SessionNotFoundError",
-    "StaleViewError",
-    "StateError",
-    "StoreDamagedError",
-    "StoreError",
-    "StoreFullError",
-    "StoreLockedError",
-    "StoreReadOnlyError",
-    "StoreVersionError",
-    "Template",
-    "TemplateError",
-    "Timings",
-    "TokenError",
-    "TokenLogprob",
-    "Tool",
-    "ToolCall",
-    "Turn",
-    "UnsupportedSystemError",
-    "Usage",
-    "__version__",
-    "open",
-]
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        import importlib
+        from importlib.util import find_spec
+
+        if not name.startswith("_") and find_spec(f"perdure.{name}") is not None:
+            return importlib.import_module(f"perdure.{name}")
+        public = importlib.import_module("perdure.public")
+        if name == "__all__":
+            return sorted([*public.__all__, "__version__"])
+        if name not in public.__all__:
+            raise AttributeError(f"module 'perdure' has no attribute {name!r}")
+        return getattr(public, name)
+
+    def __dir__():
+        return [*__getattr__("__all__"), "__doc__", "__file__", "__name__", "__path__"]

@@ -1,0 +1,148 @@
+"""Every public name, from where it is defined. `import perdure` has them all."""
+
+from perdure.chat.job import ChatJob
+from perdure.chat.message import Message, Tool, ToolCall
+from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
+from perdure.chat.templates.template import Template
+from perdure.decode.choice import Choice
+from perdure.decode.embedding import Embeddings
+from perdure.decode.grammar import Grammar
+from perdure.decode.job import Job
+from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
+from perdure.decode.sampling import Sampling
+from perdure.decode.slots import Plan, ReuseReport
+from perdure.engine.context import Context, Feed
+from perdure.engine.contract import Capabilities, Memory, MemoryKind
+from perdure.engine.embedder import Embedder, Pooling
+from perdure.engine.llama.model import Model
+from perdure.engine.logits import Candidate, LogitsView
+from perdure.engine.state import Checkpoint
+from perdure.errors import (
+    AmbiguousError,
+    BusyError,
+    CannotRewindError,
+    ClosedError,
+    ContextOverflow,
+    CorruptStateError,
+    DecodeCancelled,
+    DecodeError,
+    EngineDiedError,
+    EngineError,
+    EngineLibraryError,
+    FetchError,
+    GrammarError,
+    IncompatibleStateError,
+    InvalidInputError,
+    LibraryFetchError,
+    ModelError,
+    ModelFileError,
+    ModelLoadError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    PerdureError,
+    PinnedError,
+    RowError,
+    SamplingError,
+    SequenceError,
+    SessionBusyError,
+    SessionError,
+    SessionExistsError,
+    SessionNotFoundError,
+    StaleViewError,
+    StateError,
+    StoreDamagedError,
+    StoreError,
+    StoreFullError,
+    StoreLockedError,
+    StoreReadOnlyError,
+    StoreVersionError,
+    TemplateError,
+    TokenError,
+    UnsupportedSystemError,
+)
+from perdure.identity import Identity
+from perdure.runtime import Runtime, open  # noqa: A004
+from perdure.sessions.memory import Memory as SessionMemory
+from perdure.sessions.session import Session
+from perdure.sessions.turn import Turn
+
+__all__ = [
+    "AmbiguousError",
+    "BusyError",
+    "CallDelta",
+    "Candidate",
+    "CannotRewindError",
+    "Capabilities",
+    "ChatDelta",
+    "ChatJob",
+    "ChatReply",
+    "Checkpoint",
+    "Choice",
+    "ClosedError",
+    "Context",
+    "ContextOverflow",
+    "CorruptStateError",
+    "DecodeCancelled",
+    "DecodeError",
+    "Delta",
+    "Embedder",
+    "Embeddings",
+    "EngineDiedError",
+    "EngineError",
+    "EngineLibraryError",
+    "Feed",
+    "FetchError",
+    "Grammar",
+    "GrammarError",
+    "Identity",
+    "IncompatibleStateError",
+    "InvalidInputError",
+    "Job",
+    "LibraryFetchError",
+    "LogitsView",
+    "Memory",
+    "MemoryKind",
+    "Message",
+    "Model",
+    "ModelError",
+    "ModelFileError",
+    "ModelLoadError",
+    "ModelNotFoundError",
+    "OutOfMemoryError",
+    "PerdureError",
+    "PinnedError",
+    "Plan",
+    "Pooling",
+    "Reply",
+    "ReuseReport",
+    "RowError",
+    "Runtime",
+    "Sampling",
+    "SamplingError",
+    "SequenceError",
+    "Session",
+    "SessionBusyError",
+    "SessionError",
+    "SessionExistsError",
+    "SessionMemory",
+    "SessionNotFoundError",
+    "StaleViewError",
+    "StateError",
+    "StoreDamagedError",
+    "StoreError",
+    "StoreFullError",
+    "StoreLockedError",
+    "StoreReadOnlyError",
+    "StoreVersionError",
+    "Template",
+    "TemplateError",
+    "Timings",
+    "TokenError",
+    "TokenLogprob",
+    "Tool",
+    "ToolCall",
+    "Turn",
+    "UnsupportedSystemError",
+    "Usage",
+    "open",
+]
