@@ -520,7 +520,7 @@ def test_a_scored_prompt_is_computed_whole_and_says_so(subject: Subject) -> None
         assert answer.reused == 0
         assert answer.reply.reuse.computed == 20
         assert answer.why == "reuse was not wanted"
-        assert len(answer.reply.prompt_logprobs or ()) == 19
+        assert len(answer.reply.prompt_logprobs or ()) == 20
         # But what it computed is there for others.
         assert served.say(prompt).reused == 19
 

@@ -564,13 +564,16 @@ def test_a_prompts_own_log_probabilities_are_those_of_drawing_it(rt: Runtime, mo
     assert scored.prompt_logprobs is not None
     with model.context(n_ctx=256, threads=1) as ctx:
         ctx.decode(prompt, rows="all")
-        for at, entry in enumerate(scored.prompt_logprobs):
+        for at, entry in enumerate(scored.prompt_logprobs[1:]):
+            assert entry is not None
             view = ctx.logits(at)
+            assert view.log_softmax() == pytest.approx(view.logprobs(range(model.n_vocab)))
             assert entry.token == prompt[at + 1]
             assert entry.logprob == pytest.approx(float(view.logprobs([entry.token])[0]), abs=0.02)
             assert len(entry.top) == 2
-    assert len(scored.prompt_logprobs) == len(prompt) - 1
-    mean = np.mean([entry.logprob for entry in scored.prompt_logprobs])
+    assert len(scored.prompt_logprobs) == len(prompt)
+    assert scored.prompt_logprobs[0] is None
+    mean = np.mean([entry.logprob for entry in scored.prompt_logprobs if entry is not None])
     assert scored.perplexity == pytest.approx(math.exp(-mean))
 
 
@@ -578,7 +581,7 @@ def test_a_prompt_longer_than_the_rows_of_a_step_is_scored_whole(rt: Runtime) ->
     prompt = [1 + index % 200 for index in range(200)]
     scored = rt.score(prompt)
     assert scored.prompt_logprobs is not None
-    assert [entry.token for entry in scored.prompt_logprobs] == prompt[1:]
+    assert [entry and entry.token for entry in scored.prompt_logprobs] == [None, *prompt[1:]]
 
 
 def test_no_log_probabilities_come_unasked(rt: Runtime) -> None:

@@ -205,13 +205,12 @@ class Reply:
     stop: str | None = None
     """The stop string that was met."""
     logprobs: tuple[TokenLogprob, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    """For each prompt token but the first."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """For each prompt token; None for the first, which nothing comes before."""
     error: Exception | None = None
 
     @property
     def perplexity(self) -> float | None:
         """Of the prompt, where its log probabilities were asked for."""
-        if not self.prompt_logprobs:
-            return None
-        return float(np.exp(-np.mean([entry.logprob for entry in self.prompt_logprobs])))
+        known = [entry.logprob for entry in self.prompt_logprobs or () if entry is not None]
+        return float(np.exp(-np.mean(known))) if known else None

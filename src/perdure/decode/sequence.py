@@ -245,7 +245,7 @@ class TokenSequence:
             end=self._end,
             stop=self._text.stopped,
             logprobs=None if self.request.logprobs is None else tuple(self._logprobs),
-            prompt_logprobs=None if self.request.prompt_logprobs is None else tuple(self._prompt_logprobs),
+            prompt_logprobs=None if self.request.prompt_logprobs is None else (None, *self._prompt_logprobs),
             error=self.error,
         )
 

@@ -229,6 +229,10 @@ class LogitsView(NDArrayOperatorsMixin):
             raise TokenError(f"token ids run from 0 to {self.size - 1}, got {ids.min()} to {ids.max()}")
         return self._read(lambda row: row[ids].astype(np.float64) - self._log_norm(row))
 
+    def log_softmax(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """The natural log probabilities of all tokens, in an array of its own."""
+        return self._read(lambda row: row.astype(np.float64) - self._log_norm(row))
+
     def log_norm(self) -> float:
         """What to subtract from a logit for its natural log probability."""
         return self._read(self._log_norm)

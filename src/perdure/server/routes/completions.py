@@ -199,7 +199,8 @@ class Head:
         if self.echoed:
             prompt, tokens = self.echoed[at]
             text, first = prompt + text, tokens[0]
-            entries = (*(reply.prompt_logprobs or ()), *entries)
+            known = [entry for entry in reply.prompt_logprobs or () if entry is not None]
+            entries = (*known, *entries)
         return CompletionChoice(
             index=at * self._n + reply.index,
             text=text,
