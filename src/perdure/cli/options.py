@@ -1,0 +1,121 @@
+"""Options that several commands share, each with one name, one meaning and its default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from perdure.decode.sampling import Sampling
+
+_DEFAULT = Sampling()
+_Talk = "The conversation"
+_Sampling = "Sampling"
+_Shape = "Shape of the reply"
+
+
+def _sampling(*names: str, help_: str, field: str, **more: Any) -> Any:
+    default = getattr(_DEFAULT, field)
+    shown = "a new one each time" if default is None else f"{default:g}"
+    return typer.Option(*names, help=help_, show_default=shown, rich_help_panel=_Sampling, **more)
+
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="PROMPT",
+        show_default=False,
+        help="The model first, if you name one: a .gguf file, owner/repo or owner/repo:Q4_K_M on the "
+        "Hugging Face hub, hf.co/owner/repo, a URL, or a name that `perdure ls` shows. Then the prompt; "
+        "quotes around it are optional.",
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", show_default=False, help="The model. With it, all words belong to the prompt."
+    ),
+]
+Store = Annotated[
+    Path | None,
+    typer.Option(
+        "--store",
+        metavar="DIR",
+        help="Folder of the sessions.",
+        show_default="store, in the folder that `perdure paths` shows",
+        rich_help_panel=_Talk,
+    ),
+]
+Ctx = Annotated[
+    int, typer.Option("--ctx", min=1, metavar="N", help="Context size: tokens of prompt and reply together.")
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        "-n",
+        min=1,
+        metavar="N",
+        show_default="until the model stops",
+        help="Most tokens of a reply.",
+    ),
+]
+SystemText = Annotated[
+    str | None,
+    typer.Option(
+        "--system",
+        "-s",
+        metavar="TEXT|@FILE",
+        help="System prompt, or @ and a file that has it.",
+        rich_help_panel=_Talk,
+    ),
+]
+Template = Annotated[
+    str | None,
+    typer.Option(
+        "--template",
+        metavar="NAME|FILE",
+        show_default="the model's own",
+        help="Chat template.",
+        rich_help_panel=_Talk,
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    _sampling(
+        "--temperature", "-t", field="temperature", help_="Randomness; 0 always takes the likeliest token."
+    ),
+]
+TopP = Annotated[
+    float | None,
+    _sampling("--top-p", field="top_p", help_="Draw from the likeliest tokens that together have this much."),
+]
+TopK = Annotated[
+    int | None, _sampling("--top-k", field="top_k", help_="Draw from the K likeliest tokens; 0: from all.")
+]
+MinP = Annotated[
+    float | None,
+    _sampling("--min-p", field="min_p", help_="Drop tokens below this share of the likeliest one."),
+]
+RepeatPenalty = Annotated[
+    float | None,
+    _sampling("--repeat-penalty", field="repeat_penalty", help_="Above 1: fewer repetitions."),
+]
+Seed = Annotated[
+    int | None, _sampling("--seed", field="seed", help_="The same seed gives the same reply.", metavar="N")
+]
+Schema = Annotated[
+    Path | None,
+    typer.Option(
+        "--schema", metavar="FILE", help="JSON schema that replies must match.", rich_help_panel=_Shape
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """The sampling settings that were given, checked before a model is loaded."""
+    found = {name: value for name, value in values.items() if value is not None}
+    Sampling(**found)
+    return found
