@@ -60,7 +60,7 @@ def test_a_command_and_its_options_exist(command: str) -> None:
         subprocess.run([*words, "--dry-run"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         return
     if words[0] == "perdure":
-        deep = 3 if words[1] == "models" else 2
+        deep = 3 if words[1] in ("models", "config") else 2
         shown = help_of("-m", "perdure.cli", *words[1:deep])
     else:
         assert words[0] == "python"

@@ -97,10 +97,14 @@ class PtyUser:
 
 @contextmanager
 def terminal(
-    environment: dict[str, str], *arguments: str, columns: int = 200, command: Sequence[str] = COMMAND
+    environment: dict[str, str],
+    *arguments: str,
+    columns: int = 200,
+    rows: int = 24,
+    command: Sequence[str] = COMMAND,
 ) -> Iterator[PtyUser]:
     screen, inner = pty.openpty()
-    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     with subprocess.Popen(
         [*command, *arguments],
         env=environment,

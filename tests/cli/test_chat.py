@@ -335,10 +335,10 @@ def test_in_a_terminal_a_conversation_is_forked_rewound_edited_and_saved(
         user.until("a> ")
         ask(user, "the man")
         ask(user, "the other")
-        assert "Now in b; a stays as it is." in ask(user, "/fork b", "b> ")
+        assert "Now in b, a copy; a stays as it is." in ask(user, "/fork b", "b> ")
         assert "there is a session 'b' already" in ask(user, "/fork b", "b> ")
         assert "Back by 1 turn; 1 turn left." in ask(user, "/rewind", "b> ")
-        assert "-8 is none of 0 to 1" in ask(user, "/rewind 9", "b> ")
+        assert "/rewind 9 goes back too far: this conversation has 1 turn" in ask(user, "/rewind 9", "b> ")
         ask(user, "/edit 1 a woman", "b> ")
         ask(user, "and then", "b> ")
         ask(user, "/edit and now", "b> ")
@@ -358,7 +358,7 @@ def test_in_a_terminal_a_conversation_is_forked_rewound_edited_and_saved(
         ask(user, "are you awake", "a> ")
         assert "Now in a-2; a stays as it is." in ask(user, "/system Be terse.", "a-2> ")
         ask(user, "hello", "a-2> ")
-        assert "The conversation is forgotten." in ask(user, "/reset", "a-2> ")
+        assert "Now in a-2-2; a-2 stays as it is." in ask(user, "/reset", "a-2-2> ")
         user.type("/quit\n")
         assert user.leaves() == 0
     assert [turn["messages"][0]["content"] for turn in shown(environment, "b")["history"]] == [
@@ -370,7 +370,8 @@ def test_in_a_terminal_a_conversation_is_forked_rewound_edited_and_saved(
         "the other",
         "are you awake",
     ]
-    assert (shown(environment, "a-2")["system"], shown(environment, "a-2")["turns"]) == ("Be terse.", 0)
+    assert (shown(environment, "a-2")["system"], shown(environment, "a-2")["turns"]) == ("Be terse.", 1)
+    assert (shown(environment, "a-2-2")["system"], shown(environment, "a-2-2")["turns"]) == ("Be terse.", 0)
     assert "the other" in (tmp_path / "talk.md").read_text()
     lines = [json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
     assert [line["role"] for line in lines] == ["user", "assistant"] * 2
@@ -379,21 +380,171 @@ def test_in_a_terminal_a_conversation_is_forked_rewound_edited_and_saved(
     assert json.loads(done.stdout)["tiers"].get("disk", 0) + json.loads(done.stdout)["tiers"].get("memory", 0)
 
 
+DROP = r"is not kept\. A name keeps it, Enter drops it: "
+
+
+def drop(user: PtyUser, conversations: int = 1) -> None:
+    """Leave a chat that is not kept, and do not keep it."""
+    user.type("\x04")
+    for _ in range(conversations):
+        user.until(DROP)
+        user.type("\n")
+    assert user.leaves() == 0
+
+
 def test_without_a_name_nothing_is_kept_and_there_are_sessions_all_the_same(
     environment: dict[str, str],
 ) -> None:
     with terminal(environment, "chat", *BRIEF) as user:
-        user.until("> ")
+        user.until("This conversation is not kept; /keep NAME keeps it.\n> ")
         ask(user, "the man", "\n> ")
-        assert "not kept on disk" in ask(user, "/sleep", "\n> ")
-        ask(user, "/fork b", "b> ")
-        ask(user, "the other", "b> ")
+        assert "not kept on disk: /keep NAME keeps it" in ask(user, "/sleep", "\n> ")
+        told = ask(user, "/fork b", r"b \(not kept\)> ")
+        assert "Neither is kept; /keep NAME keeps this one." in told
+        ask(user, "the other", r"b \(not kept\)> ")
         assert "chat: 1 turn," in ask(user, "/sessions chat", "\n> ")
-        assert "The conversation starts anew." in ask(user, "/system Be terse.", "\n> ")
-        assert "nothing was answered yet" in ask(user, "/stats", "\n> ")
+        told = ask(user, "/system Be terse.", r"chat-2 \(not kept\)> ")
+        assert "Now in chat-2; chat stays as it is." in told
+        assert "nothing was answered yet" in ask(user, "/stats", r"\nchat-2 \(not kept\)> ")
+        assert "Be terse." in ask(user, "/system", r"chat-2 \(not kept\)> ")
+        drop(user, conversations=2)
+    assert not (Path(environment["PERDURE_HOME"]) / "store").exists()
+
+
+def test_a_chat_is_kept_by_a_command_and_goes_on_there(environment: dict[str, str]) -> None:
+    with terminal(environment, "chat", *BRIEF) as user:
+        user.until("\n> ")
+        ask(user, "the man", "\n> ")
+        told = ask(user, "/keep work", "work> ")
+        assert "`perdure chat --session work` continues it." in told
+        ask(user, "the other", "work> ")
+        assert "is kept as 'work' already" in ask(user, "/keep work", "work> ")
         user.type("\x04")
         assert user.leaves() == 0
-    assert not (Path(environment["PERDURE_HOME"]) / "store").exists()
+    said = [turn["messages"][0]["content"] for turn in shown(environment, "work")["history"]]
+    assert said == ["the man", "the other"]
+    with terminal(environment, "chat", *BRIEF, "--session", "work") as user:
+        user.until("work: 2 turns,.*work> ")
+        ask(user, "and now", "work> ")
+
+
+def test_leaving_a_chat_offers_to_keep_it(environment: dict[str, str]) -> None:
+    with terminal(environment, "chat", *BRIEF, "--session", "taken") as user:
+        user.until("taken> ")
+        user.type("\x04")
+        assert user.leaves() == 0
+    with terminal(environment, "chat", *BRIEF) as user:
+        user.until("\n> ")
+        ask(user, "the man", "\n> ")
+        user.type("/quit\n")
+        user.until(r"This conversation \(1 turn\) " + DROP)
+        user.type("taken\n")
+        user.until("there is a session 'taken' already.*" + DROP)
+        user.type("mine\n")
+        user.until("Kept as mine in ")
+        assert user.leaves() == 0
+    assert shown(environment, "mine")["turns"] == 1
+
+
+def test_a_chat_shows_its_history_takes_back_and_has_settings(environment: dict[str, str]) -> None:
+    with terminal(environment, "chat", *BRIEF, "--session", "a") as user:
+        user.until("a> ")
+        assert "Nothing was said yet." in ask(user, "/history", "a> ")
+        assert "there is nothing to take back yet" in ask(user, "/undo", "a> ")
+        ask(user, "the man", "a> ")
+        ask(user, "the other", "a> ")
+        told = ask(user, "/history", "a> ")
+        assert "1  user: the man\n" in told
+        assert "2  user: the other\n" in told
+        assert "Took back: the other" in ask(user, "/undo", "a> ")
+        assert "the other" not in ask(user, "/history", "a> ")
+        assert re.search(r"temperature +0.0 +\(set\)", ask(user, "/set", "a> "))
+        assert "top_k is 1 from the next reply on." in ask(user, "/set top-k 1", "a> ")
+        assert "top_k is 40 from the next reply on." in ask(user, "/set top_k default", "a> ")
+        assert "temperature is a number, got 'hot'" in ask(user, "/set temperature hot", "a> ")
+        assert "temperature is a number from 0" in ask(user, "/set temperature -1", "a> ")
+        assert "there is no setting 'heat'" in ask(user, "/set heat 1", "a> ")
+        ask(user, "/set max_tokens 2", "a> ")
+        ask(user, "and now", "a> ")
+        user.type("\x04")
+        assert user.leaves() == 0
+    assert shown(environment, "a")["history"][-1]["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("kept", [(), ("--session", "a")], ids=["in-memory", "kept"])
+def test_the_model_is_changed_within_a_conversation(
+    environment: dict[str, str], zoo_path: Callable[[str], Path], tmp_path: Path, kept: tuple[str, ...]
+) -> None:
+    (tmp_path / "base.gguf").write_bytes(
+        zoo_path("llama").read_bytes().replace(b"tokenizer.chat_template", b"tokenizer.chat_nothing_")
+    )
+    end = "a> " if kept else "\n> "
+    with terminal(environment, "chat", *BRIEF, *kept) as user:
+        user.until(end)
+        ask(user, "the man", end)
+        assert "llama.gguf; /model NAME changes" in ask(user, "/model", end)
+        assert "There is no file" in ask(user, "/model nowhere.gguf", end)
+        assert "has no chat template" in ask(user, f"/model {tmp_path / 'base.gguf'}", end)
+        assert "Now with gemma3.gguf." in ask(user, f"/model {zoo_path('gemma3')}", end)
+        ask(user, "the other", end)
+        told = ask(user, "/history", end)
+        assert "1  user: the man" in told
+        assert "2  user: the other" in told
+
+
+def test_a_first_message_can_be_given_with_the_command(environment: dict[str, str]) -> None:
+    with terminal(environment, "chat", *BRIEF, "--session", "a", "the", "man") as user:
+        user.until("a> ")
+        user.type("\x04")
+        assert user.leaves() == 0
+    [turn] = shown(environment, "a")["history"]
+    assert turn["messages"][0]["content"] == "the man"
+
+
+def test_what_is_typed_during_a_reply_waits_for_its_turn_and_is_not_shown_in_it(
+    environment: dict[str, str],
+) -> None:
+    environment["TERM"] = "xterm"
+    with terminal(environment, "chat", "--ctx", "600", *GREEDY, "--session", "a") as user:
+        user.until("a> ")
+        user.type("the man\n")
+        user.until("the man\n.*[a-z]")
+        user.type("typed meanwhile\n")
+        reply = user.until("the context of 600 tokens is full")
+        assert "typed meanwhile" not in reply
+        user.until("a> .*typed meanwhile\n.*It was not sent.*a> ")
+
+
+def test_earlier_messages_are_found_with_ctrl_r(environment: dict[str, str]) -> None:
+    environment["TERM"] = "xterm"
+    with terminal(environment, "chat", *BRIEF, "--session", "a") as user:
+        user.until("a> ")
+        ask(user, "a needle here", "a> ")
+        ask(user, "something else", "a> ")
+        user.type("\x12need")
+        user.until("a needle here")
+        # As the key does: a line feed would only end the search.
+        user.type("\r")
+        user.until("a> ")
+        user.type("\x04")
+        assert user.leaves() == 0
+    said = [turn["messages"][0]["content"] for turn in shown(environment, "a")["history"]]
+    assert said == ["a needle here", "something else", "a needle here"]
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (120, 40)])
+def test_help_and_messages_break_between_words_at_the_width_of_the_window(
+    environment: dict[str, str], columns: int, rows: int
+) -> None:
+    environment["TERM"] = "xterm"
+    with terminal(environment, "chat", *BRIEF, "--session", "a", columns=columns, rows=rows) as user:
+        user.until("a> ")
+        told = plain(ask(user, "/help", "a> ")).splitlines()[1:-1]
+        assert max(cell_len(line) for line in told) < columns
+        assert [line.split()[0] for line in told if not line.startswith(" ")][:2] == ["/help", "/keep"]
+        user.type("x" * 5000 + "\n")
+        refused = plain(user.until("It was.*leaves out the oldest.*a> ")).splitlines()[-6:-1]
+        assert max(cell_len(line) for line in refused) < columns
 
 
 def test_what_was_typed_comes_back_with_the_arrow_keys_in_the_next_run(environment: dict[str, str]) -> None:
@@ -401,8 +552,7 @@ def test_what_was_typed_comes_back_with_the_arrow_keys_in_the_next_run(environme
     with terminal(environment, "chat", *BRIEF) as user:
         user.until("> ")
         ask(user, "the man who remembers")
-        user.type("/quit\n")
-        assert user.leaves() == 0
+        drop(user)
     with terminal(environment, "chat", *BRIEF) as user:
         user.until("> ")
         user.type("\x1b[A\x1b[A")
@@ -418,6 +568,10 @@ def test_a_message_has_several_lines_by_a_backslash_by_quotes_or_pasted(environm
         user.until("… ")
         user.type("two\n")
         user.until("lines> ")
+        user.type("first\x1b\r")
+        user.until("… ")
+        user.type("second\n")
+        user.until("lines> ")
         user.type('"""/three\n')
         user.until("… ")
         user.type('four"""\n')
@@ -431,6 +585,7 @@ def test_a_message_has_several_lines_by_a_backslash_by_quotes_or_pasted(environm
     kept = shown(environment, "lines")["history"]
     assert [turn["messages"][0]["content"] for turn in kept] == [
         "one\ntwo",
+        "first\nsecond",
         "/three\nfour",
         "five\nsix",
         "/seven",
@@ -459,7 +614,7 @@ def test_in_a_narrow_window_words_stay_whole_and_marks_become_styles(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     environment["TERM"] = "xterm"
-    with terminal(environment, "chat", *held_to(tmp_path, WORDS), columns=20) as user:
+    with terminal(environment, "chat", *held_to(tmp_path, WORDS), "--session", "w", columns=20) as user:
         user.until("> ")
         user.type("go\n")
         reply = user.until('"some.*wide"\n').rpartition('"some')[2]
@@ -476,7 +631,7 @@ def test_in_a_narrow_window_words_stay_whole_and_marks_become_styles(
 def test_without_colours_a_reply_is_the_text_as_it_is(
     environment: dict[str, str], tmp_path: Path, without: dict[str, str]
 ) -> None:
-    with terminal(environment | without, "chat", *held_to(tmp_path, WORDS)) as user:
+    with terminal(environment | without, "chat", *held_to(tmp_path, WORDS), "--session", "w") as user:
         user.until("> ")
         user.type("go\n")
         assert WORDS in user.until(f'"{re.escape(WORDS)}"\n')
@@ -496,8 +651,7 @@ def test_reasoning_is_shown_when_asked_for(environment: dict[str, str], tmp_path
         told = ask(user, "the other", "\n> " if term == "dumb" else "\n\n.*> ")
         assert ("\x1b[2m" in told) if term == "xterm" else ("(thinking)\n" in told)
         assert "/think show, or /think hide" in ask(user, "/think aloud")
-        user.type("\x04")
-        assert user.leaves() == 0
+        drop(user)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

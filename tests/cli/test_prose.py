@@ -1,4 +1,4 @@
-"""What docs/chat.md and docs/sessions.md say is so: their snippets run, their commands and links exist."""
+"""What docs/chat.md, command.md and sessions.md say is so: snippets run, commands and links exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from homes import new_home
 from perdure.cli.slash_commands import COMMANDS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = ("chat.md", "sessions.md")
+PAGES = ("chat.md", "command.md", "sessions.md")
 
 
 def read(page: str) -> str:
@@ -72,9 +72,9 @@ def test_a_snippet_runs(page: str, number: int, zoo_path: Callable[[str], Path],
 def test_a_command_and_its_options_exist(command: str) -> None:
     program, *words = shlex.split(command)
     assert program == "perdure"
-    deep = {"chat": 1, "sessions": 3 if "memories" in words else 2}[words[0]]
+    deep = {"config": 2, "sessions": 3 if "memories" in words else 2}.get(words[0], 1)
     shown = help_of(*words[:deep])
-    for option in (word for word in words if word.startswith("--")):
+    for option in (word for word in words if re.fullmatch("--?[a-z-]+", word)):
         assert re.search(rf"{option}\b", shown), f"{command}: no {option}"
 
 
@@ -85,7 +85,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_the_page_lists_what_can_be_typed() -> None:
-    assert set(re.findall(r"^\| `(/\w+)", read("chat.md"), re.MULTILINE)) == {
+    assert set(re.findall(r"^\| `(/\w+)", read("command.md"), re.MULTILINE)) == {
         *(command.name for command in COMMANDS),
         "/quit",
     }

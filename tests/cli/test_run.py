@@ -14,13 +14,21 @@ from typing import Any
 
 import pytest
 
+from cli.pty_user import terminal
+
 COMMAND = [sys.executable, "-m", "perdure.cli", "run"]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def environment(zoo_path: Callable[[str], Path]) -> dict[str, str]:
-    return {**os.environ, "PERDURE_MODEL": str(zoo_path("llama")), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+def environment(zoo_path: Callable[[str], Path], tmp_path: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PERDURE_MODEL": str(zoo_path("llama")),
+        "PERDURE_HOME": str(tmp_path / "home"),
+        "COLUMNS": "200",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 @pytest.fixture
@@ -50,6 +58,12 @@ def test_help_lists_every_option(run: Run) -> None:
     shown = set(re.findall(r"--[a-z-]+", done.stdout))
     assert shown >= {
         "--model",
+        "--file",
+        "--raw",
+        "--system",
+        "--continue",
+        "--session",
+        "--no-stream",
         "--ctx",
         "--max-tokens",
         "--stop",
@@ -209,7 +223,7 @@ def test_a_full_context_is_told(run: Run) -> None:
         (["x", "--regex", "a", "--schema", "b"], "give one of --schema, --regex and --grammar"),
         (["x", "--schema", "/nowhere.json"], "/nowhere.json cannot be read: No such file or directory"),
         (["x", "--grammar", "/dev/null"], "/dev/null should end in .lark or .gbnf"),
-        (["x" * 99, "--ctx", "20"], "20 fit in all. A larger --ctx makes room"),
+        (["x" * 99, "--ctx", "20"], "19 fit into the context of 20; a larger --ctx makes room"),
         (["x", "--model", "/nowhere.gguf"], "There is no file /nowhere.gguf"),
         ([""], "the prompt is empty"),
     ],
@@ -223,7 +237,16 @@ def test_what_cannot_be_done_exits_with_1_and_plain_words(run: Run, arguments: l
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["x", "--max-tokens", "0"], ["x", "--samples", "0"], ["x", "y"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["x", "--max-tokens", "0"],
+        ["x", "--samples", "0"],
+        ["x", "-c", "--session", "a"],
+        ["x", "--raw", "--system", "a"],
+        ["x", "--session", "a", "--samples", "2"],
+    ],
+)
 def test_wrong_usage_exits_with_2(run: Run, arguments: list[str]) -> None:
     assert run(*arguments).returncode == 2
 
@@ -232,6 +255,124 @@ def test_standard_input_that_is_no_text_is_refused(environment: dict[str, str]) 
     done = subprocess.run(COMMAND, env=environment, input=b"ab\xff", capture_output=True, check=False)
     assert done.returncode == 1
     assert done.stderr == b"perdure: standard input is not UTF-8 text (byte 2)\n"
+
+
+# What is asked, and how.
+
+
+def test_the_chat_template_is_applied_unless_the_text_is_raw(
+    run: Run, zoo_path: Callable[[str], Path]
+) -> None:
+    """The answer is the one that the library gives to a user's message."""
+    import perdure
+
+    with perdure.open(zoo_path("llama"), n_ctx=512, slots=1) as rt:
+        chat = rt.chat([{"role": "user", "content": "the man"}], temperature=0, max_tokens=8)
+        plain = rt.generate("the man", temperature=0, max_tokens=8)
+    assert reply(run("the", "man", *GREEDY, "--json"))["tokens"] == list(chat.raw.tokens)
+    assert reply(run("the man", *GREEDY, "--json", "--raw"))["tokens"] == list(plain.tokens)
+
+
+def test_a_base_model_says_that_it_has_no_template_and_completes(
+    environment: dict[str, str], run: Run, zoo_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    raw = reply(run("the man", *GREEDY, "--json", "--raw"))
+    path = tmp_path / "base.gguf"
+    data = zoo_path("llama").read_bytes()
+    path.write_bytes(data.replace(b"tokenizer.chat_template", b"tokenizer.chat_nothing_"))
+    done = run(str(path), "the man", *GREEDY, "--json")
+    assert reply(done)["tokens"] == raw["tokens"]
+    assert done.stderr == (
+        "perdure: base.gguf has no chat template, so it completes the text as it is (--raw)\n"
+    )
+    done = run(str(path), "the man", *GREEDY, "--system", "Be terse.")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "base.gguf has no chat template" in done.stderr
+
+
+def test_a_model_is_named_in_first_place(environment: dict[str, str], run: Run, tmp_path: Path) -> None:
+    path = environment.pop("PERDURE_MODEL")
+    expected = reply(run("-m", path, "the", "man", *GREEDY, "--json"))["tokens"]
+    assert reply(run(path, "the", "man", *GREEDY, "--json"))["tokens"] == expected
+    copy = tmp_path / "without-a-suffix"
+    copy.write_bytes(Path(path).read_bytes())
+    assert reply(run(str(copy), "the man", *GREEDY, "--json"))["tokens"] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["llama3.2:1b", "hello"], "There is no model 'llama3.2:1b'"),
+        (["llama3", "why is the sky blue"], "There is no model 'llama3'"),
+        (["/etc/hostname", "what is this"], "/etc/hostname is not a model; `-f /etc/hostname` attaches it"),
+        (["https://example.org/page", "hello"], "not the address of a .gguf file"),
+    ],
+)
+def test_what_was_meant_as_a_model_is_never_taken_for_a_prompt(
+    run: Run, arguments: list[str], said: str
+) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert said in done.stderr
+
+
+def test_files_and_standard_input_follow_the_prompt(run: Run, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.txt", tmp_path / "two.md"
+    one.write_text("first\n")
+    two.write_text("second\n")
+    text = "Compare:\n\none.txt:\n```\nfirst\n```\n\ntwo.md:\n```\nsecond\n```\n\nthe rest"
+    expected = reply(run(text, *GREEDY, "--json"))["usage"]
+    done = run("Compare:", "-f", str(one), "-f", str(two), *GREEDY, "--json", pipe="the rest\n")
+    assert reply(done)["usage"] == expected
+    done = run("Compare:", "-f", str(tmp_path / "none"), *GREEDY)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "none cannot be read: No such file or directory" in done.stderr
+
+
+def test_a_system_prompt_is_a_text_or_a_file(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "system.txt").write_text("Be terse.\n")
+    plain = reply(run("the man", *GREEDY, "--json"))["usage"]
+    said = reply(run("the man", *GREEDY, "--json", "-s", "Be terse."))
+    assert said["usage"]["prompt_tokens"] > plain["prompt_tokens"]
+    assert reply(run("the man", *GREEDY, "--json", "-s", f"@{tmp_path}/system.txt"))["usage"] == said["usage"]
+
+
+def test_continue_goes_on_from_the_last_run_and_a_new_run_begins_anew(run: Run) -> None:
+    first = reply(run("the man", *GREEDY, "--json"))
+    second = reply(run("-c", "the other", *GREEDY, "--json"))
+    assert second["session"] == "last-run"
+    grown = first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
+    assert second["usage"]["prompt_tokens"] > grown
+    assert (
+        reply(run("the man", *GREEDY, "--json"))["usage"]["prompt_tokens"] == first["usage"]["prompt_tokens"]
+    )
+
+
+def test_a_session_is_kept_by_its_name_and_is_the_one_that_continues(run: Run) -> None:
+    first = reply(run("the man", *GREEDY, "--json", "--session", "work"))
+    second = reply(run("the other", *GREEDY, "--json", "--session", "work"))
+    assert second["usage"]["prompt_tokens"] > first["usage"]["prompt_tokens"]
+    assert reply(run("-c", "and now", *GREEDY, "--json"))["session"] == "work"
+
+
+def test_nothing_to_continue_is_told_with_the_store(run: Run, tmp_path: Path) -> None:
+    done = run("-c", "hello")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"there is no conversation to continue in {tmp_path / 'home' / 'store'}" in done.stderr
+    assert run("hello", *GREEDY, "--no-keep").returncode == 0
+    assert run("-c", "hello").returncode == 1
+
+
+def test_without_streaming_the_same_text_comes_at_the_end(run: Run) -> None:
+    assert run("the man", *GREEDY, "--no-stream").stdout == run("the man", *GREEDY).stdout
+
+
+def test_in_a_terminal_a_model_alone_is_a_chat(environment: dict[str, str]) -> None:
+    path = environment.pop("PERDURE_MODEL")
+    with terminal({**environment, "TERM": "dumb"}, "run", path, "-n", "4", columns=80) as user:
+        user.until("This conversation is not kept; /keep NAME keeps it.\n> ")
+        user.type("\x04")
+        assert user.leaves() == 0
 
 
 ENDLESS = ["the man", "--ctx", "60000", "--regex", "[ab]{50000}"]

@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
-
-from perdure.errors import PerdureError
 
 
 def main() -> None:
     """Run the command that the process was started with, and exit."""
-    from perdure.cli.app import app
-
     try:
-        app()
-    except PerdureError as error:
-        print(f"perdure: {error}", file=sys.stderr)
-        sys.exit(1)
+        from perdure.cli.app import start
+
+        start(sys.argv[1:])
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        _explain(error)
+        sys.exit(1)
+    except Exception as error:
+        from perdure.errors import PerdureError
+
+        if not isinstance(error, PerdureError):
+            raise
+        _tell(str(error))
+        sys.exit(1)
+
+
+def _explain(error: OSError) -> None:
+    """A disk that is full or a folder that cannot be written, in words and with what can be done."""
+    from perdure.config import settings
+
+    home = settings().home
+    place = str(error.filename) if error.filename is not None else "a file"
+    if error.errno == errno.EPIPE:
+        # Whoever read has gone. Python would complain once more when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f"{place} is" if error.filename is not None else f"standard output or {home} is"
+        _tell(f"the disk that {where} on is full: make room and try again")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    elif place.startswith(str(home)):
+        _tell(
+            f"{place} cannot be written: {error.strerror}. perdure keeps its files in {home}; "
+            "PERDURE_HOME=DIR chooses another folder"
+        )
+    else:
+        _tell(f"{place} cannot be used: {error.strerror or error}")
+
+
+def _tell(text: str) -> None:
+    print(f"perdure: {text}", file=sys.stderr)

@@ -5,12 +5,20 @@ Commands import what they run inside their functions: `perdure --help` must not 
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
 from perdure import __version__
-from perdure.cli import cache, chat, doctor, engine, inspect, models, run, serve, sessions
+from perdure.cli import cache, chat, config, doctor, engine, inspect, models, run, serve, sessions
+from perdure.cli.peer_options import advice_for, plain_options
+from perdure.config import SETTINGS
+
+_Ask = "Ask a model"
+_Kept = "What is kept"
+_Models = "Models"
+_Machine = "This machine"
 
 app = typer.Typer(
     name="perdure",
@@ -29,19 +37,59 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    from perdure.config import choices
+
+    if context.invoked_subcommand != "config":
+        # `perdure config` is what mends a file that cannot be read.
+        chosen = {name: choice.value for name, choice in choices().items()}
+        context.default_map = _defaults(context.command, chosen)
 
 
-app.command(name="chat")(chat.chat)
-app.command(name="run")(run.run)
-app.command(name="serve")(serve.serve)
-app.command(name="inspect")(inspect.inspect)
-app.command(name="doctor")(doctor.doctor)
-app.add_typer(models.app, name="models")
-app.add_typer(engine.app, name="engine")
-app.add_typer(sessions.app, name="sessions")
-app.add_typer(cache.app, name="cache")
+def _defaults(command: Any, chosen: dict[str, Any]) -> dict[str, Any]:
+    """What the config file and the environment say about the options of a command and of those below it."""
+    below = getattr(command, "commands", {})
+    own = {
+        option.name: chosen[option.name]
+        for option in command.params
+        if option.name in _OPTIONS & chosen.keys()
+    }
+    return own | {name: _defaults(each, chosen) for name, each in below.items()}
+
+
+_OPTIONS = {setting.name for setting in SETTINGS} - {"model", "store"}
+"""Settings that are options of the same name. Model and store are asked for where they are used."""
+
+app.command(name="run", options_metavar="[OPTIONS] [MODEL]", rich_help_panel=_Ask)(run.run)
+app.command(name="chat", options_metavar="[OPTIONS] [MODEL]", rich_help_panel=_Ask)(chat.chat)
+app.command(name="serve", rich_help_panel=_Ask)(serve.serve)
+app.add_typer(sessions.app, name="sessions", rich_help_panel=_Kept)
+app.add_typer(cache.app, name="cache", rich_help_panel=_Kept)
+app.command(name="pull", rich_help_panel=_Models)(models.pull)
+app.command(name="ls", rich_help_panel=_Models)(models.list_)
+app.command(name="show", rich_help_panel=_Models)(inspect.inspect)
+app.command(name="rm", rich_help_panel=_Models)(models.rm)
+# By the names that they had before there were short ones.
+app.command(name="inspect", hidden=True)(inspect.inspect)
+app.add_typer(models.app, name="models", hidden=True)
+app.add_typer(config.app, name="config", rich_help_panel=_Machine)
+app.command(name="paths", rich_help_panel=_Machine)(config.paths)
+app.add_typer(engine.app, name="engine", rich_help_panel=_Machine)
+app.command(name="doctor", rich_help_panel=_Machine)(doctor.doctor)
+
+
+def start(arguments: Sequence[str]) -> None:
+    """Run a command."""
+    plain = plain_options(arguments)
+    command: Any = typer.main.get_command(app)
+    for word in plain:
+        command = getattr(command, "commands", {}).get(word, command)
+    known = frozenset(name for option in command.params for name in (*option.opts, *option.secondary_opts))
+    if advice := advice_for(plain, known):
+        typer.echo(f"perdure: {advice}", err=True)
+        raise SystemExit(2)
+    app(plain)

@@ -4,59 +4,104 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from perdure.cli import terminal, words
+from perdure.cli import progress, terminal, words
 from perdure.cli.reply_view import ReplyView
-from perdure.errors import ContextOverflow, PerdureError
+from perdure.errors import ContextOverflow, PerdureError, SessionError, SessionNotFoundError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from perdure import ChatJob, ChatReply, Runtime, Session
+    from perdure import ChatJob, ChatReply, Model, Runtime, Session
+    from perdure.sessions.sessions import Sessions
 
 NAME = "chat"
 """Of a conversation that nobody has named."""
 
 
-@dataclass(slots=True)
 class Conversation:
-    """One session of a runtime at a time. What goes wrong is told, and the session is as it was before."""
+    """One session at a time, and a model that can be changed. What goes wrong is told, and the session is as
+    it was before.
 
-    runtime: Runtime
-    session: Session
-    settings: Mapping[str, Any]
-    """What is asked of every reply."""
-    store: Path | None
-    """Where sessions are kept; without one they end with the process."""
-    watched: bool
-    """Whether somebody sits there, who can stop a reply and go on."""
-    think: bool = False
-    """Whether reasoning is shown."""
-    _hinted: bool = False
+    Without a name the sessions are in memory, until they are kept under one.
+    """
 
-    @classmethod
-    def begin(
-        cls,
-        runtime: Runtime,
+    def __init__(
+        self,
+        model: Model,
         name: str | None,
         *,
         system: str | None,
         settings: Mapping[str, Any],
-        store: Path | None,
+        folder: Path,
+        n_ctx: int,
+        template: str | None,
         watched: bool,
-    ) -> Conversation:
-        """Go on with the session of that name, or start it."""
-        name = NAME if name is None else name
-        known = runtime.sessions.store.has("", name)
-        session = runtime.session(name, system=system)
-        conversation = cls(runtime, session, settings, store, watched)
-        if known:
-            conversation.wake()
-        return conversation
+    ) -> None:
+        self.model = model
+        self.settings = dict(settings)
+        """What is asked of every reply."""
+        self.folder = folder
+        """Where sessions are kept."""
+        self.watched = watched
+        """Whether somebody sits there, who can stop a reply and go on."""
+        self.think = False
+        """Whether reasoning is shown."""
+        self._hinted = False
+        self._n_ctx = n_ctx
+        self._template = template
+        self._stored = name is not None
+        """Whether the runtime has the store, with state and all."""
+        self._extra: Sessions | None = None
+        """Sessions on disk that a runtime without a store has begun to keep."""
+        self.runtime = self._opened(model)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            # A model without a template is told now, not after the first message.
+            _ = self.runtime.chat_format
+            name = NAME if name is None else name
+            known = self.runtime.sessions.store.has("", name)
+            self._home = self.runtime.sessions
+            """Of which the session is one."""
+            self.session = self._home.open(name, system=system)
+            if known:
+                self.wake()
+            undo.pop_all()
+
+    def close(self) -> None:
+        if self._extra is not None:
+            self._extra.close()
+        self.runtime.close()
+
+    def __enter__(self) -> Conversation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def kept(self) -> bool:
+        """Whether the session outlives this process."""
+        return self._stored or self._home is self._extra
+
+    @property
+    def prompt(self) -> str:
+        name = self.session.name
+        if self.kept:
+            return f"{words.quoted(name)}> "
+        return "> " if name == NAME else f"{words.quoted(name)} (not kept)> "
+
+    def greet(self) -> None:
+        """What somebody at a terminal should know at the start."""
+        terminal.tell(f"{self.model.path.name}. /help lists what else can be typed, Ctrl-D leaves.")
+        if not self.kept:
+            terminal.tell("This conversation is not kept; /keep NAME keeps it.")
 
     # Talking.
 
@@ -82,8 +127,8 @@ class Conversation:
         except ContextOverflow as error:
             terminal.note(
                 f"with this message the conversation has {error.needed} tokens, but {error.fits} fit. It was "
-                "not sent. /rewind goes back, /reset starts anew; --ctx makes more fit, and "
-                "--overflow drop_oldest leaves out the oldest turns"
+                f"not sent. /rewind goes back, /reset starts anew; a larger --ctx than {self._n_ctx} makes "
+                "more fit, and --overflow drop_oldest leaves out the oldest turns"
             )
             return False
         except PerdureError as error:
@@ -95,8 +140,13 @@ class Conversation:
                 terminal.tell("The conversation was full: a summary and its last turns stand for it now.")
         view = ReplyView(think=self.think)
         try:
-            with terminal.stopped_by_ctrl_c(job) as stopped:
+            with (
+                terminal.keys_held_back(),
+                terminal.stopped_by_ctrl_c(job) as stopped,
+                progress.reading(self.watched) as begun,
+            ):
                 for delta in job:
+                    begun()
                     view.add(delta)
                 reply = job.reply()
         except PerdureError as error:
@@ -159,26 +209,120 @@ class Conversation:
             f"{words.milliseconds(took)}: {words.sources(report.tiers, report.computed)}."
         )
 
+    def sessions(self) -> list[tuple[Sessions, bool]]:
+        """Where there are sessions, and whether they are kept."""
+        found = [(self.runtime.sessions, self._stored)]
+        return [*found, (self._extra, True)] if self._extra is not None else found
+
     def switch(self, name: str) -> None:
-        self.session = self.runtime.sessions.get(name)
-        self.wake()
+        """Go to another session, in memory or on disk."""
+        for sessions, _ in self.sessions():
+            if sessions.store.has("", name):
+                self.session, self._home = sessions.get(name), sessions
+                self.wake()
+                return
+        there = " on disk" if self._stored else f"; those in {self.folder} are opened by --session NAME"
+        raise SessionNotFoundError(f"there is no session {name!r} here{there}")
 
     def fork(self, name: str) -> None:
         left = self.session.name
         self.session = self.session.fork(name)
-        terminal.tell(f"Now in {words.quoted(name)}; {words.quoted(left)} stays as it is.")
+        told = f"Now in {words.quoted(name)}, a copy; {words.quoted(left)} stays as it is."
+        terminal.tell(told if self.kept else f"{told} Neither is kept; /keep NAME keeps this one.")
 
     def start(self, system: str | None) -> None:
-        """Start anew with another system message. What was said under the old one stays, if it is kept."""
-        old = self.session
-        if self.store is None or not old.turns:
+        """Start anew. What was said before stays, under its name."""
+        old, sessions = self.session, self._home
+        if not old.turns and not self.kept:
             old.delete()
-            self.session = self.runtime.session(old.name, system=system)
+            self.session = sessions.open(old.name, system=system)
             terminal.tell("The conversation starts anew.")
             return
-        taken = {row.name for row in self.runtime.sessions.list()}
+        taken = {info.name for info in sessions.list()}
         number = 2
         while (name := f"{old.name}-{number}") in taken:
             number += 1
-        self.session = self.runtime.session(name, system=system)
+        self.session = sessions.open(name, system=system)
         terminal.tell(f"Now in {words.quoted(name)}; {words.quoted(old.name)} stays as it is.")
+
+    def keep(self, name: str) -> None:
+        """Have the session on disk from now on, under a name."""
+        if self.kept:
+            raise SessionError(
+                f"this conversation is kept as {self.session.name!r} already; /fork NAME makes a copy"
+            )
+        from perdure.sessions.sessions import Sessions
+
+        if self._extra is None:
+            self._extra = Sessions(self.runtime.backend, lambda: self.runtime.chat_format, self.folder)
+        old, self.session = self.session, self._extra.copy(self.session, name)
+        self._home = self._extra
+        old.delete()
+        terminal.tell(
+            f"Kept as {words.quoted(name)} in {self.folder}: "
+            f"`perdure chat --session {words.quoted(name)}` continues it."
+        )
+
+    def offer_to_keep(self, ask: Callable[[str], str]) -> None:
+        """Before leaving: no conversation is dropped that somebody may have wanted."""
+        if self._stored:
+            return
+        for info in self.runtime.sessions.list():
+            self._home = self.runtime.sessions
+            self.session = self._home.get(info.name)
+            turns = words.count(self.session.turns, "turn")
+            while self.session.turns:
+                label = "This conversation" if info.name == NAME else words.quoted(info.name)
+                name = ask(f"{label} ({turns}) is not kept. A name keeps it, Enter drops it: ").strip()
+                if not name:
+                    break
+                try:
+                    self.keep(name)
+                    break
+                except PerdureError as error:
+                    terminal.note(str(error))
+
+    def change_model(self, name: str) -> None:
+        """Go on with another model. The old one stays until the new one is ready."""
+        model = terminal.load(name)
+        if not self._template and not model.metadata.get("tokenizer.chat_template", "").strip():
+            model.close()
+            raise SessionError(f"{model.path.name} has no chat template, so it cannot chat")
+        if self._extra is not None:
+            raise SessionError(
+                f"this chat has begun to keep sessions: start again with "
+                f"`perdure chat {name} --session {words.quoted(self.session.name)}` to change the model"
+            )
+        old = self.runtime
+        held = [] if self._stored else [old.sessions.get(info.name) for info in old.sessions.list()]
+        here = self.session.name
+        # A store has one writer, so the old runtime is closed before the new one is opened.
+        old.close()
+        try:
+            self.runtime = self._opened(model)
+        except BaseException:
+            model.close()
+            self.runtime = self._opened(self.model)
+            self._bring(held, here)
+            raise
+        self._bring(held, here)
+        before, self.model = self.model, model
+        before.close()
+        terminal.tell(f"Now with {model.path.name}. It reads the conversation with the next message.")
+
+    def _bring(self, held: list[Session], here: str) -> None:
+        for session in held:
+            self.runtime.sessions.copy(session, session.name)
+        self._home = self.runtime.sessions
+        self.session = self._home.get(here)
+
+    def _opened(self, model: Model) -> Runtime:
+        import perdure
+
+        return perdure.open(
+            model,
+            n_ctx=self._n_ctx,
+            slots=1,
+            store=self.folder if self._stored else None,
+            template=self._template,
+        )

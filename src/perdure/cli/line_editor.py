@@ -23,8 +23,9 @@ _NUDGES = (0.02, 0.1, 0.5)
 class LineEditor:
     """Messages from a terminal, until Ctrl-D.
 
-    Lines can be edited and come back with the arrow keys, in later runs too. A message of several lines is
-    pasted, or typed with a backslash at the end of each line but the last, or between triple quotes.
+    Lines can be edited and come back with the arrow keys and Ctrl-R, in later runs too. A message of several
+    lines is pasted, or typed with Alt-Enter or a backslash at the end of each line but the last, or between
+    triple quotes.
     """
 
     def __init__(self, history: Path, words: Sequence[str]) -> None:
@@ -45,6 +46,14 @@ class LineEditor:
             if message:
                 yield message
 
+    def answer(self, question: str) -> str:
+        """One line in answer to a question; nothing at Ctrl-D or Ctrl-C."""
+        try:
+            return self._line(question, remember=False)
+        except (EOFError, KeyboardInterrupt):
+            terminal.tell("")
+            return ""
+
     def _message(self, prompt: str) -> str:
         line = self._line(prompt)
         if line.lstrip().startswith(_QUOTES):
@@ -63,7 +72,7 @@ class LineEditor:
         text = "\n".join(lines).strip()
         return f"/{text}" if text.startswith("/") else text
 
-    def _line(self, prompt: str) -> str:
+    def _line(self, prompt: str, *, remember: bool = True) -> str:
         if sys.stdout.isatty():
             with _nudged():
                 line = input(prompt)
@@ -73,7 +82,10 @@ class LineEditor:
             line = sys.stdin.readline()
             if not line:
                 raise EOFError
-        if self._readline is not None and line.strip():
+        if self._readline is not None and line.strip() and not remember:
+            # An answer is no message to come back to.
+            self._readline.remove_history_item(self._readline.get_current_history_length() - 1)
+        elif self._readline is not None and line.strip():
             # At once, so that it is there whatever ends this process. A history that cannot be kept is none.
             with contextlib.suppress(OSError, AttributeError):
                 self._readline.append_history_file(1, str(self._history))
@@ -137,4 +149,6 @@ def _readline(history: Path, words: Sequence[str]) -> Any:
     readline.set_completer(complete)
     readline.set_completer_delims(" ")
     readline.parse_and_bind("tab: complete")
+    # Alt-Enter ends a line of a message and not the message, as a backslash before Enter does.
+    readline.parse_and_bind(r'"\e\C-m": "\\\C-m"')
     return readline

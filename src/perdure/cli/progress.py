@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -11,6 +12,9 @@ from rich.filesize import decimal
 
 if TYPE_CHECKING:
     from perdure.models import Progress
+
+_PATIENCE = 1.0
+"""Seconds of waiting that need no word."""
 
 
 @contextmanager
@@ -85,3 +89,46 @@ def working(what: str) -> Iterator[Callable[[int, int], None]]:
     with bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def reading(watched: bool) -> Iterator[Callable[[], None]]:
+    """Tells somebody who waits for a reply's first words that the prompt is being read, and for how long.
+    The callback says that they have come."""
+    console = Console(stderr=True)
+    if not (watched and console.is_terminal and not console.is_dumb_terminal):
+        yield lambda: None
+        return
+    from rich import progress as rich_progress
+
+    bar = rich_progress.Progress(
+        rich_progress.SpinnerColumn(),
+        rich_progress.TextColumn("Reading the prompt"),
+        rich_progress.TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    # Only whoever has to wait is told why.
+    begun = threading.Event()
+    showing = threading.Lock()
+
+    def show() -> None:
+        if not begun.wait(_PATIENCE):
+            with showing:
+                if not begun.is_set():
+                    bar.add_task("", total=None)
+                    bar.start()
+
+    def end() -> None:
+        if not begun.is_set():
+            begun.set()
+            with showing:
+                bar.stop()
+
+    thread = threading.Thread(target=show, name="perdure-reading", daemon=True)
+    thread.start()
+    try:
+        yield end
+    finally:
+        end()
+        thread.join()

@@ -1,45 +1,45 @@
-"""`perdure run`: one prompt, one reply, to read or to pipe on."""
+"""`perdure run`: one question, one answer, to read or to pipe on."""
 
 from __future__ import annotations
 
 import json
-import math
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perdure.cli import options
+
 if TYPE_CHECKING:
-    from perdure import Delta, Grammar, Job, Model, Reply, Runtime, TokenLogprob
+    from perdure import ChatJob, ChatReply, Grammar, Job, Model, Reply, Runtime, Session
 
+LAST = "last-run"
+"""The session that a run without a name is kept in, until the next one."""
 _SLOTS = 4
-"""Samples that are written at once; more of them take turns."""
+"""Samples that are written at once; the others follow them."""
 
-_Sampling = "Sampling"
+_Talk = "The conversation"
 _Shape = "Shape of the reply"
 _Output = "Output"
 
 
 def run(
-    prompt: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PROMPT",
-            help="The text to go on from, as it is. Without one, or as -, standard input is read; "
-            "with both, standard input follows the prompt after an empty line.",
-        ),
+    words: options.Words = None,
+    model: options.Model = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Option("--file", "-f", metavar="FILE", help="Attach a text file; may be given several times."),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="A .gguf file, or any name that `models pull` takes.")
-    ] = None,
-    ctx: Annotated[
-        int, typer.Option("--ctx", min=1, metavar="N", help="Tokens that prompt and reply may have in all.")
-    ] = 4096,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option("--max-tokens", "-n", min=1, metavar="N", help="End the reply after N tokens."),
-    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Complete the text as it is, without the chat template.")
+    ] = False,
+    ctx: options.Ctx = 4096,
+    max_tokens: options.MaxTokens = None,
     stop: Annotated[
         list[str] | None,
         typer.Option("--stop", metavar="TEXT", help="End the reply before TEXT; may be given several times."),
@@ -51,56 +51,64 @@ def run(
     exact: Annotated[
         bool, typer.Option("--exact", help="Decode each reply alone, so that it never depends on others.")
     ] = False,
-    temperature: Annotated[
-        float | None,
+    system: options.SystemText = None,
+    go_on: Annotated[
+        bool,
         typer.Option(
-            "--temperature", "-t", help="0 always takes the likeliest token.", rich_help_panel=_Sampling
+            "--continue",
+            "-c",
+            help="Continue the last conversation: the last run, or the session that was used since.",
+            rich_help_panel=_Talk,
+        ),
+    ] = False,
+    session: Annotated[
+        str | None,
+        typer.Option(
+            "--session",
+            metavar="NAME",
+            help="Keep the conversation under this name, or continue it.",
+            rich_help_panel=_Talk,
         ),
     ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            "--top-p",
-            help="Draw from the likeliest tokens that make up this much.",
-            rich_help_panel=_Sampling,
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            "--top-k", help="Draw from the K likeliest tokens; 0 from all.", rich_help_panel=_Sampling
-        ),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            "--min-p", help="Drop tokens below this share of the likeliest.", rich_help_panel=_Sampling
-        ),
-    ] = None,
-    repeat_penalty: Annotated[
-        float | None,
-        typer.Option("--repeat-penalty", help="Above 1, less of what was there.", rich_help_panel=_Sampling),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", help="The same seed gives the same reply.", rich_help_panel=_Sampling),
-    ] = None,
-    schema: Annotated[
-        Path | None,
-        typer.Option("--schema", metavar="FILE", help="A JSON schema to keep to.", rich_help_panel=_Shape),
-    ] = None,
+    store: options.Store = None,
+    keep: Annotated[
+        bool,
+        typer.Option("--keep/--no-keep", help="Keep the conversation for --continue.", rich_help_panel=_Talk),
+    ] = True,
+    template: options.Template = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repeat_penalty: options.RepeatPenalty = None,
+    seed: options.Seed = None,
+    schema: options.Schema = None,
     regex: Annotated[
         str | None,
         typer.Option(
-            "--regex", metavar="PATTERN", help="A regular expression to match.", rich_help_panel=_Shape
+            "--regex",
+            metavar="PATTERN",
+            help="Regular expression that the reply must match.",
+            rich_help_panel=_Shape,
         ),
     ] = None,
     grammar: Annotated[
         Path | None,
         typer.Option(
-            "--grammar", metavar="FILE", help="A .lark or .gbnf grammar to keep to.", rich_help_panel=_Shape
+            "--grammar",
+            metavar="FILE",
+            help="Grammar (.lark or .gbnf) that the reply must match.",
+            rich_help_panel=_Shape,
         ),
     ] = None,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream/--no-stream",
+            help="Print the reply as it comes or at its end.",
+            rich_help_panel=_Output,
+        ),
+    ] = True,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON object with everything.", rich_help_panel=_Output),
@@ -119,148 +127,263 @@ def run(
     verbose: Annotated[
         bool,
         typer.Option(
-            "--verbose", "-v", help="Tell counts and speeds on standard error.", rich_help_panel=_Output
+            "--verbose", "-v", help="Show counts and speeds on standard error.", rich_help_panel=_Output
         ),
     ] = False,
 ) -> None:
-    """Go on from a prompt, printing the text as it comes."""
-    import perdure
-    from perdure import ContextOverflow, InvalidInputError, Sampling
+    """Ask a model one question and print its answer.
+
+    Standard input, if something is piped in, follows the prompt: `cat notes.txt | perdure run "Summarise:"`.
+    With a model and no prompt, in a terminal, it is `perdure chat`.
+    """
+    from perdure import InvalidInputError
+    from perdure.cli import prompt as prompts
     from perdure.cli import terminal
+    from perdure.cli.chat import chat
 
     # Whatever is wrong with the request is told before a model is fetched or loaded.
-    given = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repeat_penalty": repeat_penalty,
-        "seed": seed,
-    }
-    sampling = Sampling(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-    shape = _shape(schema, regex, grammar)
+    sampling = options.given(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repeat_penalty=repeat_penalty,
+        seed=seed,
+    )
+    if go_on and session is not None:
+        raise typer.BadParameter("--continue and --session both choose a conversation: give one of them")
+    if samples > 1 and (go_on or session is not None):
+        raise typer.BadParameter("a conversation goes on from one reply: leave --samples out")
+    if raw and (go_on or session is not None or system is not None):
+        raise typer.BadParameter("--raw completes a text: it takes no --system, --session or --continue")
     if stop and not all(stop):
         raise InvalidInputError("--stop needs a text that is not empty")
-    text = _text(prompt)
-    loaded = terminal.load(model)
-    # One prompt, so there is nothing to keep for later.
-    with perdure.open(loaded, n_ctx=ctx, slots=min(samples, _SLOTS), exact=exact, cache=0) as runtime:
-        try:
-            job = runtime.submit(
-                text,
-                max_tokens=max_tokens,
-                stop=stop or (),
-                sampling=sampling,
-                grammar=shape,
-                n=samples,
-                logprobs=logprobs,
+    name, asked = prompts.split_model(words, model)
+    piped = prompts.standard_input_is_piped()
+    if not asked and not files and not piped:
+        if name is None or raw:
+            raise typer.BadParameter("give a prompt, or pipe one in", param_hint="PROMPT")
+        chat(
+            None,
+            model=name,
+            session=session,
+            store=store,
+            system=system,
+            ctx=ctx,
+            template=template,
+            schema=schema,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repeat_penalty=repeat_penalty,
+            seed=seed,
+        )
+        return
+    request = {
+        "max_tokens": max_tokens,
+        "stop": stop or (),
+        "grammar": _shape(schema, regex, grammar),
+        "n": samples,
+        "logprobs": logprobs,
+        **sampling,
+    }
+    text = prompts.prompt_text(asked, files or (), piped=piped)
+    system = prompts.system_text(system)
+    if go_on:
+        session = _latest(store)
+    loaded = terminal.load(name)
+    if not raw and template is None and not loaded.metadata.get("tokenizer.chat_template", "").strip():
+        if session is not None or system is not None:
+            raise InvalidInputError(
+                f"{loaded.path.name} has no chat template, so it takes no system prompt and no conversation; "
+                "give one with --template (such as chatml), or leave these options out to complete the text"
             )
-        except ContextOverflow as error:
-            raise ContextOverflow(
-                f"{error}. A larger --ctx makes room", needed=error.needed, fits=error.fits
-            ) from None
-        replies, stopped = _follow(job, Page(samples) if not as_json else None)
-        _tell(runtime, loaded, replies, as_json=as_json, verbose=verbose, limited=max_tokens is not None)
+        terminal.note(f"{loaded.path.name} has no chat template, so it completes the text as it is (--raw)")
+        raw = True
+    output = Output(samples, stream=stream, as_json=as_json, verbose=verbose, limited=max_tokens is not None)
+    asking = Asking(loaded, text, request, ctx=ctx, exact=exact, template=template)
+    try:
+        if raw or samples > 1:
+            stopped = asking.once(output, system, raw=raw)
+        else:
+            stopped = asking.in_session(output, session, system, store=store, keep=keep)
+    except BrokenPipeError:
+        # Whoever read has gone. Python would complain once more when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
     if stopped:
         raise typer.Exit(130)
 
 
-class Page:
-    """Samples one below the other: the first unfinished one shows as it comes, later ones wait their turn."""
+@dataclass(frozen=True, slots=True)
+class Output:
+    """How replies are shown."""
 
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-        self._shown = 0
-        self._kept = [""] * samples
-        self._ended = [False] * samples
-        self._at_line_start = True
-        self._head()
+    samples: int
+    stream: bool
+    as_json: bool
+    verbose: bool
+    limited: bool
+    """Whether the reply was to end by a number of tokens."""
 
-    def add(self, delta: Delta) -> None:
-        self._kept[delta.index] += delta.text
-        self._ended[delta.index] = delta.finish_reason is not None
-        while self._shown < self._samples:
-            text, self._kept[self._shown] = self._kept[self._shown], ""
-            self._write(text)
-            if not self._ended[self._shown]:
-                break
-            if not self._at_line_start:
-                self._write("\n")
-            self._shown += 1
-            self._head()
+    def follow(self, job: Job | ChatJob) -> tuple[list[Reply] | list[ChatReply], bool]:
+        """Show a job until it ends, or until Ctrl-C ends it: its replies, and whether that was so."""
+        from perdure import ChatJob
+        from perdure.cli.reply_view import ReplyView
+        from perdure.cli.sample_view import SampleView
+        from perdure.cli.terminal import stopped_by_ctrl_c
 
-    def _head(self) -> None:
-        if 1 < self._samples > self._shown:
-            self._write(f"[{self._shown + 1} of {self._samples}]\n")
+        shown = ReplyView(think=False) if isinstance(job, ChatJob) and self.samples == 1 else None
+        view = None if self.as_json else shown or SampleView(self.samples)
+        with stopped_by_ctrl_c(job) as stopped:
+            held = []
+            for delta in job:
+                if view is not None and self.stream:
+                    view.add(delta)  # type: ignore[arg-type]
+                else:
+                    held.append(delta)
+            replies = job.replies()
+        if view is not None:
+            for delta in held:
+                view.add(delta)  # type: ignore[arg-type]
+            view.end()
+        return replies, stopped.is_set()
 
-    def _write(self, text: str) -> None:
-        from perdure.cli.terminal import write
+    def tell(
+        self, runtime: Runtime, replies: list[Reply] | list[ChatReply], session: Session | None = None
+    ) -> None:
+        """What else is to be known about the replies."""
+        from perdure import ChatReply
+        from perdure.cli import terminal
+        from perdure.cli.reply_json import logprob_line, reply_json, timing_line
 
-        if text:
-            write(text)
-            self._at_line_start = text.endswith("\n")
+        model = runtime.model
+        if self.as_json:
+            shown = [reply_json(reply, model) for reply in replies]
+            if session is not None:
+                shown[0]["session"] = session.name
+            typer.echo(json.dumps(shown[0] if len(shown) == 1 else {"samples": shown}, ensure_ascii=False))
+        for reply in replies:
+            raw = reply.raw if isinstance(reply, ChatReply) else reply
+            if raw.finish_reason == "length" and not self.limited:
+                terminal.note(
+                    f"the context of {runtime.n_ctx} tokens is full, so the text ends here; "
+                    "a larger --ctx makes room"
+                )
+            if raw.logprobs is not None and not self.as_json:
+                for entry in raw.logprobs:
+                    terminal.tell(logprob_line(entry, model))
+            if self.verbose:
+                terminal.tell(timing_line(raw))
 
 
-def _follow(job: Job, page: Page | None) -> tuple[list[Reply], bool]:
-    """Show a job until it ends, or until Ctrl-C ends it: its replies, and whether that was so."""
-    from perdure.cli.terminal import stopped_by_ctrl_c
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """One prompt to one model."""
 
-    with stopped_by_ctrl_c(job) as stopped:
-        for delta in job:
-            if page is not None:
-                page.add(delta)
-        return job.replies(), stopped.is_set()
+    model: Model
+    text: str
+    request: dict[str, Any]
+    ctx: int
+    exact: bool
+    template: str | None
+
+    def once(self, output: Output, system: str | None, *, raw: bool) -> bool:
+        """Ask outside of any conversation. Whether Ctrl-C ended it."""
+        import perdure
+
+        messages = [{"role": "user", "content": self.text}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        # One prompt, so there is nothing to keep for later.
+        slots = min(self.request["n"], _SLOTS)
+        with perdure.open(
+            self.model, n_ctx=self.ctx, slots=slots, exact=self.exact, cache=0, template=self.template
+        ) as runtime:
+            with _advised(self.ctx):
+                job: Job | ChatJob = (
+                    runtime.submit(self.text, **self.request)
+                    if raw
+                    else runtime.submit_chat(messages, **self.request)
+                )
+            replies, stopped = output.follow(job)
+            output.tell(runtime, replies)
+        return stopped
+
+    def in_session(
+        self, output: Output, name: str | None, system: str | None, *, store: Path | None, keep: bool
+    ) -> bool:
+        """Ask in a conversation: the one of that name, or one that the next run may continue."""
+        import perdure
+        from perdure.cli import terminal
+        from perdure.config import settings
+
+        folder = store or settings().store
+        with (
+            terminal.leaving_in_order(),
+            perdure.open(
+                self.model,
+                n_ctx=self.ctx,
+                slots=1,
+                exact=self.exact,
+                cache=None if name else 0,
+                store=folder if name else None,
+                template=self.template,
+            ) as runtime,
+        ):
+            session = runtime.session(name or LAST, system=system)
+            with _advised(self.ctx):
+                job = session.submit(self.text, keep_partial=True, **self.request)
+            replies, stopped = output.follow(job)
+            output.tell(runtime, replies, session if name else None)
+            [reply] = replies
+            assert isinstance(reply, perdure.ChatReply)
+            if name is not None:
+                if not reply.kept:
+                    terminal.note(f"this turn is not kept: {reply.not_kept}")
+            elif keep and reply.kept:
+                _keep(session, folder)
+        return stopped
 
 
-def _tell(
-    runtime: Runtime, model: Model, replies: list[Reply], *, as_json: bool, verbose: bool, limited: bool
-) -> None:
+def _keep(session: Session, folder: Path) -> None:
+    """Have the next run find this one. Its words alone: state takes long to write for a single question."""
+    from perdure import PerdureError
     from perdure.cli import terminal
+    from perdure.cli.asleep import asleep
 
-    if as_json:
-        shown = [_plain(reply, model) for reply in replies]
-        typer.echo(json.dumps(shown[0] if len(shown) == 1 else {"samples": shown}, ensure_ascii=False))
-    for reply in replies:
-        if reply.finish_reason == "length" and not limited:
-            terminal.note(
-                f"the context of {runtime.n_ctx} tokens is full, so the text ends here; "
-                "a larger --ctx makes room"
-            )
-        if reply.logprobs is not None and not as_json:
-            for entry in reply.logprobs:
-                typer.echo(_logprob_line(entry, model), err=True)
-        if verbose:
-            typer.echo(_timing_line(reply), err=True)
+    try:
+        with asleep(folder, readonly=False, create=True) as sessions:
+            sessions.copy(session, LAST, replace=True)
+    except PerdureError as error:
+        terminal.note(f"this is not kept for --continue: {error}")
 
 
-def _text(prompt: str | None) -> str:
-    from perdure import InvalidInputError
+def _latest(store: Path | None) -> str:
+    """The session that was used last."""
+    from perdure import SessionNotFoundError
+    from perdure.cli.asleep import asleep, place
 
-    named = prompt not in (None, "-")
-    if sys.stdin is None or sys.stdin.closed or (sys.stdin.isatty() and (named or prompt is None)):
-        if not named:
-            raise typer.BadParameter("give a prompt, or pipe one in", param_hint="PROMPT")
-        piped = ""
-    else:
-        try:
-            piped = sys.stdin.buffer.read().decode()
-        except UnicodeDecodeError as error:
-            raise InvalidInputError(f"standard input is not UTF-8 text (byte {error.start})") from None
-    # The one newline that every pipe ends with is nobody's wish.
-    piped = piped.removesuffix("\n").removesuffix("\r")
-    parts = [part for part in (prompt if named else None, piped) if part]
-    if not parts:
-        raise InvalidInputError("the prompt is empty")
-    return "\n\n".join(parts)
+    folder = place(store, create=True)
+    if (folder / "sessions.sqlite").is_file():
+        with asleep(folder, readonly=True) as sessions:
+            for info in sessions.list():
+                return info.name
+    raise SessionNotFoundError(
+        f"there is no conversation to continue in {folder}: `perdure run PROMPT` starts one"
+    )
 
 
 def _shape(schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
     from perdure import Grammar, InvalidInputError
+    from perdure.cli.prompt import read_text
 
     if sum(choice is not None for choice in (schema, regex, grammar)) > 1:
         raise InvalidInputError("give one of --schema, --regex and --grammar")
     if schema is not None:
-        return Grammar.json_schema(_read(schema))
+        return Grammar.json_schema(read_text(schema))
     if regex is not None:
         return Grammar.regex(regex)
     if grammar is None:
@@ -268,70 +391,20 @@ def _shape(schema: Path | None, regex: str | None, grammar: Path | None) -> Gram
     kinds = {".lark": Grammar.lark, ".gbnf": Grammar.gbnf}
     if grammar.suffix.lower() not in kinds:
         raise InvalidInputError(f"{grammar} should end in .lark or .gbnf, which says how to read it")
-    return kinds[grammar.suffix.lower()](_read(grammar))
+    return kinds[grammar.suffix.lower()](read_text(grammar))
 
 
-def _read(path: Path) -> str:
-    from perdure import InvalidInputError
+@contextmanager
+def _advised(ctx: int) -> Iterator[None]:
+    """While this is open, a prompt that is too long is told with the option that makes room."""
+    from perdure import ContextOverflow
 
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidInputError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise InvalidInputError(f"{path} is not UTF-8 text") from None
-
-
-def _plain(reply: Reply, model: Model) -> dict[str, Any]:
-    usage, timings = reply.usage, reply.timings
-    return {
-        "text": reply.text,
-        "tokens": list(reply.tokens),
-        "finish_reason": reply.finish_reason,
-        "stop": reply.stop,
-        "seed": reply.seed,
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "cached_tokens": usage.cached_tokens,
-        },
-        "timings": {
-            "queued": timings.queued,
-            "prefill": timings.prefill,
-            "decode": timings.decode,
-            "prefill_speed": timings.prefill_speed,
-            "decode_speed": timings.decode_speed,
-        },
-        "logprobs": None
-        if reply.logprobs is None
-        else [
-            _chance(entry.token, entry.logprob, model)
-            | {"top": [_chance(each.token, each.logprob, model) for each in entry.top]}
-            for entry in reply.logprobs
-        ],
-    }
-
-
-def _chance(token: int, logprob: float, model: Model) -> dict[str, Any]:
-    # JSON has no word for infinity.
-    known = logprob if math.isfinite(logprob) else None
-    return {"token": token, "text": _piece(token, model), "logprob": known}
-
-
-def _piece(token: int, model: Model) -> str:
-    return model.piece(token, special=True).decode("utf-8", "replace")
-
-
-def _logprob_line(entry: TokenLogprob, model: Model) -> str:
-    chances = [(entry.token, entry.logprob), *((each.token, each.logprob) for each in entry.top)]
-    first, *rest = (f"{_piece(token, model)!r} {logprob:.3f}" for token, logprob in chances)
-    return first + (f"  of  {', '.join(rest)}" if rest else "")
-
-
-def _timing_line(reply: Reply) -> str:
-    timings = reply.timings
-    return (
-        f"{timings.prefilled_tokens} tokens read in {timings.prefill:.2f} s ({timings.prefill_speed:.0f}/s), "
-        f"{timings.decoded_tokens} written in {timings.decode:.2f} s ({timings.decode_speed:.1f}/s), "
-        f"seed {reply.seed}, ended by {reply.finish_reason}"
-    )
+        yield
+    except ContextOverflow as error:
+        raise ContextOverflow(
+            f"the prompt has {error.needed} tokens, and {error.fits} fit into the context of {ctx}; a larger "
+            "--ctx makes room",
+            needed=error.needed,
+            fits=error.fits,
+        ) from None

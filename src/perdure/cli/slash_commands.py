@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perdure.cli import terminal, words
+from perdure.decode.sampling import Sampling
 from perdure.errors import InvalidInputError, PerdureError, SessionError
 
 if TYPE_CHECKING:
@@ -44,17 +45,94 @@ def obey(chat: Conversation, line: str) -> bool:
 
 def _help(chat: Conversation, _: str) -> None:
     usages = [(f"{command.name} {command.takes}".rstrip(), command.does) for command in COMMANDS]
-    usages += [("/quit", "leave; so does Ctrl-D"), ("Ctrl-C", "stop a reply; what there is of it stays")]
     usages += [
+        ("/quit", "leave; so does Ctrl-D"),
         ("//…", "a message that starts with a slash"),
-        ('…\\ or """', "a message of several lines: end each with a backslash, or quote them all"),
+        ("Ctrl-C", "stop a reply; what there is of it stays"),
+        ("Ctrl-R", "search in what was typed before; the arrow keys bring it back"),
+        ("Alt-Enter", 'another line of the same message; a backslash before Enter or """ around it do too'),
     ]
     wide = max(len(usage) for usage, _ in usages)
     terminal.tell("\n".join(f"{usage:<{wide}}  {does}" for usage, does in usages))
 
 
 def _system(chat: Conversation, text: str) -> None:
-    chat.start(_needed(text, "a system message: /system You are terse."))
+    if text:
+        chat.start(text)
+    else:
+        terminal.tell(chat.session.system or "There is no system prompt; /system TEXT starts anew with one.")
+
+
+def _keep(chat: Conversation, name: str) -> None:
+    chat.keep(_needed(name, "a name to keep it under: /keep NAME"))
+
+
+def _history(chat: Conversation, _: str) -> None:
+    for number, turn in enumerate(chat.session.history(), 1):
+        said = [*turn.messages, *([turn.reply] if turn.reply is not None else [])]
+        for message in said:
+            text = (message.content or "").strip().replace("\n", "\n    ")
+            terminal.tell(terminal.harmless(f"{number}  {message.role}: {text}"))
+    if not chat.session.turns:
+        terminal.tell("Nothing was said yet.")
+
+
+def _model(chat: Conversation, name: str) -> None:
+    if name:
+        chat.change_model(name)
+    else:
+        terminal.tell(f"{chat.model.path}; /model NAME changes to another one.")
+
+
+def _set(chat: Conversation, rest: str) -> None:
+    name, _, value = rest.partition(" ")
+    name = name.replace("-", "_")
+    if not name:
+        for known in SETTINGS:
+            chosen = chat.settings.get(known)
+            shown = f"{_default(known)}" if chosen is None else f"{chosen}  (set)"
+            terminal.tell(f"{known:<16} {shown}")
+        return
+    if name not in SETTINGS:
+        raise InvalidInputError(f"there is no setting {name!r}; there are {', '.join(SETTINGS)}")
+    if not value.strip():
+        raise InvalidInputError(f"give a value: /set {name} {_default(name)}, or /set {name} default")
+    if value.strip() == "default":
+        chat.settings.pop(name, None)
+    else:
+        chat.settings[name] = _number(name, value.strip())
+    shown = chat.settings.get(name, _default(name))
+    terminal.tell(f"{name} is {shown} from the next reply on.")
+
+
+def _default(name: str) -> object:
+    if name == "max_tokens":
+        return "until the model stops"
+    found = getattr(Sampling(), name)
+    return "a new one each time" if found is None else found
+
+
+def _number(name: str, text: str) -> float | int:
+    try:
+        value = SETTINGS[name](text)
+    except ValueError:
+        kind = "a whole number" if SETTINGS[name] is int else "a number"
+        raise InvalidInputError(f"{name} is {kind}, got {text!r}") from None
+    if name == "max_tokens":
+        if value < 1:
+            raise InvalidInputError(f"max_tokens is a whole number from 1, got {text}")
+    else:
+        Sampling(**{name: value})  # type: ignore[arg-type]
+    return value
+
+
+def _undo(chat: Conversation, _: str) -> None:
+    history = chat.session.history()
+    if not history:
+        raise SessionError("there is nothing to take back yet")
+    chat.session.rewind(1)
+    said = next((message.content or "" for message in history[-1].messages), "a summary")
+    terminal.tell(terminal.harmless(f"Took back: {said}"))
 
 
 def _fork(chat: Conversation, name: str) -> None:
@@ -63,6 +141,9 @@ def _fork(chat: Conversation, name: str) -> None:
 
 def _rewind(chat: Conversation, count: str) -> None:
     turns = _whole(count, "/rewind takes a number of turns") if count else 1
+    if turns > chat.session.turns:
+        there = words.count(chat.session.turns, "turn")
+        raise SessionError(f"/rewind {turns} goes back too far: this conversation has {there}")
     chat.session.rewind(turns)
     terminal.tell(f"Back by {words.count(turns, 'turn')}; {words.count(chat.session.turns, 'turn')} left.")
 
@@ -86,19 +167,21 @@ def _sessions(chat: Conversation, name: str) -> None:
     if name:
         chat.switch(name)
         return
-    for row in chat.runtime.sessions.list():
-        here = "*" if row.name == chat.session.name else " "
-        turns = words.count(row.depth, "turn")
-        terminal.tell(f"{here} {turns:>10}  {words.moment(row.updated)}  {words.quoted(row.name)}")
+    for sessions, kept in chat.sessions():
+        for row in sessions.list():
+            here = "*" if row.name == chat.session.name and chat.kept is kept else " "
+            turns = words.count(row.depth, "turn")
+            note = "" if kept else "  (not kept)"
+            terminal.tell(f"{here} {turns:>10}  {words.moment(row.updated)}  {words.quoted(row.name)}{note}")
 
 
 def _sleep(chat: Conversation, _: str) -> None:
-    if chat.store is None:
-        raise SessionError("this chat is not kept on disk: start it with --session NAME to let it sleep")
+    if not chat.kept:
+        raise SessionError("this conversation is not kept on disk: /keep NAME keeps it")
     chat.session.sleep()
     plan = chat.session.plan_wake()
     terminal.tell(
-        f"Asleep in {chat.store}: {words.size(plan.nbytes)}. To wake it: "
+        f"Asleep in {chat.folder}: {words.size(plan.nbytes)}. To wake it: "
         f"{words.sources(plan.tiers, plan.computed)}. The next message does."
     )
 
@@ -136,8 +219,7 @@ def _think(chat: Conversation, how: str) -> None:
 
 
 def _reset(chat: Conversation, _: str) -> None:
-    chat.session.rewind(to=0)
-    terminal.tell("The conversation is forgotten.")
+    chat.start(chat.session.system)
 
 
 def _needed(text: str, what: str) -> str:
@@ -152,18 +234,33 @@ def _whole(text: str, otherwise: str) -> int:
     return int(text)
 
 
+SETTINGS: dict[str, type[int] | type[float]] = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repeat_penalty": float,
+    "seed": int,
+    "max_tokens": int,
+}
+
 COMMANDS = (
     Command("/help", "", "show this", _help),
-    Command("/system", "TEXT", "start anew with that system message", _system),
-    Command("/fork", "NAME", "go on in a copy; this conversation stays as it is", _fork),
+    Command("/keep", "NAME", "keep the conversation on disk under a name", _keep),
+    Command("/history", "", "show the conversation so far", _history),
+    Command("/undo", "", "take back the last message and its reply", _undo),
     Command("/rewind", "[N]", "go back by N turns, or by one", _rewind),
     Command("/edit", "[TURN] TEXT", "say something else in that turn, or in the last", _edit),
     Command("/regen", "", "another reply to the last message", _regenerate),
+    Command("/fork", "NAME", "go on in a copy; this conversation stays as it is", _fork),
+    Command("/reset", "", "start anew; this conversation stays as it is", _reset),
+    Command("/system", "[TEXT]", "show the system prompt, or start anew with that one", _system),
+    Command("/model", "[NAME]", "show the model, or go on with another", _model),
+    Command("/set", "[NAME VALUE]", "show the sampling settings, or change one", _set),
     Command("/sessions", "[NAME]", "list the sessions, or go to one", _sessions),
     Command("/sleep", "", "put the state on disk and free its memory", _sleep),
     Command("/save", "FILE", "export: .md and .jsonl give text, others the session with its state", _save),
     Command("/stats", "", "what the last reply reused and computed, and how fast it was", _stats),
     Command("/think", "show|hide", "show what the model thinks before it answers, or do not", _think),
-    Command("/reset", "", "forget the conversation and start anew", _reset),
 )
-WORDS = (*(command.name for command in COMMANDS), "/quit")
+NAMES = (*(command.name for command in COMMANDS), "/quit")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import sys
 import threading
@@ -12,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
+
+from rich.cells import cell_len
 
 from perdure import system
 
@@ -101,6 +105,30 @@ def leaving_in_order() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def keys_held_back() -> Iterator[None]:
+    """While this is open, keys are not shown; what is typed waits for whoever reads next. Ctrl-C works."""
+    try:
+        import termios
+    except ImportError:
+        # This system has no such terminals.
+        yield
+        return
+    try:
+        keys = sys.stdin.fileno()
+        before = termios.tcgetattr(keys)
+    except (termios.error, AttributeError, OSError, ValueError):
+        yield
+        return
+    held = list(before)
+    held[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(keys, termios.TCSANOW, held)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keys, termios.TCSANOW, before)
+
+
 def write(text: str) -> None:
     """Put a model's text on standard output at once. A terminal sees none of its control characters."""
     emit(harmless(text) if sys.stdout.isatty() else text)
@@ -137,7 +165,36 @@ def note(text: str) -> None:
 def tell(text: str) -> None:
     """A line on standard error, for whoever watches."""
     # Standard error replaces what it cannot encode by itself.
-    print(text, file=sys.stderr, flush=True)
+    print(wrapped(text), file=sys.stderr, flush=True)
+
+
+def wrapped(text: str) -> str:
+    """Text with its lines broken between words, if standard error is a terminal that is too narrow."""
+    import textwrap
+
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        return text
+    lines = text.split("\n")
+    if not columns or all(cell_len(line) < columns for line in lines):
+        return text
+    # A table's second column stays one.
+    hangs = [re.match(r"\S.*?  +(?=\S)|", line) for line in lines]
+    return "\n".join(
+        textwrap.fill(
+            line,
+            columns - 1,
+            subsequent_indent=" " * (len(hang[0]) if hang else 0),
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+            drop_whitespace=True,
+        )
+        if cell_len(line) >= columns
+        else line
+        for line, hang in zip(lines, hangs, strict=True)
+    )
 
 
 @contextmanager

@@ -109,6 +109,22 @@ class Sessions:
                 self.backend.cache.unpack(export.identity, export.blocks, namespace=namespace)
         return self._opened(row)
 
+    def copy(self, session: Session, name: str, *, replace: bool = False) -> Session:
+        """A session of another runtime, with all its turns, under a name here; or in the place of the one
+        that has that name."""
+        with self._lock:
+            if replace and self.store.has(session.namespace, _name(name)):
+                self.get(name, session.namespace).delete()
+            row = self.store.create(
+                session.namespace,
+                _name(name),
+                session._history.turns,
+                kind=session.kind,
+                settings=session.settings,
+                origin=session.origin,
+            )
+            return self._opened(row)
+
     def close(self) -> None:
         self.store.close()
 

@@ -1,0 +1,91 @@
+"""The prompt of a command: its words, attached files and standard input."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from perdure.errors import InvalidInputError, ModelNotFoundError
+from perdure.models import names_model
+
+
+def split_model(words: Sequence[str] | None, model: str | None) -> tuple[str | None, list[str]]:
+    """The model, if one is named, and the words of the prompt.
+
+    The first word is the model if it can only be meant so, or if it is a word before a quoted prompt. With
+    `--model` every word belongs to the prompt.
+    """
+    found = list(words or ())
+    if model is not None and found and _is_gguf(found[0]):
+        raise typer.BadParameter(f"name the model once: {model} or {found[0]}", param_hint="MODEL")
+    if model is not None or not found:
+        return model, found
+    first, *rest = found
+    if names_model(first) or _is_gguf(first):
+        return first, rest
+    if first.startswith(("./", "../", "/", "~/")) and Path(first).expanduser().is_file():
+        raise ModelNotFoundError(f"{first} is not a model; `-f {first}` attaches it to the prompt")
+    if len(rest) == 1 and " " in rest[0].strip() and not any(letter.isspace() for letter in first):
+        # `run llama3 "why is the sky blue"`: whoever quotes the prompt has named a model before it.
+        return first, rest
+    return None, found
+
+
+def prompt_text(words: Sequence[str], files: Sequence[Path], *, piped: bool) -> str:
+    """One message: the words, then the files, then all of standard input, if it is `piped`."""
+    named = [word for word in words if word != "-"]
+    parts = [" ".join(named), *(_attached(file) for file in files)]
+    if piped or "-" in words:
+        parts.append(_standard_input())
+    text = "\n\n".join(part for part in parts if part)
+    if not text.strip():
+        raise InvalidInputError("the prompt is empty")
+    return text
+
+
+def standard_input_is_piped() -> bool:
+    return sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
+
+
+def system_text(given: str | None) -> str | None:
+    """A system prompt: the text itself, or what is in the file after an @."""
+    if given is None or not given.startswith("@"):
+        return given
+    return read_text(Path(given[1:]).expanduser()).strip()
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidInputError(f"{path} is not UTF-8 text") from None
+
+
+def _attached(path: Path) -> str:
+    """A file with its name above it, so that the prompt can speak of it."""
+    return f"{path.name}:\n```\n{read_text(path).rstrip()}\n```"
+
+
+def _standard_input() -> str:
+    if sys.stdin is None or sys.stdin.closed:
+        raise typer.BadParameter("give a prompt, or pipe one in", param_hint="PROMPT")
+    try:
+        text = sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"standard input is not UTF-8 text (byte {error.start})") from None
+    # The one newline that every pipe ends with is nobody's wish.
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _is_gguf(word: str) -> bool:
+    """Whether a word is the path of a model file, whatever its name ends in."""
+    try:
+        with open(Path(word).expanduser(), "rb") as file:
+            return file.read(4) == b"GGUF"
+    except (OSError, ValueError, RuntimeError):
+        return False
