@@ -537,13 +537,15 @@ def test_help_and_messages_break_between_words_at_the_width_of_the_window(
     environment: dict[str, str], columns: int, rows: int
 ) -> None:
     environment["TERM"] = "xterm"
-    with terminal(environment, "chat", *BRIEF, "--session", "a", columns=columns, rows=rows) as user:
+    asked = ("chat", *BRIEF, "--ctx", "256", "--session", "a")
+    with terminal(environment, *asked, columns=columns, rows=rows) as user:
         user.until("a> ")
         told = plain(ask(user, "/help", "a> ")).splitlines()[1:-1]
         assert max(cell_len(line) for line in told) < columns
         assert [line.split()[0] for line in told if not line.startswith(" ")][:2] == ["/help", "/keep"]
-        user.type("x" * 5000 + "\n")
-        refused = plain(user.until("It was.*leaves out the oldest.*a> ")).splitlines()[-6:-1]
+        user.type("x" * 600 + "\n")
+        user.until("perdure: ")
+        refused = plain(user.until(r"It\s+was.*oldest\s+turns\n.*a> ")).splitlines()[1:-1]
         assert max(cell_len(line) for line in refused) < columns
 
 
