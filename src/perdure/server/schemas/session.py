@@ -9,8 +9,8 @@ from pydantic import Field
 
 from perdure.chat.message import Message
 from perdure.decode.slots import Plan
-from perdure.server.shapes.base import Asked, Given, Items, Name
-from perdure.server.shapes.chat import ChatMessage, Spoken
+from perdure.server.schemas.base import Items, Name, RequestSchema, ResponseSchema
+from perdure.server.schemas.chat import ChatMessage, ChatOptionsSchema
 from perdure.sessions.memory import Memory
 from perdure.sessions.session import Session
 from perdure.sessions.session_store import SessionInfo
@@ -20,12 +20,12 @@ Label = Annotated[str, Field(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class CreateRequest(Asked):
+class CreateRequest(RequestSchema):
     name: Name
     system: str | None = None
 
 
-class SayRequest(Spoken):
+class SayRequest(ChatOptionsSchema):
     """A turn: a message by itself, or several."""
 
     message: str | None = None
@@ -37,40 +37,40 @@ class EditRequest(SayRequest):
     """Which turn to say differently, from 1. What came after it is left."""
 
 
-class RegenerateRequest(Spoken):
+class RegenerateRequest(ChatOptionsSchema):
     pass
 
 
-class ForkRequest(Asked):
+class ForkRequest(RequestSchema):
     name: Name
     turn: Count | None = None
     """After which turn the new session starts; where this one stands, if left out."""
 
 
-class RewindRequest(Asked):
+class RewindRequest(RequestSchema):
     turns: Count = 1
 
 
-class LabelRequest(Asked):
+class LabelRequest(RequestSchema):
     label: Label
     kind: Label = "memory"
     turn: Count | None = None
     note: str = ""
 
 
-class WakeMemoryRequest(Asked):
+class WakeMemoryRequest(RequestSchema):
     name: Name
     """Of the new session."""
     address: str | None = None
     """Of the memory. It may be left out while there is exactly one."""
 
 
-class WarmRequest(Asked):
+class WarmRequest(RequestSchema):
     prompt: str | Annotated[Items[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
     labels: list[Label] = Field(default_factory=list, max_length=64)
 
 
-class OriginAnswer(Given):
+class OriginAnswer(ResponseSchema):
     how: str
     session: str | None
     turn: int | None
@@ -82,7 +82,7 @@ class OriginAnswer(Given):
         return cls(how=str(origin.get("how", "")), session=origin.get("session"), turn=origin.get("turn"))
 
 
-class SessionSummary(Given):
+class SessionSummary(ResponseSchema):
     """A session as it is listed."""
 
     name: str
@@ -104,12 +104,12 @@ class SessionSummary(Given):
         )
 
 
-class SessionList(Given):
+class SessionList(ResponseSchema):
     object: Literal["list"] = "list"
     data: list[SessionSummary]
 
 
-class SaidMessage(Given):
+class SaidMessage(ResponseSchema):
     role: str
     content: str | None
     name: str | None = None
@@ -122,7 +122,7 @@ class SaidMessage(Given):
         return cls(**message.to_dict())
 
 
-class TurnAnswer(Given):
+class TurnAnswer(ResponseSchema):
     turn: int
     kind: str
     messages: list[SaidMessage]
@@ -148,7 +148,7 @@ class TurnAnswer(Given):
         )
 
 
-class SessionAnswer(Given):
+class SessionAnswer(ResponseSchema):
     object: Literal["session"] = "session"
     name: str
     kind: str
@@ -170,7 +170,7 @@ class SessionAnswer(Given):
         )
 
 
-class TurnList(Given):
+class TurnList(ResponseSchema):
     object: Literal["list"] = "list"
     data: list[TurnAnswer]
 
@@ -179,7 +179,7 @@ class TurnList(Given):
         return cls(data=[TurnAnswer.of(number, turn) for number, turn in enumerate(turns, 1)])
 
 
-class PlanAnswer(Given):
+class PlanAnswer(ResponseSchema):
     """What waking would take: tokens by tier, what is read, what is computed."""
 
     tiers: dict[str, int]
@@ -192,7 +192,7 @@ class PlanAnswer(Given):
         return cls(tiers=dict(plan.tiers), blocks=plan.blocks, nbytes=plan.nbytes, computed=plan.computed)
 
 
-class MemoryAnswer(Given):
+class MemoryAnswer(ResponseSchema):
     address: str
     session: str
     turn: int
@@ -216,16 +216,16 @@ class MemoryAnswer(Given):
         )
 
 
-class MemoryList(Given):
+class MemoryList(ResponseSchema):
     object: Literal["list"] = "list"
     data: list[MemoryAnswer]
 
 
-class DeletedAnswer(Given):
+class DeletedAnswer(ResponseSchema):
     deleted: int
 
 
-class RecordAnswer(Given):
+class RecordAnswer(ResponseSchema):
     """A prefix that was warmed."""
 
     tokens: int
@@ -233,7 +233,7 @@ class RecordAnswer(Given):
     labels: list[str]
 
 
-class TotalsAnswer(Given):
+class TotalsAnswer(ResponseSchema):
     """Of the whole cache, whoever it serves."""
 
     blocks: int
@@ -246,7 +246,7 @@ class TotalsAnswer(Given):
     computed_tokens: int
 
 
-class CacheAnswer(Given):
+class CacheAnswer(ResponseSchema):
     records: list[RecordAnswer]
     totals: TotalsAnswer | None
     """Only on a server without keys: where there are several callers, it is nobody's business."""
