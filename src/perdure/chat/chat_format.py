@@ -15,6 +15,7 @@ from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.options import ChatOptions
 from perdure.chat.overflow import drop_oldest, overflow
 from perdure.chat.parsing.families import Family, detect
+from perdure.chat.parsing.reasoned import Thought, reasoned
 from perdure.chat.parsing.reply_parser import ReplyParser
 from perdure.chat.reply import ChatReply
 from perdure.chat.templates.renderer import Rendering, TemplateRenderer
@@ -150,6 +151,7 @@ class ChatFormat:
             **({"grammar": grammar} if grammar is not None else {}),
             **settings,
         )
+        held, request = request, self._reasoned(request, prompt, is_call=grammar is not None)
         if request.n > 1 and (options.reasoning_budget is not None or options.overflow == "shift"):
             raise InvalidInputError("a reasoning budget and shifting are for one sample; leave n at 1")
 
@@ -168,7 +170,7 @@ class ChatFormat:
             n=request.n,
             tools=tools,
             dropped=dropped,
-            budget=self._budget(options, request),
+            budget=self._budget(options, held, is_call=grammar is not None),
             shift=self._shift(options, request, prompt),
             then=ended,
             waits=then is not None,
@@ -288,14 +290,30 @@ class ChatFormat:
             raise InvalidInputError(f"tool_choice is {choice!r}, but the tools are: {names}")
         if any(settings.get(name) is not None for name in ("grammar", "schema", "regex")):
             raise InvalidInputError("a reply cannot be held to a tool call and to a schema at once")
-        control = {self.tokenizer.control[token]: token for token in self._shown}
-        return tools, self.family.grammar(tools, parallel=options.parallel_tool_calls, control=control)
+        parallel = options.parallel_tool_calls
+        return tools, self.family.grammar(tools, parallel=parallel, control=self._control)
 
-    def _budget(self, options: ChatOptions, request: Request) -> ReasoningBudget | None:
+    @cached_property
+    def _control(self) -> dict[str, int]:
+        """The marks of the family that are control tokens."""
+        return {self.tokenizer.control[token]: token for token in self._shown}
+
+    def _reasoned(self, request: Request, prompt: Prompt, *, is_call: bool) -> Request:
+        """A request whose grammar lets the model think first, where the prompt has it think."""
+        if request.grammar is None:
+            return request
+        thought: Thought = "opened" if prompt.thinking else "none"
+        grammar = reasoned(request.grammar, self.family, thought, is_call=is_call, control=self._control)
+        return replace(request, grammar=grammar)
+
+    def _budget(self, options: ChatOptions, request: Request, *, is_call: bool) -> ReasoningBudget | None:
         markers = self.family.reasoning
         if options.reasoning_budget is None or markers is None:
             return None
         closing = tuple(self._backend.model.tokenize(markers.close, special=True, bos=False))
+        if request.grammar is not None:
+            answer = reasoned(request.grammar, self.family, "closed", is_call=is_call, control=self._control)
+            request = replace(request, grammar=answer)
 
         def go_on(tokens: Sequence[int]) -> Job:
             used = len(tokens)

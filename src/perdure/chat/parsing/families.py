@@ -48,6 +48,10 @@ class Family:
     """Whether a call within reasoning is only quoted; for other models it ends the reasoning."""
     prompt_opener: str = ""
     """What a prompt may end with that is the beginning of a call, or of a message's header."""
+    restart: str = ""
+    """What stands between reasoning and the rest, for models that write these as messages of their own."""
+    answer_open: str = ""
+    """What an answer begins with."""
 
     def __post_init__(self) -> None:
         marks = sorted(self.scanner.meanings)
@@ -122,6 +126,8 @@ _BUILT_IN = (
         ("<atem:function_calls>",),
         ends=("<|eot|>", "<|eom|>"),
         prompt_opener="<|start|>assistant",
+        restart="<|start|>assistant",
+        answer_open=" to=user<|message|>",
     ),
     Family(
         "harmony",
@@ -130,6 +136,8 @@ _BUILT_IN = (
         ("<|channel|>",),
         ("gpt-oss",),
         ends=("<|end|>", "<|return|>", "<|call|>"),
+        restart="<|start|>assistant",
+        answer_open="<|channel|>final<|message|>",
     ),
     Family(
         "gemma4",
@@ -184,6 +192,7 @@ _BUILT_IN = (
         tagged.KIMI_K3,
         ("<|open|>", "<|close|>"),
         answers=("<|open|>response<|sep|>",),
+        answer_open="<|open|>response<|sep|>",
     ),
     Family(
         "kimi-thinking", markers.THINK, named.KIMI, ("<|tool_calls_section_begin|>", "<think>"), ends=_KIMI
@@ -196,6 +205,7 @@ _BUILT_IN = (
         ("<|start_header_id|>", ">>>"),
         ends=_LLAMA3,
         prompt_opener=">>>",
+        answer_open="all\n",
     ),
     Family(
         "functionary-tagged",
