@@ -26,7 +26,7 @@ from perdure.errors import (
     StoreReadOnlyError,
 )
 from perdure.store import block_file
-from perdure.store.durable import TEMPORARY, explained, sync_folder, write_file
+from perdure.store.durable import TEMPORARY, explained, make_folder, sync_folder, write_file
 from perdure.store.index import Index
 
 _NAME = re.compile("[0-9a-f]{64}")
@@ -267,13 +267,13 @@ class DiskTier:
             raise
 
     def _make_folders(self) -> None:
-        with explained(self.folder):
-            self._blocks.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
+        make_folder(self._blocks, ours=True)
         sync_folder(self.folder)
 
     def _take_lock(self) -> None:
         # The system drops it with the process, however that ends. Any thread may close what another opened.
-        lock = FileLock(self.folder / "lock", thread_local=False)
+        lock = FileLock(self.folder / "lock", thread_local=False, mode=0o600)
         with explained(self.folder / "lock"):
             try:
                 lock.acquire(timeout=0)
@@ -313,7 +313,7 @@ class DiskTier:
     def _set_index_aside(self) -> None:
         self._mark_unlisted()
         with explained(self._index):
-            self._aside.mkdir(exist_ok=True)
+            make_folder(self._aside, ours=True)
             for path in (self._index, self._log, self.folder / "index.sqlite-shm"):
                 if path.exists():
                     os.replace(path, self._aside / path.name)
@@ -374,8 +374,7 @@ class DiskTier:
         """Put the files and their names onto the disk."""
         folders = {self._path(block.id).parent for block in blocks}
         for folder in folders:
-            with explained(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         for block in blocks:
             write_file(self._path(block.id), block_file.pack(block))
         for folder in folders:
@@ -530,7 +529,7 @@ class DiskTier:
 
     def _quarantine(self, path: Path) -> None:
         with explained(path), suppress(FileNotFoundError):
-            self._aside.mkdir(exist_ok=True)
+            make_folder(self._aside, ours=True)
             os.replace(path, self._aside / path.name)
 
 

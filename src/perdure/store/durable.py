@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,6 +13,8 @@ from perdure import system
 from perdure.errors import StoreError, StoreFullError, StoreReadOnlyError
 
 TEMPORARY = ".tmp"
+_FILE, _FOLDER = 0o600, 0o700
+"""What others may do with what we write: nothing."""
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
@@ -22,7 +25,7 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
     with explained(path, sum(len(part) for part in parts)):
         try:
-            with temporary.open("wb", buffering=0) as file:
+            with open_private(temporary) as file:
                 for part in parts:
                     _write_all(file.fileno(), part)
                 system.sync(file.fileno())
@@ -31,6 +34,49 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
+
+
+def open_private(path: Path) -> io.FileIO:
+    """A new file to write to, or an emptied one, that only its owner may read."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _FILE)
+    try:
+        _tighten(handle, _FILE)
+        return io.FileIO(handle, "wb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def make_private(path: Path) -> None:
+    """Have a file that only its owner may read; what is in it stays."""
+    with explained(path):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, _FILE)
+        try:
+            _tighten(handle, _FILE)
+        finally:
+            os.close(handle)
+
+
+def make_folder(path: Path, *, ours: bool = False) -> None:
+    """Have a folder. One that is made here, or that is `ours` alone, only its owner may enter."""
+    with explained(path):
+        if not path.is_dir():
+            for missing in reversed([each for each in (path, *path.parents) if not each.exists()]):
+                # Somebody else may have been faster.
+                missing.mkdir(_FOLDER, exist_ok=True)
+        if ours:
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                _tighten(handle, _FOLDER)
+            finally:
+                os.close(handle)
+
+
+def _tighten(handle: int, mode: int) -> None:
+    found = os.fstat(handle)
+    # Of what another owns, it is his to decide.
+    if found.st_mode & 0o077 and found.st_uid == os.geteuid():
+        os.fchmod(handle, mode)
 
 
 def sync_folder(folder: Path) -> None:

@@ -16,6 +16,7 @@ from perdure.errors import (
     StoreReadOnlyError,
     StoreVersionError,
 )
+from perdure.store.durable import make_private
 
 APPLICATION = 0x50455244
 """Marks the file as ours ("PERD")."""
@@ -149,6 +150,9 @@ class Index:
     # Opening.
 
     def _open_for_writing(self) -> sqlite3.Connection:
+        if self._path is not None:
+            # Its log and the like get the same permissions from SQLite.
+            make_private(self._path)
         db = self._connect("mode=rwc")
         try:
             # Looked at before anything is changed: it may not be ours.
