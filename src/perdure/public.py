@@ -62,7 +62,10 @@ from perdure.errors import (
 )
 from perdure.identity import Identity
 from perdure.runtime import Runtime, open  # noqa: A004
-from perdure.sessions.memory import Memory as SessionMemory
+from perdure.sessions.fold import TurnJob
+from perdure.sessions.importing import ImportResult
+from perdure.sessions.info import Memory as SessionMemory
+from perdure.sessions.info import SessionInfo
 from perdure.sessions.session import Session
 from perdure.sessions.turn import Turn
 
@@ -95,6 +98,7 @@ __all__ = [
     "Grammar",
     "GrammarError",
     "Identity",
+    "ImportResult",
     "IncompatibleStateError",
     "InvalidInputError",
     "Job",
@@ -124,6 +128,7 @@ __all__ = [
     "SessionBusyError",
     "SessionError",
     "SessionExistsError",
+    "SessionInfo",
     "SessionMemory",
     "SessionNotFoundError",
     "StaleViewError",
@@ -142,6 +147,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "Turn",
+    "TurnJob",
     "UnsupportedSystemError",
     "Usage",
     "open",

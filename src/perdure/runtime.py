@@ -30,7 +30,7 @@ from perdure.engine.contract import Model as ModelContract
 from perdure.engine.contract import Tokens, Vocabulary
 from perdure.engine.llama.model import Model
 from perdure.errors import InvalidInputError, TokenError
-from perdure.sessions.memory import Memories
+from perdure.sessions.memories import Memories
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Sessions
 from perdure.worker.care import Care
@@ -54,7 +54,9 @@ class Runtime:
         self._chat_format_lock = threading.Lock()
         self._chat_format: ChatFormat | None = None
         self.sessions = Sessions(
-            backend, lambda: self.chat_format, Path(store) if store is not None else None
+            Path(store) if store is not None else None,
+            backend=backend,
+            chat_format=lambda: self.chat_format,
         )
 
     @property

@@ -169,14 +169,17 @@ def test_an_export_with_state_moves_to_another_store(
     file = tmp_path / "talk.session"
     told(run("export", NAME, str(file), model=True))
     other = ("--store", str(tmp_path / "other"))
-    done = piped(environment, "", "sessions", "import", str(file), *other, "--json")
+    plain = facts(piped(environment, "", "sessions", "import", str(file), "--as", "a", *other, "--json"))
+    assert (plain["taken"]["turns"], plain["taken"]["state_tokens"]) == (3, 0)
+    assert "another store wrote it" in plain["left_out"]["state"]
+    done = piped(environment, "", "sessions", "import", str(file), "--trust-state", *other, "--json")
     found = facts(done)
-    assert (found["name"], found["turns"]) == (NAME, 3)
+    assert (found["name"], found["turns"], found["left_out"]) == (NAME, 3, {})
     assert sum(found["tiers"].values()) > 0
     woken = facts(piped(environment, "", "sessions", "wake", NAME, *other, "--json"))
     assert woken["tiers"].get("disk", 0) > 0
     without = piped(environment, "", "sessions", "import", str(file), "--as", "b", "--no-state", *other)
-    assert without.returncode == 0
+    assert "left out: its tokens; no model was loaded" in told(without)
     assert facts(piped(environment, "", "sessions", "verify", *other, "--json"))["sound"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +13,43 @@ from numpy.typing import NDArray
 
 import perdure
 from perdure import ChatReply, LogitsView, Runtime, Session
-from subjects import Row, Subject, check
+from perdure.engine.toy import Faults, ToyModel
+from subjects import Noise, Row, Subject, check
 
 # Steps of so few tokens are computed alike whatever their number: any history compares exactly.
 SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_batch": 3, "threads": 1, "slots": 2}
 ASK: dict[str, Any] = {"max_tokens": 6, "temperature": 0}
+
+
+class TerseModel(ToyModel):
+    """A toy that comes to an end soon, as models that were taught to answer do."""
+
+    def __init__(self, *, ending: float = 1.0, faults: Faults | None = None) -> None:
+        super().__init__(seed=int(10 * ending), faults=faults)
+        assert self.eos is not None
+        self._bias[self.eos] = ending
+
+
+def terse(**options: Any) -> Subject:
+    return Subject("toy-full", TerseModel(**options), Noise(0.0, 0.0))
+
+
+class Hold:
+    """Holds the engine when a reply has come to its `at`-th token, until it is let go."""
+
+    def __init__(self, at: int = 1) -> None:
+        self.reached, self._go_on = threading.Event(), threading.Event()
+        self._left = at
+
+    def __call__(self, _: Sequence[int], view: LogitsView) -> NDArray[np.float32]:
+        self._left -= 1
+        if not self._left:
+            self.reached.set()
+            self._go_on.wait()
+        return view.copy()
+
+    def let_go(self) -> None:
+        self._go_on.set()
 
 
 @contextmanager

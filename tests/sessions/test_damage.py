@@ -15,14 +15,14 @@ import pytest
 
 import perdure
 from perdure import CorruptStateError, SessionError, StateError, StoreDamagedError, StoreError
-from perdure.cli.asleep import Asleep
 from perdure.engine.toy import ToyModel
 from perdure.sessions import rows as rows_module
 from perdure.sessions import session_store as store_module
+from perdure.sessions.info import SessionInfo
 from perdure.sessions.repair import FOUND
-from perdure.sessions.rows import SessionInfo
 from perdure.sessions.schema import MIGRATIONS, seal
 from perdure.sessions.session_store import FILE, MARK, SessionStore
+from perdure.sessions.sessions import Sessions
 from perdure.sessions.verify import Verification, verify
 from sessions.talking import talking
 from store.conftest import folder_in_memory
@@ -127,7 +127,7 @@ def told(session: perdure.Session) -> Told:
 
 
 def everything(folder: Path) -> Known:
-    with closing(Asleep(folder, readonly=True)) as sessions:
+    with closing(Sessions(folder, readonly=True)) as sessions:
         rows = sessions.store.list()
         return {(row.namespace, row.name): told(sessions.get(row.name, row.namespace)) for row in rows}
 
@@ -135,7 +135,7 @@ def everything(folder: Path) -> Known:
 def read(folder: Path, known: Known, same: Callable[[Told, Told], bool]) -> int:
     """Open every session as a runtime does. How many were refused; what is not must be the `same`."""
     try:
-        opened = Asleep(folder, readonly=False)
+        opened = Sessions(folder, readonly=False)
     except REFUSED:
         return len(known)
     refused = 0
@@ -344,9 +344,9 @@ def test_verify_keeps_the_turns_before_a_damaged_one(closed: Path, damaged: Dama
     known = everything(closed)
     statement = f"UPDATE turn SET {column} WHERE number = 3"
     folder = damaged(closed, changed(statement))
-    with closing(Asleep(folder, readonly=True)) as sessions:
+    with closing(Sessions(folder, readonly=True)) as sessions:
         with pytest.raises(CorruptStateError, match=r"turn 2 of session 'alice'.*perdure sessions verify"):
-            sessions.get("alice")
+            sessions.get("alice").history()
         assert told(sessions.get("bob")) == known["", "bob"]
     found = mended(folder, known)
     assert found.repair is not None
@@ -378,13 +378,13 @@ def test_a_session_that_is_not_what_it_was_is_not_given_to_anybody(
     """What was said in it is kept, where only whoever has the store finds it."""
     known = everything(closed)
     folder = damaged(closed, changed(f"UPDATE session SET {column} WHERE number = 1"))
-    with closing(Asleep(folder, readonly=True)) as sessions, pytest.raises(CorruptStateError):
+    with closing(Sessions(folder, readonly=True)) as sessions, pytest.raises(CorruptStateError):
         sessions.store.list()
     found = mended(folder, known)
     assert found.repair is not None
     assert not found.repair.found
     # A memory leads there still.
-    with closing(Asleep(folder, readonly=False)) as sessions:
+    with closing(Sessions(folder, readonly=False)) as sessions:
         assert told(sessions.memories.wake(None, "again"))[1:] == known["", "alice"][1:]
         sessions.memories.forget("perdure://alice/3#here")
     folder = damaged(closed, changed(f"UPDATE session SET {column} WHERE number = 1"))
@@ -502,7 +502,7 @@ def test_a_damaged_session_goes_on_after_verify(toy: Subject, tmp_path: Path) ->
             talk.say(s, text)
     changed("UPDATE turn SET text = 'x' WHERE number = 3")(tmp_path)
     with talking(toy, tmp_path) as talk, pytest.raises(CorruptStateError):
-        talk.session("alice")
+        talk.session("alice").history()
     verify(tmp_path, lambda done, total: None)
     with talking(toy, tmp_path) as talk:
         s = talk.session("alice")

@@ -30,7 +30,7 @@ from perdure import (
 )
 from perdure.engine.toy import Faults, ToyModel
 from perdure.sessions.session_store import SessionStore
-from sessions.talking import ASK, said, talking
+from sessions.talking import ASK, Hold, said, talking
 from subjects import Noise, Subject
 
 NAMES = [
@@ -153,9 +153,9 @@ def test_no_event_loop_waits_for_a_summary_or_for_the_disk(
     waited: set[int] = set()
     add, submit = SessionStore.add, Session.submit
 
-    def adding(self: SessionStore, *given: Any) -> int:
+    def adding(self: SessionStore, *given: Any, **more: Any) -> Sequence[int]:
         waited.add(threading.get_ident())
-        return add(self, *given)
+        return add(self, *given, **more)
 
     def submitting(self: Session, *given: Any, **settings: Any) -> Any:
         waited.add(threading.get_ident())
@@ -170,8 +170,9 @@ def test_no_event_loop_waits_for_a_summary_or_for_the_disk(
             assert (await s.asay("Hello", **ASK)).kept
             async for _ in s.astream("And?", **ASK):
                 pass
-            async for _ in s.astream("What else?", keep_partial=True, **ASK):
-                break
+            async with contextlib.aclosing(s.astream("What else?", keep_partial=True, **ASK)) as deltas:
+                async for _ in deltas:
+                    break
 
         asyncio.run(both())
         assert s.turns == 3
@@ -223,24 +224,6 @@ def test_one_turn_at_a_time(toy: Subject) -> None:
 
 
 # C1: a turn is a transaction.
-
-
-class Hold:
-    """Holds the engine when a reply has come to its `at`-th token, until it is let go."""
-
-    def __init__(self, at: int = 1) -> None:
-        self.reached, self._go_on = threading.Event(), threading.Event()
-        self._left = at
-
-    def __call__(self, _: Sequence[int], view: LogitsView) -> NDArray[np.float32]:
-        self._left -= 1
-        if not self._left:
-            self.reached.set()
-            self._go_on.wait()
-        return view.copy()
-
-    def let_go(self) -> None:
-        self._go_on.set()
 
 
 LONG: dict[str, Any] = {"max_tokens": 50, "temperature": 0, "ignore_eos": True}
@@ -371,7 +354,7 @@ def test_a_store_that_fails_costs_the_turn_not_the_reply(
         right = talk.say(talk.session("right"), "Hello").text
         s = talk.session("alice")
 
-        def full(*_: Any) -> int:
+        def full(*_: Any, **__: Any) -> int:
             raise StoreFullError("no room left", needed=1)
 
         monkeypatch.setattr(SessionStore, "add", full)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -11,7 +13,6 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import subjects
 from perdure import CorruptStateError
-from perdure.chat.transcript import Transcript
 from perdure.sessions import turn as turn_module
 from perdure.sessions.session_store import SessionStore
 from sessions.state_machine import life
@@ -51,8 +52,8 @@ def test_for_long(name: str, zoo_path: Callable[[str], Path]) -> None:
 def test_a_turn_that_is_lost_is_seen(
     zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted: a rewind that moves nothing on the disk."""
-    monkeypatch.setattr(SessionStore, "move", lambda self, session, head: None)
+    """Planted: turns that are written, but to which the session does not lead."""
+    monkeypatch.setattr(SessionStore, "_move", lambda self, session, head: None)
     with pytest.raises(AssertionError):
         live(subjects.find("toy-full", zoo_path), examples=30, steps=30, phases=[Phase.generate])
 
@@ -61,11 +62,11 @@ def test_tokens_that_are_not_those_of_the_text_are_seen(
     zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: turns that go on from a token too few."""
-    kept = turn_module._kept
+    shorten = turn_module._shorten
 
-    def short(whole: Transcript, keep: tuple[int, int]) -> Transcript:
-        return kept(whole, (keep[0], max(0, keep[1] - 1)))
+    def short(parts: list[Any], by: int) -> None:
+        shorten(parts, by + 1 if parts and isinstance(parts[-1], array) else by)
 
-    monkeypatch.setattr(turn_module, "_kept", short)
+    monkeypatch.setattr(turn_module, "_shorten", short)
     with pytest.raises((AssertionError, CorruptStateError)):
         live(subjects.find("toy-full", zoo_path), examples=30, steps=30, phases=[Phase.generate])

@@ -34,6 +34,7 @@ from perdure.memory import MemoryKind
 from perdure.sessions.repair import repair
 from perdure.sessions.rows import turn_values
 from perdure.sessions.schema import MIGRATIONS as SESSION_MIGRATIONS
+from perdure.sessions.schema import seal
 from perdure.sessions.session_store import SessionStore
 from perdure.sessions.turn import Turn
 from perdure.sessions.verify import verify
@@ -481,11 +482,13 @@ def older_sessions(version: int) -> Scenario:
     def prepare(folder: Path) -> None:
         if version:
             with closing(sqlite3.connect(folder / "sessions.sqlite")) as db, db:
-                for number in range(version):
-                    db.executescript(SESSION_MIGRATIONS[number])
-                values = turn_values(1, None, 0, START)[:-1]
+                db.create_function("seal", -1, seal, deterministic=True)
+                db.executescript(SESSION_MIGRATIONS[0])
+                values = turn_values(7, None, 0, START)[:-1]
                 db.execute(f"INSERT INTO turn VALUES ({', '.join('?' * len(values))})", values)
-                db.execute("INSERT INTO session VALUES (1, '', 'old', 'session', 1, '{}', '{}', 0, 0)")
+                db.execute("INSERT INTO session VALUES (5, '', 'old', 'session', 7, '{}', '{}', 0, 0)")
+                for number in range(1, version):
+                    db.executescript(SESSION_MIGRATIONS[number])
                 db.execute(f"PRAGMA application_id = {APPLICATION}")
                 db.execute(f"PRAGMA user_version = {version}")
 
@@ -502,6 +505,14 @@ def older_sessions(version: int) -> Scenario:
             assert store.has("", "old") or not version
             for row in store.list():
                 assert len(store.chain(row.head)[1]) == 1
+            # Whatever was interrupted, no number is given out again.
+            given = dict(store.index.rows("SELECT name, last FROM counter"))
+            made = store.has("", "alice")
+            assert given == {
+                "session": 5 * bool(version) + made,
+                "turn": 7 * bool(version) + made,
+                "memory": 0,
+            }
 
     return Scenario(prepare, act, check)
 
@@ -514,7 +525,7 @@ def damaged_prepare(folder: Path) -> None:
         second = Turn(kind="turn", messages=(), finish_reason="stop", before=START.digest)
         third = Turn(kind="turn", messages=(), finish_reason="length", before=second.digest)
         store.create("", "alice", [START, second, third])
-        store.create("", "bob", head=2)
+        store.create("", "bob", head=2, digest=second.digest)
         with store.index.writing():
             store.index.run("UPDATE turn SET finish_reason = 'stop!' WHERE number = 3")
 

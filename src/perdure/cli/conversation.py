@@ -16,7 +16,7 @@ from perdure.cli.reply_view import ReplyView
 from perdure.errors import ContextOverflow, PerdureError, SessionError, SessionNotFoundError
 
 if TYPE_CHECKING:
-    from perdure import ChatJob, ChatReply, Model, Runtime, Session
+    from perdure import ChatReply, Model, Runtime, Session, TurnJob
     from perdure.sessions.sessions import Sessions
 
 NAME = "chat"
@@ -119,7 +119,7 @@ class Conversation:
             settings["seed"] = (self.session.history()[-1].seed + 1) % (1 << 32)
         return self.follow(lambda: self.session.submit_regenerate(keep_partial=True, **settings))
 
-    def follow(self, submit: Callable[[], ChatJob]) -> bool:
+    def follow(self, submit: Callable[[], TurnJob]) -> bool:
         """Show a reply until it ends, or until Ctrl-C ends it."""
         before = self._folds()
         try:
@@ -254,7 +254,9 @@ class Conversation:
         from perdure.sessions.sessions import Sessions
 
         if self._extra is None:
-            self._extra = Sessions(self.runtime.backend, lambda: self.runtime.chat_format, self.folder)
+            self._extra = Sessions(
+                self.folder, backend=self.runtime.backend, chat_format=lambda: self.runtime.chat_format
+            )
         old, self.session = self.session, self._extra.copy(self.session, name)
         self._home = self._extra
         old.delete()
@@ -295,6 +297,9 @@ class Conversation:
             )
         old = self.runtime
         held = [] if self._stored else [old.sessions.get(info.name) for info in old.sessions.list()]
+        for session in held:
+            # Read now: what they are kept in is closed before they are copied.
+            session.history()
         here = self.session.name
         # A store has one writer, so the old runtime is closed before the new one is opened.
         old.close()

@@ -28,17 +28,25 @@ def search(
     label: Annotated[str | None, typer.Option("--label", help="Only with this label.")] = None,
     kind: Annotated[str | None, typer.Option("--kind", help="Only of this kind.")] = None,
     session: Annotated[str | None, typer.Option("--session", help="Only of this session.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="How many at most.")] = None,
+    after: Annotated[str | None, typer.Option("--after", help="Those behind that address.")] = None,
     namespace: Namespace = "",
     store: Store = None,
     as_json: Json = False,
 ) -> None:
     """List the memories that fit everything given; without anything, all of them."""
     from perdure.cli import terminal
-    from perdure.cli.asleep import asleep
+    from perdure.cli.store import sessions_in
 
-    with asleep(store, readonly=True) as sessions:
+    with sessions_in(store, readonly=True) as sessions:
         found = sessions.memories.search(
-            label=label, kind=kind, text=text, session=session, namespace=namespace
+            label=label,
+            kind=kind,
+            text=text,
+            session=session,
+            namespace=namespace,
+            limit=limit,
+            after=after,
         )
     if as_json:
         typer.echo(json.dumps([plain(memory) for memory in found], indent=2))
@@ -62,10 +70,10 @@ def wake(
 ) -> None:
     """Start a new session at a memory, after proving that it is what was remembered."""
     from perdure.cli import terminal, words
-    from perdure.cli.asleep import asleep
+    from perdure.cli.store import sessions_in
     from perdure.errors import AmbiguousError
 
-    with asleep(store, readonly=False) as sessions:
+    with sessions_in(store, readonly=False) as sessions:
         try:
             made = sessions.memories.wake(address, name, namespace=namespace)
         except AmbiguousError as error:
@@ -83,9 +91,9 @@ def wake(
 def forget(address: Address, namespace: Namespace = "", store: Store = None, as_json: Json = False) -> None:
     """Drop a memory. The session that it is of stays."""
     from perdure.cli import terminal
-    from perdure.cli.asleep import asleep
+    from perdure.cli.store import sessions_in
 
-    with asleep(store, readonly=False) as sessions:
+    with sessions_in(store, readonly=False) as sessions:
         sessions.memories.forget(address, namespace)
     if as_json:
         typer.echo(json.dumps({"forgotten": address}, indent=2))

@@ -16,7 +16,7 @@ import typer
 from perdure.cli import options
 
 if TYPE_CHECKING:
-    from perdure import ChatJob, ChatReply, Grammar, Job, Model, Reply, Runtime, Session
+    from perdure import ChatReply, Grammar, Job, Model, Reply, Runtime, Session, TurnJob
 
 LAST = "last-run"
 """The session that a run without a name is kept in, until the next one."""
@@ -228,14 +228,14 @@ class Output:
     limited: bool
     """Whether the reply was to end by a number of tokens."""
 
-    def follow(self, job: Job | ChatJob) -> tuple[list[Reply] | list[ChatReply], bool]:
+    def follow(self, job: Job | TurnJob) -> tuple[list[Reply] | list[ChatReply], bool]:
         """Show a job until it ends, or until Ctrl-C ends it: its replies, and whether that was so."""
-        from perdure import ChatJob
+        from perdure import Job
         from perdure.cli.reply_view import ReplyView
         from perdure.cli.sample_view import SampleView
         from perdure.cli.terminal import stopped_by_ctrl_c
 
-        shown = ReplyView(think=False) if isinstance(job, ChatJob) and self.samples == 1 else None
+        shown = ReplyView(think=False) if not isinstance(job, Job) and self.samples == 1 else None
         view = None if self.as_json else shown or SampleView(self.samples)
         with stopped_by_ctrl_c(job) as stopped:
             held = []
@@ -303,7 +303,7 @@ class Asking:
             self.model, n_ctx=self.ctx, slots=slots, exact=self.exact, cache=0, template=self.template
         ) as runtime:
             with _advised(self.ctx):
-                job: Job | ChatJob = (
+                job: Job | TurnJob = (
                     runtime.submit(self.text, **self.request)
                     if raw
                     else runtime.submit_chat(messages, **self.request)
@@ -352,10 +352,10 @@ def _keep(session: Session, folder: Path) -> None:
     """Have the next run find this one. Its words alone: state takes long to write for a single question."""
     from perdure import PerdureError
     from perdure.cli import terminal
-    from perdure.cli.asleep import asleep
+    from perdure.cli.store import sessions_in
 
     try:
-        with asleep(folder, readonly=False, create=True) as sessions:
+        with sessions_in(folder, readonly=False, create=True) as sessions:
             sessions.copy(session, LAST, replace=True)
     except PerdureError as error:
         terminal.note(f"this is not kept for --continue: {error}")
@@ -364,12 +364,12 @@ def _keep(session: Session, folder: Path) -> None:
 def _latest(store: Path | None) -> str:
     """The session that was used last."""
     from perdure import SessionNotFoundError
-    from perdure.cli.asleep import asleep, place
+    from perdure.cli.store import session_folder, sessions_in
 
-    folder = place(store, create=True)
+    folder = session_folder(store, create=True)
     if (folder / "sessions.sqlite").is_file():
-        with asleep(folder, readonly=True) as sessions:
-            for info in sessions.list():
+        with sessions_in(folder, readonly=True) as sessions:
+            for info in sessions.list(limit=1):
                 return info.name
     raise SessionNotFoundError(
         f"there is no conversation to continue in {folder}: `perdure run PROMPT` starts one"

@@ -13,8 +13,8 @@ import typer
 from perdure.cli import memories
 
 if TYPE_CHECKING:
-    from perdure import Runtime, Session, Turn
-    from perdure.sessions.session_store import SessionInfo
+    from perdure import ImportResult, Message, Runtime, Session, Turn
+    from perdure.sessions.info import SessionInfo
 
 app = typer.Typer(help="Conversations that are kept.", no_args_is_help=True)
 app.add_typer(memories.app, name="memories")
@@ -29,22 +29,26 @@ Namespace = Annotated[
     str, typer.Option("--namespace", help="Whose sessions: a server keeps one namespace a key.")
 ]
 ModelName = Annotated[str | None, typer.Option("--model", "-m", help="A model's name or file.")]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="How many at most.")]
 _CTX = 4096
 
 
 @app.command()
 def ls(
     everyone: Annotated[bool, typer.Option("--all", help="Those of every namespace.")] = False,
+    limit: Limit = None,
+    after: Annotated[str | None, typer.Option("--after", help="Those behind the one of that name.")] = None,
     namespace: Namespace = "",
     store: Store = None,
     as_json: Json = False,
 ) -> None:
     """List the sessions, the latest first."""
     from perdure.cli import terminal, words
-    from perdure.cli.asleep import asleep
+    from perdure.cli.store import sessions_in
 
-    with asleep(store, readonly=True) as sessions:
-        rows = sessions.store.list(None if everyone else namespace)
+    with sessions_in(store, readonly=True) as sessions:
+        last = sessions.store.find(namespace, after) if after is not None else None
+        rows = sessions.store.list(None if everyone else namespace, limit=limit, after=last)
     if as_json:
         _print([_listed(row) for row in rows])
         return
@@ -58,15 +62,22 @@ def ls(
 
 
 @app.command()
-def show(name: Name, namespace: Namespace = "", store: Store = None, as_json: Json = False) -> None:
+def show(
+    name: Name,
+    limit: Limit = None,
+    after: Annotated[int, typer.Option("--after", min=0, help="Turns behind the one of that number.")] = 0,
+    namespace: Namespace = "",
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
     """Show what was said, and what is known of the session."""
     from perdure.cli import terminal, words
-    from perdure.cli.asleep import asleep
+    from perdure.cli.store import sessions_in
 
-    with asleep(store, readonly=True) as sessions:
+    with sessions_in(store, readonly=True) as sessions:
         row = sessions.store.find(namespace, name)
         session = sessions.get(name, namespace)
-    turns = session.history()
+    turns = session.history(limit=limit, after=after)
     if as_json:
         _print(
             {
@@ -74,7 +85,7 @@ def show(name: Name, namespace: Namespace = "", store: Store = None, as_json: Js
                 "tokens": len(session.tokens),
                 "system": session.system,
                 "settings": dict(row.settings),
-                "history": [_turn(number, turn) for number, turn in enumerate(turns, 1)],
+                "history": [_turn(number, turn) for number, turn in enumerate(turns, after + 1)],
             }
         )
         return
@@ -88,11 +99,11 @@ def show(name: Name, namespace: Namespace = "", store: Store = None, as_json: Js
         "updated": words.moment(row.updated),
     }
     terminal.write("".join(f"{fact:<9} {value}\n" for fact, value in facts.items() if value))
-    for number, turn in enumerate(turns, 1):
+    for number, turn in enumerate(turns, after + 1):
         ended = "" if turn.finish_reason in ("stop", "") else f" ({turn.finish_reason})"
         terminal.write(f"\n[{number}]{' folded' if turn.kind == 'fold' else ''}{ended}\n")
         for message in [*turn.messages, *([turn.reply] if turn.reply is not None else [])]:
-            terminal.write(f"{message.role}: {message.content or ''}\n")
+            terminal.write(_said(message))
 
 
 @app.command()
@@ -106,9 +117,9 @@ def fork(
 ) -> None:
     """Start a new session where one stands, or stood; the two share what they have in common."""
     from perdure.cli import words
-    from perdure.cli.asleep import asleep
+    from perdure.cli.store import sessions_in
 
-    with asleep(store, readonly=False) as sessions:
+    with sessions_in(store, readonly=False) as sessions:
         made = sessions.get(name, namespace).fork(new, turn=turn)
         turns = words.count(made.turns, "turn")
         _tell(as_json, f"{words.quoted(new)} starts with {turns} of {words.quoted(name)}", _figures(made))
@@ -125,9 +136,9 @@ def rewind(
 ) -> None:
     """Go back by some turns. What neither a fork nor a memory needs is deleted."""
     from perdure.cli import words
-    from perdure.cli.asleep import asleep
+    from perdure.cli.store import sessions_in
 
-    with asleep(store, readonly=False) as sessions:
+    with sessions_in(store, readonly=False) as sessions:
         session = sessions.get(name, namespace)
         session.rewind(turns, to=to)
         _tell(
@@ -149,9 +160,9 @@ def label(
     as_json: Json = False,
 ) -> None:
     """Remember a point of a session, and print the address that it can be woken by."""
-    from perdure.cli.asleep import asleep
+    from perdure.cli.store import sessions_in
 
-    with asleep(store, readonly=False) as sessions:
+    with sessions_in(store, readonly=False) as sessions:
         memory = sessions.get(name, namespace).label(label, kind=kind, turn=turn, note=note)
     _tell(as_json, memory.address, memories.plain(memory))
 
@@ -166,17 +177,17 @@ def rm(
 ) -> None:
     """Forget sessions. Forks of them and memories stay; cached state goes when its room is needed."""
     from perdure.cli import words
-    from perdure.cli.asleep import asleep
+    from perdure.cli.store import sessions_in
 
-    with asleep(store, readonly=False) as sessions:
+    with sessions_in(store, readonly=False) as sessions:
         # All are looked up first: a wrong name deletes none.
-        found = [sessions.get(name, namespace) for name in dict.fromkeys(names)]
-        shown = ", ".join(words.quoted(session.name) for session in found)
+        found = [sessions.store.find(namespace, name).name for name in dict.fromkeys(names)]
+        shown = ", ".join(map(words.quoted, found))
         if not yes:
             typer.confirm(f"Forget {shown}?", abort=True, err=True)
-        for session in found:
-            session.delete()
-    _tell(as_json, f"forgot {shown}", {"removed": [session.name for session in found]})
+        for name in found:
+            sessions.delete(name, namespace)
+    _tell(as_json, f"forgot {shown}", {"removed": found})
 
 
 @app.command()
@@ -250,8 +261,8 @@ def export(
 ) -> None:
     """Write a session to one file that can be moved, or what was said in it as text."""
     from perdure.cli import words
-    from perdure.cli.asleep import asleep
     from perdure.cli.progress import working
+    from perdure.cli.store import sessions_in
     from perdure.errors import InvalidInputError
 
     if file.exists() and not force:
@@ -259,11 +270,11 @@ def export(
     suffix = file.suffix.lower()
     with working(f"Writing {file.name}") as progress:
         if suffix in (".md", ".jsonl"):
-            with asleep(store, readonly=True) as sessions:
+            with sessions_in(store, readonly=True) as sessions:
                 text = sessions.get(name, namespace).transcript("markdown" if suffix == ".md" else "jsonl")
             _write(file, text)
         elif not state:
-            with asleep(store, readonly=True) as sessions:
+            with sessions_in(store, readonly=True) as sessions:
                 sessions.get(name, namespace).export(file, state=False, kind=kind, progress=progress)
         else:
             with _awake(store, model, name, namespace) as (_, session):
@@ -284,36 +295,43 @@ def import_(
         bool,
         typer.Option("--state/--no-state", help="With the state in it, which takes the model, or without."),
     ] = True,
+    trust_state: Annotated[
+        bool,
+        typer.Option("--trust-state", help="Believe state that another store wrote. Only if you trust it."),
+    ] = False,
     model: ModelName = None,
     namespace: Namespace = "",
     store: Store = None,
     as_json: Json = False,
 ) -> None:
-    """Bring in a session that was exported, after proving all of it."""
+    """Bring in a session that was exported, after proving all of it, and say what was left out."""
     import perdure
     from perdure.cli import terminal, words
-    from perdure.cli.asleep import Asleep, asleep, place
     from perdure.cli.progress import working
+    from perdure.cli.store import session_folder, sessions_in
     from perdure.sessions.export import manifest_of
 
     manifest = manifest_of(file)
     with working(f"Reading {file.name}") as progress:
         if state and manifest.get("identity") is not None:
-            folder = place(store, create=True)
+            folder = session_folder(store, create=True)
             if (folder / "sessions.sqlite").is_file():
                 # That it is in use is better told before a model is loaded.
-                Asleep(folder, readonly=False).close()
+                sessions_in(folder, readonly=False).close()
             with perdure.open(terminal.load(model), n_ctx=_CTX, slots=1, store=folder) as runtime:
-                made = runtime.sessions.import_(file, name, namespace=namespace, progress=progress)
-                plan = made.plan_wake()
-                facts = {**_figures(made), "tiers": dict(plan.tiers), "compute": plan.computed}
+                result = runtime.sessions.import_(
+                    file, name, namespace=namespace, trust_state=trust_state, progress=progress
+                )
+                plan = result.session.plan_wake()
+                facts = {**_taken(result), "tiers": dict(plan.tiers), "compute": plan.computed}
                 came = f"; to wake it: {words.sources(plan.tiers, plan.computed)}"
         else:
-            with asleep(store, readonly=False, create=True) as sessions:
-                made = sessions.import_(file, name, namespace=namespace, progress=progress)
-                facts, came = _figures(made), ""
-    turns = words.count(made.turns, "turn")
-    _tell(as_json, f"{words.quoted(made.name)} has come with {turns}{came}", facts)
+            with sessions_in(store, readonly=False, create=True) as sessions:
+                result = sessions.import_(file, name, namespace=namespace, progress=progress)
+                facts, came = _taken(result), ""
+    turns = words.count(result.turns, "turn")
+    left = "".join(f"\nleft out: its {what}; {why}" for what, why in result.left_out.items())
+    _tell(as_json, f"{words.quoted(result.session.name)} has come with {turns}{came}{left}", facts)
 
 
 @app.command()
@@ -323,12 +341,12 @@ def verify(store: Store = None, as_json: Json = False) -> None:
     The exit code is 1 if anything was wrong, and 0 when all is well.
     """
     from perdure.cli import terminal
-    from perdure.cli.asleep import place
     from perdure.cli.progress import working
+    from perdure.cli.store import session_folder
     from perdure.cli.verification import lines
     from perdure.sessions.verify import verify as verify_store
 
-    folder = place(store)
+    folder = session_folder(store)
     with working("Reading") as progress:
         found = verify_store(folder, progress)
     if as_json:
@@ -346,20 +364,22 @@ def _awake(
     """A session with an engine that has room for it. Whatever is wrong is told before a model is loaded."""
     import perdure
     from perdure.cli import terminal
-    from perdure.cli.asleep import asleep, place
+    from perdure.cli.store import session_folder, sessions_in
 
-    with asleep(store, readonly=False) as sessions:
+    with sessions_in(store, readonly=False) as sessions:
         needed = len(sessions.get(name, namespace).tokens)
     ctx = max(_CTX, needed + 1)
-    with perdure.open(terminal.load(model), n_ctx=ctx, slots=1, store=place(store)) as runtime:
+    with perdure.open(terminal.load(model), n_ctx=ctx, slots=1, store=session_folder(store)) as runtime:
         yield runtime, runtime.sessions.get(name, namespace)
 
 
 def _write(file: Path, text: str) -> None:
     from perdure.errors import InvalidInputError
+    from perdure.store.durable import open_private
 
     try:
-        file.write_text(text, encoding="utf-8")
+        with open_private(file) as out:
+            out.write(text.encode())
     except OSError as error:
         raise InvalidInputError(f"{file} cannot be written: {error.strerror}") from None
 
@@ -384,6 +404,19 @@ def _figures(session: Session) -> dict[str, Any]:
         "tokens": len(session.tokens),
         "origin": dict(session.origin),
     }
+
+
+def _taken(result: ImportResult) -> dict[str, Any]:
+    taken = {"turns": result.turns, "tokens": result.tokens, "state_tokens": result.state_tokens}
+    return {**_figures(result.session), "taken": taken, "left_out": dict(result.left_out)}
+
+
+def _said(message: Message) -> str:
+    """A message with everything in it that a model may read."""
+    thought = f"{message.role} (reasoning): {message.reasoning}\n" if message.reasoning else ""
+    named = f" ({message.name})" if message.name else ""
+    calls = "".join(f"{message.role} (call): {call.name}({call.arguments})\n" for call in message.tool_calls)
+    return f"{thought}{message.role}{named}: {message.content or ''}\n{calls}"
 
 
 def _turn(number: int, turn: Turn) -> dict[str, Any]:

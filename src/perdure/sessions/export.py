@@ -3,13 +3,16 @@
     manifest.json    what is in it, with a digest for each part and one over the manifest itself
     turns.jsonl      the turns, each with the digest that proves it and all before it
     blocks/N         its state, a block a file, if it was asked for
+    seal             proves to the store that wrote it that all of this is its own
 
-A tar archive without any path of the machine that wrote it.
+A tar archive of plain files, without any path of the machine that wrote it. Nothing in it is believed before
+it was checked: sizes against the file, parts against their digests, and state only where the seal holds.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import io
 import json
 import os
@@ -18,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
 from perdure import system
 from perdure.cache.block import Block
@@ -26,71 +29,106 @@ from perdure.errors import CorruptStateError, StoreVersionError
 from perdure.identity import Identity
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store import block_file
-from perdure.store.durable import explained, sync_folder
-
-if TYPE_CHECKING:
-    from perdure.sessions.session import Session
+from perdure.store.durable import explained, open_private, sync_folder
 
 FORMAT = 1
-_MANIFEST, _TURNS = "manifest.json", "turns.jsonl"
+_MANIFEST, _TURNS, _BLOCK, _SEAL = "manifest.json", "turns.jsonl", "blocks/{}", "seal"
+_UNIT = 512
+"""Of a tar archive: everything starts at a multiple of it."""
+_READ = 1 << 20
+MAX_MANIFEST, MAX_TURNS, MAX_BLOCK, MAX_BYTES = 8 << 20, 128 << 20, 1 << 30, 64 << 30
+"""Bytes that are taken of a manifest, of all turns, of one block, and of everything."""
 
 Progress = Callable[[int, int], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file in an export, as its manifest names it."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What was in a file, all of it verified."""
+    """What is in a file, all of it verified. State is left in the file until it is asked for."""
 
+    path: Path
     name: str
     kind: str
     settings: Mapping[str, Any]
     turns: tuple[Turn, ...]
     identity: Identity | None
-    blocks: tuple[Block, ...]
+    parts: tuple[Part, ...]
+    digest: str
+    seal: bytes
+
+    @property
+    def has_state(self) -> bool:
+        return self.identity is not None and len(self.parts) > 1
+
+    def sealed_by(self, key: bytes | None) -> bool:
+        """Whether the store with that key wrote it, and nobody has changed it since."""
+        return key is not None and hmac.compare_digest(self.seal, _sealed(key, self.digest))
+
+    def blocks(self) -> Iterator[Block]:
+        """The state in it, block by block, each verified again."""
+        with _opened(self.path) as archive:
+            archive.skip(archive.next(_MANIFEST, MAX_MANIFEST))
+            for part in self.parts:
+                archive.next(part.name, part.nbytes, exactly=True)
+                if part.name == _TURNS:
+                    archive.skip(part.nbytes)
+                else:
+                    yield block_file.unpack(archive.read(part))
 
 
 def write_export(
     path: Path,
-    session: Session,
     turns: Sequence[Turn],
     packed: tuple[Identity, list[Block]] | None,
     *,
-    kind: str | None = None,
+    name: str,
+    kind: str,
+    settings: Mapping[str, Any],
+    key: bytes | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a session to `path`: whole, or not at all."""
+    """Write a session to `path`: whole, or not at all. `key` is that of the store, which seals it."""
     identity, blocks = packed if packed is not None else (None, [])
     said = "".join(json.dumps(turn.to_json(), ensure_ascii=False) + "\n" for turn in turns).encode()
-    parts = [(_TURNS, said)] + [
-        (f"blocks/{number}", b"".join(block_file.pack(block))) for number, block in enumerate(blocks)
-    ]
+    contents: list[Callable[[], Sequence[bytes | memoryview]]] = [lambda: [said]]
+    contents += [lambda block=block: block_file.pack(block) for block in blocks]  # type: ignore[misc]
+    names = [_TURNS, *(_BLOCK.format(number) for number in range(len(blocks)))]
+    parts = [_part(name, content()) for name, content in zip(names, contents, strict=True)]
     manifest: dict[str, Any] = {
         "format": FORMAT,
-        "kind": kind or session.kind,
-        "name": session.name,
-        "settings": dict(session.settings),
+        "kind": kind,
+        "name": name,
+        "settings": dict(settings),
         "turns": len(turns) - 1,
         "head": turns[-1].digest.hex(),
         "identity": json.loads(identity.to_json()) if identity is not None and blocks else None,
-        "parts": [
-            {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            for name, data in parts
-        ],
+        "sealed": key is not None,
+        "parts": [{"name": part.name, "bytes": part.nbytes, "sha256": part.sha256} for part in parts],
     }
     manifest["digest"] = _digest(manifest)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    total = sum(len(data) for _, data in parts)
-    done = 0
+    total, done = sum(part.nbytes for part in parts), 0
     with explained(path, total):
         try:
-            with temporary.open("wb") as file:
-                with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
-                    _put(archive, _MANIFEST, json.dumps(manifest, ensure_ascii=False, indent=1).encode())
-                    for name, data in parts:
-                        _put(archive, name, data)
-                        done += len(data)
-                        if progress is not None:
-                            progress(done, total)
+            with io.BufferedWriter(open_private(temporary)) as file:
+                _put(file, _MANIFEST, [json.dumps(manifest, ensure_ascii=False, indent=1).encode()])
+                for part, content in zip(parts, contents, strict=True):
+                    _put(file, part.name, content())
+                    done += part.nbytes
+                    if progress is not None:
+                        progress(done, total)
+                if key is not None:
+                    _put(file, _SEAL, [_sealed(key, manifest["digest"])])
+                file.write(bytes(2 * _UNIT))
                 file.flush()
                 system.sync(file.fileno())
             temporary.replace(path)
@@ -104,7 +142,43 @@ def write_export(
 def read_export(path: Path, *, progress: Progress | None = None) -> Export:
     """Read a file that `write_export` wrote. Anything in it that is not as it was is refused."""
     with _opened(path) as archive:
-        return _read(archive, progress)
+        manifest = _manifest(archive)
+        try:
+            parts = _parts(manifest["parts"])
+            name, kind, settings = manifest["name"], manifest["kind"], manifest["settings"]
+            if not (isinstance(name, str) and name and isinstance(kind, str) and kind):
+                raise TypeError("a name and a kind are texts that are not empty")
+            f"{name}{kind}".encode()
+            if not isinstance(settings, dict):
+                raise TypeError("settings are a mapping")
+            identity = manifest["identity"]
+            known = Identity.from_json(json.dumps(identity).encode()) if identity is not None else None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptStateError(f"the manifest of an export is not whole: {error!r}") from error
+        total, done = sum(part.nbytes for part in parts), 0
+        turns: tuple[Turn, ...] = ()
+        for part in parts:
+            archive.next(part.name, part.nbytes, exactly=True)
+            if part.name == _TURNS:
+                turns = _turns(archive.read(part))
+            else:
+                archive.check(part)
+            done += part.nbytes
+            if progress is not None:
+                progress(done, total)
+        if not turns or turns[-1].digest.hex() != manifest.get("head"):
+            raise CorruptStateError("the turns of this export are not those that its manifest names")
+        return Export(
+            path=path,
+            name=name,
+            kind=kind,
+            settings=settings,
+            turns=turns,
+            identity=known,
+            parts=parts,
+            digest=manifest["digest"],
+            seal=archive.seal() if manifest.get("sealed") else b"",
+        )
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
@@ -113,58 +187,90 @@ def manifest_of(path: Path) -> dict[str, Any]:
         return _manifest(archive)
 
 
+class _Archive:
+    """A tar archive of plain files, read from its beginning to its end. Sparse files, links, long names
+    and whatever else an archive can hold are refused."""
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        self._file = file
+        self._left = os.fstat(file.fileno()).st_size
+
+    def next(self, name: str, size: int, *, exactly: bool = False) -> int:
+        """Go to the next file, which must have that name and at most, or exactly, that size. Its size."""
+        found = self._header()
+        fits = found is not None and (found.size == size if exactly else found.size <= size)
+        if found is None or found.name != name or not fits:
+            raise CorruptStateError(f"this export lacks {name}, or has something else in its place")
+        if found.size > self._left:
+            raise CorruptStateError(f"{name} in this export is cut short: {self._left} of {found.size} bytes")
+        return found.size
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes, and what fills them up."""
+        data = self._file.read(size)
+        self._fill(size)
+        if len(data) != size:
+            raise CorruptStateError(f"this export is cut short: {len(data)} of {size} bytes")
+        return data
+
+    def skip(self, size: int) -> None:
+        self._file.seek(size, os.SEEK_CUR)
+        self._fill(size)
+
+    def read(self, part: Part) -> bytes:
+        data = self.take(part.nbytes)
+        _compare(part, hashlib.sha256(data).hexdigest())
+        return data
+
+    def check(self, part: Part) -> None:
+        """Compare a part with its digest, without holding it in memory."""
+        digest, left = hashlib.sha256(), part.nbytes
+        while left:
+            data = self._file.read(min(left, _READ))
+            if not data:
+                raise CorruptStateError(f"{part.name} in this export is cut short by {left} bytes")
+            digest.update(data)
+            left -= len(data)
+        self._fill(part.nbytes)
+        _compare(part, digest.hexdigest())
+
+    def seal(self) -> bytes:
+        """What stands behind everything else."""
+        return self.take(self.next(_SEAL, hashlib.sha256().digest_size, exactly=True))
+
+    def _header(self) -> tarfile.TarInfo | None:
+        head = self._file.read(_UNIT)
+        self._left -= len(head)
+        if not head.strip(b"\0"):
+            return None
+        found = tarfile.TarInfo.frombuf(head, "utf-8", "strict")
+        if found.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or found.size < 0:
+            raise CorruptStateError(f"{found.name!r} in this export is no plain file")
+        return found
+
+    def _fill(self, size: int) -> None:
+        rest = -size % _UNIT
+        self._file.seek(rest, os.SEEK_CUR)
+        self._left -= size + rest
+
+
 @contextmanager
-def _opened(path: Path) -> Iterator[tarfile.TarFile]:
+def _opened(path: Path) -> Iterator[_Archive]:
     with explained(path):
         try:
-            with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-                yield archive
-        except (
-            tarfile.TarError,
-            EOFError,
-            UnicodeDecodeError,
-            json.JSONDecodeError,
-            RecursionError,
-        ) as error:
+            with path.open("rb") as file:
+                yield _Archive(file)
+        except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:
             words = f"{path.name} is not an export of a session, or is damaged: {error}"
             raise CorruptStateError(words) from error
 
 
-def _read(archive: tarfile.TarFile, progress: Progress | None) -> Export:
-    manifest = _manifest(archive)
+def _manifest(archive: _Archive) -> dict[str, Any]:
     try:
-        parts = [(str(part["name"]), int(part["bytes"]), str(part["sha256"])) for part in manifest["parts"]]
-        name, kind, settings = str(manifest["name"]), str(manifest["kind"]), dict(manifest["settings"])
-        identity = manifest["identity"]
-        known = Identity.from_json(json.dumps(identity).encode()) if identity is not None else None
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptStateError(f"the manifest of an export is not whole: {error!r}") from error
-    total, done = sum(size for _, size, _ in parts), 0
-    turns: tuple[Turn, ...] = ()
-    blocks = []
-    for part, size, digest in parts:
-        data = _take(archive, part, size)
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise CorruptStateError(f"{part} in this export is damaged: its digest does not match")
-        if part == _TURNS:
-            turns = _turns(data)
-        else:
-            blocks.append(block_file.unpack(data))
-        done += size
-        if progress is not None:
-            progress(done, total)
-    if not turns or turns[-1].digest.hex() != manifest.get("head"):
-        raise CorruptStateError("the turns of this export are not those that its manifest names")
-    return Export(name=name, kind=kind, settings=settings, turns=turns, identity=known, blocks=tuple(blocks))
-
-
-def _manifest(archive: tarfile.TarFile) -> dict[str, Any]:
-    first = archive.next()
-    if first is None or first.name != _MANIFEST or not first.isreg() or first.size > 1 << 26:
-        raise CorruptStateError("this file is not an export of a session: it does not start with a manifest")
-    file = archive.extractfile(first)
-    assert file is not None
-    manifest = json.loads(file.read())
+        size = archive.next(_MANIFEST, MAX_MANIFEST)
+    except CorruptStateError as error:
+        raise CorruptStateError(f"this is not an export of a session, or it is damaged: {error}") from error
+    manifest = json.loads(archive.take(size))
     if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
         raise CorruptStateError("the manifest of this export is not one")
     if manifest["format"] > FORMAT:
@@ -178,35 +284,56 @@ def _manifest(archive: tarfile.TarFile) -> dict[str, Any]:
     return manifest
 
 
+def _parts(listed: Any) -> tuple[Part, ...]:
+    """The turns first, then the blocks in their order."""
+    parts = tuple(Part(part["name"], part["bytes"], part["sha256"]) for part in listed)
+    for number, part in enumerate(parts):
+        name, most = (_BLOCK.format(number - 1), MAX_BLOCK) if number else (_TURNS, MAX_TURNS)
+        size = part.nbytes
+        if part.name != name or isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= most:
+            raise ValueError(f"part {number} must be {name}, of at most {most} bytes")
+    if not parts or sum(part.nbytes for part in parts) > MAX_BYTES:
+        raise ValueError(f"an export has turns, and at most {MAX_BYTES} bytes")
+    return parts
+
+
 def _turns(data: bytes) -> tuple[Turn, ...]:
     turns: list[Turn] = []
-    for line in data.decode().splitlines():
+    # By line feeds alone: texts may hold what Unicode calls the end of a line.
+    for line in io.BytesIO(data):
         turns.append(Turn.from_json(json.loads(line), turns[-1].digest if turns else FIRST))
     if not turns or turns[0].kind != "start" or any(turn.kind == "start" for turn in turns[1:]):
         raise CorruptStateError("the turns of this export do not begin with a start")
     return tuple(turns)
 
 
-def _take(archive: tarfile.TarFile, name: str, size: int) -> bytes:
-    member = archive.next()
-    if member is None or member.name != name or not member.isreg() or member.size != size:
-        raise CorruptStateError(f"this export lacks {name}, or has something else in its place")
-    file = archive.extractfile(member)
-    assert file is not None
-    data = file.read()
-    if len(data) != size:
-        raise CorruptStateError(f"{name} in this export is cut short: {len(data)} of {size} bytes")
-    return data
+def _compare(part: Part, found: str) -> None:
+    if found != part.sha256:
+        raise CorruptStateError(f"{part.name} in this export is damaged: its digest does not match")
 
 
-def _put(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+def _part(name: str, content: Sequence[bytes | memoryview]) -> Part:
+    digest = hashlib.sha256()
+    for each in content:
+        digest.update(each)
+    return Part(name, sum(len(each) for each in content), digest.hexdigest())
+
+
+def _put(file: IO[bytes], name: str, content: Sequence[bytes | memoryview]) -> None:
     member = tarfile.TarInfo(name)
-    member.size = len(data)
-    member.mode = 0o644
-    archive.addfile(member, io.BytesIO(data))
+    member.size = sum(len(each) for each in content)
+    member.mode = 0o600
+    file.write(member.tobuf(tarfile.USTAR_FORMAT))
+    for each in content:
+        file.write(each)
+    file.write(bytes(-member.size % _UNIT))
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
     said = {name: value for name, value in manifest.items() if name != "digest"}
     text = json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _sealed(key: bytes, digest: str) -> bytes:
+    return hmac.new(key, b"perdure/export/1\0" + digest.encode(), hashlib.sha256).digest()

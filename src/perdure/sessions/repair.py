@@ -20,7 +20,7 @@ from perdure.sessions.rows import INSERT_TURN, TURN, parse_turn, turn_values
 from perdure.sessions.schema import MEMORY_SEAL, MIGRATIONS, SESSION_SEAL, TURN_SEAL, seal
 from perdure.sessions.session_store import FILE, MENDED, locked, mark
 from perdure.sessions.turn import FIRST, Turn
-from perdure.store.durable import explained, sync_folder
+from perdure.store.durable import explained, make_private, sync_folder
 from perdure.store.index import APPLICATION, Index
 
 FOUND = "lost+found"
@@ -105,6 +105,7 @@ def _copied(folder: Path) -> Iterator[sqlite3.Connection]:
         with explained(folder):
             for suffix in ("", "-wal"):
                 if (folder / f"{FILE}{suffix}").exists():
+                    make_private(folder / f"{copy.name}{suffix}")
                     shutil.copyfile(folder / f"{FILE}{suffix}", folder / f"{copy.name}{suffix}")
             with copy.open("r+b") as file:
                 head = bytearray(file.read(100).ljust(100, b"\0"))
@@ -157,6 +158,8 @@ class _Found:
         for row in _rows(db, "memory", "memory_turn", (*MEMORY_SEAL, "seal")):
             self._memory(row)
         self._adopt()
+        self.last = self._numbers(db)
+        """The last number given out, for each table."""
         self.id = ""
         with suppress(*_UNREADABLE, TypeError):
             [(self.id,)] = db.execute("SELECT id FROM register")
@@ -165,6 +168,8 @@ class _Found:
         for number, turn in self.turns.items():
             parent = self._raw[number]["parent"]
             index.run(INSERT_TURN, *turn_values(number, parent, self.depths[number], turn))
+        for table, last in self.last.items():
+            index.run("UPDATE counter SET last = ?, seal = ? WHERE name = ?", last, seal(table, last), table)
         for values in self.sessions:
             head = values["head"]
             said = [values[column] for column in SESSION_SEAL]
@@ -183,6 +188,19 @@ class _Found:
                 *said,
                 seal(*said),
             )
+
+    def _numbers(self, db: sqlite3.Connection) -> dict[str, int]:
+        found = {
+            "turn": max(self._raw, default=0),
+            "session": max((row["number"] for row in self.sessions), default=0),
+            "memory": max((row["number"] for row in self.memories), default=0),
+        }
+        for table, last in found.items():
+            with suppress(*_UNREADABLE):
+                for number, proof in db.execute("SELECT last, seal FROM counter WHERE name = ?", [table]):
+                    if seal(table, number) == proof:
+                        found[table] = max(last, number)
+        return found
 
     def _prove(self, number: int) -> None:
         row = self._raw[number]

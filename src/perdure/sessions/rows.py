@@ -1,35 +1,18 @@
-"""Sessions and turns as rows of a database, each proved when it is read."""
+"""Sessions, turns and memories as rows of a database, each proved when it is read."""
 
 from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from perdure.chat.message import Message
 from perdure.chat.transcript import Transcript
 from perdure.errors import CorruptStateError, InvalidInputError
-from perdure.sessions.schema import SESSION_SEAL, Value, seal
+from perdure.sessions.info import Memory, SessionInfo
+from perdure.sessions.schema import MEMORY_SEAL, SESSION_SEAL, Value, seal
 from perdure.sessions.turn import Turn, pack_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionInfo:
-    """A session as it is listed."""
-
-    number: int
-    namespace: str
-    name: str
-    kind: str
-    head: int
-    depth: int
-    settings: Mapping[str, Any]
-    origin: Mapping[str, Any]
-    created: float
-    updated: float
-
 
 SESSION = (
     f"SELECT {', '.join(f's.{column}' for column in SESSION_SEAL)}, t.depth, t.digest, s.seal"
@@ -42,6 +25,10 @@ TURN = (
 _FIELDS = (
     "kind, messages, reply, keep_chars, keep_tokens, text, tokens, cuts, settings, seed, finish_reason,"
     " usage, dropped, model, created, digest"
+)
+MEMORY = (
+    f"SELECT {', '.join(f'm.{column}' for column in MEMORY_SEAL)}, m.seal"
+    " FROM memory m LEFT JOIN turn t ON t.number = m.turn"
 )
 INSERT_TURN = (
     f"INSERT INTO turn (number, parent, depth, {_FIELDS}, seal)"
@@ -67,7 +54,17 @@ def read_session(row: Sequence[Value]) -> SessionInfo:
         origin=json.loads(origin),  # type: ignore[arg-type]
         created=created,  # type: ignore[arg-type]
         updated=updated,  # type: ignore[arg-type]
+        digest=digest,  # type: ignore[arg-type]
     )
+
+
+def read_memory(row: Sequence[Any]) -> Memory:
+    """The memory in a row of `MEMORY`, if it is what its seal says."""
+    said = dict(zip(MEMORY_SEAL, row, strict=False))
+    if seal(*row[:-1]) != row[-1]:
+        raise CorruptStateError(f"the memory {said['label']!r} of session {said['session']!r} is damaged")
+    del said["turn"]
+    return Memory(turn=said.pop("depth"), **said)
 
 
 def read_turn(row: Sequence[Any], before: bytes) -> Turn:

@@ -110,4 +110,17 @@ MIGRATIONS: Sequence[str] = (
     CREATE TABLE register (id TEXT NOT NULL);
     INSERT INTO register VALUES (lower(hex(randomblob(16))))
     """,
+    # The last number that was given out, so that none is given out again; and the order of lists.
+    """
+    CREATE TABLE counter (name TEXT PRIMARY KEY, last INTEGER NOT NULL, seal BLOB NOT NULL) WITHOUT ROWID;
+    INSERT INTO counter SELECT 'session', n, seal('session', n)
+        FROM (SELECT coalesce(max(number), 0) AS n FROM session);
+    INSERT INTO counter SELECT 'turn', n, seal('turn', n)
+        FROM (SELECT coalesce(max(number), 0) AS n FROM turn);
+    INSERT INTO counter SELECT 'memory', n, seal('memory', n)
+        FROM (SELECT coalesce(max(number), 0) AS n FROM memory);
+    CREATE INDEX session_latest ON session (namespace, updated, number);
+    CREATE INDEX session_all ON session (updated, number);
+    CREATE INDEX memory_order ON memory (namespace, number)
+    """,
 )

@@ -7,13 +7,14 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
-from perdure.chat.chat_format import Prompt, reply_room
+from perdure.backend import Backend
+from perdure.chat.chat_format import ChatFormat, Prompt, reply_room
 from perdure.chat.job import ChatJob
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
@@ -26,93 +27,152 @@ from perdure.errors import (
     PerdureError,
     SessionBusyError,
     SessionError,
+    SessionNotFoundError,
     StateError,
     StoreError,
 )
-from perdure.sessions.fold import folded
+from perdure.sessions.export import write_export
+from perdure.sessions.fold import FoldingJob, TurnJob, fold_turn, summarised, written
 from perdure.sessions.history import History
-from perdure.sessions.memory import Memory
-from perdure.sessions.rows import SessionInfo
+from perdure.sessions.info import Memory, SessionInfo
+from perdure.sessions.session_store import SessionStore
 from perdure.sessions.turn import Turn, added, context
-
-if TYPE_CHECKING:
-    from perdure.sessions.sessions import Sessions
 
 Said = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]]
 
 
-@dataclass(slots=True, eq=False)
-class _Ticket:
-    """A turn on its way. A job that nobody holds any more is cancelled, so it must not be held here."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A turn of a session: its number in the store, its digest, and how many lead to it."""
 
-    job: weakref.ref[ChatJob] | None = None
+    head: int
+    digest: bytes
+    depth: int
+
+
+class Host(Protocol):
+    """What a session needs of those that it is one of."""
+
+    @property
+    def store(self) -> SessionStore: ...
+    @property
+    def backend(self) -> Backend:
+        """Raises where no model was loaded."""
+        ...
+
+    @property
+    def chat_format(self) -> ChatFormat: ...
+    def branch(
+        self,
+        session: Session,
+        name: str,
+        place: Place,
+        *,
+        how: str,
+        turns: Sequence[Turn] = (),
+        kind: str = "session",
+    ) -> Session: ...
+    def remove(self, session: Session) -> None: ...
+    def write_behind(self, tokens: Sequence[int], namespace: str, saved: int) -> int: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A turn on its way, or a fold. A job that nobody holds any more is cancelled, so it must not be held
+    here."""
+
+    head: int
+    """The turn at which the session stood when it began."""
+    job: weakref.ref[Any] | None = None
+    """None while it is being prepared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A turn that somebody wants: what is said, behind which history, and how."""
+
+    base: History
+    said: list[Message]
+    settings: dict[str, Any]
+    keep_partial: bool
+    deadline: float | None
+    pending: _Pending
 
 
 class Session:
     """A named conversation. Safe from any thread; one turn at a time.
 
     A turn is a transaction: it is part of the session once its reply is whole and on the disk, and else the
-    session is as it was before. `kept` in the reply says which.
+    session is as it was before. `kept` in the reply says which. Nothing waits for the model while the
+    session's lock is held. Once it was deleted, it refuses whatever would touch the store or the engine.
     """
 
-    def __init__(self, sessions: Sessions, row: SessionInfo, point: History) -> None:
-        self._sessions = sessions
-        self._row = row
-        self._history = point
+    def __init__(self, host: Host, info: SessionInfo) -> None:
+        self._host = host
+        self._info = info
         self._lock = threading.RLock()
-        self._ticket: _Ticket | None = None
-        self._saved = len(point.transcript.tokens)
+        self._pending: _Pending | None = None
+        self._loaded: History | None = None
+        self._saved = 0
+        self._deleted = False
         self.last: ChatReply | None = None
         """The latest reply that this process has made."""
-
-    @classmethod
-    def open(cls, sessions: Sessions, row: SessionInfo) -> Session:
-        return cls(sessions, row, History.at(*sessions.store.chain(row.head, row.name)))
+        if host.store.readonly:
+            # Somebody else may change it at any time.
+            self._load()
 
     def __repr__(self) -> str:
-        return f"<Session {self.name!r}, {self.turns} turns, {len(self.tokens)} tokens>"
+        return f"<Session {self.name!r}, {self.turns} turns>"
 
     # What it is.
 
     @property
     def name(self) -> str:
-        return self._row.name
+        return self._info.name
 
     @property
     def namespace(self) -> str:
-        return self._row.namespace
+        return self._info.namespace
 
     @property
     def kind(self) -> str:
-        return self._row.kind
+        return self._info.kind
 
     @property
     def origin(self) -> Mapping[str, Any]:
         """What it came from: which session, after how many turns, and how."""
-        return self._row.origin
+        return self._info.origin
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """What is asked of every reply, unless a turn asks for something else."""
-        return self._row.settings
+        return self._info.settings
+
+    @property
+    def info(self) -> SessionInfo:
+        """As it was listed when it was opened."""
+        return self._info
 
     @property
     def system(self) -> str | None:
-        first = self._history.turns[0].messages
+        first = self._history.start.messages
         return first[0].content if first and first[0].role == "system" else None
 
     @property
     def turns(self) -> int:
-        return len(self._history.turns) - 1
+        return len(self._loaded) if self._loaded is not None else self._info.depth
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """All that the model has read and written, as far as it is still in the conversation."""
         return tuple(self._history.transcript.tokens)
 
-    def history(self) -> list[Turn]:
-        """Its turns, the first one first."""
-        return list(self._history.turns[1:])
+    def history(self, *, limit: int | None = None, after: int = 0) -> list[Turn]:
+        """Its turns, the first one first: up to `limit` of them, behind turn number `after`."""
+        for name, value, low in (("limit", limit, 1), ("after", after, 0)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+                raise InvalidInputError(f"{name} is a number from {low}, got {value!r}")
+        return self._history.page(after, limit)
 
     def messages(self) -> list[Message]:
         """What the next prompt starts with."""
@@ -120,10 +180,11 @@ class Session:
 
     # Talking.
 
-    def submit(self, said: Said, *, keep_partial: bool = False, **settings: Any) -> ChatJob:
+    def submit(self, said: Said, *, keep_partial: bool = False, **settings: Any) -> TurnJob:
         """Queue a turn and return at once. It becomes part of the session when its reply is asked for, or
         read to its end; with `keep_partial` also when it is cancelled."""
-        return self._submit(self._history, _messages(said), settings, keep_partial)
+        messages = _messages(said)
+        return self._submit(lambda history: (history, messages), settings, keep_partial)
 
     def say(self, said: Said, **settings: Any) -> ChatReply:
         """The reply to a message; the keywords are those of `Runtime.submit_chat`."""
@@ -161,49 +222,61 @@ class Session:
         """Say something else in turn number `turn`, from 1, and go on from its new reply."""
         return _answered(self.submit_edit(turn, said, **settings))
 
-    def submit_edit(self, turn: int, said: Said, *, keep_partial: bool = False, **settings: Any) -> ChatJob:
-        point = self._history
-        self._check_turn(turn, 1)
-        return self._submit(point.first(turn - 1), _messages(said), settings, keep_partial)
+    def submit_edit(self, turn: int, said: Said, *, keep_partial: bool = False, **settings: Any) -> TurnJob:
+        messages = _messages(said)
+
+        def choose(history: History) -> tuple[History, list[Message]]:
+            self._check_turn(turn, 1)
+            return history.first(turn - 1), messages
+
+        return self._submit(choose, settings, keep_partial)
 
     def regenerate(self, **settings: Any) -> ChatReply:
         """Another reply to the last message, in the place of the one there is."""
         return _answered(self.submit_regenerate(**settings))
 
-    def submit_regenerate(self, *, keep_partial: bool = False, **settings: Any) -> ChatJob:
-        point = self._history
-        if not self.turns or point.turns[-1].kind != "turn":
-            raise SessionError(f"session {self.name!r} has no reply to make again")
-        return self._submit(
-            point.first(self.turns - 1), list(point.turns[-1].messages), settings, keep_partial
-        )
+    def submit_regenerate(self, *, keep_partial: bool = False, **settings: Any) -> TurnJob:
+        def choose(history: History) -> tuple[History, list[Message]]:
+            if not len(history) or history.last.kind != "turn":
+                raise SessionError(f"session {self.name!r} has no reply to make again")
+            return history.first(len(history) - 1), list(history.last.messages)
+
+        return self._submit(choose, settings, keep_partial)
 
     # Moving about.
 
     def fork(self, name: str, *, turn: int | None = None) -> Session:
         """A new session that starts after turn number `turn`, or where this one stands."""
         with self._lock:
+            self._check_there()
             count = self.turns if turn is None else turn
             self._check_turn(count, 0)
-            return self._sessions.branch(self, name, self._history.first(count), how="fork")
+            return self._host.branch(self, name, self._place(count), how="fork")
 
     def rewind(self, turns: int = 1, *, to: int | None = None) -> None:
         """Go back by a number of turns, or to after turn number `to`."""
         with self._changing():
-            count = self.turns - turns if to is None else to
             if isinstance(turns, bool) or not isinstance(turns, int) or turns < 0:
                 raise InvalidInputError(f"turns is a whole number from 0, got {turns!r}")
+            count = self.turns - turns if to is None else to
             self._check_turn(count, 0)
-            point = self._history.first(count)
-            self._sessions.store.move(self._row.number, point.numbers[-1])
-            self._history = point
+            now, then = self._history, self._history.first(count)
+            self._host.store.move(self._info, then.head, digest=then.last.digest, expected=now.head)
+            self._loaded = then
 
     def label(self, label: str, *, kind: str = "memory", turn: int | None = None, note: str = "") -> Memory:
-        """Mark a point of this session, so that it can be woken by its address."""
+        """Mark a turn of this session, so that it can be woken by its address."""
+        for name, value in (("label", label), ("kind", kind)):
+            if not isinstance(value, str) or not value:
+                raise InvalidInputError(f"a {name} is a text that is not empty, got {value!r}")
+        if not isinstance(note, str):
+            raise InvalidInputError(f"a note is a text, got {note!r}")
         with self._lock:
+            self._check_there()
             count = self.turns if turn is None else turn
             self._check_turn(count, 0)
-            return self._sessions.memories.add(self, self._history.first(count), label, kind=kind, note=note)
+            at = self._place(count)
+            return self._host.store.label(self._info, at.head, count, at.digest, label, kind, note)
 
     def fold(
         self, name: str | None = None, *, summary: str | None = None, keep: int = 2, **settings: Any
@@ -212,18 +285,33 @@ class Session:
 
         The summary is written by the model unless it is given. What was before stays reachable.
         """
-        with self._changing():
-            turn = self._folded(self._history, summary, keep, settings)
-            if name is not None:
-                return self._sessions.branch(self, name, self._history, how="fold", turns=[turn], kind="fold")
-            number = self._sessions.store.add(self._row.number, self._history.numbers[-1], turn)
-            self._history = History.at((*self._history.numbers, number), (*self._history.turns, turn))
-            return self
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
+            raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
+        deadline = take_deadline(settings)
+        pending, base = self._begin()
+        try:
+            if summary is None:
+                chat_format = self._host.chat_format
+                steps = summarised(chat_format, base.turns, keep, self.namespace, settings, deadline)
+                turn = written(steps)
+            else:
+                turn = fold_turn(base.turns, summary, keep)
+            with self._lock:
+                self._check_there()
+                if name is not None:
+                    place = self._place(len(base))
+                    return self._host.branch(self, name, place, how="fold", turns=[turn], kind="fold")
+                numbers = self._host.store.add(self._info, [turn], parent=base.head, expected=pending.head)
+                self._loaded = base.then(numbers, [turn])
+                return self
+        finally:
+            self._end(pending)
 
     def delete(self) -> None:
         """Forget the session. Forks of it, and memories, stay."""
         with self._changing():
-            self._sessions.remove(self)
+            self._host.remove(self)
+            self._deleted = True
 
     # Sleeping.
 
@@ -231,37 +319,34 @@ class Session:
         """Put its state where it outlives the process, and let go of the memory that it takes."""
         with self._changing():
             if tokens := self._usable.tokens:
-                self._sessions.backend.cache.sleep(tokens, namespace=self.namespace)
+                self._host.backend.cache.sleep(tokens, namespace=self.namespace)
 
     def plan_wake(self) -> Plan:
         """What waking would take: tokens and bytes by tier, and what would be computed. Nothing is done."""
+        self._check_there()
         if not (tokens := self._usable.tokens):
             return Plan(tiers={}, blocks=0, nbytes=0, computed=0)
-        return self._sessions.backend.cache.plan(tokens, namespace=self.namespace)
+        return self._host.backend.cache.plan(tokens, namespace=self.namespace)
 
     def wake(self) -> ReuseReport:
         """Bring its state back, after proving that its turns are what they were. What is missing or
         damaged is computed with the next turn, and the report says so."""
         with self._changing():
-            self._history = History.at(*self._sessions.store.chain(self._history.numbers[-1], self.name))
+            self._loaded = History(*self._host.store.chain(self._history.head, self.name))
             if not (tokens := self._usable.tokens):
                 return ReuseReport(computed=0, why="nothing was said under this model yet")
-            return self._sessions.backend.cache.wake(tokens, namespace=self.namespace)
+            return self._host.backend.cache.wake(tokens, namespace=self.namespace)
 
     # Out.
 
     def transcript(self, form: Literal["markdown", "jsonl"] = "markdown") -> str:
-        """The conversation as text to read, or as a message a line."""
-        found = [message for turn in self._history.turns for message in _said(turn)]
+        """The conversation as text to read, or as a message a line: everything that the model reads."""
+        found = [message for turn in self._history.turns for message in context([turn])]
         if form == "jsonl":
             return "".join(json.dumps(message.to_dict(), ensure_ascii=False) + "\n" for message in found)
         if form != "markdown":
             raise InvalidInputError(f"a transcript is markdown or jsonl, not {form!r}")
-        parts = [f"# {self.name}\n"]
-        for message in found:
-            calls = "".join(f"\n`{call.name}({call.arguments})`\n" for call in message.tool_calls)
-            parts.append(f"\n**{message.role}**\n\n{message.content or ''}\n{calls}")
-        return "".join(parts)
+        return "".join([f"# {self.name}\n", *map(_markdown, found)])
 
     def export(
         self,
@@ -272,84 +357,126 @@ class Session:
         progress: Callable[[int, int], None] | None = None,
     ) -> Path:
         """Write the session to one file that can be moved, with its state or without."""
-        from perdure.sessions.export import write_export
-
-        tokens = self._usable.tokens if state else None
+        self._check_there()
+        history = self._history
         packed = None
-        if tokens:
-            packed = self._sessions.backend.cache.pack(tokens, namespace=self.namespace)
-        return write_export(Path(path), self, self._history.turns, packed, kind=kind, progress=progress)
+        if state and (tokens := self._usable_of(history).tokens):
+            packed = self._host.backend.cache.pack(tokens, namespace=self.namespace)
+        return write_export(
+            Path(path),
+            history.turns,
+            packed,
+            name=self.name,
+            kind=kind or self.kind,
+            settings=self.settings,
+            key=self._host.store.key,
+            progress=progress,
+        )
 
     # Inside.
 
     @property
+    def _history(self) -> History:
+        return self._loaded if self._loaded is not None else self._load()
+
+    def _load(self) -> History:
+        """Read its turns, when they are first needed."""
+        with self._lock:
+            if self._loaded is None:
+                self._check_there()
+                self._loaded = History(*self._host.store.chain(self._info.head, self.name))
+                self._saved = len(self._loaded.transcript.tokens)
+            return self._loaded
+
+    def _place(self, count: int) -> Place:
+        """After its first `count` turns. Where it stands is known without reading them."""
+        if self._loaded is None and count == self._info.depth:
+            return Place(self._info.head, self._info.digest, count)
+        at = self._history.first(count)
+        return Place(at.head, at.last.digest, count)
+
+    @property
     def _usable(self) -> Transcript:
+        return self._usable_of(self._history)
+
+    def _usable_of(self, history: History) -> Transcript:
         """Its transcript, if the tokens are of this model."""
-        models = self._history.models
-        return self._history.transcript if models <= {self._sessions.backend.model.digest} else Transcript()
+        return history.transcript if history.models <= {self._host.backend.model.digest} else Transcript()
 
     def _submit(
-        self, point: History, said: list[Message], settings: dict[str, Any], keep_partial: bool
-    ) -> ChatJob:
-        wanted = {**self.settings, **settings}
-        deadline = take_deadline(wanted)
-        if wanted.get("n", 1) != 1:
-            raise InvalidInputError("a turn has one reply; leave n at 1, or fork the session")
-        with self._lock:
-            self._check_free()
-            if wanted.get("overflow") == "fold":
-                point = self._folded_if_full(point, said, wanted, deadline)
-            ticket = self._ticket = _Ticket()
-            base = point
-
-            def settle(prompt: Prompt, whole: Transcript, reply: ChatReply) -> ChatReply:
-                reply = self._settle(ticket, base, said, wanted, keep_partial, prompt, whole, reply)
-                self.last = reply
-                return reply
-
-            known = self._usable if point is self._history else None
-            try:
-                job = self._sessions.chat_format.submit(
-                    (*point.messages, *said),
-                    namespace=self.namespace,
-                    known=known,
-                    before=point.rendering,
-                    then=settle,
-                    deadline=deadline,
-                    **wanted,
-                )
-            except BaseException:
-                self._ticket = None
-                raise
-            ticket.job = weakref.ref(job)
-            return job
-
-    def _settle(
         self,
-        ticket: _Ticket,
-        base: History,
-        said: Sequence[Message],
+        choose: Callable[[History], tuple[History, list[Message]]],
         settings: Mapping[str, Any],
         keep_partial: bool,
-        prompt: Prompt,
-        whole: Transcript,
-        reply: ChatReply,
-    ) -> ChatReply:
-        """Make a turn part of the session, if it may be."""
+    ) -> TurnJob:
+        wanted = {**self.settings, **settings}
+        if wanted.get("n", 1) != 1:
+            raise InvalidInputError("a turn has one reply; leave n at 1, or fork the session")
+        deadline = take_deadline(wanted)
         with self._lock:
-            if self._ticket is not ticket:
+            pending, history = self._begin()
+            try:
+                base, said = choose(history)
+            except BaseException:
+                self._end(pending)
+                raise
+        # Without the lock: it takes time to render and to tokenise.
+        try:
+            asked = _Asked(
+                base=base,
+                said=said,
+                settings=wanted,
+                keep_partial=keep_partial,
+                deadline=deadline,
+                pending=pending,
+            )
+            job: TurnJob = FoldingJob(self._folding(asked)) if self._is_full(asked) else self._ask(asked)
+        except BaseException:
+            self._end(pending)
+            raise
+        pending.job = weakref.ref(job)
+        return job
+
+    def _ask(self, asked: _Asked, fold: Turn | None = None) -> ChatJob:
+        """Have the reply made, behind a fold if there is one."""
+
+        def settle(prompt: Prompt, whole: Transcript, reply: ChatReply) -> ChatReply:
+            reply = self._settle(asked, fold, prompt, whole, reply)
+            self.last = reply
+            return reply
+
+        messages = asked.base.messages if fold is None else fold.messages
+        return self._host.chat_format.submit(
+            (*messages, *asked.said),
+            namespace=self.namespace,
+            known=self._usable_of(asked.base) if fold is None else None,
+            before=asked.base.rendering if fold is None else None,
+            then=settle,
+            deadline=asked.deadline,
+            **asked.settings,
+        )
+
+    def _settle(
+        self, asked: _Asked, fold: Turn | None, prompt: Prompt, whole: Transcript, reply: ChatReply
+    ) -> ChatReply:
+        """Make a turn part of the session, with the fold before it, if it may be."""
+        base = asked.base
+        with self._lock:
+            if self._pending is not asked.pending:
                 return replace(reply, not_kept="another turn began before this one was read to its end")
-            self._ticket = None
-            if reply.finish_reason in ("cancelled", "error") and not (keep_partial and reply.raw.tokens):
+            self._pending = None
+            if reply.finish_reason in ("cancelled", "error") and not (
+                asked.keep_partial and reply.raw.tokens
+            ):
                 return replace(reply, not_kept=f"the turn ended by {reply.finish_reason}")
-            keep, more = added(base.transcript, whole)
+            keep, more = added(base.transcript if fold is None else Transcript(), whole)
             turn = Turn(
                 kind="turn",
-                messages=tuple(said),
+                messages=tuple(asked.said),
                 reply=reply.message,
                 keep=keep,
                 added=more,
-                settings=_plain(settings),
+                settings=_plain(asked.settings),
                 seed=reply.seed,
                 finish_reason=reply.finish_reason,
                 usage={
@@ -358,89 +485,101 @@ class Session:
                     "cached_tokens": reply.usage.cached_tokens,
                 },
                 dropped=reply.dropped,
-                model=self._sessions.backend.model.digest,
+                model=self._host.backend.model.digest,
                 created=time.time(),
-                before=base.turns[-1].digest,
+                before=(fold or base.last).digest,
             )
+            turns = [turn] if fold is None else [fold, turn]
             try:
-                number = self._sessions.store.add(self._row.number, base.numbers[-1], turn)
+                numbers = self._host.store.add(
+                    self._info, turns, parent=base.head, expected=asked.pending.head
+                )
             except (StoreError, StateError, SessionError, InvalidInputError) as error:
                 # What was said was said: the caller has the reply, and learns that it will not last.
                 return replace(reply, not_kept=str(error))
-            self._history = base.then(number, turn, whole, prompt.rendering)
-        # Going back or branching has others begin where this one was.
-        self._saved = min(self._saved, keep[1])
-        self._saved = self._sessions.write_behind(whole.tokens, self.namespace, self._saved)
+            self._loaded = base.then(numbers, turns, whole, prompt.rendering)
+            # Going back or branching has others begin where this one was.
+            saved = min(self._saved, keep[1])
+        self._saved = self._host.write_behind(whole.tokens, self.namespace, saved)
         return replace(reply, kept=True)
 
-    def _folded(
-        self, point: History, summary: str | None, keep: int, settings: Mapping[str, Any] | None = None
-    ) -> Turn:
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
-            raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
-        return folded(self._sessions.chat_format, point.turns, summary, keep, self.namespace, settings or {})
+    # Folding.
 
-    def _folded_if_full(
-        self, point: History, said: list[Message], settings: dict[str, Any], deadline: float | None
-    ) -> History:
-        """The point to go on from: where the next prompt does not fit any more, behind a fold."""
-        chat_format, limit = self._sessions.chat_format, self._sessions.backend.n_ctx - 1
-        room = reply_room(settings, self._sessions.backend.n_ctx)
+    def _is_full(self, asked: _Asked) -> bool:
+        """Whether a turn is to be preceded by a fold."""
+        if asked.settings.get("overflow") != "fold" or not len(asked.base):
+            return False
+        return self._needed(asked.base.messages, asked) > self._host.backend.n_ctx - 1
 
-        def needed(turns: Sequence[Turn]) -> int:
-            return len(chat_format.prompt([*context(turns), *said], namespace=self.namespace))
+    def _needed(self, messages: Sequence[Message], asked: _Asked) -> int:
+        """Tokens of a prompt that starts with `messages`, and of the reply to it."""
+        room = reply_room(asked.settings, self._host.backend.n_ctx)
+        prompt = self._host.chat_format.prompt([*messages, *asked.said], namespace=self.namespace)
+        return len(prompt) + room
 
-        full = needed(point.turns)
-        if full + room <= limit or len(point.turns) == 1:
-            return point
-        for keep in (2, 1, 0):
-            turn = self._folded(point, None, keep, {"deadline": deadline})
-            if needed([*point.turns, turn]) + room <= limit:
-                break
-        else:
-            raise ContextOverflow(
-                f"even after folding, this message needs more than the {limit} tokens that fit",
-                needed=needed([*point.turns, turn]) + room,
-                fits=limit,
+    def _folding(self, asked: _Asked) -> Generator[ChatJob, ChatReply, ChatJob]:
+        """The fold that makes room for a turn, and then the turn. Nothing is stored before its reply."""
+        limit = self._host.backend.n_ctx - 1
+        turns = asked.base.turns
+        # Before anything is written: what no summary makes room for.
+        needed = self._needed(turns[0].messages, asked)
+        for keep in (2, 1, 0) if needed <= limit else ():
+            turn = yield from summarised(
+                self._host.chat_format, turns, keep, self.namespace, {}, asked.deadline
             )
-        number = self._sessions.store.add(self._row.number, point.numbers[-1], turn)
-        self._history = History.at((*point.numbers, number), (*point.turns, turn))
-        return self._history
+            needed = self._needed(turn.messages, asked)
+            if needed <= limit:
+                return self._ask(asked, turn)
+        raise ContextOverflow(
+            f"even after folding, this message needs {needed} tokens with its reply, and {limit} fit: send "
+            "less, or ask for a shorter reply",
+            needed=needed,
+            fits=limit,
+        )
 
-    def _changing(self) -> _Changing:
-        return _Changing(self)
+    # One at a time.
+
+    def _begin(self) -> tuple[_Pending, History]:
+        """Have the session for a turn or a fold; nobody else gets it before `_end`, or the job's end."""
+        with self._lock:
+            self._check_there()
+            self._check_free()
+            history = self._history
+            self._pending = pending = _Pending(history.head)
+            return pending, history
+
+    def _end(self, pending: _Pending) -> None:
+        with self._lock:
+            if self._pending is pending:
+                self._pending = None
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Held while a session is moved about: nobody else does, and no turn is on its way."""
+        with self._lock:
+            self._check_there()
+            self._check_free()
+            yield
 
     def _check_free(self) -> None:
-        held = self._ticket.job if self._ticket is not None else None
-        job = held() if held is not None else None
-        if job is not None and not (job.done or job.cancelled):
+        pending = self._pending
+        if pending is None:
+            return
+        job: TurnJob | None = pending.job() if pending.job is not None else None
+        if pending.job is None or (job is not None and not (job.done or job.cancelled)):
             raise SessionBusyError(
                 f"session {self.name!r} is answering another turn: wait for it, cancel it, or fork it"
             )
+
+    def _check_there(self) -> None:
+        if self._deleted:
+            raise SessionNotFoundError(f"session {self.name!r} was deleted")
 
     def _check_turn(self, turn: int, low: int) -> None:
         if isinstance(turn, bool) or not isinstance(turn, int) or not low <= turn <= self.turns:
             raise InvalidInputError(
                 f"session {self.name!r} has {self.turns} turns: {turn!r} is none of {low} to {self.turns}"
             )
-
-
-class _Changing:
-    """Held while a session is moved about: nobody else does, and no turn is on its way."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __enter__(self) -> None:
-        self._session._lock.acquire()
-        try:
-            self._session._check_free()
-        except BaseException:
-            self._session._lock.release()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._session._lock.release()
 
 
 def _messages(said: Said) -> list[Message]:
@@ -457,8 +596,11 @@ def _messages(said: Said) -> list[Message]:
     return found
 
 
-def _said(turn: Turn) -> list[Message]:
-    return [*turn.messages, *([turn.reply] if turn.reply is not None else [])]
+def _markdown(message: Message) -> str:
+    named = f" ({message.name})" if message.name else ""
+    thought = f"\n*reasoning*\n\n{message.reasoning}\n" if message.reasoning else ""
+    calls = "".join(f"\n`{call.name}({call.arguments})`\n" for call in message.tool_calls)
+    return f"\n**{message.role}**{named}\n{thought}\n{message.content or ''}\n{calls}"
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -470,14 +612,14 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _answered(job: ChatJob) -> ChatReply:
+def _answered(job: TurnJob) -> ChatReply:
     try:
         return job.reply()
     finally:
         job.cancel()
 
 
-def _deltas(job: ChatJob, keep_partial: bool) -> Generator[ChatDelta, None, None]:
+def _deltas(job: TurnJob, keep_partial: bool) -> Generator[ChatDelta, None, None]:
     try:
         yield from job
     finally:

@@ -1,44 +1,79 @@
-"""All the conversations of a runtime."""
+"""All the conversations of a store."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from perdure.backend import Backend
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.message import Message
-from perdure.errors import InvalidInputError, PerdureError, SessionError
-from perdure.sessions.history import History
-from perdure.sessions.memory import Memories, Memory
-from perdure.sessions.rows import SessionInfo
-from perdure.sessions.session import Session
+from perdure.errors import InvalidInputError, PerdureError, SessionError, TemplateError
+from perdure.sessions.export import read_export
+from perdure.sessions.importing import ImportResult, check_settings, take_state, why_not_tokens
+from perdure.sessions.info import Memory, SessionInfo
+from perdure.sessions.memories import Memories
+from perdure.sessions.session import Place, Session
 from perdure.sessions.session_store import SessionStore
-from perdure.sessions.turn import Turn
+from perdure.sessions.turn import Turn, transcript, without_tokens
 
 _SAVED_AT_ONCE = 256
 """Tokens that a session has grown by when its state is next written."""
+_AT_HAND = 64
+"""Sessions whose turns stay in memory when nobody holds them."""
 
 
 class Sessions:
-    """Opens sessions by their names, one object a session. Safe from any thread."""
+    """Opens sessions by their names, one object a session. Safe from any thread.
 
-    def __init__(self, backend: Backend, chat_format: Callable[[], ChatFormat], store: Path | None) -> None:
-        self.backend = backend
-        self.store = SessionStore(store)
-        self.memories = Memories(self)
+    An engine is needed only to say something and to move state: without one, sessions are listed, read,
+    forked, rewound, labelled, exported and imported all the same.
+    """
+
+    def __init__(
+        self,
+        store: Path | None,
+        *,
+        backend: Backend | None = None,
+        chat_format: Callable[[], ChatFormat] | None = None,
+        readonly: bool = False,
+    ) -> None:
+        self.store = SessionStore(store, readonly=readonly)
+        self.memories = Memories(self.store, self._wake_at)
+        self._backend = backend
         self._chat_format = chat_format
         self._durable = store is not None
         self._lock = threading.RLock()
         self._open: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
+        self._at_hand: OrderedDict[tuple[str, str], Session] = OrderedDict()
+
+    def close(self) -> None:
+        self.store.close()
+
+    def __enter__(self) -> Sessions:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def backend(self) -> Backend:
+        if self._backend is None:
+            raise SessionError("this takes a model, and none was loaded")
+        return self._backend
 
     @property
     def chat_format(self) -> ChatFormat:
+        if self._chat_format is None:
+            raise SessionError("this takes a model, and none was loaded")
         return self._chat_format()
 
     def open(
@@ -51,17 +86,10 @@ class Sessions:
         settings: Mapping[str, Any] | None = None,
     ) -> Session:
         """The session of that name, or a new one."""
-        if not isinstance(name, str) or not name:
-            raise InvalidInputError(f"a session's name is a text that is not empty, got {name!r}")
+        _check_name(name)
         with self._lock:
-            if not self.store.has(namespace, name):
-                if not create:
-                    self.store.find(namespace, name)
-                start = Turn(
-                    kind="start",
-                    messages=(Message(role="system", content=system),) if system is not None else (),
-                )
-                self.store.create(namespace, name, [start], settings=settings)
+            if create and not self.store.has(namespace, name):
+                return self.create(name, system=system, namespace=namespace, settings=settings)
             session = self._opened(self.store.find(namespace, name))
             if system is not None and session.system != system:
                 raise SessionError(
@@ -74,13 +102,41 @@ class Sessions:
                 )
             return session
 
+    def create(
+        self,
+        name: str,
+        *,
+        system: str | None = None,
+        namespace: str = "",
+        settings: Mapping[str, Any] | None = None,
+    ) -> Session:
+        """A new session. One of that name that exists already is an error."""
+        _check_name(name)
+        check_settings(settings or {})
+        start = Turn(
+            kind="start",
+            messages=(Message(role="system", content=system),) if system is not None else (),
+        )
+        with self._lock:
+            return self._opened(self.store.create(namespace, name, [start], settings=settings))
+
     def get(self, name: str, namespace: str = "") -> Session:
         """The session of that name; an error where there is none."""
         return self.open(name, namespace=namespace, create=False)
 
-    def list(self, namespace: str = "") -> list[SessionInfo]:
-        """Those of a namespace, the latest first."""
-        return self.store.list(namespace)
+    def list(
+        self, namespace: str = "", *, limit: int | None = None, after: str | None = None
+    ) -> list[SessionInfo]:
+        """Those of a namespace, the latest first: up to `limit`, behind the one that is called `after`."""
+        last = self.store.find(namespace, after) if after is not None else None
+        return self.store.list(namespace, limit=limit, after=last)
+
+    def delete(self, name: str, namespace: str = "") -> None:
+        """Forget a session, also one whose turns cannot be read any more. Forks of it, and memories, stay."""
+        _check_name(name)
+        with self._lock:
+            session = self._opened(self.store.find(namespace, name))
+        session.delete()
 
     def import_(
         self,
@@ -88,45 +144,70 @@ class Sessions:
         name: str | None = None,
         *,
         namespace: str = "",
+        trust_state: bool = False,
         progress: Callable[[int, int], None] | None = None,
-    ) -> Session:
-        """A session out of a file that `Session.export` wrote, all of it verified first."""
-        from perdure.sessions.export import read_export
+    ) -> ImportResult:
+        """A session out of a file that `Session.export` wrote, all of it verified first.
 
+        Tokens are taken if they stand for the text, state if this store wrote the file. With `trust_state`,
+        state of another store is believed as well: nothing can prove that it is what the model would compute.
+        """
         export = read_export(Path(path), progress=progress)
+        _check_name(export.name if name is None else name)
+        check_settings(export.settings)
+        own = export.sealed_by(self.store.key)
+        turns: Sequence[Turn] = export.turns
+        left_out: dict[str, str] = {}
+        why = "" if own else self._why_not_tokens(turns)
+        if why:
+            turns = without_tokens(turns)
+            if any(turn.added.tokens for turn in export.turns):
+                left_out["tokens"] = why
+        tokens = transcript(turns).tokens
         with self._lock:
-            row = self.store.create(
-                namespace,
-                name or export.name,
-                export.turns,
-                kind=export.kind,
-                settings=export.settings,
-                origin={"how": "import", "session": export.name, "turn": len(export.turns) - 1},
+            session = self._opened(
+                self.store.create(
+                    namespace,
+                    export.name if name is None else name,
+                    turns,
+                    kind=export.kind,
+                    settings=export.settings,
+                    origin={"how": "import", "session": export.name, "turn": len(turns) - 1},
+                )
             )
-        if export.identity is not None and export.blocks:
-            # State that does not fit here is computed anew; the text has come over.
-            with suppress(PerdureError):
-                self.backend.cache.unpack(export.identity, export.blocks, namespace=namespace)
-        return self._opened(row)
+        state = 0
+        if export.has_state:
+            if self._backend is None:
+                left_out["state"] = "no model was loaded to take it"
+            elif why:
+                left_out["state"] = f"its tokens were not taken: {why}"
+            elif not own and not trust_state:
+                left_out["state"] = "another store wrote it, and trust_state was not given"
+            else:
+                state, why = take_state(export, self._backend, turns, namespace)
+                if why:
+                    left_out["state"] = why
+        return ImportResult(
+            session=session, turns=session.turns, tokens=len(tokens), state_tokens=state, left_out=left_out
+        )
 
     def copy(self, session: Session, name: str, *, replace: bool = False) -> Session:
         """A session of another runtime, with all its turns, under a name here; or in the place of the one
         that has that name."""
+        _check_name(name)
         with self._lock:
-            if replace and self.store.has(session.namespace, _name(name)):
+            if replace and self.store.has(session.namespace, name):
                 self.get(name, session.namespace).delete()
-            row = self.store.create(
-                session.namespace,
-                _name(name),
-                session._history.turns,
-                kind=session.kind,
-                settings=session.settings,
-                origin=session.origin,
+            return self._opened(
+                self.store.create(
+                    session.namespace,
+                    name,
+                    session._history.turns,
+                    kind=session.kind,
+                    settings=session.settings,
+                    origin=session.origin,
+                )
             )
-            return self._opened(row)
-
-    def close(self) -> None:
-        self.store.close()
 
     # For sessions.
 
@@ -134,40 +215,36 @@ class Sessions:
         self,
         session: Session,
         name: str,
-        point: History,
+        place: Place,
         *,
         how: str,
         turns: Sequence[Turn] = (),
         kind: str = "session",
     ) -> Session:
+        _check_name(name)
         with self._lock:
-            row = self.store.create(
-                session.namespace,
-                _name(name),
-                turns,
-                head=point.numbers[-1],
-                kind=kind,
-                settings=session.settings,
-                origin={"how": how, "session": session.name, "turn": len(point.turns) - 1},
+            return self._opened(
+                self.store.create(
+                    session.namespace,
+                    name,
+                    turns,
+                    head=place.head,
+                    digest=place.digest,
+                    kind=kind,
+                    settings=session.settings,
+                    origin={"how": how, "session": session.name, "turn": place.depth},
+                )
             )
-            return self._opened(row)
-
-    def wake_at(self, memory: Memory, name: str, head: int) -> Session:
-        with self._lock:
-            row = self.store.create(
-                memory.namespace,
-                _name(name),
-                head=head,
-                origin={"how": "wake", "session": memory.session, "turn": memory.turn, "label": memory.label},
-            )
-            return self._opened(row)
 
     def remove(self, session: Session) -> None:
         with self._lock:
-            self.store.delete(session._row.number)
-            self._open.pop((session.namespace, session.name), None)
+            self.store.delete(session.info)
+            key = (session.namespace, session.name)
+            if self._open.get(key) is session:
+                del self._open[key]
+                self._at_hand.pop(key, None)
 
-    def write_behind(self, tokens: array[int], namespace: str, saved: int) -> int:
+    def write_behind(self, tokens: Sequence[int], namespace: str, saved: int) -> int:
         """Have the state of a session written now and then, when nobody waits for the engine.
 
         A few turns at a time: reading a state out of the engine takes longer the longer it is. What is not
@@ -179,16 +256,48 @@ class Sessions:
                 return len(tokens)
         return saved
 
-    def _opened(self, row: SessionInfo) -> Session:
-        key = (row.namespace, row.name)
+    # Inside.
+
+    def _wake_at(self, memory: Memory, name: str) -> Session:
+        _check_name(name)
+        numbers, turns = self.store.chain_of(memory)
+        with self._lock:
+            return self._opened(
+                self.store.create(
+                    memory.namespace,
+                    name,
+                    head=numbers[-1],
+                    digest=turns[-1].digest,
+                    origin={
+                        "how": "wake",
+                        "session": memory.session,
+                        "turn": memory.turn,
+                        "label": memory.label,
+                    },
+                )
+            )
+
+    def _why_not_tokens(self, turns: Sequence[Turn]) -> str:
+        if self._backend is None or self._chat_format is None:
+            return why_not_tokens(turns, None, None)
+        try:
+            return why_not_tokens(turns, self.chat_format.tokenizer, self._backend.model)
+        except TemplateError as error:
+            return f"the model has no chat template to compare them with ({error})"
+
+    def _opened(self, info: SessionInfo) -> Session:
+        key = (info.namespace, info.name)
         with self._lock:
             session = self._open.get(key)
-            if session is None:
-                session = self._open[key] = Session.open(self, row)
+            if session is None or session.info.number != info.number:
+                session = self._open[key] = Session(self, info)
+            self._at_hand[key] = session
+            self._at_hand.move_to_end(key)
+            if len(self._at_hand) > _AT_HAND:
+                self._at_hand.popitem(last=False)
             return session
 
 
-def _name(name: str) -> str:
+def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name:
         raise InvalidInputError(f"a session's name is a text that is not empty, got {name!r}")
-    return name

@@ -7,7 +7,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from perdure.chat.message import Message
@@ -17,6 +17,9 @@ from perdure.errors import CorruptStateError
 TurnKind = Literal["start", "turn", "fold"]
 FIRST = bytes(32)
 """What stands for the digest of the turn before the first."""
+_ENDINGS = ("", "stop", "length", "tool_calls", "cancelled", "error")
+_LARGEST = 2**63 - 1
+"""The largest number that a column holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,32 +47,15 @@ class Turn:
     before: bytes = FIRST
     """The digest of the turn before it."""
 
+    _digest: bytes | None = field(default=None, init=False, repr=False, compare=False)
+
     @property
     def digest(self) -> bytes:
-        """Over everything in it and, through `before`, over all that led to it."""
-        head = json.dumps(
-            [
-                self.kind,
-                [message.to_dict() for message in self.messages],
-                self.reply.to_dict() if self.reply is not None else None,
-                self.keep,
-                self.added.text,
-                self.added.cuts,
-                dict(self.settings),
-                self.seed,
-                self.finish_reason,
-                dict(self.usage),
-                self.dropped,
-                self.model,
-                self.created,
-            ],
-            sort_keys=True,
-            separators=(",", ":"),
-        ).encode()
-        digest = hashlib.sha256(b"perdure/turn/1\0" + self.before)
-        digest.update(len(head).to_bytes(8, "little") + head)
-        digest.update(pack_tokens(self.added.tokens))
-        return digest.digest()
+        """Over everything in it and, through `before`, over all that led to it. It is computed once."""
+        if self._digest is None:
+            object.__setattr__(self, "_digest", digest_of(self))
+        assert self._digest is not None
+        return self._digest
 
     @property
     def text(self) -> str:
@@ -103,48 +89,101 @@ class Turn:
                 kind=value["kind"],
                 messages=tuple(Message.parse(message) for message in value["messages"]),
                 reply=Message.parse(value["reply"]) if value["reply"] is not None else None,
-                keep=(int(value["keep"][0]), int(value["keep"][1])),
+                keep=_pair(value["keep"]),
                 added=Transcript(
-                    str(value["text"]),
-                    array("i", value["tokens"]),
-                    tuple((int(chars), int(tokens)) for chars, tokens in value["cuts"]),
+                    _text(value["text"]), array("i", value["tokens"]), tuple(map(_pair, value["cuts"]))
                 ),
-                settings=dict(value["settings"]),
-                seed=int(value["seed"]),
-                finish_reason=str(value["finish_reason"]),
-                usage=dict(value["usage"]),
-                dropped=int(value["dropped"]),
-                model=str(value["model"]),
-                created=float(value["created"]),
+                settings=_mapping(value["settings"]),
+                seed=_whole(value["seed"]),
+                finish_reason=_text(value["finish_reason"]),
+                usage={_text(name): _whole(count) for name, count in _mapping(value["usage"]).items()},
+                dropped=_whole(value["dropped"]),
+                model=_text(value["model"]),
+                created=_moment(value["created"]),
                 before=before,
             )
             wanted = bytes.fromhex(value["digest"])
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+            known = turn.kind in ("start", "turn", "fold") and turn.finish_reason in _ENDINGS
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError) as error:
             raise CorruptStateError(f"not a turn of a session: {error!r}") from error
-        if turn.kind not in ("start", "turn", "fold") or turn.digest != wanted:
+        if not known or turn.digest != wanted:
             raise CorruptStateError(
                 "a turn is not what its digest says: it was damaged, or put in another's place"
             )
         return turn
 
 
-def transcript(turns: Iterable[Turn]) -> Transcript:
-    """The text and tokens that a chain of turns comes to."""
-    whole = Transcript()
+def digest_of(turn: Turn) -> bytes:
+    head = json.dumps(
+        [
+            turn.kind,
+            [message.to_dict() for message in turn.messages],
+            turn.reply.to_dict() if turn.reply is not None else None,
+            turn.keep,
+            turn.added.text,
+            turn.added.cuts,
+            dict(turn.settings),
+            turn.seed,
+            turn.finish_reason,
+            dict(turn.usage),
+            turn.dropped,
+            turn.model,
+            turn.created,
+        ],
+        sort_keys=True,
+        separators=(",", ":"),
+    ).encode()
+    digest = hashlib.sha256(b"perdure/turn/1\0" + turn.before)
+    digest.update(len(head).to_bytes(8, "little") + head)
+    digest.update(pack_tokens(turn.added.tokens))
+    return digest.digest()
+
+
+def without_tokens(turns: Sequence[Turn]) -> list[Turn]:
+    """The same conversation as text alone: its tokens are made anew from the messages."""
+    found: list[Turn] = []
     for turn in turns:
-        if turn.kind != "start":
-            whole = _kept(whole, turn.keep) + turn.added
-    return whole
+        before = found[-1].digest if found else FIRST
+        found.append(replace(turn, keep=(0, 0), added=Transcript(), model="", before=before))
+    return found
 
 
-def _kept(whole: Transcript, keep: tuple[int, int]) -> Transcript:
-    chars, tokens = keep
-    if chars > len(whole.text) or tokens > len(whole.tokens):
-        raise CorruptStateError(
-            f"a turn goes on from token {tokens}, but only {len(whole.tokens)} lead to it"
-        )
-    cuts = tuple(cut for cut in whole.cuts if cut[0] <= chars and cut[1] <= tokens)
-    return Transcript(whole.text[:chars], whole.tokens[:tokens], cuts)
+def transcript(turns: Iterable[Turn]) -> Transcript:
+    """The text and tokens that a chain of turns comes to, in one pass over them."""
+    texts: list[str] = []
+    tokens: list[array[int]] = []
+    cuts: list[tuple[int, int]] = []
+    chars = count = 0
+    for turn in turns:
+        if turn.kind == "start":
+            continue
+        keep_chars, keep_tokens = turn.keep
+        if not 0 <= keep_chars <= chars or not 0 <= keep_tokens <= count:
+            raise CorruptStateError(f"a turn goes on from token {keep_tokens}, but only {count} lead to it")
+        _shorten(texts, chars - keep_chars)
+        _shorten(tokens, count - keep_tokens)
+        chars, count = keep_chars, keep_tokens
+        while cuts and (cuts[-1][0] > chars or cuts[-1][1] > count):
+            cuts.pop()
+        texts.append(turn.added.text)
+        tokens.append(turn.added.tokens)
+        cuts += [(chars + at, count + token) for at, token in turn.added.cuts]
+        chars += len(turn.added.text)
+        count += len(turn.added.tokens)
+    whole = array("i")
+    for part in tokens:
+        whole.extend(part)
+    return Transcript("".join(texts), whole, tuple(cuts))
+
+
+def _shorten(parts: list[Any], by: int) -> None:
+    """Drop the last `by` characters or tokens of `parts`."""
+    while by:
+        last = parts.pop()
+        if len(last) > by:
+            parts.append(last[: len(last) - by])
+            return
+        by -= len(last)
 
 
 def added(base: Transcript, whole: Transcript) -> tuple[tuple[int, int], Transcript]:
@@ -178,7 +217,7 @@ def _parting(base: Transcript, whole: Transcript) -> tuple[int, int]:
 
 def context(turns: Sequence[Turn]) -> list[Message]:
     """The messages that the next prompt is made of: all since the conversation last started anew."""
-    first = max((index for index, turn in enumerate(turns) if turn.kind == "fold"), default=0)
+    first = next((at for at in range(len(turns) - 1, 0, -1) if turns[at].kind == "fold"), 0)
     found: list[Message] = []
     for turn in turns[first:]:
         found += turn.messages
@@ -190,3 +229,34 @@ def context(turns: Sequence[Turn]) -> list[Message]:
 def pack_tokens(tokens: array[int]) -> bytes:
     # Four bytes each, little-endian: as on every machine that this runs on.
     return tokens.tobytes()
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"not a text: {value!r}")
+    value.encode()
+    return value
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
+        raise ValueError(f"not a number from 0 to {_LARGEST}")
+    return value
+
+
+def _moment(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
+        raise ValueError(f"not a time: {value!r}")
+    return float(value)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    first, second = value
+    return _whole(first), _whole(second)
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError("not a mapping")
+    json.dumps(value, allow_nan=False).encode()
+    return value

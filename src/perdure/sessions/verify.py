@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perdure.errors import CorruptStateError, StoreDamagedError, StoreLockedError
-from perdure.sessions.memory import MEMORY, proved, read_memory
 from perdure.sessions.repair import Repair, repair
-from perdure.sessions.rows import SESSION, read_session
+from perdure.sessions.rows import MEMORY, SESSION, read_memory, read_session
 from perdure.sessions.schema import MEMORY_SEAL
 from perdure.sessions.session_store import SessionStore
 from perdure.sessions.turn import Turn
@@ -118,7 +117,7 @@ def _session(store: SessionStore, row: tuple[Any, ...]) -> Chain:
 
 
 def _memory(store: SessionStore, row: tuple[Any, ...]) -> Chain:
-    return proved(store, read_memory(row))
+    return store.chain_of(read_memory(row))
 
 
 def _repair(kept: Repair) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from perdure.engine.llama import library
-from perdure.engine.llama.log_sink import complaints
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ModelLoadError
 from perdure.identity import content_digest
@@ -20,11 +19,10 @@ class LlamaAdapter:
         self.path = path
         self.digest = content_digest(path)
         self.weights = weights
-        with complaints() as reasons:
-            self.handle: Any = library.load().llama_adapter_lora_init(weights.handle, os.fsencode(path))
+        self.handle: Any = library.load().llama_adapter_lora_init(weights.handle, os.fsencode(path))
         if not self.handle:
             raise ModelLoadError(
-                f"{path.name} is no adapter for this model: {reasons}. "
+                f"{path.name} is no adapter for this model: {library.last_error()}. "
                 "An adapter fits only the model that it was trained on"
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import re
 import tempfile
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
@@ -12,19 +12,26 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, PlainTextResponse, Response
 
-from perdure.errors import SessionExistsError, SessionNotFoundError
-from perdure.server.api_error import ApiError, ClientLeft
-from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.desk import ACaller, ADesk, Caller, Desk
 from perdure.server.middleware.body_limits import FILE_TYPE, check_length, too_large
-from perdure.server.routes.chat import answer, chat_options, check_chat_options
-from perdure.server.routes.responses import NO_BODY, errors, streamed
-from perdure.server.schemas.base import NAME, ReuseAnswer, refuse_fields
-from perdure.server.schemas.chat import ChatAnswer
-from perdure.server.schemas.session import (
+from perdure.server.refusal import ClientLeft, Refused
+from perdure.server.routes.chat import answer, check_spoken, spoken
+from perdure.server.routes.documented import NO_BODY, errors, streamed
+from perdure.server.shapes.base import (
+    NAME_LENGTH,
+    NAME_PATTERN,
+    PAGE,
+    Limit,
+    ReuseAnswer,
+    refuse_fields,
+)
+from perdure.server.shapes.chat import ChatAnswer
+from perdure.server.shapes.session import (
     CreateRequest,
     DeletedAnswer,
     EditRequest,
     ForkRequest,
+    ImportAnswer,
     LabelRequest,
     MemoryAnswer,
     PlanAnswer,
@@ -36,25 +43,33 @@ from perdure.server.schemas.session import (
     SessionSummary,
     TurnList,
 )
+from perdure.sessions.export import manifest_of
 from perdure.sessions.session import Session
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
-Named = Annotated[str, Path(**NAME)]
+Named = Annotated[str, Path(min_length=1, max_length=NAME_LENGTH, pattern=NAME_PATTERN)]
+OptionalName = Annotated[str | None, Query(min_length=1, max_length=NAME_LENGTH, pattern=NAME_PATTERN)]
 
 
-@router.get("", responses=errors())
-async def list_sessions(app_state: AppStateDep, caller: CallerDep) -> SessionList:
-    """Your sessions, the latest first."""
-    rows = await app_state.call(app_state.runtime.sessions.list, caller.namespace)
-    return SessionList(data=[SessionSummary.of(row) for row in rows])
+@router.get("", responses=errors(404))
+async def list_sessions(
+    desk: ADesk, caller: ACaller, limit: Limit = PAGE, after: OptionalName = None
+) -> SessionList:
+    """Your sessions, the latest first: a page of them, behind the one that is called `after`."""
+    found = await desk.call(desk.runtime.sessions.list, caller.namespace, limit=limit + 1, after=after)
+    return SessionList(data=[SessionSummary.of(info) for info in found[:limit]], has_more=len(found) > limit)
 
 
 @router.post("", status_code=201, responses=errors(409, 507))
-async def create(asked: CreateRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
+async def create(asked: CreateRequest, desk: ADesk, caller: ACaller) -> SessionAnswer:
     """A new session. One that exists is an error: nobody goes on with it by mistake."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
-    return await app_state.call(_create, app_state, caller.namespace, asked.name, asked.system)
+    refuse_fields(asked, strict=desk.strict, refused={})
+    return await desk.call(
+        lambda: SessionAnswer.of(
+            desk.runtime.sessions.create(asked.name, system=asked.system, namespace=caller.namespace)
+        )
+    )
 
 
 @router.post(
@@ -70,33 +85,42 @@ async def create(asked: CreateRequest, app_state: AppStateDep, caller: CallerDep
 )
 async def import_session(
     request: Request,
-    app_state: AppStateDep,
-    caller: CallerDep,
-    name: Annotated[str | None, Query(**NAME)] = None,
-) -> SessionAnswer:
-    """A session out of a file that was exported, all of it verified first, under its own name or another."""
+    desk: ADesk,
+    caller: ACaller,
+    name: OptionalName = None,
+) -> ImportAnswer:
+    """A session out of a file that was exported, all of it verified first, under its own name or another.
+
+    Its tokens are taken if they stand for its text, its state if this server's store wrote it.
+    """
     with tempfile.TemporaryDirectory(prefix="perdure-import-") as folder:
         path = FilePath(folder) / "session"
-        await _receive(request, path, app_state)
-        return await app_state.work(_import, app_state, caller.namespace, path, name)
+        await _receive(request, path, desk)
+        return await desk.work(_import, desk, caller.namespace, path, name)
 
 
 @router.get("/{name}", responses=errors(404))
-async def read(name: Named, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
-    return await app_state.call(lambda: SessionAnswer.of(_session(app_state, caller, name)))
+async def read(name: Named, desk: ADesk, caller: ACaller) -> SessionAnswer:
+    return await desk.call(lambda: SessionAnswer.of(_session(desk, caller, name)))
 
 
 @router.delete("/{name}", responses=errors(404, 409))
-async def delete(name: Named, app_state: AppStateDep, caller: CallerDep) -> DeletedAnswer:
+async def delete(name: Named, desk: ADesk, caller: ACaller) -> DeletedAnswer:
     """Forget a session. Forks of it, and memories, stay."""
-    await app_state.call(lambda: _session(app_state, caller, name).delete())
+    await desk.call(desk.runtime.sessions.delete, name, caller.namespace)
     return DeletedAnswer(deleted=1)
 
 
 @router.get("/{name}/turns", responses=errors(404))
-async def turns(name: Named, app_state: AppStateDep, caller: CallerDep) -> TurnList:
-    """Everything that was said, turn by turn."""
-    return await app_state.call(lambda: TurnList.of(_session(app_state, caller, name).history()))
+async def turns(
+    name: Named,
+    desk: ADesk,
+    caller: ACaller,
+    limit: Limit = PAGE,
+    after: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+) -> TurnList:
+    """Everything that was said, turn by turn: a page of it, behind turn number `after`."""
+    return await desk.call(lambda: TurnList.of(_session(desk, caller, name), limit, after))
 
 
 @router.get(
@@ -105,105 +129,99 @@ async def turns(name: Named, app_state: AppStateDep, caller: CallerDep) -> TurnL
     responses=errors(404),
 )
 async def transcript(
-    name: Named, app_state: AppStateDep, caller: CallerDep, form: Literal["markdown", "jsonl"] = "markdown"
+    name: Named, desk: ADesk, caller: ACaller, form: Literal["markdown", "jsonl"] = "markdown"
 ) -> Response:
     """The conversation as text to read, or as a message a line."""
-    text = await app_state.call(lambda: _session(app_state, caller, name).transcript(form))
+    text = await desk.call(lambda: _session(desk, caller, name).transcript(form))
     return PlainTextResponse(text)
 
 
 @router.post("/{name}/turns", responses=streamed(404, 409, 507), response_model=ChatAnswer)
 async def say(
-    name: Named, asked: SayRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    name: Named, asked: SayRequest, request: Request, desk: ADesk, caller: ACaller
 ) -> ChatAnswer | Response:
     """Say something. The turn is kept once its reply is whole; `perdure.kept` says so."""
-    check_chat_options(asked, app_state)
-    said, options = _said(asked, app_state), chat_options(asked, app_state)
-    job = await app_state.call(lambda: _session(app_state, caller, name).submit(said, **options))
-    return await answer(job, asked, request, app_state, caller, session=name, said=said)
+    check_spoken(asked, desk)
+    said, wishes = _said(asked, desk), spoken(asked, desk)
+    job = await desk.call(lambda: _session(desk, caller, name).submit(said, **wishes))
+    return await answer(job, asked, request, desk, caller, session=name, said=said)
 
 
 @router.post("/{name}/edit", responses=streamed(404, 409, 507), response_model=ChatAnswer)
 async def edit(
-    name: Named, asked: EditRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    name: Named, asked: EditRequest, request: Request, desk: ADesk, caller: ACaller
 ) -> ChatAnswer | Response:
     """Say something else in an earlier turn, and go on from its new reply."""
-    check_chat_options(asked, app_state)
-    said, options = _said(asked, app_state), chat_options(asked, app_state)
-    job = await app_state.call(
-        lambda: _session(app_state, caller, name).submit_edit(asked.turn, said, **options)
-    )
-    return await answer(job, asked, request, app_state, caller, session=name, said=said)
+    check_spoken(asked, desk)
+    said, wishes = _said(asked, desk), spoken(asked, desk)
+    job = await desk.call(lambda: _session(desk, caller, name).submit_edit(asked.turn, said, **wishes))
+    return await answer(job, asked, request, desk, caller, session=name, said=said)
 
 
 @router.post("/{name}/regenerate", responses=streamed(404, 409, 507), response_model=ChatAnswer)
 async def regenerate(
-    name: Named, asked: RegenerateRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    name: Named, asked: RegenerateRequest, request: Request, desk: ADesk, caller: ACaller
 ) -> ChatAnswer | Response:
     """Another reply to the last message, in the place of the one there is."""
-    check_chat_options(asked, app_state)
-    options = chat_options(asked, app_state)
-    job = await app_state.call(lambda: _session(app_state, caller, name).submit_regenerate(**options))
-    return await answer(job, asked, request, app_state, caller, session=name)
+    check_spoken(asked, desk)
+    wishes = spoken(asked, desk)
+    job = await desk.call(lambda: _session(desk, caller, name).submit_regenerate(**wishes))
+    return await answer(job, asked, request, desk, caller, session=name)
 
 
 @router.post("/{name}/fork", status_code=201, responses=errors(404, 409, 507))
-async def fork(name: Named, asked: ForkRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
+async def fork(name: Named, asked: ForkRequest, desk: ADesk, caller: ACaller) -> SessionAnswer:
     """A new session that starts where this one stands, or after one of its turns."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
-    return await app_state.call(
-        lambda: SessionAnswer.of(_session(app_state, caller, name).fork(asked.name, turn=asked.turn))
+    refuse_fields(asked, strict=desk.strict, refused={})
+    return await desk.call(
+        lambda: SessionAnswer.of(_session(desk, caller, name).fork(asked.name, turn=asked.turn))
     )
 
 
 @router.post("/{name}/rewind", responses=errors(404, 409, 507))
-async def rewind(
-    name: Named, asked: RewindRequest, app_state: AppStateDep, caller: CallerDep
-) -> SessionAnswer:
+async def rewind(name: Named, asked: RewindRequest, desk: ADesk, caller: ACaller) -> SessionAnswer:
     """Go back by a number of turns."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=desk.strict, refused={})
 
     def work() -> SessionAnswer:
-        session = _session(app_state, caller, name)
+        session = _session(desk, caller, name)
         session.rewind(asked.turns)
         return SessionAnswer.of(session)
 
-    return await app_state.call(work)
+    return await desk.call(work)
 
 
 @router.post("/{name}/sleep", responses=errors(404, 409, 507), openapi_extra=NO_BODY)
-async def sleep(name: Named, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
+async def sleep(name: Named, desk: ADesk, caller: ACaller) -> SessionAnswer:
     """Put its state where it outlives the server, and let go of the memory that it takes."""
 
     def work() -> SessionAnswer:
-        session = _session(app_state, caller, name)
+        session = _session(desk, caller, name)
         session.sleep()
         return SessionAnswer.of(session)
 
-    return await app_state.work(work)
+    return await desk.work(work)
 
 
 @router.get("/{name}/plan", responses=errors(404))
-async def plan(name: Named, app_state: AppStateDep, caller: CallerDep) -> PlanAnswer:
+async def plan(name: Named, desk: ADesk, caller: ACaller) -> PlanAnswer:
     """What waking would take. Nothing is done."""
-    return await app_state.call(lambda: PlanAnswer.of(_session(app_state, caller, name).plan_wake()))
+    return await desk.call(lambda: PlanAnswer.of(_session(desk, caller, name).plan_wake()))
 
 
 @router.post("/{name}/wake", responses=errors(404, 409, 422), openapi_extra=NO_BODY)
-async def wake(name: Named, app_state: AppStateDep, caller: CallerDep) -> ReuseAnswer:
+async def wake(name: Named, desk: ADesk, caller: ACaller) -> ReuseAnswer:
     """Bring its state back. What is missing or damaged is computed with the next turn."""
-    return await app_state.work(lambda: ReuseAnswer.of(_session(app_state, caller, name).wake()))
+    return await desk.work(lambda: ReuseAnswer.of(_session(desk, caller, name).wake()))
 
 
 @router.post("/{name}/label", status_code=201, responses=errors(404, 507))
-async def label(name: Named, asked: LabelRequest, app_state: AppStateDep, caller: CallerDep) -> MemoryAnswer:
+async def label(name: Named, asked: LabelRequest, desk: ADesk, caller: ACaller) -> MemoryAnswer:
     """Mark a point of the session as a memory, to be woken by its address."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
-    return await app_state.call(
+    refuse_fields(asked, strict=desk.strict, refused={})
+    return await desk.call(
         lambda: MemoryAnswer.of(
-            _session(app_state, caller, name).label(
-                asked.label, kind=asked.kind, turn=asked.turn, note=asked.note
-            )
+            _session(desk, caller, name).label(asked.label, kind=asked.kind, turn=asked.turn, note=asked.note)
         )
     )
 
@@ -216,12 +234,12 @@ async def label(name: Named, asked: LabelRequest, app_state: AppStateDep, caller
         **errors(404, 507),
     },
 )
-async def export(name: Named, app_state: AppStateDep, caller: CallerDep, state: bool = True) -> Response:
+async def export(name: Named, desk: ADesk, caller: ACaller, state: bool = True) -> Response:
     """The session as one file, with its state or without."""
     folder = tempfile.TemporaryDirectory(prefix="perdure-export-")
     try:
         path = FilePath(folder.name) / "session"
-        written = await app_state.work(lambda: _session(app_state, caller, name).export(path, state=state))
+        written = await desk.work(lambda: _session(desk, caller, name).export(path, state=state))
     except BaseException:
         folder.cleanup()
         raise
@@ -230,39 +248,44 @@ async def export(name: Named, app_state: AppStateDep, caller: CallerDep, state: 
     )
 
 
-def _session(app_state: AppState, caller: Caller, name: str) -> Session:
-    return app_state.runtime.sessions.get(name, caller.namespace)
+def _session(desk: Desk, caller: Caller, name: str) -> Session:
+    return desk.runtime.sessions.get(name, caller.namespace)
 
 
-def _create(app_state: AppState, namespace: str, name: str, system: str | None) -> SessionAnswer:
-    with app_state.creating:
-        with contextlib.suppress(SessionNotFoundError):
-            app_state.runtime.sessions.get(name, namespace)
-            raise SessionExistsError(
-                f"there is a session {name!r} already: choose another name, or delete it"
+def _import(desk: Desk, namespace: str, path: FilePath, name: str | None) -> ImportAnswer:
+    if name is None:
+        name = str(manifest_of(path).get("name"))
+        if len(name) > NAME_LENGTH or not re.fullmatch(NAME_PATTERN, name):
+            raise Refused(
+                422,
+                "the name in this file could not be asked for here: give another with ?name=",
+                param="name",
+                code="invalid_value",
             )
-        return SessionAnswer.of(app_state.runtime.session(name, system=system, namespace=namespace))
+    return ImportAnswer.of_result(desk.runtime.sessions.import_(path, name, namespace=namespace))
 
 
-def _import(app_state: AppState, namespace: str, path: FilePath, name: str | None) -> SessionAnswer:
-    return SessionAnswer.of(app_state.runtime.sessions.import_(path, name, namespace=namespace))
-
-
-def _said(asked: SayRequest, app_state: AppState) -> list[dict[str, Any]]:
+def _said(asked: SayRequest, desk: Desk) -> list[dict[str, Any]]:
     if (asked.message is None) == (asked.messages is None):
-        raise ApiError(400, "message: give either message or messages", param="message", code="invalid_value")
+        raise Refused(400, "message: give either message or messages", param="message", code="invalid_value")
     if asked.message is not None:
         if not asked.message.strip():
-            raise ApiError(400, "message: it needs some text", param="message", code="invalid_value")
+            raise Refused(400, "message: it needs some text", param="message", code="invalid_value")
         return [{"role": "user", "content": asked.message}]
     assert asked.messages is not None
-    app_state.check_message_count(len(asked.messages))
+    if len(asked.messages) > desk.limits.messages:
+        raise Refused(
+            400,
+            f"messages: {len(asked.messages)} messages, {desk.limits.messages} are allowed",
+            param="messages",
+            code="too_many_messages",
+        )
     return [message.plain for message in asked.messages]
 
 
-async def _receive(request: Request, path: FilePath, app_state: AppState) -> None:
+async def _receive(request: Request, path: FilePath, desk: Desk) -> None:
     """Write a body to a file as it comes, up to the limits of bytes and time."""
-    limits = app_state.limits
+    limits = desk.limits
     check_length(request.scope, limits.upload_bytes)
     size, more = 0, True
     clock = asyncio.get_running_loop().time
@@ -281,7 +304,7 @@ async def _receive(request: Request, path: FilePath, app_state: AppState) -> Non
                 await asyncio.to_thread(file.write, message.get("body", b""))
                 more = message.get("more_body", False)
     except TimeoutError:
-        raise ApiError(
+        raise Refused(
             408,
             f"the file did not come within {limits.upload_seconds:g} seconds, or nothing of it "
             f"for {limits.body_seconds:g}",

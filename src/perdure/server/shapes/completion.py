@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from perdure.server.schemas.base import (
+from perdure.server.shapes.base import (
+    Asked,
+    Given,
     Items,
-    RequestSchema,
-    ResponseSchema,
     ReuseAnswer,
-    SamplingSchema,
+    Sampled,
     StreamOptions,
     TimingsAnswer,
     UsageAnswer,
@@ -22,12 +22,12 @@ REFUSED = {"functions": "give them to /v1/chat/completions as tools"}
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class CompletionExtension(RequestSchema):
+class CompletionExtension(Asked):
     timeout: float | None = Field(None, gt=0, le=86400)
     regex: str | None = Field(None, max_length=10_000)
 
 
-class CompletionRequest(SamplingSchema):
+class CompletionRequest(Sampled):
     model: str = ""
     prompt: str | Items[str] | Items[Token] | Items[Items[Token]]
     max_tokens: int | None = Field(16, ge=1, lt=2**31)
@@ -42,27 +42,27 @@ class CompletionRequest(SamplingSchema):
     perdure: CompletionExtension | None = None
 
 
-class CompletionLogprobs(ResponseSchema):
+class CompletionLogprobs(Given):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class CompletionExtensionAnswer(ResponseSchema):
+class CompletionExtensionAnswer(Given):
     reuse: ReuseAnswer
     timings: TimingsAnswer
     seed: int
 
 
-class CompletionChoice(ResponseSchema):
+class CompletionChoice(Given):
     index: int
     text: str
     finish_reason: Literal["stop", "length", "cancelled", "error"]
     logprobs: CompletionLogprobs | None = None
 
 
-class CompletionAnswer(ResponseSchema):
+class CompletionAnswer(Given):
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
@@ -73,7 +73,7 @@ class CompletionAnswer(ResponseSchema):
     perdure: CompletionExtensionAnswer
 
 
-class TokenizeRequest(RequestSchema):
+class TokenizeRequest(Asked):
     content: str = Field(max_length=1 << 20)
     special: bool = False
     """Whether the likes of `<|im_end|>` are read as the tokens they name."""
@@ -81,21 +81,21 @@ class TokenizeRequest(RequestSchema):
     """Whether the marks are added that the model puts around every text."""
 
 
-class TokenizeAnswer(ResponseSchema):
+class TokenizeAnswer(Given):
     tokens: list[int]
     count: int
 
 
-class DetokenizeRequest(RequestSchema):
+class DetokenizeRequest(Asked):
     tokens: Items[Token]
     special: bool = False
 
 
-class DetokenizeAnswer(ResponseSchema):
+class DetokenizeAnswer(Given):
     content: str
 
 
-class ModelAnswer(ResponseSchema):
+class ModelAnswer(Given):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -107,6 +107,6 @@ class ModelAnswer(ResponseSchema):
     digest: str
 
 
-class ModelList(ResponseSchema):
+class ModelList(Given):
     object: Literal["list"] = "list"
     data: list[ModelAnswer]

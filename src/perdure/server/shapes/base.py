@@ -1,27 +1,21 @@
-"""What all schemas have in common: strict types, and one way to treat fields that nobody knows."""
+"""What all shapes have in common: strict types, and one way to treat fields that nobody knows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Literal, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+from fastapi import Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from perdure.decode.request import Timings, Usage
 from perdure.decode.slots import ReuseReport
-from perdure.server.api_error import ApiError
+from perdure.server.refusal import Refused
 
-
-class _NameRule(TypedDict):
-    min_length: int
-    max_length: int
-    pattern: str
-
-
-NAME: _NameRule = {"min_length": 1, "max_length": 200, "pattern": r"^[^/\x00-\x1f\x7f]+$"}
-"""What a session may be called, wherever its name stands in a request."""
-Name = Annotated[str, Field(**NAME)]
+NAME_LENGTH, NAME_PATTERN = 200, r"^[^/\x00-\x1f\x7f]+$"
+Name = Annotated[str, Field(min_length=1, max_length=NAME_LENGTH, pattern=NAME_PATTERN)]
+"""Of a session, or of a label."""
 
 
 T = TypeVar("T")
@@ -37,40 +31,45 @@ def _few(given: Any) -> Any:
     return given
 
 
-class RequestSchema(BaseModel):
+PAGE = 100
+Limit = Annotated[int, Query(ge=1, le=1000)]
+"""How many of a list are given at once."""
+
+
+class Asked(BaseModel):
     """Something that is sent to the server. A value of the wrong type is refused, never bent to fit."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
 
-class ResponseSchema(BaseModel):
+class Given(BaseModel):
     """Something that the server sends."""
 
     model_config = ConfigDict(frozen=True)
 
 
-class ErrorDetail(ResponseSchema):
+class ErrorDetail(Given):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorAnswer(ResponseSchema):
+class ErrorAnswer(Given):
     """What every error looks like."""
 
     error: ErrorDetail
 
 
-class PromptTokens(ResponseSchema):
+class PromptTokens(Given):
     cached_tokens: int
 
 
-class CompletionTokens(ResponseSchema):
+class CompletionTokens(Given):
     reasoning_tokens: int = 0
 
 
-class UsageAnswer(ResponseSchema):
+class UsageAnswer(Given):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -93,7 +92,7 @@ class UsageAnswer(ResponseSchema):
         )
 
 
-class ReuseAnswer(ResponseSchema):
+class ReuseAnswer(Given):
     """Where the state of a prompt came from: tokens by tier, tokens computed, and why not fewer."""
 
     tiers: dict[str, int]
@@ -105,7 +104,7 @@ class ReuseAnswer(ResponseSchema):
         return cls(tiers=dict(report.tiers), computed=report.computed, why=report.why)
 
 
-class TimingsAnswer(ResponseSchema):
+class TimingsAnswer(Given):
     """Seconds, and tokens a second."""
 
     queued: float
@@ -121,7 +120,7 @@ class TimingsAnswer(ResponseSchema):
         return cls(**asdict(timings), prefill_speed=timings.prefill_speed, decode_speed=timings.decode_speed)
 
 
-class SamplingSchema(RequestSchema):
+class Sampled(Asked):
     """How tokens are drawn. What is left out is as the runtime has it."""
 
     temperature: float | None = Field(None, ge=0, le=100)
@@ -160,7 +159,7 @@ class SamplingSchema(RequestSchema):
         return settings
 
 
-class StreamOptions(RequestSchema):
+class StreamOptions(Asked):
     include_usage: bool | None = None
 
 
@@ -168,23 +167,23 @@ Overflow = Literal["error", "drop_oldest", "shift", "fold"]
 Reasoning = Literal["show", "hide", "capture"]
 
 
-def refuse_fields(asked: RequestSchema, *, strict: bool, refused: Mapping[str, str]) -> None:
+def refuse_fields(asked: Asked, *, strict: bool, refused: Mapping[str, str]) -> None:
     """Refuse what would change the answer and cannot be done; when `strict`, also what nobody knows."""
     for name, value in (asked.model_extra or {}).items():
         if name in refused and value not in (None, [], {}, False):
-            raise ApiError(400, f"{name}: {refused[name]}", param=name, code="unsupported_parameter")
+            raise Refused(400, f"{name}: {refused[name]}", param=name, code="unsupported_parameter")
     if strict:
         for path in _unknown(asked):
-            raise ApiError(400, f"{path}: no such field", param=path, code="unknown_parameter")
+            raise Refused(400, f"{path}: no such field", param=path, code="unknown_parameter")
 
 
-def _unknown(asked: RequestSchema, path: str = "") -> Iterator[str]:
+def _unknown(asked: Asked, path: str = "") -> Iterator[str]:
     for name in asked.model_extra or ():
         yield path + name
     for name in type(asked).model_fields:
         value = getattr(asked, name)
         for index, each in enumerate(value if isinstance(value, list) else [value]):
-            if isinstance(each, RequestSchema):
+            if isinstance(each, Asked):
                 place = f"{path}{name}.{index}." if isinstance(value, list) else f"{path}{name}."
                 yield from _unknown(each, place)
 
@@ -194,7 +193,7 @@ _SEEDS = 2**32 - 1
 
 def _token(key: str) -> int:
     if not key.isascii() or not key.isdigit() or len(key) > 9:
-        raise ApiError(
+        raise Refused(
             400, f"logit_bias: {key[:40]!r} is no token id", param="logit_bias", code="invalid_value"
         )
     return int(key)

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from perdure.chat.message import Message
 from perdure.decode.slots import Plan
-from perdure.server.schemas.base import Items, Name, RequestSchema, ResponseSchema
-from perdure.server.schemas.chat import ChatMessage, ChatOptionsSchema
-from perdure.sessions.memory import Memory
+from perdure.server.shapes.base import Asked, Given, Items, Name
+from perdure.server.shapes.chat import ChatMessage, Spoken
+from perdure.sessions.importing import ImportResult
+from perdure.sessions.info import Memory, SessionInfo
 from perdure.sessions.session import Session
-from perdure.sessions.session_store import SessionInfo
 from perdure.sessions.turn import Turn
 
 Label = Annotated[str, Field(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class CreateRequest(RequestSchema):
+class CreateRequest(Asked):
     name: Name
     system: str | None = None
 
 
-class SayRequest(ChatOptionsSchema):
+class SayRequest(Spoken):
     """A turn: a message by itself, or several."""
 
     message: str | None = None
@@ -37,40 +36,40 @@ class EditRequest(SayRequest):
     """Which turn to say differently, from 1. What came after it is left."""
 
 
-class RegenerateRequest(ChatOptionsSchema):
+class RegenerateRequest(Spoken):
     pass
 
 
-class ForkRequest(RequestSchema):
+class ForkRequest(Asked):
     name: Name
     turn: Count | None = None
     """After which turn the new session starts; where this one stands, if left out."""
 
 
-class RewindRequest(RequestSchema):
+class RewindRequest(Asked):
     turns: Count = 1
 
 
-class LabelRequest(RequestSchema):
+class LabelRequest(Asked):
     label: Label
     kind: Label = "memory"
     turn: Count | None = None
     note: str = ""
 
 
-class WakeMemoryRequest(RequestSchema):
+class WakeMemoryRequest(Asked):
     name: Name
     """Of the new session."""
     address: str | None = None
     """Of the memory. It may be left out while there is exactly one."""
 
 
-class WarmRequest(RequestSchema):
+class WarmRequest(Asked):
     prompt: str | Annotated[Items[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
     labels: list[Label] = Field(default_factory=list, max_length=64)
 
 
-class OriginAnswer(ResponseSchema):
+class OriginAnswer(Given):
     how: str
     session: str | None
     turn: int | None
@@ -82,7 +81,7 @@ class OriginAnswer(ResponseSchema):
         return cls(how=str(origin.get("how", "")), session=origin.get("session"), turn=origin.get("turn"))
 
 
-class SessionSummary(ResponseSchema):
+class SessionSummary(Given):
     """A session as it is listed."""
 
     name: str
@@ -104,12 +103,14 @@ class SessionSummary(ResponseSchema):
         )
 
 
-class SessionList(ResponseSchema):
+class SessionList(Given):
     object: Literal["list"] = "list"
     data: list[SessionSummary]
+    has_more: bool
+    """Whether there are more behind these: ask with `after`, the name of the last one."""
 
 
-class SaidMessage(ResponseSchema):
+class SaidMessage(Given):
     role: str
     content: str | None
     name: str | None = None
@@ -122,7 +123,7 @@ class SaidMessage(ResponseSchema):
         return cls(**message.to_dict())
 
 
-class TurnAnswer(ResponseSchema):
+class TurnAnswer(Given):
     turn: int
     kind: str
     messages: list[SaidMessage]
@@ -148,7 +149,7 @@ class TurnAnswer(ResponseSchema):
         )
 
 
-class SessionAnswer(ResponseSchema):
+class SessionAnswer(Given):
     object: Literal["session"] = "session"
     name: str
     kind: str
@@ -156,6 +157,8 @@ class SessionAnswer(ResponseSchema):
     turns: int
     tokens: int
     """All that the model has read and written, as far as it is still in the conversation."""
+    settings: dict[str, Any]
+    """What is asked of every reply, unless a turn asks for something else."""
     origin: OriginAnswer | None
 
     @classmethod
@@ -166,20 +169,44 @@ class SessionAnswer(ResponseSchema):
             system=session.system,
             turns=session.turns,
             tokens=len(session.tokens),
+            settings=dict(session.settings),
             origin=OriginAnswer.of(session.origin),
         )
 
 
-class TurnList(ResponseSchema):
-    object: Literal["list"] = "list"
-    data: list[TurnAnswer]
+class ImportAnswer(SessionAnswer):
+    """A session that was imported."""
+
+    taken: dict[str, int]
+    """Turns; tokens as they were; tokens whose state was taken."""
+    left_out: dict[str, str]
+    """`tokens` and `state`, each with the reason, where the file had some that were not taken."""
 
     @classmethod
-    def of(cls, turns: Sequence[Turn]) -> TurnList:
-        return cls(data=[TurnAnswer.of(number, turn) for number, turn in enumerate(turns, 1)])
+    def of_result(cls, result: ImportResult) -> ImportAnswer:
+        return cls(
+            **SessionAnswer.of(result.session).model_dump(),
+            taken={"turns": result.turns, "tokens": result.tokens, "state_tokens": result.state_tokens},
+            left_out=dict(result.left_out),
+        )
 
 
-class PlanAnswer(ResponseSchema):
+class TurnList(Given):
+    object: Literal["list"] = "list"
+    data: list[TurnAnswer]
+    has_more: bool
+    """Whether there are more behind these: ask with `after`, the number of the last one."""
+
+    @classmethod
+    def of(cls, session: Session, limit: int, after: int) -> TurnList:
+        turns = session.history(limit=limit + 1, after=after)
+        return cls(
+            data=[TurnAnswer.of(after + number, turn) for number, turn in enumerate(turns[:limit], 1)],
+            has_more=len(turns) > limit,
+        )
+
+
+class PlanAnswer(Given):
     """What waking would take: tokens by tier, what is read, what is computed."""
 
     tiers: dict[str, int]
@@ -192,7 +219,7 @@ class PlanAnswer(ResponseSchema):
         return cls(tiers=dict(plan.tiers), blocks=plan.blocks, nbytes=plan.nbytes, computed=plan.computed)
 
 
-class MemoryAnswer(ResponseSchema):
+class MemoryAnswer(Given):
     address: str
     session: str
     turn: int
@@ -216,16 +243,18 @@ class MemoryAnswer(ResponseSchema):
         )
 
 
-class MemoryList(ResponseSchema):
+class MemoryList(Given):
     object: Literal["list"] = "list"
     data: list[MemoryAnswer]
+    has_more: bool
+    """Whether there are more behind these: ask with `after`, the address of the last one."""
 
 
-class DeletedAnswer(ResponseSchema):
+class DeletedAnswer(Given):
     deleted: int
 
 
-class RecordAnswer(ResponseSchema):
+class RecordAnswer(Given):
     """A prefix that was warmed."""
 
     tokens: int
@@ -233,7 +262,7 @@ class RecordAnswer(ResponseSchema):
     labels: list[str]
 
 
-class TotalsAnswer(ResponseSchema):
+class TotalsAnswer(Given):
     """Of the whole cache, whoever it serves."""
 
     blocks: int
@@ -246,7 +275,7 @@ class TotalsAnswer(ResponseSchema):
     computed_tokens: int
 
 
-class CacheAnswer(ResponseSchema):
+class CacheAnswer(Given):
     records: list[RecordAnswer]
     totals: TotalsAnswer | None
     """Only on a server without keys: where there are several callers, it is nobody's business."""

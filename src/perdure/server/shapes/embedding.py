@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from perdure.server.schemas.base import Items, RequestSchema, ResponseSchema
-from perdure.server.schemas.completion import Token
+from perdure.server.shapes.base import Asked, Given, Items
+from perdure.server.shapes.completion import Token
 
 
-class EmbeddingRequest(RequestSchema):
+class EmbeddingRequest(Asked):
     model: str = ""
     input: str | Items[str] | Items[Token] | Items[Items[Token]]
     dimensions: int | None = Field(None, ge=1, lt=2**31)
@@ -21,18 +21,18 @@ class EmbeddingRequest(RequestSchema):
     """Not used."""
 
 
-class Embedding(ResponseSchema):
+class Embedding(Given):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
 
 
-class EmbeddingUsage(ResponseSchema):
+class EmbeddingUsage(Given):
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingAnswer(ResponseSchema):
+class EmbeddingAnswer(Given):
     object: Literal["list"] = "list"
     data: list[Embedding]
     model: str

@@ -6,15 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from perdure.server.schemas.base import (
+from perdure.server.shapes.base import (
+    Asked,
+    Given,
     Items,
     Name,
     Overflow,
     Reasoning,
-    RequestSchema,
-    ResponseSchema,
     ReuseAnswer,
-    SamplingSchema,
+    Sampled,
     StreamOptions,
     TimingsAnswer,
     UsageAnswer,
@@ -30,23 +30,23 @@ REFUSED = {
 """Fields of OpenAI's that would change the answer, and what to do instead."""
 
 
-class TextPart(RequestSchema):
+class TextPart(Asked):
     type: Literal["text"]
     text: str
 
 
-class CallFunction(RequestSchema):
+class CallFunction(Asked):
     name: str = Field(min_length=1)
     arguments: str = "{}"
 
 
-class Call(RequestSchema):
+class Call(Asked):
     id: str = ""
     type: Literal["function"] = "function"
     function: CallFunction
 
 
-class ChatMessage(RequestSchema):
+class ChatMessage(Asked):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[TextPart] | None = None
     name: str | None = None
@@ -60,48 +60,48 @@ class ChatMessage(RequestSchema):
         return self.model_dump(exclude_none=True, include=set(type(self).model_fields))
 
 
-class Function(RequestSchema):
+class Function(Asked):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ToolAsked(RequestSchema):
+class ToolAsked(Asked):
     type: Literal["function"] = "function"
     function: Function
 
 
-class ChosenFunction(RequestSchema):
+class ChosenFunction(Asked):
     name: str = Field(min_length=1)
 
 
-class ToolChosen(RequestSchema):
+class ToolChosen(Asked):
     type: Literal["function"] = "function"
     function: ChosenFunction
 
 
-class SchemaAsked(RequestSchema):
+class SchemaAsked(Asked):
     name: str = ""
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
-class TextFormat(RequestSchema):
+class TextFormat(Asked):
     type: Literal["text"]
 
 
-class JsonFormat(RequestSchema):
+class JsonFormat(Asked):
     type: Literal["json_object"]
 
 
-class SchemaFormat(RequestSchema):
+class SchemaFormat(Asked):
     type: Literal["json_schema"]
     json_schema: SchemaAsked
 
 
-class Extension(RequestSchema):
+class Extension(Asked):
     """What OpenAI's API has no words for."""
 
     session: Name | None = None
@@ -119,7 +119,7 @@ class Extension(RequestSchema):
     """For the model's template."""
 
 
-class ChatOptionsSchema(SamplingSchema):
+class Spoken(Sampled):
     """What can be asked of a reply in a conversation, besides its messages."""
 
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
@@ -139,14 +139,14 @@ class ChatOptionsSchema(SamplingSchema):
     perdure: Extension | None = None
 
 
-class ChatRequest(ChatOptionsSchema):
+class ChatRequest(Spoken):
     model: str = ""
     messages: Items[ChatMessage] = Field(min_length=1)
     n: int | None = Field(None, ge=1, le=128)
     modalities: Items[str] | None = None
 
 
-class TopLogprob(ResponseSchema):
+class TopLogprob(Given):
     token: str
     logprob: float
     bytes: list[int]
@@ -156,23 +156,23 @@ class TokenAnswer(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class LogprobsAnswer(ResponseSchema):
+class LogprobsAnswer(Given):
     content: list[TokenAnswer]
     refusal: None = None
 
 
-class FunctionAnswer(ResponseSchema):
+class FunctionAnswer(Given):
     name: str
     arguments: str
 
 
-class CallAnswer(ResponseSchema):
+class CallAnswer(Given):
     id: str
     type: Literal["function"] = "function"
     function: FunctionAnswer
 
 
-class MessageAnswer(ResponseSchema):
+class MessageAnswer(Given):
     role: Literal["assistant"] = "assistant"
     content: str | None
     reasoning_content: str | None = None
@@ -180,14 +180,14 @@ class MessageAnswer(ResponseSchema):
     refusal: None = None
 
 
-class Choice(ResponseSchema):
+class Choice(Given):
     index: int
     message: MessageAnswer
     finish_reason: Literal["stop", "length", "tool_calls", "cancelled", "error"]
     logprobs: LogprobsAnswer | None = None
 
 
-class ExtensionAnswer(ResponseSchema):
+class ExtensionAnswer(Given):
     """How a reply came about."""
 
     reuse: ReuseAnswer
@@ -204,7 +204,7 @@ class ExtensionAnswer(ResponseSchema):
     """Why it should have been and is not."""
 
 
-class ChatAnswer(ResponseSchema):
+class ChatAnswer(Given):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int

@@ -1,10 +1,9 @@
-"""App state: what every route needs: the runtime, the caller, and work in threads."""
+"""What every route needs: the runtime, who asks, and work in threads."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -21,12 +20,12 @@ from perdure.chat.reply import ChatReply
 from perdure.decode.request import Reply
 from perdure.errors import TemplateError
 from perdure.runtime import Runtime
-from perdure.server.api_error import ApiError, deadline, stopping
-from perdure.server.client_job import ClientJob, Job, Part, while_connected
+from perdure.server.figures import Figures
 from perdure.server.keys import Keys
 from perdure.server.limits import Limits
-from perdure.server.metrics import Metrics
 from perdure.server.middleware.host_check import AllowedHosts
+from perdure.server.refusal import Refused, deadline, stopping
+from perdure.server.visit import Job, Part, Visit, while_connected
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,7 +37,7 @@ _QUICK, _SLOW = 64, 8
 
 
 @dataclass(kw_only=True, eq=False)
-class AppState:
+class Desk:
     """One server's runtime with its settings. A call that may wait is made in a thread, so that the event
     loop never does."""
 
@@ -58,12 +57,10 @@ class AppState:
         # Now, rather than while the first client waits. Without a template there are still completions.
         with suppress(TemplateError):
             _ = self.runtime.chat_format
-        self.metrics = Metrics(self.runtime)
+        self.figures = Figures(self.runtime)
         self._limiters: dict[int, anyio.CapacityLimiter] = {}
-        self.creating = threading.Lock()
-        """Held while a session is made, so that two who ask for one name do not both get it."""
         self.fingerprint = f"fp_{self.runtime.model.digest[:16]}"
-        self.client_jobs: WeakSet[ClientJob[Any, Any] | Future[Any]] = WeakSet()
+        self.visits: WeakSet[Visit[Any, Any] | Future[Any]] = WeakSet()
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
         """What `function` gives, called in a thread."""
@@ -73,17 +70,17 @@ class AppState:
         """The same for what takes long by its nature, so that it never keeps quick calls waiting."""
         return await self._in_thread(_SLOW, functools.partial(function, *args, **keywords))
 
-    def client_job(self, job: Job[D, R], request: Request, timeout: float | None) -> ClientJob[D, R]:
+    def visit(self, job: Job[D, R], request: Request, timeout: float | None) -> Visit[D, R]:
         """A job for the client of `request`."""
-        client_job = ClientJob(job, request, seconds=self.seconds(timeout))
-        self.client_jobs.add(client_job)
+        visit = Visit(job, request, seconds=self.seconds(timeout))
+        self.visits.add(visit)
         if self.stopping:
-            client_job.cancel()
-        return client_job
+            visit.cancel()
+        return visit
 
     async def outcome(self, work: Future[T], request: Request) -> T:
         """What comes of work for the client of `request`, unless that leaves or takes too long."""
-        self.client_jobs.add(work)
+        self.visits.add(work)
         if self.stopping:
             work.cancel()
         seconds = self.limits.request_seconds
@@ -106,7 +103,7 @@ class AppState:
     def settle(self, replies: Sequence[Reply] | Sequence[ChatReply], caller: Caller) -> None:
         """Count and note what came of a request."""
         for reply in replies:
-            self.metrics.reply(reply)
+            self.figures.reply(reply)
         usage = replies[0].usage
         caller.notes.update(
             prompt_tokens=usage.prompt_tokens,
@@ -115,18 +112,9 @@ class AppState:
             finish_reason=replies[0].finish_reason,
         )
 
-    def check_message_count(self, count: int) -> None:
-        if count > self.limits.messages:
-            raise ApiError(
-                400,
-                f"messages: {count} messages, {self.limits.messages} are allowed",
-                param="messages",
-                code="too_many_messages",
-            )
-
     def check_model(self, asked: str) -> None:
         if asked not in ("", "default", self.name):
-            raise ApiError(
+            raise Refused(
                 404,
                 f"there is no model {asked!r} here, only {self.name!r}",
                 kind="not_found_error",
@@ -145,8 +133,8 @@ class AppState:
     def end(self) -> None:
         """End everything that is still being computed for somebody."""
         self.stopping = True
-        for client_job in list(self.client_jobs):
-            client_job.cancel()
+        for visit in list(self.visits):
+            visit.cancel()
 
     async def _in_thread(self, threads: int, function: Callable[[], T]) -> T:
         # A limiter belongs to the event loop that it is made in.
@@ -162,14 +150,14 @@ class Caller:
     notes: dict[str, Any]
 
 
-def _app_state(request: Request) -> AppState:
-    app_state: AppState = request.app.state.app_state
-    return app_state
+def _desk(request: Request) -> Desk:
+    desk: Desk = request.app.state.desk
+    return desk
 
 
 def _caller(request: Request) -> Caller:
     return Caller(request.state.namespace, request.state.notes)
 
 
-AppStateDep = Annotated[AppState, Depends(_app_state)]
-CallerDep = Annotated[Caller, Depends(_caller)]
+ADesk = Annotated[Desk, Depends(_desk)]
+ACaller = Annotated[Caller, Depends(_caller)]

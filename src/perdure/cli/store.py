@@ -1,0 +1,26 @@
+"""The folder in which the commands keep sessions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from perdure.config import settings
+from perdure.errors import StoreError
+from perdure.sessions.session_store import FILE
+from perdure.sessions.sessions import Sessions
+
+
+def sessions_in(store: Path | None, *, readonly: bool, create: bool = False) -> Sessions:
+    """The sessions in `store`, or in the one under `PERDURE_HOME`, without a model."""
+    return Sessions(session_folder(store, create=create), readonly=readonly)
+
+
+def session_folder(store: Path | None, *, create: bool = False) -> Path:
+    """The folder of the sessions. An error where there are none, unless they are to be created."""
+    folder = store or settings().store
+    if not create and not (folder / FILE).is_file():
+        raise StoreError(
+            f"there are no sessions in {folder}: `perdure chat --session NAME` starts one, "
+            "`perdure sessions import FILE` brings one"
+        )
+    return folder
