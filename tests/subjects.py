@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,12 @@ NAMES = [*TOYS, *zoo.names()]
 
 # With these the engine rounds least: no half-precision sums over cells, whose order then hardly matters.
 FINE = {"flash": False, "k_type": "f32", "v_type": "f32"}
+# Nearly as fine, and state can still be cut by token.
+PRECISE = {"k_type": "f32", "v_type": "f32"}
+
+NARROW = 3
+"""Tokens a step in tests that compare any history with a cold run: steps of 1, 2 and 3 tokens are computed
+alike on many CPUs. Where they are not, such tests use `PRECISE` and a bound that is measured: `compared`."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +55,87 @@ NOISE = {
 
 
 @dataclass(frozen=True)
+class Compared:
+    """How histories of narrow steps are compared on this machine: with which settings, and how closely."""
+
+    bound: float = 0.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@functools.cache
+def _compared(model: Model, items: tuple[tuple[str, Any], ...]) -> Compared:
+    wanted = dict(items)
+    if _floor(model, wanted) == 0:
+        return Compared()
+    settings = PRECISE | wanted
+    floor = _floor(model, settings)
+    # A wide margin, and still far from what one wrong token makes.
+    wrong = _least_error(model, settings)
+    bound = min(max(1e-10, 8 * floor), wrong / 4)
+    assert bound >= 2 * floor, f"noise of KL {floor:.2g} here cannot be told from an error of {wrong:.2g}"
+    return Compared(bound, settings)
+
+
+def compared(model: ToyModel | Model, **settings: Any) -> Compared:
+    """How to compare histories of narrow steps of `model`: bit for bit where this machine rounds all narrow
+    steps alike, else with the finest settings that `settings` leave, within noise that is measured here."""
+    if isinstance(model, ToyModel):
+        return Compared()
+    return _compared(model, tuple(sorted(settings.items())))
+
+
+def _floor(model: Model, settings: Mapping[str, Any]) -> float:
+    """The most that narrow steps of other widths make of the same tokens."""
+    found = 0.0
+    for length in (9, 40, 70, 150):
+        rows = [
+            _row(model, _tokens(length, 90 + length), n_batch, settings) for n_batch in range(1, NARROW + 1)
+        ]
+        found = max(found, *(divergence(one, other) for one, other in itertools.permutations(rows, 2)))
+    return found
+
+
+def _least_error(model: Model, settings: Mapping[str, Any]) -> float:
+    """The least that one wrong token makes."""
+    tokens = _tokens(70, 5)
+    true = _row(model, tokens, NARROW, settings)
+    places = range(0, 69, 6)
+    return min(
+        divergence(
+            true, _row(model, [*tokens[:at], (tokens[at] + 1) % 256, *tokens[at + 1 :]], NARROW, settings)
+        )
+        for at in places
+    )
+
+
+def _row(model: Model, tokens: list[int], n_batch: int, settings: Mapping[str, Any]) -> Row:
+    with model.context(n_ctx=256, n_seq=1, n_batch=n_batch, threads=1, **settings) as ctx:
+        ctx.decode(tokens)
+        return ctx.logits().copy()
+
+
+def _tokens(count: int, seed: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng([seed, 7]).integers(0, 256, count)]
+
+
+@dataclass(frozen=True)
 class Subject:
     """One model, and how far apart the same tokens can be on it."""
 
     name: str
     model: ToyModel | Model
     rounding: Noise
+
+    @property
+    def narrow(self) -> Compared:
+        """How histories of narrow steps are compared with a cold run."""
+        return compared(self.model)
+
+    def narrow_bound(self, *, fine: bool) -> float:
+        """The same, in streams, where the fine settings are asked for."""
+        if not fine:
+            return self.narrow.bound
+        return self.rounding.fine if self.narrow.bound else 0.0
 
     @property
     def routes(self) -> bool:
@@ -76,7 +159,7 @@ class Subject:
 
     def tokens(self, count: int, seed: int = 0) -> list[int]:
         """Tokens that look like nothing in particular, and are always the same."""
-        return [int(token) for token in np.random.default_rng([seed, 7]).integers(0, 256, count)]
+        return _tokens(count, seed)
 
     def cold(self, chunks: list[list[int]], **settings: Any) -> Row:
         """The last row of a fresh context that is given `chunks`, one native step or more each."""

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from perdure import Job, PerdureError, Reply
 from perdure.engine.contract import Outcome
-from subjects import Row, Subject, check
+from subjects import NARROW, Row, Subject, check
 
-from .served import BOUND, EXPERTS, NARROW, PLENTY, Answer, Served
+from .served import BOUND, EXPERTS, PLENTY, Answer, Served
 
 N_CTX = 160
 LONGEST = N_CTX - 8

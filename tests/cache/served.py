@@ -16,7 +16,7 @@ from perdure.cache.book import Book
 from perdure.cache.working_set import WorkingSet
 from perdure.decode.engine_loop import CHUNK, EngineLoop
 from perdure.decode.request import Request
-from subjects import Row, Subject, check
+from subjects import NARROW, Compared, Row, Subject, check
 
 BLOCK = 8
 SPACING = 16
@@ -32,8 +32,6 @@ BOUND = {
 """The KL of a row from a fresh context's by rounding alone, at most, as measured: docs/exactness.md."""
 EXPERTS = ("qwen3moe", "deepseek2")
 """Rounding can send a token to another expert, so that only equal shapes tell noise from error."""
-NARROW = 3
-"""Steps of so few tokens are computed alike whatever their number: any history compares exactly."""
 PLENTY = 64 << 20
 
 
@@ -78,7 +76,13 @@ class Served:
         **settings: Any,
     ) -> None:
         self.subject = subject
-        self.settings: dict[str, Any] = {"n_ctx": 256, "n_batch": NARROW, **settings}
+        # In a pool, and in a window that is not kept, other cells round otherwise.
+        elsewhere = settings.get("shared") or (
+            subject.kind is MemoryKind.SLIDING and not settings.get("swa_full", True)
+        )
+        # In exact mode the shapes of steps are those of a fresh context that reads in the same steps.
+        narrow = subject.narrow if not exact and settings.get("n_batch", NARROW) <= NARROW else Compared()
+        self.settings: dict[str, Any] = {"n_ctx": 256, "n_batch": NARROW, **narrow.settings, **settings}
         self.context: Context = subject.context(n_seq=slots, **self.settings)
         self.exact = min(block, self.context.n_batch) if exact else None
         self.places = WorkingSet(
@@ -94,12 +98,8 @@ class Served:
         self.book = Book(
             self.places, tokenize=subject.model.tokenize, read=self._read, call=self.engine_loop.call
         )
-        # In a pool, and in a window that is not kept, other cells round otherwise.
-        elsewhere = settings.get("shared") or (
-            subject.kind is MemoryKind.SLIDING and not settings.get("swa_full", True)
-        )
-        narrow = (exact or self.context.n_batch <= NARROW) and not elsewhere
-        self.bound = 0.0 if narrow or subject.toy else BOUND[subject.name]
+        wide = not exact and self.context.n_batch > NARROW
+        self.bound = BOUND[subject.name] if (wide or elsewhere) and not subject.toy else narrow.bound
         self.adapters: dict[Any, float] = {}
 
     # Asking.

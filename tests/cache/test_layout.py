@@ -16,7 +16,7 @@ import zoo
 from perdure import Context, MemoryKind
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.layout import Layout, discover
-from subjects import Subject, check
+from subjects import NARROW, Subject, check
 
 from .served import BOUND, Served
 
@@ -233,7 +233,8 @@ def test_a_sequence_whose_cells_are_out_of_order_is_cut_by_token(rowed: Subject,
 
 @pytest.mark.parametrize("way", ["streams", "pool"])
 def test_forks_and_cuts_leave_rows_that_can_be_put_back(rowed: Subject, way: str) -> None:
-    with rowed.context(n_seq=3, n_batch=3, shared=way == "pool") as ctx:
+    narrow = rowed.narrow
+    with rowed.context(n_seq=3, n_batch=NARROW, shared=way == "pool", **narrow.settings) as ctx:
         tokens = rowed.tokens(30)
         ctx.decode(tokens)
         ctx.fork(0, 1)
@@ -248,15 +249,15 @@ def test_forks_and_cuts_leave_rows_that_can_be_put_back(rowed: Subject, way: str
         pieces = [capture.rows.cut(at, min(at + 8, len(held))) for at in range(0, len(held), 8)]
         ctx.assemble(held, pieces, capture.rest, 2)
         ctx.decode([65], 2)
-        bound = BOUND[rowed.name] if way == "pool" else 0.0
-        check(ctx.logits().copy(), rowed.cold([[*held, 65]], n_batch=3), bound)
+        bound = BOUND[rowed.name] if way == "pool" else narrow.bound
+        check(ctx.logits().copy(), rowed.cold([[*held, 65]], n_batch=NARROW, **narrow.settings), bound)
 
 
 # Where there are no rows.
 
 
 def test_without_flash_attention_a_state_is_kept_whole(real: Subject) -> None:
-    settings: dict[str, Any] = {"n_batch": 3, "flash": False}
+    settings: dict[str, Any] = {"n_batch": NARROW, "flash": False, **real.narrow.settings}
     with real.context(n_seq=3, **settings) as ctx:
         tokens = real.tokens(LENGTH)
         ctx.decode(tokens)
@@ -267,12 +268,13 @@ def test_without_flash_attention_a_state_is_kept_whole(real: Subject) -> None:
         ctx.assemble(tokens, [], capture.rest, 1)
         assert ctx.tokens(1) == tokens
         ctx.decode([65], 1)
-        check(ctx.logits().copy(), real.cold([[*tokens, 65]], **settings))
+        check(ctx.logits().copy(), real.cold([[*tokens, 65]], **settings), real.narrow.bound)
 
 
 def test_a_recurrent_state_is_kept_whole(find_subject: Callable[[str], Subject]) -> None:
     real = find_subject("mamba")
-    with real.context(n_batch=3) as ctx:
+    narrow = real.narrow
+    with real.context(n_batch=NARROW, **narrow.settings) as ctx:
         tokens = real.tokens(LENGTH)
         ctx.decode(tokens)
         part = ctx.checkpoint()
@@ -284,7 +286,11 @@ def test_a_recurrent_state_is_kept_whole(find_subject: Callable[[str], Subject])
         for state in (whole.rest, part.state):
             ctx.assemble(tokens, [], state, 2)
             ctx.decode([65], 2)
-            check(ctx.logits().copy(), real.cold([[*tokens, 65]], n_batch=3))
+            check(
+                ctx.logits().copy(),
+                real.cold([[*tokens, 65]], n_batch=NARROW, **narrow.settings),
+                narrow.bound,
+            )
 
 
 def test_c7_memory_for_states_on_their_way_keeps_to_its_limit(find_subject: Callable[[str], Subject]) -> None:

@@ -21,14 +21,12 @@ from perdure import (
     MemoryKind,
 )
 from perdure.engine.contract import Outcome, Rows
-from subjects import Row, Subject, check
+from subjects import NARROW, Row, Subject, check
 
 from .failures import failing_decode, refused_write
 
 N_SEQ = 3
 N_CTX = 120
-NARROW = 3
-"""Steps of so few tokens are computed alike whatever their number: any history compares exactly."""
 
 
 class Fault(NamedTuple):
@@ -90,10 +88,14 @@ class ContextMachine(RuleBasedStateMachine):
             "n_batch": n_batch,
             "swa_full": swa_full and not self.prefix,
             "fine": fine,
+            **(self.subject.narrow.settings if exact else {}),
         }
         self.ctx: Context = self.subject.context(n_seq=N_SEQ, shared=shared, **self.settings)
         rounding = self.subject.rounding
-        self.bound = 0.0 if exact else rounding.fine if fine else rounding.usual
+        if exact:
+            self.bound = self.subject.narrow_bound(fine=fine)
+        else:
+            self.bound = rounding.fine if fine else rounding.usual
         self.held: dict[int, list[int]] = {seq: [] for seq in range(N_SEQ)}
         for seq, length in enumerate(fill):
             self.fill(seq, length + (self.prefix if seq == 0 else 0))

@@ -20,7 +20,7 @@ from perdure import (
     SequenceError,
     TokenError,
 )
-from subjects import Row, Subject, check
+from subjects import NARROW, Row, Subject, check
 
 from .failures import failing_decode
 
@@ -33,6 +33,14 @@ def holds(ctx: Context, *sequences: list[int]) -> bool:
         ctx.tokens(seq) == tokens and ctx.length(seq) == len(tokens) == ctx._core.newest(seq) + 1
         for seq, tokens in enumerate(sequences)
     )
+
+
+def check_next(subject: Subject, ctx: Context, text: list[int], seq: int) -> None:
+    """The row of one more token of `seq`, which holds `text`, is that of a fresh context."""
+    narrow = subject.narrow
+    ctx.decode([5], seq)
+    cold = subject.cold([[*text, 5]], n_batch=NARROW, **narrow.settings)
+    check(ctx.logits().copy(), cold, narrow.bound)
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, ctx: Context, number: int) -> None:
@@ -328,7 +336,7 @@ def test_b6_a_failed_step_leaves_each_sequence_before_it_or_says_what_is_left(
     subject: Subject, after: int
 ) -> None:
     texts = {seq: subject.tokens(9 + seq, seq) for seq in range(3)}
-    with subject.context(n_batch=3) as ctx:
+    with subject.context(n_batch=NARROW, **subject.narrow.settings) as ctx:
         for seq in (0, 2, 1):
             ctx.decode(texts[seq], seq)
         # The first step takes sequences that lie on both sides of the third.
@@ -344,8 +352,7 @@ def test_b6_a_failed_step_leaves_each_sequence_before_it_or_says_what_is_left(
                 texts = {seq: [] if seq in lost else text for seq, text in texts.items()}
             assert holds(ctx, *texts.values())
         for seq, text in texts.items():
-            ctx.decode([5], seq)
-            check(ctx.logits().copy(), subject.cold([[*text, 5]], n_batch=3))
+            check_next(subject, ctx, text, seq)
 
 
 def test_b6_after_a_failed_step_of_sequences_apart_tokens_go_where_they_would_have_gone(
@@ -355,7 +362,7 @@ def test_b6_after_a_failed_step_of_sequences_apart_tokens_go_where_they_would_ha
     if not subject.toy and subject.kind is not MemoryKind.FULL:
         pytest.skip("its cells have no places of their own, or lose them")
     texts = [subject.tokens(45, seq) for seq in range(3)]
-    with subject.context(n_batch=3, fine=True) as ctx:
+    with subject.context(n_batch=NARROW, fine=True) as ctx:
         for seq, text in enumerate(texts):
             ctx.decode(text, seq)
         with pytest.raises(DecodeError), failing_decode(ctx, step=1, after=0):
@@ -363,14 +370,15 @@ def test_b6_after_a_failed_step_of_sequences_apart_tokens_go_where_they_would_ha
         for seq, text in enumerate(texts):
             if ctx.tokens(seq):
                 ctx.decode([5], seq)
-                check(ctx.logits().copy(), subject.cold([[*text, 5]], n_batch=3, fine=True))
+                cold = subject.cold([[*text, 5]], n_batch=NARROW, fine=True)
+                check(ctx.logits().copy(), cold, subject.narrow_bound(fine=True))
 
 
 def test_b6_cancelling_a_step_never_costs_a_sequence_that_is_no_part_of_it(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [subject.tokens(9 + seq, seq) for seq in range(3)]
-    with subject.context(n_batch=3) as ctx:
+    with subject.context(n_batch=NARROW, **subject.narrow.settings) as ctx:
         for seq in (0, 2, 1):
             ctx.decode(texts[seq], seq)
         decode = ctx._core.decode
@@ -392,8 +400,7 @@ def test_b6_cancelling_a_step_never_costs_a_sequence_that_is_no_part_of_it(
         monkeypatch.undo()
         assert holds(ctx, *texts)
         for seq, text in enumerate(texts):
-            ctx.decode([5], seq)
-            check(ctx.logits().copy(), subject.cold([[*text, 5]], n_batch=3))
+            check_next(subject, ctx, text, seq)
 
 
 def test_b6_a_failed_decode_into_an_empty_sequence_leaves_it_empty(

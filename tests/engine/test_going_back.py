@@ -19,20 +19,19 @@ from perdure import (
     RowError,
     SequenceError,
 )
-from subjects import Row, Subject, check
+from subjects import NARROW, Row, Subject, check
 
-N_BATCH = 3
-"""Steps of so few tokens are computed alike whatever their number, so that any history compares exactly."""
 LENGTH = 70
 
 
 def opened(subject: Subject, **settings: Any) -> Context:
     """One pool of cells is never exact, so there the settings are those that round least."""
-    return subject.context(**{"n_batch": N_BATCH, "fine": settings.get("shared", False), **settings})
+    fine = settings.get("shared", False)
+    return subject.context(**{"n_batch": NARROW, "fine": fine, **subject.narrow.settings, **settings})
 
 
 def cold(subject: Subject, tokens: list[int], **settings: Any) -> Row:
-    return subject.cold([tokens], n_batch=N_BATCH, **settings)
+    return subject.cold([tokens], n_batch=NARROW, **{**subject.narrow.settings, **settings})
 
 
 def go_on(subject: Subject, ctx: Context, tokens: list[int], seq: int = 0) -> None:
@@ -46,16 +45,18 @@ def go_on(subject: Subject, ctx: Context, tokens: list[int], seq: int = 0) -> No
 def check_alike(subject: Subject, ctx: Context, tokens: list[int], **settings: Any) -> None:
     """The last row of `ctx` is that of a fresh context with the same tokens."""
     fine = ctx.capabilities.shared
-    bound = subject.rounding.fine if fine else 0.0
+    bound = subject.rounding.fine if fine else subject.narrow.bound
     check(ctx.logits().copy(), cold(subject, tokens, fine=fine, **settings), bound)
 
 
 @pytest.mark.parametrize("fine", [False, True])
-def test_steps_of_up_to_three_tokens_are_computed_alike(subject: Subject, fine: bool) -> None:
-    """What the exact comparisons here stand on, besides the promise itself."""
+def test_narrow_steps_are_computed_alike_or_nearly(subject: Subject, fine: bool) -> None:
+    """What the comparisons here stand on, besides the promise itself."""
     tokens = subject.tokens(LENGTH)
     for n_batch in (1, 2):
-        check(subject.cold([tokens], n_batch=n_batch, fine=fine), cold(subject, tokens, fine=fine))
+        settings = {"fine": fine, **subject.narrow.settings}
+        row = subject.cold([tokens], n_batch=n_batch, **settings)
+        check(row, cold(subject, tokens, fine=fine), subject.narrow_bound(fine=fine))
 
 
 # Cutting.

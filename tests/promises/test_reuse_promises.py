@@ -29,10 +29,8 @@ from perdure.cache.tier import MemoryTier
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.toy import ToyCore, ToyModel
 from promises.kinds import FULL, KINDS, WINDOW, Kind, Row, positions, prompt
-from subjects import check
+from subjects import NARROW, check, compared
 
-EXACT = 3
-"""Steps of so few tokens are computed alike whatever their number, so that any history compares exactly."""
 TOYS = {kind.value: kind for kind in MemoryKind}
 
 
@@ -46,9 +44,14 @@ class Desk:
     slots: int = 2
     more: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        narrow = compared(self.model, **{k: v for k, v in self.settings.items() if k != "shared"})
+        self.opened = {**narrow.settings, **self.settings}
+        self.bound = self.noise or narrow.bound
+
     def __enter__(self) -> Desk:
         self.rt: Runtime = perdure.open(
-            self.model, n_ctx=640, slots=self.slots, n_batch=EXACT, threads=1, **self.settings, **self.more
+            self.model, n_ctx=640, slots=self.slots, n_batch=NARROW, threads=1, **self.opened, **self.more
         )
         return self
 
@@ -65,14 +68,14 @@ class Desk:
         request = {"max_tokens": 2, "temperature": 0, "ignore_eos": True, **request}
         reply = self.rt.generate(list(tokens), processors=[record], **request)
         for warm, cold in zip(rows, self.cold(tokens, reply.tokens), strict=False):
-            check(warm, cold, self.noise)
+            check(warm, cold, self.bound)
         assert reply.usage.cached_tokens == reply.reuse.reused
         assert reply.reuse.reused + reply.reuse.computed == len(tokens)
         return reply
 
     def cold(self, tokens: Sequence[int], said: Sequence[int]) -> list[Row]:
         found: list[Row] = []
-        with self.model.context(n_ctx=640, n_seq=1, n_batch=EXACT, threads=1, **self.settings) as ctx:
+        with self.model.context(n_ctx=640, n_seq=1, n_batch=NARROW, threads=1, **self.opened) as ctx:
             ctx.decode(list(tokens))
             found.append(ctx.logits().copy())
             for token in said[:-1]:

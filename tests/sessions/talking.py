@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 import perdure
 from perdure import ChatReply, LogitsView, Runtime, Session
 from perdure.engine.toy import Faults, ToyModel
-from subjects import Noise, Row, Subject, check
+from subjects import NARROW, Noise, Row, Subject, check
 
-# Steps of so few tokens are computed alike whatever their number: any history compares exactly.
-SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_batch": 3, "threads": 1, "slots": 2}
+SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_batch": NARROW, "threads": 1, "slots": 2}
 ASK: dict[str, Any] = {"max_tokens": 6, "temperature": 0}
 
 
@@ -54,13 +53,13 @@ class Hold:
 
 @contextmanager
 def talking(subject: Subject, store: Path | None = None, **settings: Any) -> Iterator[Talk]:
-    wanted = {**SETTINGS, **settings}
+    wanted = {**SETTINGS, **subject.narrow.settings, **settings}
     with perdure.open(subject.model, store=store, **wanted) as rt:
         yield Talk(subject, rt, wanted["n_ctx"])
 
 
 class Talk:
-    """A runtime with a store. What its sessions answer is checked: warm equals cold, bit for bit."""
+    """A runtime with a store. What its sessions answer is checked: warm equals cold."""
 
     def __init__(self, subject: Subject, rt: Runtime, n_ctx: int) -> None:
         self.subject = subject
@@ -84,10 +83,11 @@ class Talk:
 
         reply = ask(record)
         read = session.tokens[: reply.usage.prompt_tokens]
-        with self.subject.context(n_seq=1, n_ctx=self._n_ctx, n_batch=3) as ctx:
+        narrow = self.subject.narrow
+        with self.subject.context(n_seq=1, n_ctx=self._n_ctx, n_batch=NARROW, **narrow.settings) as ctx:
             ctx.decode(list(read))
             for number, warm in enumerate(rows):
-                check(warm, ctx.logits().copy())
+                check(warm, ctx.logits().copy(), narrow.bound)
                 if number + 1 < len(rows):
                     # The last token of a reply that fills the context has no place in it.
                     ctx.decode([reply.tokens[number]])

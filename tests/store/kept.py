@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 import perdure
 from inside import inside
 from perdure import LogitsView, Reply, Runtime
-from subjects import Row, Subject, check
+from subjects import NARROW, Row, Subject, check, compared
 
-NARROW = 3
-"""Steps of so few tokens are computed alike whatever their number: any history compares exactly."""
 SETTINGS: dict[str, Any] = {"n_ctx": 256, "n_batch": NARROW, "threads": 1}
 
 
@@ -45,13 +43,14 @@ class Answer:
 
 
 class Kept:
-    """A runtime whose answers are checked: warm equals cold, bit for bit."""
+    """A runtime whose answers are checked: warm equals cold, as closely as this machine repeats itself."""
 
-    def __init__(self, subject: Subject, runtime: Runtime, settings: dict[str, Any]) -> None:
+    def __init__(self, subject: Subject, runtime: Runtime, settings: dict[str, Any], bound: float) -> None:
         self.subject = subject
         self.runtime = runtime
         self.cache = runtime.cache
         self._settings = settings
+        self._bound = bound
 
     def say(self, prompt: Sequence[int], **request: Any) -> Answer:
         rows: list[Row] = []
@@ -64,7 +63,7 @@ class Kept:
             list(prompt), max_tokens=3, temperature=0, ignore_eos=True, processors=(record,), **request
         )
         for warm, cold in zip(rows, self._cold(prompt, reply.tokens), strict=True):
-            check(warm, cold)
+            check(warm, cold, self._bound)
         return Answer(list(prompt), reply)
 
     def flush(self) -> None:
@@ -92,6 +91,7 @@ _COLD: dict[tuple[object, ...], list[Row]] = {}
 @contextmanager
 def kept(subject: Subject, folder: Path, **options: Any) -> Iterator[Kept]:
     own = {name: options.pop(name) for name in ("slots", "cache", "store_bytes") if name in options}
-    settings = {**SETTINGS, **options}
+    narrow = compared(subject.model, **options)
+    settings = {**SETTINGS, **narrow.settings, **options}
     with perdure.open(subject.model, store=folder, **{"slots": 2, **own}, **settings) as runtime:
-        yield Kept(subject, runtime, settings)
+        yield Kept(subject, runtime, settings, narrow.bound)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -293,14 +294,17 @@ def test_p7_another_number_of_slots_changes_nothing_that_lasts_by_token(
                 assert answer.from_disk >= len(tokens) - 1
 
 
-@pytest.mark.parametrize("change", [{"k_type": "f32"}, {"v_type": "f32"}, {"flash": False}])
+@pytest.mark.parametrize("changed", ["k_type", "v_type", "flash"])
 @toy_only("llama", "gemma3", "jamba")
 def test_c11_another_type_or_way_of_attention_is_a_miss(
     subject: Subject,
-    change: dict[str, object],
+    changed: str,
     tmp_path: Path,
     stored: Callable[[Subject, Path], list[int]],
 ) -> None:
+    usual = {"k_type": "f16", "v_type": "f16", "flash": True, **subject.narrow.settings}[changed]
+    other: dict[object, object] = {"f16": "f32", "f32": "f16", True: False}
+    change: dict[str, Any] = {changed: other[usual]}
     tokens = stored(subject, tmp_path / "store")
     with kept(subject, tmp_path / "store", **change) as runtime:
         first = runtime.say([*tokens, 1])
