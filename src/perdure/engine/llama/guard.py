@@ -16,7 +16,7 @@ from perdure.engine.llama.declarations import (
 )
 from perdure.errors import EngineLibraryError
 
-OLDEST, NEXT = (0, 5), (0, 6)
+OLDEST, NEXT = (0, 4), (0, 6)
 """The versions of llama.cpp that the declarations are written for: from the first, below the second."""
 
 _IN_REGISTERS = 16
