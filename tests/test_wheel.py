@@ -90,7 +90,7 @@ def test_installed_elsewhere_it_fetches_the_engine_answers_and_finds_its_version
     there = variables(tmp_path / "home") | {"PERDURE_MODEL": str(models.path())}
     done = run(environment, there, tmp_path, "--version")
     assert done == f"perdure {perdure.__version__}\n"
-    reply = run(environment, there, tmp_path, "run", "The sky is", "--max-tokens", "8", "-t", "0", "--json")
+    reply = run(environment, there, tmp_path, "run", "--raw", "The sky is", "-n", "8", "-t", "0", "--json")
     assert json.loads(reply)["usage"]["completion_tokens"] == 8
     listed = json.loads(run(environment, there, tmp_path, "engine", "list", "--json"))
     assert listed[0]["used"]
