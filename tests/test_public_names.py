@@ -85,3 +85,10 @@ def test_every_error_is_drawn_in_the_tree_where_it_stands() -> None:
             base.__name__ for base in error_classes()[name].__mro__[1:] if base.__name__ in error_classes()
         ]
         assert parents == path[:depth][::-1], name
+
+
+def test_importing_the_package_imports_none_of_its_parts() -> None:
+    """Half a second of numpy and templates is for who uses them; `perdure --help` does not."""
+    code = "import sys, perdure; print(*(n for n in sys.modules if n.split('.')[0] in ('perdure', 'numpy')))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["perdure"]

@@ -25,6 +25,8 @@ app = typer.Typer(
     help="Local language models whose sessions last.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    # Its frames and colours take half a second to import.
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
