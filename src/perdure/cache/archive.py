@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import Block, BlockId, block_id, chain, cost, root_id
+from perdure.cache.block import Block, BlockId, block_id, chain, cost, cost_of_token, root_id
+from perdure.cache.checkpoints import Point
 from perdure.cache.prefix import Found, Match, Tiers
 from perdure.cache.record import Record, RecordIndex, doomed
 from perdure.cache.siblings import beginnings, closest
 from perdure.engine.context import Context
 from perdure.engine.contract import Capture, MemoryKind
-from perdure.engine.state import Checkpoint
 from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.identity import Identity
 
@@ -42,22 +42,20 @@ class Archive:
 
     # Keeping.
 
-    def fits(self, length: int) -> bool:
+    def fits(self, lengths: NDArray[np.int64]) -> NDArray[np.bool_] | bool:
         """Whether the state of so many tokens has room in the tiers, as far as is known."""
-        needed = cost(length, self._row_bytes, self._rest_bytes)
-        return self.tiers.lower is not None or needed <= self.tiers.memory.budget
+        if self.tiers.lower is not None:
+            return True
+        needed = cost(0, 0, self._rest_bytes) + lengths * cost_of_token(self._row_bytes)
+        return needed <= self.tiers.memory.budget
 
-    def keep(self, seq: int, namespace: str, checkpoints: Sequence[Checkpoint], length: int) -> None:
+    def keep(self, seq: int, namespace: str, checkpoints: Iterable[Point], length: int) -> None:
         """Copy the first `length` tokens of `seq`, and how it was at its checkpoints, as far as that is new
         and there is room."""
-        tokens = np.array(self._context.tokens(seq)[:length], np.int32)
+        tokens = self._context.token_array(seq, 0, length)
         if not self.tiers.memory.budget or not len(tokens):
             return
-        points = {
-            point.length: point.state
-            for point in checkpoints
-            if point.state is not None and point.length <= length
-        }
+        points = {point.length: point.state for point in checkpoints if point.length <= length}
         new: dict[BlockId, Block] = {}
         at_end = len(tokens) == self._context.length(seq)
         if not self._has_all(namespace, tokens, points, at_end=at_end):

@@ -35,7 +35,11 @@ def root_id(identity: Identity, *, block_size: int, mode: str, namespace: str) -
 
 def cost(count: int, row_bytes: int, rest_bytes: int) -> int:
     """What keeping a block of `count` tokens costs in bytes."""
-    return _OVERHEAD + count * (4 + row_bytes) + rest_bytes
+    return _OVERHEAD + count * cost_of_token(row_bytes) + rest_bytes
+
+
+def cost_of_token(row_bytes: int) -> int:
+    return 4 + row_bytes
 
 
 def block_id(parent: BlockId, tokens: NDArray[np.int32]) -> BlockId:

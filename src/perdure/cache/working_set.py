@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from perdure.cache.archive import Archive
 from perdure.cache.block import BLOCK, Block, BlockId
+from perdure.cache.checkpoints import Checkpoints, Point, PrefixHash
 from perdure.cache.prefix import Found, LowerTier, Match, Tiers
 from perdure.cache.record import Record, RecordIndex
-from perdure.cache.siblings import common
+from perdure.cache.slot_choice import PUT_BACK, Choice, Counts, Option, SlotView, choose
+from perdure.cache.slot_index import SlotIndex
 from perdure.cache.tier import MemoryTier
 from perdure.decode.slots import LATER, Later, Plan, ReuseReport, SlotAssignment
 from perdure.engine.context import Context
@@ -24,14 +26,6 @@ from perdure.identity import Identity
 
 Ids = NDArray[np.int32]
 
-# What moving a token's state costs, in tokens computed. Moving is hundreds of times cheaper; these only
-# have to rank the choices, so round figures do.
-_PUT_BACK = 0.001
-_TAKE_OUT = 0.002
-_LOST = 0.5
-"""A token whose state nobody keeps may be asked for again, or not."""
-_PLACE = 16.0
-"""Taking the place of a conversation that may go on, even where it can be moved out and back."""
 _WORTH_WAITING = 32
 """Tokens that another request must be about to compute before it pays to wait for it."""
 
@@ -42,24 +36,14 @@ class _Slot:
 
     seq: int
     busy: bool = False
-    used: int = 0
     namespace: str = ""
-    script: Ids = field(default_factory=lambda: np.empty(0, np.int32))
-    checkpoints: list[Checkpoint] = field(default_factory=list)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    passed: PrefixHash | None = None
+    """The hash of its tokens as far as the last checkpoint."""
     exact: int = 0
     """Tokens of it, from the first on, that were or will be computed in the steps of exact mode."""
     forget: bool = False
     """What it holds was cleared while it was busy: it goes when that is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """A way to serve a prompt: which sequence, and where its first `length` tokens come from."""
-
-    slot: _Slot
-    length: int
-    cost: float
-    source: _Slot | Found | None
 
 
 class WorkingSet:
@@ -99,6 +83,9 @@ class WorkingSet:
         self._context = context
         self._spacing = spacing
         self._slots = [_Slot(seq) for seq in range(context.n_seq)]
+        self._index = SlotIndex(context.n_seq)
+        self._indexed = b""
+        self._used = np.zeros(context.n_seq, np.int64)
         self._clock = 0
 
     @property
@@ -111,30 +98,31 @@ class WorkingSet:
     def acquire(
         self, tokens: Ids, *, namespace: str = "", reuse: bool = True
     ) -> SlotAssignment | Later | None:
-        idle = [slot for slot in self._slots if not slot.busy]
-        if not idle:
+        idle = np.array([not slot.busy for slot in self._slots])
+        if not idle.any():
             return None
         refusal = self._inexact if reuse else "reuse was not wanted"
         wanted = tokens if refusal is None else tokens[:0]
         found = self._archive.find(wanted, namespace)
-        best, options = self._choose(idle, tokens, wanted, namespace, found)
+        choice, shared, held = self._choose(idle, tokens, wanted, namespace, found)
         # What a busy sequence has so far does not count: the rest of it is worth waiting for too.
-        sure = max(option.length for option in options if not _is_busy(option.source))
-        if self._soon(wanted, namespace) - sure >= _WORTH_WAITING:
+        if self._soon(shared, held) - choice.sure >= _WORTH_WAITING:
             return LATER
-        reach = max(option.length for option in options)
-        shared = self._shared(wanted, namespace, found)
-        slot = best.slot
-        tiers, trouble = self._move_in(best, tokens, namespace)
+        anywhere = max(
+            self._archive.shared(wanted, namespace, found), int(np.minimum(shared, held).max(initial=0))
+        )
+        slot = self._slots[choice.best.seq]
+        tiers, trouble = self._move_in(choice.best, tokens, namespace)
         self._thin_out()
         reused = sum(tiers.values())
-        self._clock += 1
-        slot.busy, slot.used, slot.script, slot.namespace = True, self._clock, tokens, namespace
+        slot.busy, slot.namespace, slot.passed = True, namespace, None
         slot.exact = self.keepable(len(wanted))
+        self._touch(slot)
+        self._index.put(slot.seq, namespace, tokens)
         if reused:
             with suppress(EngineError):
                 self.reached(slot.seq, reused, {len(tokens)})
-        why = refusal or trouble or self._why_not_more(tokens, namespace, reused, reach, shared)
+        why = refusal or trouble or self._why_not_more(tokens, namespace, reused, choice.reach, anywhere)
         if tokens.size:
             for tier, count in tiers.items():
                 self.reused[tier] = self.reused.get(tier, 0) + count
@@ -143,11 +131,15 @@ class WorkingSet:
         return SlotAssignment(slot.seq, reused, report)
 
     def release(self, seq: int) -> None:
-        self._clock += 1
         slot = self._slots[seq]
-        slot.busy, slot.used = False, self._clock
+        slot.busy = False
+        self._touch(slot)
         if slot.forget:
             self._empty(slot)
+
+    def _touch(self, slot: _Slot) -> None:
+        self._clock += 1
+        self._used[slot.seq] = self._clock
 
     def chunk(self, seq: int, cached: int, count: int, returns: Collection[int]) -> int:
         """Where a memory cannot be cut, steps end at the places that are worth coming back to."""
@@ -161,11 +153,15 @@ class WorkingSet:
         if self._cuts or (length % self._spacing and length not in map(self.keepable, returns)):
             return
         slot = self._slots[seq]
-        points = self._points(slot)
-        if length and all(known.length != length for known in points):
+        if length and not slot.checkpoints.has(length):
             # Room first: the next one is about as large as the last.
-            self._thin_out(points[-1].nbytes if points else 0)
-            slot.checkpoints = [*self._points(slot), self._context.checkpoint(seq)]
+            self._thin_out(slot.checkpoints.last.nbytes if slot.checkpoints.last else 0)
+            state = self._context.checkpoint(seq).state
+            if slot.passed is None or slot.passed.length > length:
+                slot.passed = PrefixHash(self._context.identity.digest)
+            digest = slot.passed.advance(self._context.token_array(seq, slot.passed.length, length))
+            if state is not None:
+                slot.checkpoints.add(Point(length, digest, state))
             self._thin_out()
 
     def timed(self, tokens: int, seconds: float) -> None:
@@ -180,9 +176,11 @@ class WorkingSet:
 
     def plan(self, tokens: Ids, namespace: str) -> Plan:
         """Where the state of `tokens` would come from, if it were wanted now."""
-        idle = [slot for slot in self._slots if not slot.busy] or self._slots
+        idle = np.array([not slot.busy for slot in self._slots])
         wanted = tokens if self._inexact is None else tokens[:0]
-        best, _ = self._choose(idle, tokens, wanted, namespace, self._archive.find(wanted, namespace))
+        found = self._archive.find(wanted, namespace)
+        choice, _, _ = self._choose(idle if idle.any() else ~idle, tokens, wanted, namespace, found)
+        best = choice.best
         if not isinstance(best.source, Found):
             tiers = {"slot": best.length} if best.length else {}
             return Plan(tiers=tiers, blocks=0, nbytes=0, computed=len(tokens) - best.length)
@@ -280,8 +278,7 @@ class WorkingSet:
                 for record in gone
                 if record.root == root and self._leads(slot, record.ids, slot.namespace)
             ]
-            held = np.array(self._context.tokens(slot.seq), np.int32) if leads else np.empty(0, np.int32)
-            if leads and needs.longest_beginning(root, held) < max(leads):
+            if leads and needs.longest_beginning(root, self._context.token_array(slot.seq)) < max(leads):
                 self._forget(slot)
 
     def keep(self, blocks: Sequence[Block]) -> None:
@@ -305,123 +302,129 @@ class WorkingSet:
         return slot.namespace == namespace and self._context.common_prefix(tokens, slot.seq) == len(tokens)
 
     def _empty(self, slot: _Slot) -> None:
-        slot.checkpoints, slot.forget = [], False
+        slot.checkpoints, slot.forget = Checkpoints(), False
         with suppress(EngineError):
             self._context.clear(slot.seq)
 
     # Checkpoints.
 
-    def _points(self, slot: _Slot) -> list[Checkpoint]:
+    def _points(self, slot: _Slot) -> Checkpoints:
         """The checkpoints that belong to what `slot` holds now."""
-        if not slot.checkpoints:
-            return []
-        context, digest = self._context, self._context.identity.digest
-        return [
-            point
-            for point in slot.checkpoints
-            if point.identity == digest and context.common_prefix(point.tokens, slot.seq) == point.length
-        ]
+        if not len(slot.checkpoints):
+            return slot.checkpoints
+        return slot.checkpoints.along(self._context.identity.digest, self._context.token_array(slot.seq))
 
     def _points_bytes(self) -> int:
-        return sum(point.nbytes for slot in self._slots for point in slot.checkpoints)
+        return 0 if self._cuts else sum(slot.checkpoints.nbytes for slot in self._slots)
 
     def _thin_out(self, room: int = 0) -> None:
         """Keep the checkpoints of all sequences within their share of the budget: every second one goes."""
         while self._points_bytes() + room > self._points_budget:
-            slot = max(self._slots, key=lambda slot: sum(point.nbytes for point in slot.checkpoints))
-            if not slot.checkpoints:
+            slot = max(self._slots, key=lambda slot: slot.checkpoints.nbytes)
+            if not len(slot.checkpoints):
                 return
-            # The newest stays: it is where the next regeneration starts.
-            slot.checkpoints = slot.checkpoints[::-1][::2][::-1] if len(slot.checkpoints) > 1 else []
+            slot.checkpoints.thin_out()
 
     # Choosing.
 
     def _choose(
-        self, idle: list[_Slot], tokens: Ids, wanted: Ids, namespace: str, found: Found
-    ) -> tuple[_Option, list[_Option]]:
-        """The best way to serve a prompt, and all there are."""
-        options = list(self._options(idle, tokens, wanted, namespace, found))
-        return min(options, key=lambda option: (option.cost, option.slot.used, option.slot.seq)), options
+        self, idle: NDArray[np.bool_], tokens: Ids, wanted: Ids, namespace: str, found: Found
+    ) -> tuple[Choice, Counts, Counts]:
+        """The best way to serve a prompt, how much of it each slot has or will have, and what each holds."""
+        held = self._look(idle)
+        choice, shared = self._weigh(idle, held, tokens, wanted, namespace, found)
+        source = choice.best.source
+        if isinstance(source, int) and self._reach(self._slots[source], wanted) < choice.best.length:
+            # Somebody used the context behind our back, and left as many tokens as there were.
+            held = self._look(idle, all_of_them=True)
+            choice, shared = self._weigh(idle, held, tokens, wanted, namespace, found)
+        return choice, shared, held
 
-    def _options(
-        self, idle: list[_Slot], tokens: Ids, wanted: Ids, namespace: str, found: Found
-    ) -> Iterator[_Option]:
-        reach = {
-            slot.seq: self._reach(slot, wanted) if slot.namespace == namespace else 0 for slot in self._slots
-        }
-        memory, shared = self._context.memory, self._context.capabilities.shared
+    def _weigh(
+        self,
+        idle: NDArray[np.bool_],
+        held: Counts,
+        tokens: Ids,
+        wanted: Ids,
+        namespace: str,
+        found: Found,
+    ) -> tuple[Choice, Counts]:
+        shared = self._index.shared(namespace, wanted)
+        reach = np.minimum(self._usable(shared), held)
+        if not self._cuts:
+            for seq in np.flatnonzero(reach):
+                reach[seq] = self._cut(self._slots[seq], int(reach[seq]), int(held[seq]))
+        memory, pool = self._context.memory, self._context.capabilities.shared
         # In a pool the cells of a lost window can be used again only while one sequence has them: two
         # copies would keep each other from going on.
-        forks = not shared or memory.keeps_window or memory.kind is not MemoryKind.SLIDING
+        copies = not pool or memory.keeps_window or memory.kind is not MemoryKind.SLIDING
         # A copy between streams moves all their cells, whatever they hold; in a pool it moves none.
-        copied = 0.0 if shared else self._context.n_ctx * _PUT_BACK
+        copy = 0.0 if pool else self._context.n_ctx * PUT_BACK
         # Whether reading beats computing is for the measured rates to say.
         kept = [(found, self.tiers.rates.cost(self.tiers.lower_bytes(found)))] if found.length else []
         if kept and kept[0][1]:
-            held = self.tiers.held(found, whole=self._archive.whole)
-            kept += [(held, 0.0)] if held.length else []
-        for slot in idle:
-            here = reach[slot.seq]
-            cost = len(tokens) - here + self._displaced(slot, here)
-            yield _Option(slot, here, cost, slot if here else None)
-            moved = self._displaced(slot, 0)
-            for each, read in kept:
-                cost = len(tokens) - each.length + each.length * _PUT_BACK + read
-                yield _Option(slot, each.length, cost + moved, each)
-            for other in self._slots:
-                there = reach[other.seq]
-                if other is not slot and there and forks:
-                    yield _Option(slot, there, len(tokens) - there + copied + moved, other)
+            at_hand = self.tiers.held(found, whole=self._archive.whole)
+            kept += [(at_hand, 0.0)] if at_hand.length else []
+        view = SlotView(idle=idle, used=self._used, held=held, reach=reach)
+        fits = self._archive.fits
+        return choose(len(tokens), view, kept, fits=fits, copy=copy if copies else None), shared
+
+    def _usable(self, shared: Counts) -> Counts:
+        """What of `shared` was or will be computed as it must be to be used."""
+        if self._exact is None:
+            return shared
+        usable: Counts = np.minimum(shared, [slot.exact for slot in self._slots])
+        return usable - usable % self._exact
+
+    def _look(self, idle: NDArray[np.bool_], *, all_of_them: bool = False) -> Counts:
+        """What each slot holds. Where an idle one holds something else than is known of it, it is read."""
+        held: Counts = np.array(self._context.lengths(), np.int64)
+        identity = self._context.identity.digest
+        changed = idle & (held != self._index.lengths)
+        if all_of_them or identity != self._indexed:
+            changed, self._indexed = idle, identity
+        for seq in np.flatnonzero(changed):
+            slot = self._slots[seq]
+            self._index.put(int(seq), slot.namespace, self._context.token_array(int(seq)))
+            slot.checkpoints = self._points(slot)
+        return held
 
     def _reach(self, slot: _Slot, tokens: Ids) -> int:
-        """The longest prefix of `tokens` that `slot` can be brought to."""
-        held = self._context.length(slot.seq)
+        """The longest prefix of `tokens` that `slot` can be brought to, by what it holds in truth."""
         shared = self._context.common_prefix(tokens, slot.seq)
         if self._exact is not None:
             shared = self.keepable(min(shared, slot.exact))
+        if not self._cuts:
+            slot.checkpoints = self._points(slot)
+        return self._cut(slot, shared, self._context.length(slot.seq))
+
+    def _cut(self, slot: _Slot, shared: int, held: int) -> int:
+        """The longest length up to `shared` that `slot`, which holds `held` tokens, can be cut to."""
         if shared in (0, held) or self._cuts:
             return shared
-        if self._context.shortest_cut(slot.seq) <= shared:
+        if self._context.memory.cuts and self._context.shortest_cut(slot.seq) <= shared:
             return shared
-        return max((point.length for point in self._points(slot) if point.length <= shared), default=0)
+        return max((point.length for point in slot.checkpoints if point.length <= shared), default=0)
 
-    def _displaced(self, slot: _Slot, kept: int) -> float:
-        """The cost of what `slot` holds beyond `kept`: moving it out, or losing it."""
-        held = self._context.length(slot.seq)
-        if held <= kept:
-            return 0.0
-        if self._archive.fits(held):
-            return _PLACE + held * (_TAKE_OUT + _PUT_BACK)
-        return _PLACE + (held - kept) * _LOST
-
-    def _shared(self, tokens: Ids, namespace: str, found: Found) -> int:
-        """How many of `tokens` are held anywhere, whether or not anything can be brought to there."""
-        slots = [slot for slot in self._slots if slot.namespace == namespace]
-        held = [self._context.common_prefix(tokens, slot.seq) for slot in slots]
-        return max([self._archive.shared(tokens, namespace, found), *held])
-
-    def _soon(self, tokens: Ids, namespace: str) -> int:
-        """The longest prefix of `tokens` that a running request is about to have computed."""
-        best = 0
-        for slot in self._slots:
-            if not slot.busy or slot.namespace != namespace:
-                continue
-            shared = common(slot.script, tokens)
-            if self._exact is not None:
-                shared = self.keepable(min(shared, slot.exact))
-            if not self._cuts and shared < len(slot.script):
-                shared -= shared % self._spacing
-            if shared > self._context.length(slot.seq):
-                best = max(best, shared)
-        return best
+    def _soon(self, shared: Counts, held: Counts) -> int:
+        """The longest prefix of a prompt that a running request is about to have computed."""
+        busy = np.array([slot.busy for slot in self._slots])
+        shared = self._usable(shared)
+        if not self._cuts:
+            # Only its whole prompt, or the places where it keeps a checkpoint.
+            shared = np.where(shared < self._index.lengths, shared - shared % self._spacing, shared)
+        return int(np.where(busy & (shared > held), shared, 0).max(initial=0))
 
     # Moving.
 
-    def _move_in(self, option: _Option, tokens: Ids, namespace: str) -> tuple[dict[str, int], str]:
+    def _move_in(self, option: Option, tokens: Ids, namespace: str) -> tuple[dict[str, int], str]:
         """Bring a prefix into its slot: how many tokens of it came from which tier, and what went wrong."""
-        slot, source = option.slot, option.source
+        slot = self._slots[option.seq]
+        source = self._slots[option.source] if isinstance(option.source, int) else option.source
         trouble = ""
         try:
+            if isinstance(source, _Slot) and self._reach(source, tokens) < option.length:
+                raise EngineError(f"sequence {source.seq} holds something else than was known of it")
             if source is slot:
                 if option.length < self._context.length(slot.seq):
                     self._stash(slot)
@@ -442,7 +445,7 @@ class WorkingSet:
         except PerdureError as error:
             # What could not be moved is computed; the ledger says what is there.
             trouble = f"what was held could not be brought in place: {error}"
-        slot.checkpoints = []
+        slot.checkpoints = Checkpoints()
         self._context.clear(slot.seq)
         return {}, trouble
 
@@ -454,7 +457,7 @@ class WorkingSet:
             self._stash(slot)
         finally:
             self.tier.unpin(held)
-        slot.checkpoints = []
+        slot.checkpoints = Checkpoints()
         self._context.clear(slot.seq)
 
     def _put_back(self, slot: _Slot, found: Found, tokens: Ids) -> tuple[dict[str, int], str]:
@@ -476,19 +479,19 @@ class WorkingSet:
                 context.truncate(length, slot.seq)
             else:
                 point = next(point for point in self._points(slot) if point.length == length)
-                context.restore(point, slot.seq)
+                tokens = context.token_array(slot.seq, 0, length)
+                context.restore(Checkpoint(context.identity.digest, tokens, point.state), slot.seq)
         slot.checkpoints = self._points(slot)
 
-    def _checkpoints(self, match: Match) -> list[Checkpoint]:
+    def _checkpoints(self, match: Match) -> Checkpoints:
         """The points on the way that a sequence put back from blocks can go back to."""
-        if self._cuts or not match.pieces:
-            return []
-        digest = self._context.identity.digest
-        points = []
-        for index, block in enumerate(match.blocks):
-            if block.rest is not None:
-                tokens = np.concatenate([each.tokens for each in match.blocks[: index + 1]])
-                points.append(Checkpoint(digest, tokens, block.rest))
+        points = Checkpoints()
+        if not self._cuts and match.pieces:
+            passed = PrefixHash(self._context.identity.digest)
+            for block in match.blocks:
+                digest = passed.advance(block.tokens)
+                if block.rest is not None:
+                    points.add(Point(block.end, digest, block.rest))
         return points
 
     def _stash(self, slot: _Slot) -> None:
@@ -533,10 +536,6 @@ def _why_not_exact(context: Context) -> str | None:
     if context.memory.kind is MemoryKind.SLIDING and not context.memory.keeps_window:
         return "exact mode reuses nothing of a window that is not kept: it comes back in another order"
     return None
-
-
-def _is_busy(source: _Slot | Found | None) -> bool:
-    return isinstance(source, _Slot) and source.busy
 
 
 def _by_tier(match: Match, tiers: Tiers) -> dict[str, int]:

@@ -140,6 +140,16 @@ class Context:
         with self._turn(seq):
             return self._ledger.length(seq)
 
+    def lengths(self) -> list[int]:
+        """How many tokens of each sequence are in the cache."""
+        with self._turn():
+            return [self._ledger.length(seq) for seq in range(self.n_seq)]
+
+    def token_array(self, seq: int = 0, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
+        """The tokens of `seq` from `start` to `stop` that are in the cache, as an array of their own."""
+        with self._turn(seq):
+            return self._ledger.array(seq, start, stop)
+
     def common_prefix(self, tokens: NDArray[np.int32], seq: int = 0) -> int:
         """How many of `tokens` `seq` starts with."""
         with self._turn(seq):

@@ -26,8 +26,8 @@ class Ledger:
     def tokens(self, seq: int) -> list[int]:
         return self._tokens[seq].tolist()
 
-    def array(self, seq: int) -> NDArray[np.int32]:
-        return np.array(self._tokens[seq], dtype=np.int32)
+    def array(self, seq: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
+        return np.array(self._tokens[seq][start:stop], dtype=np.int32)
 
     def starts_with(self, seq: int, prefix: NDArray[np.int32]) -> bool:
         held = self._tokens[seq]
