@@ -110,6 +110,8 @@ class Figure:
     pairs: Pairs
     target: Target
     machine: Machine
+    scale: float | None = None
+    """Of a growth: how many times larger the one size is. The line then begins with the exponent."""
 
     @property
     def ours(self) -> float:
@@ -128,6 +130,12 @@ class Figure:
         return statistics.median(self.ratios)
 
     @property
+    def exponent(self) -> float:
+        """With which power of the size the cost grows; 0 where it does not."""
+        assert self.scale is not None, "only of a growth"
+        return math.log(max(self.ratio, 1e-9)) / math.log(self.scale)
+
+    @property
     def spread(self) -> float:
         """How far the middle half of the ratios lies apart, as a share of their median."""
         if len(self.ratios) < 2:
@@ -143,8 +151,9 @@ class Figure:
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else "MISS"
+        first = _ratio(self.ratio) if self.scale is None else f"n^{self.exponent:.2f}"
         return (
-            f"{_ratio(self.ratio):>7}  {self.name}: ours {_number(self.ours)} {self.unit}, "
+            f"{first:>7}  {self.name}: ours {_number(self.ours)} {self.unit}, "
             f"{self.against} {_number(self.peer)} {self.unit} | {self.target}: {verdict} | "
             f"{self.machine}, {len(self.ratios)} repeats, spread {self.spread:.1%}"
         )
@@ -169,6 +178,7 @@ class Figure:
             pairs=Pairs(tuple(value["pairs"]["ours"]), tuple(value["pairs"]["peer"])),
             target=Target(**value["target"]),
             machine=Machine(**value["machine"]),
+            scale=value.get("scale"),
         )
 
 

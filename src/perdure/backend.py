@@ -118,6 +118,7 @@ class LocalBackend:
                 tokenize=model.tokenize,
                 read=self._read_only,
                 call=self.engine_loop.call,
+                post=self.engine_loop.post,
                 keeper=Records(self._disk.disk, behind=self._disk) if self._disk else None,
             )
             undo.pop_all()

@@ -96,7 +96,11 @@ class Served:
             slots=self.places,
         )
         self.book = Book(
-            self.places, tokenize=subject.model.tokenize, read=self._read, call=self.engine_loop.call
+            self.places,
+            tokenize=subject.model.tokenize,
+            read=self._read,
+            call=self.engine_loop.call,
+            post=self.engine_loop.post,
         )
         wide = not exact and self.context.n_batch > NARROW
         self.bound = BOUND[subject.name] if (wide or elsewhere) and not subject.toy else narrow.bound

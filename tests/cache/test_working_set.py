@@ -186,6 +186,22 @@ def test_who_waits_for_a_prefill_that_is_cancelled_goes_on_alone(toy: Subject) -
         served.check(Answer(prompt, second.reply(), rows))
 
 
+def test_saving_waits_for_nobody(toy: Subject) -> None:
+    held, gate = gated(toy)
+    with Served(held, slots=2, n_batch=16) as served:
+        gate.open()
+        text = served.say(held.tokens(20)).tokens
+        before = served.book.stats().blocks
+        gate.shut()
+        job = served.submit(held.tokens(30, 1))
+        gate.reached.wait()
+        # The engine is held up: whoever waited for it here would wait for ever.
+        served.book.save(text)
+        gate.open()
+        job.reply()
+        assert served.book.stats().blocks > before
+
+
 # Going back.
 
 

@@ -120,6 +120,13 @@ def test_recall_keeps_to_its_limit_and_forgets_the_oldest() -> None:
     assert found.text.startswith("<|im_start|>49")
 
 
+def test_a_namespace_whose_transcripts_are_gone_leaves_nothing_behind() -> None:
+    recall = TranscriptCache(TOY, limit=100)
+    for number in range(50):
+        recall.store(TOY.encode(f"<|im_start|>{'x' * 20}"), f"namespace {number}")
+    assert len(recall._sorted) == len(recall._held) <= 5
+
+
 def test_a_transcript_is_cut_where_both_can_be_cut() -> None:
     one = Transcript("ab", array("i", [1, 2]), ((1, 1), (2, 2)))
     both = one + Transcript("c", array("i", [3]), ((1, 1),))

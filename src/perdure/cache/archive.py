@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -141,14 +142,9 @@ class Archive:
         return self._root_of(identity, namespace)
 
     def _root_of(self, identity: Identity, namespace: str) -> BlockId:
-        kind = self._context.memory.kind.value
-        if self._exact:
-            # What was computed in steps of other sizes is other bits.
-            kind += "/exact"
-        if not self.whole:
-            # Rows by token are the same in however many streams.
-            identity = dataclasses.replace(identity, layout="by token")
-        return root_id(identity, block_size=self._size, mode=kind, namespace=namespace)
+        # What was computed in steps of other sizes is other bits.
+        mode = self._context.memory.kind.value + ("/exact" if self._exact else "")
+        return _root_id(identity, self._size, mode, namespace, by_token=not self.whole)
 
     def find(self, tokens: Ids, namespace: str) -> Found:
         """The longest prefix of `tokens` that can be put back."""
@@ -279,6 +275,14 @@ class Archive:
             self.tiers.memory.put(block)
         if self.tiers.lower is not None and instead:
             self.tiers.lower.offer(instead)
+
+
+@functools.lru_cache(maxsize=1024)
+def _root_id(identity: Identity, size: int, mode: str, namespace: str, *, by_token: bool) -> BlockId:
+    if by_token:
+        # Rows by token are the same in however many streams.
+        identity = dataclasses.replace(identity, layout="by token")
+    return root_id(identity, block_size=size, mode=mode, namespace=namespace)
 
 
 def _width(block: Block) -> int | None:

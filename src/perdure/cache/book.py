@@ -62,12 +62,14 @@ class Book:
         tokenize: Callable[[str], list[int]],
         read: Callable[[NDArray[np.int32], str], Any],
         call: Callable[[Callable[[], Any]], Any],
+        post: Callable[[Callable[[], Any]], Any],
         keeper: Keeper | None = None,
     ) -> None:
         self._places = places
         self._tokenize = tokenize
         self._read = read
         self._call = call
+        self._post = post
         self._keeper = keeper
         self._keeping = threading.Lock()
         self._records = RecordIndex(keeper.all() if keeper else ())
@@ -143,9 +145,9 @@ class Book:
             self._call(lambda: self._places.let_go(ids, namespace))
 
     def save(self, tokens: Iterable[int], *, namespace: str = "") -> None:
-        """Have the state of `tokens` written behind whatever happens next."""
+        """Have the state of `tokens` written behind whatever happens next. Nobody waits for it."""
         ids = _token_ids(tokens)
-        self._call(lambda: self._places.store(ids, namespace))
+        self._post(lambda: self._places.store(ids, namespace))
 
     def pack(self, tokens: Iterable[int], *, namespace: str = "") -> tuple[Identity, list[Block]]:
         """The state of a prefix as blocks that can be taken elsewhere, and under which identity it holds."""

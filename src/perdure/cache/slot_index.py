@@ -78,13 +78,15 @@ class _Space:
 
     def fill(self, found: NDArray[np.int64], key: bytes, tokens: Ids) -> None:
         at = bisect_left(self._keys, key)
-        seqs, gaps = np.array(self.seqs), np.array(self._gaps)
+        seqs, steps = np.array(self.seqs), np.array(self._gaps)
         if at:
-            before = np.minimum.accumulate([common(_ids(self._keys[at - 1]), tokens), *gaps[at - 1 : 0 : -1]])
-            found[seqs[at - 1 :: -1]] = before
+            steps[0] = common(_ids(self._keys[at - 1]), tokens)
+            # From the nearest back: what they share among themselves, but for the first.
+            before = np.concatenate((steps[:1], steps[at - 1 : 0 : -1]))
+            found[seqs[at - 1 :: -1]] = np.minimum.accumulate(before)
         if at < len(seqs):
-            after = np.minimum.accumulate([common(_ids(self._keys[at]), tokens), *gaps[at + 1 :]])
-            found[seqs[at:]] = after
+            steps[at] = common(_ids(self._keys[at]), tokens)
+            found[seqs[at:]] = np.minimum.accumulate(steps[at:])
 
     def _measure(self, at: int) -> None:
         if 0 < at < len(self._keys):

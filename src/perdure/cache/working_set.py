@@ -86,6 +86,7 @@ class WorkingSet:
         self._index = SlotIndex(context.n_seq)
         self._indexed = b""
         self._used = np.zeros(context.n_seq, np.int64)
+        self._idle = np.ones(context.n_seq, np.bool_)
         self._clock = 0
 
     @property
@@ -98,7 +99,7 @@ class WorkingSet:
     def acquire(
         self, tokens: Ids, *, namespace: str = "", reuse: bool = True
     ) -> SlotAssignment | Later | None:
-        idle = np.array([not slot.busy for slot in self._slots])
+        idle = self._idle.copy()
         if not idle.any():
             return None
         refusal = self._inexact if reuse else "reuse was not wanted"
@@ -116,6 +117,7 @@ class WorkingSet:
         self._thin_out()
         reused = sum(tiers.values())
         slot.busy, slot.namespace, slot.passed = True, namespace, None
+        self._idle[slot.seq] = False
         slot.exact = self.keepable(len(wanted))
         self._touch(slot)
         self._index.put(slot.seq, namespace, tokens)
@@ -133,6 +135,7 @@ class WorkingSet:
     def release(self, seq: int) -> None:
         slot = self._slots[seq]
         slot.busy = False
+        self._idle[seq] = True
         self._touch(slot)
         if slot.forget:
             self._empty(slot)
@@ -176,7 +179,7 @@ class WorkingSet:
 
     def plan(self, tokens: Ids, namespace: str) -> Plan:
         """Where the state of `tokens` would come from, if it were wanted now."""
-        idle = np.array([not slot.busy for slot in self._slots])
+        idle = self._idle
         wanted = tokens if self._inexact is None else tokens[:0]
         found = self._archive.find(wanted, namespace)
         choice, _, _ = self._choose(idle if idle.any() else ~idle, tokens, wanted, namespace, found)
@@ -408,12 +411,11 @@ class WorkingSet:
 
     def _soon(self, shared: Counts, held: Counts) -> int:
         """The longest prefix of a prompt that a running request is about to have computed."""
-        busy = np.array([slot.busy for slot in self._slots])
         shared = self._usable(shared)
         if not self._cuts:
             # Only its whole prompt, or the places where it keeps a checkpoint.
             shared = np.where(shared < self._index.lengths, shared - shared % self._spacing, shared)
-        return int(np.where(busy & (shared > held), shared, 0).max(initial=0))
+        return int(np.where(~self._idle & (shared > held), shared, 0).max(initial=0))
 
     # Moving.
 

@@ -59,6 +59,9 @@ class TranscriptCache:
             while self._chars > self._limit:
                 oldest = next(iter(self._held))
                 self._drop(oldest, bisect.bisect_left(self._sorted[oldest[0]], oldest[1]))
+                if not self._sorted[oldest[0]]:
+                    # A namespace that has nothing left leaves nothing behind.
+                    del self._sorted[oldest[0]]
 
     def _drop(self, key: tuple[str, str], at: int) -> None:
         del self._held[key]

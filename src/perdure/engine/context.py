@@ -143,7 +143,7 @@ class Context:
     def lengths(self) -> list[int]:
         """How many tokens of each sequence are in the cache."""
         with self._turn():
-            return [self._ledger.length(seq) for seq in range(self.n_seq)]
+            return self._ledger.lengths()
 
     def token_array(self, seq: int = 0, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
         """The tokens of `seq` from `start` to `stop` that are in the cache, as an array of their own."""

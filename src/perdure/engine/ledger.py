@@ -23,6 +23,9 @@ class Ledger:
     def length(self, seq: int) -> int:
         return len(self._tokens[seq])
 
+    def lengths(self) -> list[int]:
+        return list(map(len, self._tokens))
+
     def tokens(self, seq: int) -> list[int]:
         return self._tokens[seq].tolist()
 

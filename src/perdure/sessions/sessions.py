@@ -247,10 +247,12 @@ class Sessions:
     def write_behind(self, tokens: Sequence[int], namespace: str, saved: int) -> int:
         """Have the state of a session written now and then, when nobody waits for the engine.
 
-        A few turns at a time: reading a state out of the engine takes longer the longer it is. What is not
-        written when the process dies is computed from the turns, which are.
+        A few turns at a time: reading a state out of the engine takes longer the longer it is, so it is read
+        whenever an eighth of it is new: that costs a token the same in a long session as in a short one.
+        What is not written when the process dies is computed from the turns, which are.
         """
-        if self._durable and len(tokens) - saved >= _SAVED_AT_ONCE and self.backend.load == (0, 0):
+        enough = max(_SAVED_AT_ONCE, saved // 8)
+        if self._durable and len(tokens) - saved >= enough and self.backend.load == (0, 0):
             with suppress(PerdureError):
                 self.backend.cache.save(tokens, namespace=namespace)
                 return len(tokens)
