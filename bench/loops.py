@@ -62,10 +62,11 @@ class Bare:
     """The same library, loaded the same way, in a context of the same settings, with nothing around it."""
 
     def __init__(self) -> None:
+        from perdure import system
         from perdure.engine.llama import library
 
         self._lib = library.load()
-        self._default_threads = library.default_threads
+        self._default_threads = system.usable_cores
 
     def open(self, path: str, n_ctx: int, threads: int | None) -> None:
         lib = self._lib

@@ -33,6 +33,11 @@ class Identity:
     window: str
     layout: str
     engine: str
+    """The library: its version and the digest of its files."""
+    kernels: str
+    """The code that computes: CPU variant, its features, extra buffers."""
+    devices: str
+    """Where it computes: backends, devices, layers on the GPU."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -76,11 +81,20 @@ _digests_lock = threading.Lock()
 def content_digest(path: Path) -> str:
     """The SHA-256 of a file's content, in hex.
 
-    Hashing is paid once a file: the result is kept by path, size, mtime and inode.
+    Hashing is paid once a file: the result is kept by what changes when a file is written or replaced
+    (`file_version`) and its path.
+    """
+    key = "|".join(map(str, (path.resolve(), *file_version(path))))
+    return _cached_digest(path.resolve(), key)
+
+
+def file_version(path: Path) -> tuple[int, int, int, int]:
+    """Size, mtime, ctime and inode: one of them changes whenever a file is written or replaced.
+
+    Copying tools keep the mtime of what they copy; nobody can set the ctime.
     """
     stat = path.stat()
-    key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
-    return _cached_digest(path.resolve(), key)
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 @functools.lru_cache(maxsize=256)

@@ -86,7 +86,7 @@ def test_m1_the_next_library_is_used_where_the_first_one_dies(
     dying = libraries.install_folder(shim(tmp_path / "dying", AT_STEP=1))
     monkeypatch.delenv("PERDURE_LLAMA", raising=False)
     assert use().startswith("answered")
-    with caplog.at_level(logging.WARNING, "perdure.llama"):
+    with caplog.at_level(logging.WARNING, "perdure.engine"):
         chosen = probe.choose()
     assert chosen.source.version == sound.name
     assert [Path(failed.folder).name for failed in chosen.passed] == [dying.name]

@@ -9,7 +9,7 @@ import pytest
 
 from perdure import Model
 from perdure.server.keys import Keys, new_key
-from server.house import House, house, opened
+from server.live_server import LiveServer, live_server, opened
 
 
 @pytest.fixture(scope="package")
@@ -19,6 +19,6 @@ def key() -> tuple[str, Keys]:
 
 
 @pytest.fixture(scope="package")
-def here(zoo_path: Callable[[str], Path], key: tuple[str, Keys]) -> Iterator[House]:
-    with opened(Model(zoo_path("llama")), threads=1) as rt, house(rt, keys=key[1]) as server:
+def here(zoo_path: Callable[[str], Path], key: tuple[str, Keys]) -> Iterator[LiveServer]:
+    with opened(Model(zoo_path("llama")), threads=1) as rt, live_server(rt, keys=key[1]) as server:
         yield server

@@ -13,13 +13,13 @@ import pytest
 from pydantic import BaseModel
 
 from perdure.server.keys import Keys
-from server.house import House
+from server.live_server import LiveServer
 
 USER: Any = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture
-def client(here: House, key: tuple[str, Keys]) -> Iterator[openai.OpenAI]:
+def client(here: LiveServer, key: tuple[str, Keys]) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{here.url}/v1", api_key=key[0], max_retries=0) as client:
         yield client
 
@@ -130,7 +130,7 @@ def test_errors_are_of_the_clients_own_classes(client: openai.OpenAI) -> None:
         stranger.models.list()
 
 
-def test_embeddings(here: House, client: openai.OpenAI) -> None:
+def test_embeddings(here: LiveServer, client: openai.OpenAI) -> None:
     """The client asks for base64 by itself, and unpacks it."""
     texts = ["one", "two " * 100]
     expected = here.runtime.embed(texts)
@@ -180,7 +180,7 @@ def test_the_extension_travels_in_extra_body(client: openai.OpenAI) -> None:
     assert lengths[1] > lengths[0]
 
 
-def test_many_at_once_from_asyncio(here: House, key: tuple[str, Keys]) -> None:
+def test_many_at_once_from_asyncio(here: LiveServer, key: tuple[str, Keys]) -> None:
     async def all_of_them() -> list[str | None]:
         async with openai.AsyncOpenAI(base_url=f"{here.url}/v1", api_key=key[0], max_retries=0) as client:
             replies = await asyncio.gather(

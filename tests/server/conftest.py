@@ -10,25 +10,25 @@ import pytest
 
 from decode.observed import Turnstile
 from perdure import Model, Runtime
-from server.house import House, house, opened
+from server.live_server import LiveServer, live_server, opened
 
 
 @pytest.fixture(scope="module")
-def here(zoo_path: Callable[[str], Path]) -> Iterator[House]:
+def here(zoo_path: Callable[[str], Path]) -> Iterator[LiveServer]:
     """A server on a toy model of the zoo, without a store."""
-    with opened(Model(zoo_path("llama")), threads=1) as runtime, house(runtime) as server:
+    with opened(Model(zoo_path("llama")), threads=1) as runtime, live_server(runtime) as server:
         yield server
 
 
 @pytest.fixture
-def client(here: House) -> Iterator[httpx.Client]:
+def client(here: LiveServer) -> Iterator[httpx.Client]:
     with here.client() as client:
         yield client
 
 
 @pytest.fixture
-def server(rt: Runtime, gate: Turnstile) -> Iterator[House]:
+def server(rt: Runtime, gate: Turnstile) -> Iterator[LiveServer]:
     """A server on a module's own `rt`, whose engine waits at its `gate`."""
-    with house(rt) as server:
+    with live_server(rt) as server:
         yield server
         gate.open()

@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 import zoo
 from decode.observed import toy
 from perdure.server.app import build
-from perdure.server.desk import Desk
+from perdure.server.app_state import AppState
 from perdure.server.keys import Keys, new_key
-from server.house import PATIENCE, House, hello, house, opened
+from server.live_server import PATIENCE, LiveServer, hello, live_server, opened
 
 CHAT = "/v1/chat/completions"
 FILE = {"content-type": "application/octet-stream"}
@@ -73,12 +73,12 @@ class Call:
 class Fuzzer:
     """Makes calls to a server with two keys, and watches what comes back."""
 
-    def __init__(self, server: House, secrets: dict[str, str]) -> None:
+    def __init__(self, server: LiveServer, secrets: dict[str, str]) -> None:
         self.counts = Counts()
         self._server = server
         self._secrets = secrets
         with opened(toy()) as rt:
-            document = build(Desk(runtime=rt, name="toy", keys=server.desk.keys)).openapi()
+            document = build(AppState(runtime=rt, name="toy", keys=server.app_state.keys)).openapi()
         operations = [found.ok() for found in _operations(document)]
         self._cases = st.one_of([operation.as_strategy() for operation in operations])
         self._clients = {caller: server.client(secret) for caller, secret in secrets.items()}
@@ -245,11 +245,14 @@ def fuzzed(model: Any, store: Path, **settings: Any) -> Iterator[Fuzzer]:
     """A fuzzer on a server of its own. At the end nobody is served and the engine never died."""
     made = {caller: new_key(f"caller-{caller}") for caller in MARKS}
     keys = Keys([key for _, key in made.values()])
-    with opened(model, slots=4, store=store, **settings) as rt, house(rt, keys=keys, hosts=None) as server:
+    with (
+        opened(model, slots=4, store=store, **settings) as rt,
+        live_server(rt, keys=keys, hosts=None) as server,
+    ):
         fuzzer = Fuzzer(server, {caller: secret for caller, (secret, _) in made.items()})
         yield fuzzer
         fuzzer.finish()
-        assert server.desk.engine() == ("ready", 0)
+        assert server.app_state.engine() == ("ready", 0)
 
 
 def fuzz(fuzzer: Fuzzer, *, seconds: float, told: Callable[[str], object] = print) -> None:

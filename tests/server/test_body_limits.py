@@ -12,20 +12,20 @@ import pytest
 
 from decode.observed import toy
 from perdure.server.middleware.body_limits import JsonScan
-from server.house import House, hello, house, opened, raw
+from server.live_server import LiveServer, hello, live_server, opened, raw
 
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[House]:
+def server() -> Iterator[LiveServer]:
     """A server with little patience."""
-    with opened(toy()) as rt, house(rt, body_bytes=4096, head_seconds=1.0, body_seconds=0.5) as server:
+    with opened(toy()) as rt, live_server(rt, body_bytes=4096, head_seconds=1.0, body_seconds=0.5) as server:
         yield server
 
 
-def test_a_body_beyond_the_limit_is_413(server: House) -> None:
+def test_a_body_beyond_the_limit_is_413(server: LiveServer) -> None:
     big = hello(messages=[{"role": "user", "content": "x" * 5000}])
     with server.client() as client:
         response = client.post(CHAT, json=big)
@@ -36,7 +36,7 @@ def test_a_body_beyond_the_limit_is_413(server: House) -> None:
         assert response.status_code == 413
 
 
-def test_a_body_that_comes_slowly_is_408(server: House) -> None:
+def test_a_body_that_comes_slowly_is_408(server: LiveServer) -> None:
     with server.connect() as connection:
         connection.sendall(raw(CHAT, b'{"mess', content_length="1000"))
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -44,14 +44,14 @@ def test_a_body_that_comes_slowly_is_408(server: House) -> None:
     assert b"slow_request" in answer
 
 
-def test_headers_that_never_end_are_shown_out(server: House) -> None:
+def test_headers_that_never_end_are_shown_out(server: LiveServer) -> None:
     with server.connect() as silent, server.connect() as half:
         half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: h")
         assert silent.recv(100) == b""
         assert half.recv(100) == b""
 
 
-def test_deep_nesting_is_400(server: House) -> None:
+def test_deep_nesting_is_400(server: LiveServer) -> None:
     with server.client() as client:
         for body in (b"[" * 1000 + b"]" * 1000, b'{"a":' * 500, b'{"messages":' + b"[" * 300):
             response = client.post(CHAT, content=body, headers={"content-type": "application/json"})
@@ -84,7 +84,7 @@ def test_depth_counts_brackets_outside_of_texts(body: bytes, expected: int) -> N
 
 
 def test_as_many_messages_as_are_allowed() -> None:
-    with opened(toy()) as rt, house(rt, messages=3) as server, server.client() as client:
+    with opened(toy()) as rt, live_server(rt, messages=3) as server, server.client() as client:
         said = [{"role": "user", "content": "a"}]
         assert client.post(CHAT, json=hello(messages=said * 3)).status_code == 200
         response = client.post(CHAT, json=hello(messages=said * 4))
@@ -96,7 +96,7 @@ def test_a_connection_too_many_is_told_so_and_the_others_go_on_h3() -> None:
     """H3."""
     with (
         opened(toy()) as rt,
-        house(rt, connections=2) as server,
+        live_server(rt, connections=2) as server,
         server.client() as first,
         server.client() as second,
     ):
@@ -118,7 +118,7 @@ def test_a_connection_too_many_is_told_so_and_the_others_go_on_h3() -> None:
             assert 'status="503"} 1.0' in third.get("/metrics").text
 
 
-def test_a_thousand_malformed_requests_cost_nothing_that_lasts_h3(server: House) -> None:
+def test_a_thousand_malformed_requests_cost_nothing_that_lasts_h3(server: LiveServer) -> None:
     """H3: then a good one is answered."""
     chance = random.Random(7)
     held: list[socket.socket] = []

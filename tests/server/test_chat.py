@@ -10,7 +10,7 @@ import pytest
 
 from decode.observed import toy
 from perdure import Template
-from server.house import House, hello, house, opened, streamed, text_of
+from server.live_server import LiveServer, hello, live_server, opened, streamed, text_of
 
 CHAT = "/v1/chat/completions"
 
@@ -157,7 +157,7 @@ def test_a_tool_that_is_required_is_called(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_too_long_is_413_before_any_work_c3(here: House, client: httpx.Client, stream: bool) -> None:
+def test_too_long_is_413_before_any_work_c3(here: LiveServer, client: httpx.Client, stream: bool) -> None:
     """C3."""
     before = here.runtime.cache.stats().computed_tokens
     body = hello(messages=[{"role": "user", "content": "word " * 9000}], stream=stream)
@@ -271,7 +271,7 @@ def test_a_stop_text_ends_a_reply_and_does_not_show(client: httpx.Client) -> Non
 def test_usage_counts_the_tokens_of_reasoning_h6(stream: bool) -> None:
     """H6."""
     thinking = Template("{{ messages[0].content }}<think>", name="thinks")
-    with opened(toy(), template=thinking) as rt, house(rt) as server, server.client() as client:
+    with opened(toy(), template=thinking) as rt, live_server(rt) as server, server.client() as client:
         body = hello(max_tokens=40, perdure={"regex": "let me see</think>fine"})
         if stream:
             body |= {"stream_options": {"include_usage": True}}

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from perdure.server.keys import Keys
-from server.house import PATIENCE, events, hello
+from server.live_server import PATIENCE, events, hello
 
 CHAT = "/v1/chat/completions"
 

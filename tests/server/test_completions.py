@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.house import House, streamed
+from server.live_server import LiveServer, streamed
 
 COMPLETE = "/v1/completions"
 
@@ -16,7 +16,7 @@ def asked(**more: Any) -> dict[str, Any]:
     return {"prompt": "Once upon", "max_tokens": 8, "temperature": 0, **more}
 
 
-def test_a_completion_is_what_the_library_gives(here: House, client: httpx.Client) -> None:
+def test_a_completion_is_what_the_library_gives(here: LiveServer, client: httpx.Client) -> None:
     answer = client.post(COMPLETE, json=asked()).json()
     expected = here.runtime.generate("Once upon", max_tokens=8, temperature=0)
     assert answer["object"] == "text_completion"
@@ -96,7 +96,7 @@ def test_text_comes_back_from_its_tokens(client: httpx.Client) -> None:
     assert marked["count"] < len(tokens)
 
 
-def test_the_model_is_listed(here: House, client: httpx.Client) -> None:
+def test_the_model_is_listed(here: LiveServer, client: httpx.Client) -> None:
     [model] = client.get("/v1/models").json()["data"]
     assert model["id"] == "toy"
     assert model["n_ctx"] == here.runtime.n_ctx

@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from perdure.worker.remote import RemoteBackend
-from server.house import PATIENCE, House, check_freed, hello, house, opened
+from server.live_server import PATIENCE, LiveServer, check_freed, hello, live_server, opened
 
 CHAT = "/v1/chat/completions"
 
 
-async def crowd(server: House, clients: int, seconds: float) -> dict[str, int]:
+async def crowd(server: LiveServer, clients: int, seconds: float) -> dict[str, int]:
     """Clients that stream, leave early, or ask for too much: how often each came out as it should."""
     counts = {"whole": 0, "left": 0, "refused": 0}
     until = time.monotonic() + seconds
@@ -64,7 +64,7 @@ async def crowd(server: House, clients: int, seconds: float) -> dict[str, int]:
 
 
 def test_a_crowd_is_served_and_leaves_nothing_behind(zoo_path: Callable[[str], Path]) -> None:
-    with opened(zoo_path("llama"), threads=1, slots=4, isolated=True) as rt, house(rt) as server:
+    with opened(zoo_path("llama"), threads=1, slots=4, isolated=True) as rt, live_server(rt) as server:
         counts = asyncio.run(crowd(server, 40, 0))
         assert counts["whole"] + counts["left"] + counts["refused"] == 40
         assert counts["whole"] > 20
@@ -73,7 +73,10 @@ def test_a_crowd_is_served_and_leaves_nothing_behind(zoo_path: Callable[[str], P
 
 @pytest.mark.soak
 def test_two_hundred_clients_for_five_minutes(zoo_path: Callable[[str], Path]) -> None:
-    with opened(zoo_path("llama"), threads=1, slots=8, queue=16, isolated=True) as rt, house(rt) as server:
+    with (
+        opened(zoo_path("llama"), threads=1, slots=8, queue=16, isolated=True) as rt,
+        live_server(rt) as server,
+    ):
         assert isinstance(rt.backend, RemoteBackend)
         engine = rt.backend.health().pid
         assert engine is not None

@@ -15,7 +15,7 @@ import pytest
 from perdure import Runtime
 from perdure.worker.care import Care
 from perdure.worker.remote import RemoteBackend
-from server.house import House, events, hello, house, opened
+from server.live_server import LiveServer, events, hello, live_server, opened
 
 SESSIONS = "/v1/sessions"
 SWIFT = Care(backoff=0.01, backoff_limit=0.05, grace=10.0)
@@ -41,7 +41,7 @@ def test_a_death_in_the_middle_of_a_stream_is_told_and_the_server_goes_on_h4(
     """H4, H1."""
     with (
         opened(zoo_path("llama"), threads=1, n_ctx=4096, isolated=SWIFT) as rt,
-        house(rt) as server,
+        live_server(rt) as server,
         server.client() as client,
     ):
         body = hello(max_tokens=4000, logit_bias={"381": -100, "383": -100}, stream=True)
@@ -68,7 +68,7 @@ def test_a_death_in_the_middle_of_a_stream_is_told_and_the_server_goes_on_h4(
 class Talker(threading.Thread):
     """Says one thing after the other in a session, and notes what was acknowledged."""
 
-    def __init__(self, server: House, name: str) -> None:
+    def __init__(self, server: LiveServer, name: str) -> None:
         super().__init__()
         self.name = name
         self.acknowledged: list[str] = []
@@ -105,7 +105,7 @@ class Talker(threading.Thread):
 def talked(zoo_path: Callable[[str], Path], store: Path, kills: int) -> None:
     with (
         opened(zoo_path("llama"), threads=1, n_ctx=512, store=store, isolated=SWIFT) as rt,
-        house(rt) as server,
+        live_server(rt) as server,
         server.client() as client,
     ):
         talkers = [Talker(server, f"talker-{number}") for number in range(3)]
@@ -130,7 +130,7 @@ def talked(zoo_path: Callable[[str], Path], store: Path, kills: int) -> None:
     # And once more after a restart of everything.
     with (
         opened(zoo_path("llama"), threads=1, n_ctx=512, store=store) as rt,
-        house(rt) as server,
+        live_server(rt) as server,
         server.client() as client,
     ):
         check(client, talkers)

@@ -20,7 +20,7 @@ from perdure import Runtime
 from perdure.engine.embedder import CHUNK
 from perdure.engine.toy import Faults
 from perdure.engine.toy.faults import Mishap
-from server.house import House, check_freed, hello, house, opened, raw
+from server.live_server import LiveServer, check_freed, hello, live_server, opened, raw
 from server.test_deaths import SWIFT, kill
 
 EMBED = "/v1/embeddings"
@@ -33,7 +33,7 @@ def vectors(response: httpx.Response) -> Any:
     return np.array([each["embedding"] for each in response.json()["data"]], np.float32)
 
 
-def test_vectors_are_those_of_the_library(here: House, client: httpx.Client) -> None:
+def test_vectors_are_those_of_the_library(here: LiveServer, client: httpx.Client) -> None:
     texts = ["one", "two two", "three"]
     expected = here.runtime.embed(texts)
     response = client.post(EMBED, json={"input": texts})
@@ -48,7 +48,7 @@ def test_vectors_are_those_of_the_library(here: House, client: httpx.Client) -> 
     assert answer["usage"] == {"prompt_tokens": used, "total_tokens": used}
 
 
-def test_an_input_has_four_shapes(here: House, client: httpx.Client) -> None:
+def test_an_input_has_four_shapes(here: LiveServer, client: httpx.Client) -> None:
     texts = ["one", "two two"]
     tokens = [here.runtime.model.tokenize(text) for text in texts]
     both = vectors(client.post(EMBED, json={"input": texts}))
@@ -88,14 +88,14 @@ def test_what_cannot_be_done_is_400(client: httpx.Client, change: dict[str, Any]
     assert str(error["param"]).startswith(param)
 
 
-def test_dimensions_are_those_of_the_model(here: House, client: httpx.Client) -> None:
+def test_dimensions_are_those_of_the_model(here: LiveServer, client: httpx.Client) -> None:
     width = here.runtime.embedding_width
     assert vectors(client.post(EMBED, json={"input": "a", "dimensions": width})).shape == (1, width)
     refused = client.post(EMBED, json={"input": "a", "dimensions": width + 1}).json()["error"]["message"]
     assert f"have {width}, {width + 1} were asked for" in refused
 
 
-def test_a_text_that_does_not_fit_is_413_as_in_a_chat(here: House, client: httpx.Client) -> None:
+def test_a_text_that_does_not_fit_is_413_as_in_a_chat(here: LiveServer, client: httpx.Client) -> None:
     response = client.post(EMBED, json={"input": [[40], [40] * 513]})
     assert response.status_code == 413
     error = response.json()["error"]
@@ -103,7 +103,7 @@ def test_a_text_that_does_not_fit_is_413_as_in_a_chat(here: House, client: httpx
     assert "text 1 has 513 tokens, 512 fit" in error["message"]
 
 
-def test_embedded_tokens_are_counted(here: House, client: httpx.Client) -> None:
+def test_embedded_tokens_are_counted(here: LiveServer, client: httpx.Client) -> None:
     def counted() -> float:
         lines = client.get("/metrics").text.splitlines()
         found = [line for line in lines if line.startswith('perdure_tokens_total{kind="embedded"}')]
@@ -128,7 +128,7 @@ def rt(gate: Turnstile) -> Iterator[Runtime]:
         yield runtime
 
 
-def test_a_client_that_leaves_ends_its_request(rt: Runtime, server: House, gate: Turnstile) -> None:
+def test_a_client_that_leaves_ends_its_request(rt: Runtime, server: LiveServer, gate: Turnstile) -> None:
     """After the chunk in which the engine is held; a hundred more wait."""
     with server.connect() as connection:
         connection.sendall(raw(EMBED, json.dumps({"input": [LONG] * 100}).encode()))
@@ -144,7 +144,7 @@ def test_a_client_that_leaves_ends_its_request(rt: Runtime, server: House, gate:
         assert 'status="499"' in client.get("/metrics").text
 
 
-def test_a_full_queue_is_429(rt: Runtime, server: House, gate: Turnstile) -> None:
+def test_a_full_queue_is_429(rt: Runtime, server: LiveServer, gate: Turnstile) -> None:
     served = rt.submit_embed("first")
     with server.client() as client:
         response = client.post(EMBED, json={"input": "second"})
@@ -158,7 +158,7 @@ def test_a_full_queue_is_429(rt: Runtime, server: House, gate: Turnstile) -> Non
 def test_not_finished_in_time_is_504() -> None:
     with (
         opened(toy(faults=Faults(pace=0.005)), slots=1) as rt,
-        house(rt, request_seconds=0.2) as server,
+        live_server(rt, request_seconds=0.2) as server,
         server.client() as client,
     ):
         response = client.post(EMBED, json={"input": [LONG] * 50})
@@ -169,14 +169,14 @@ def test_not_finished_in_time_is_504() -> None:
 
 def test_a_failure_of_the_engine_is_503() -> None:
     faults = Faults(decodes={1: Mishap()})
-    with opened(toy(faults=faults), slots=1) as rt, house(rt) as server, server.client() as client:
+    with opened(toy(faults=faults), slots=1) as rt, live_server(rt) as server, server.client() as client:
         response = client.post(EMBED, json={"input": "one"})
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "engine_unavailable"
         assert client.post(EMBED, json={"input": "one"}).status_code == 200
 
 
-def test_a_server_that_stops_says_so(rt: Runtime, server: House, gate: Turnstile) -> None:
+def test_a_server_that_stops_says_so(rt: Runtime, server: LiveServer, gate: Turnstile) -> None:
     answers: list[httpx.Response] = []
 
     def ask() -> None:
@@ -186,7 +186,7 @@ def test_a_server_that_stops_says_so(rt: Runtime, server: House, gate: Turnstile
     asking = threading.Thread(target=ask)
     asking.start()
     assert gate.reached.wait(60)
-    server.desk.end()
+    server.app_state.end()
     asking.join(60)
     assert answers[0].status_code == 503
     assert answers[0].json()["error"]["code"] == "stopping"
@@ -195,7 +195,7 @@ def test_a_server_that_stops_says_so(rt: Runtime, server: House, gate: Turnstile
 def test_a_death_of_the_engine_is_not_seen(zoo_path: Callable[[str], Path]) -> None:
     with (
         opened(zoo_path("llama"), threads=1, isolated=SWIFT) as rt,
-        house(rt) as server,
+        live_server(rt) as server,
         server.client() as client,
     ):
         before = vectors(client.post(EMBED, json={"input": "one"}))

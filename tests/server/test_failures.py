@@ -12,8 +12,8 @@ import pytest
 from decode.observed import Turnstile, open_toy, toy, trouble
 from perdure import Runtime
 from perdure.engine.toy import Faults
-from perdure.server.refusal import refusal
-from server.house import House, check_freed, events, hello, house, opened, raw, streamed
+from perdure.server.api_error import to_api_error
+from server.live_server import LiveServer, check_freed, events, hello, live_server, opened, raw, streamed
 
 CHAT = "/v1/chat/completions"
 ENDLESS = {"logit_bias": {"256": -100, "258": -100}, "max_tokens": 400}
@@ -32,7 +32,9 @@ def rt(gate: Turnstile) -> Iterator[Runtime]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failure_before_the_first_token_has_a_status_h1(rt: Runtime, server: House, stream: bool) -> None:
+def test_a_failure_before_the_first_token_has_a_status_h1(
+    rt: Runtime, server: LiveServer, stream: bool
+) -> None:
     """H1: also for a streaming request."""
     with server.client() as client:
         trouble(rt).fail_decode(ahead=1)
@@ -43,7 +45,7 @@ def test_a_failure_before_the_first_token_has_a_status_h1(rt: Runtime, server: H
         assert client.post(CHAT, json=hello()).status_code == 200
 
 
-def test_a_failure_in_the_middle_ends_the_stream_with_an_error_h1(rt: Runtime, server: House) -> None:
+def test_a_failure_in_the_middle_ends_the_stream_with_an_error_h1(rt: Runtime, server: LiveServer) -> None:
     """H1, C7: an error event, finish_reason "error", [DONE]; whole replies have a status."""
     with server.client() as client:
         trouble(rt).fail_decode(ahead=5)
@@ -56,7 +58,7 @@ def test_a_failure_in_the_middle_ends_the_stream_with_an_error_h1(rt: Runtime, s
         assert client.post(CHAT, json=hello()).status_code == 200
 
 
-def test_every_sample_of_a_broken_stream_ends_once(rt: Runtime, server: House) -> None:
+def test_every_sample_of_a_broken_stream_ends_once(rt: Runtime, server: LiveServer) -> None:
     with server.client() as client:
         trouble(rt).fail_decode(ahead=5)
         chunks = streamed(client, CHAT, hello(**ENDLESS, n=2))
@@ -71,7 +73,7 @@ def test_every_sample_of_a_broken_stream_ends_once(rt: Runtime, server: House) -
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_during_prefill_frees_its_slot_h2(
-    rt: Runtime, server: House, gate: Turnstile, stream: bool
+    rt: Runtime, server: LiveServer, gate: Turnstile, stream: bool
 ) -> None:
     """H2: the engine is held before the first token, and gets out only because the client left."""
     gate.shut()
@@ -85,7 +87,7 @@ def test_a_client_that_leaves_during_prefill_frees_its_slot_h2(
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_reply_frees_its_slot_h2(
-    rt: Runtime, server: House, gate: Turnstile
+    rt: Runtime, server: LiveServer, gate: Turnstile
 ) -> None:
     """H2."""
     gate.shut()
@@ -107,7 +109,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_reply_frees_its_slot_h2(
         assert 'status="499"' in client.get("/metrics").text
 
 
-def test_a_full_queue_is_429_h3(rt: Runtime, server: House, gate: Turnstile) -> None:
+def test_a_full_queue_is_429_h3(rt: Runtime, server: LiveServer, gate: Turnstile) -> None:
     """H3: with Retry-After, whole or streamed; and once there is room, all is well."""
     gate.shut()
     served = rt.submit("first", max_tokens=1)
@@ -129,7 +131,7 @@ def test_more_requests_than_allowed_are_429() -> None:
     gate = Turnstile()
     with (
         open_toy(gate=gate, slots=1) as rt,
-        house(rt, requests=1) as server,
+        live_server(rt, requests=1) as server,
         server.client() as one,
         server.client() as other,
     ):
@@ -148,7 +150,11 @@ def test_more_requests_than_allowed_are_429() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline_during_prefill_is_504_h7(stream: bool) -> None:
     """H7."""
-    with opened(toy(faults=Faults(pace=0.01)), slots=1) as rt, house(rt) as server, server.client() as client:
+    with (
+        opened(toy(faults=Faults(pace=0.01)), slots=1) as rt,
+        live_server(rt) as server,
+        server.client() as client,
+    ):
         long = [{"role": "user", "content": "word " * 80}]
         body = hello(messages=long, stream=stream, perdure={"timeout": 0.2})
         response = client.post(CHAT, json=body)
@@ -161,7 +167,7 @@ def test_a_deadline_in_the_middle_of_a_reply_is_told_h7() -> None:
     """H7: as 504, or in the stream."""
     with (
         opened(toy(faults=Faults(pace=0.004)), slots=1) as rt,
-        house(rt) as server,
+        live_server(rt) as server,
         server.client() as client,
     ):
         body = hello(**ENDLESS, perdure={"timeout": 0.6})
@@ -175,7 +181,7 @@ def test_a_deadline_in_the_middle_of_a_reply_is_told_h7() -> None:
 def test_the_servers_own_limit_of_time_holds_for_everybody() -> None:
     with (
         opened(toy(faults=Faults(pace=0.01)), slots=1) as rt,
-        house(rt, request_seconds=0.2) as server,
+        live_server(rt, request_seconds=0.2) as server,
         server.client() as client,
     ):
         body = hello(**ENDLESS, perdure={"timeout": 1000})
@@ -188,7 +194,7 @@ def test_replies_do_not_depend_on_who_else_is_served_c10() -> None:
         hello(messages=[{"role": "user", "content": f"Number {at}"}], max_tokens=40, seed=at, temperature=1)
         for at in range(8)
     ]
-    with opened(toy(), slots=3) as rt, house(rt) as server:
+    with opened(toy(), slots=3) as rt, live_server(rt) as server:
         alone = [said(server, body) for body in bodies]
         together: list[Any] = [None] * len(bodies)
 
@@ -204,13 +210,13 @@ def test_replies_do_not_depend_on_who_else_is_served_c10() -> None:
     assert {reason for _, reason in alone} <= {"stop", "length"}
 
 
-def said(server: House, body: dict[str, Any]) -> tuple[str, str]:
+def said(server: LiveServer, body: dict[str, Any]) -> tuple[str, str]:
     with server.client() as client:
         choice = client.post(CHAT, json=body).json()["choices"][0]
     return choice["message"]["content"], choice["finish_reason"]
 
 
-def test_a_reply_ends_with_its_true_reason_c7(server: House) -> None:
+def test_a_reply_ends_with_its_true_reason_c7(server: LiveServer) -> None:
     """C7: the others are reached where tools, failures and clients that leave are tested."""
     with server.client() as client:
         stopped = client.post(CHAT, json=hello(perdure={"regex": "yes|no"})).json()["choices"][0]
@@ -221,19 +227,19 @@ def test_a_reply_ends_with_its_true_reason_c7(server: House) -> None:
 
 
 def test_an_unforeseen_failure_is_500_and_says_nothing_of_the_inside() -> None:
-    told = refusal(RuntimeError("a secret of the house"))
+    told = to_api_error(RuntimeError("a secret of the house"))
     assert told.status == 500
     assert "secret" not in json.dumps(told.body)
     assert told.body["error"]["type"] == "server_error"
 
 
-def test_answers_carry_an_id_of_the_request(server: House) -> None:
+def test_answers_carry_an_id_of_the_request(server: LiveServer) -> None:
     with server.client() as client:
         ids = {client.get("/health").headers["x-request-id"] for _ in range(3)}
     assert len(ids) == 3
 
 
-def test_connections_that_are_dropped_at_once_leave_nothing(server: House) -> None:
+def test_connections_that_are_dropped_at_once_leave_nothing(server: LiveServer) -> None:
     for _ in range(50):
         server.connect().close()
     with server.client() as client:

@@ -15,7 +15,7 @@ import pytest
 
 from perdure import Model
 from perdure.server.app import build
-from server.house import House, house, opened
+from server.live_server import LiveServer, live_server, opened
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
 DEPLOYED = sorted((Path(__file__).resolve().parents[2] / "deploy").iterdir())
@@ -27,20 +27,20 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def here(zoo_path: Callable[[str], Path]) -> Iterator[House]:
-    with opened(Model(zoo_path("llama")), threads=1) as rt, house(rt) as server:
+def here(zoo_path: Callable[[str], Path]) -> Iterator[LiveServer]:
+    with opened(Model(zoo_path("llama")), threads=1) as rt, live_server(rt) as server:
         yield server
 
 
 @pytest.mark.parametrize("code", blocks("python"))
-def test_a_snippet_runs(code: str, here: House, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_snippet_runs(code: str, here: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code.replace(ADDRESS, here.url), "server.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 @pytest.mark.parametrize("script", [block for block in blocks("sh") if "curl" in block])
-def test_what_is_typed_works(script: str, here: House) -> None:
+def test_what_is_typed_works(script: str, here: LiveServer) -> None:
     command = script.replace(ADDRESS, here.url).replace("curl ", "curl -sS --noproxy '*' --fail ")
     done = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -78,13 +78,13 @@ def test_every_option_exists() -> None:
     assert {option for option in named if not re.search(rf"{option}\b", help_of_serve())} == set()
 
 
-def test_every_route_is_named(here: House) -> None:
-    for path in build(here.desk).openapi()["paths"]:
+def test_every_route_is_named(here: LiveServer) -> None:
+    for path in build(here.app_state).openapi()["paths"]:
         last = path.replace("{name}", "").rstrip("/").rpartition("/")[2]
         assert path in GUIDE or f"…/{last}" in GUIDE or f"{path.rpartition('/')[0]}/{{id}}" in GUIDE, path
 
 
-def test_every_figure_is_named(here: House) -> None:
+def test_every_figure_is_named(here: LiveServer) -> None:
     with here.client() as client:
         text = client.get("/metrics").text
     for name in set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE)) - {"python_info"}:

@@ -18,17 +18,17 @@ from perdure import InvalidInputError
 from perdure.server.keys import Keys, new_key
 from perdure.server.middleware.body_limits import JsonScan
 from perdure.server.middleware.host_check import AllowedHosts
-from perdure.server.shapes.completion import CompletionRequest
-from perdure.server.shapes.embedding import EmbeddingRequest
-from server.house import House, check_freed, hello, house, opened, raw
+from perdure.server.schemas.completion import CompletionRequest
+from perdure.server.schemas.embedding import EmbeddingRequest
+from server.live_server import LiveServer, check_freed, hello, live_server, opened, raw
 from serving import Page, site
 
 CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[House]:
-    with opened(toy(), n_ctx=2048) as rt, house(rt) as server:
+def server() -> Iterator[LiveServer]:
+    with opened(toy(), n_ctx=2048) as rt, live_server(rt) as server:
         yield server
 
 
@@ -39,7 +39,7 @@ def calling(parameters: dict[str, Any], arguments: dict[str, Any]) -> dict[str, 
     return hello(tools=[tool], max_tokens=len(text) + 8, perdure={"regex": re.escape(text)})
 
 
-def problems(server: House, body: dict[str, Any]) -> list[str]:
+def problems(server: LiveServer, body: dict[str, Any]) -> list[str]:
     with server.client() as client:
         response = client.post(CHAT, json=body)
     assert response.status_code == 200, response.text
@@ -48,7 +48,7 @@ def problems(server: House, body: dict[str, Any]) -> list[str]:
     return found
 
 
-def test_a_schema_makes_the_server_fetch_nothing_s1(server: House, tmp_path: Path) -> None:
+def test_a_schema_makes_the_server_fetch_nothing_s1(server: LiveServer, tmp_path: Path) -> None:
     """S1, I1: neither a URL nor a file of this machine."""
     secret = tmp_path / "secret.json"
     secret.write_text('{"enum": ["secret words"]}')
@@ -67,7 +67,7 @@ def test_a_schema_makes_the_server_fetch_nothing_s1(server: House, tmp_path: Pat
         assert elsewhere.requests == []
 
 
-def test_a_pattern_is_matched_in_linear_time_s2(server: House) -> None:
+def test_a_pattern_is_matched_in_linear_time_s2(server: LiveServer) -> None:
     """S2, I2: Python's `re` would take longer than the universe lasts."""
     schema = {"properties": {"a": {"pattern": "^(a+)+$"}}}
     assert "arguments.a" in problems(server, calling(schema, {"a": "a" * 400 + "!"}))[0]
@@ -79,7 +79,7 @@ def test_a_pattern_is_matched_in_linear_time_s2(server: House) -> None:
     assert problems(server, calling(nested, {"b" * 400: 1})) == []
 
 
-def test_a_schema_that_is_exponential_is_given_up_s2(server: House) -> None:
+def test_a_schema_that_is_exponential_is_given_up_s2(server: LiveServer) -> None:
     """S2, I2: references that double at each of 60 levels."""
     levels = {f"l{i}": {"allOf": [{"$ref": f"#/$defs/l{i + 1}"}] * 2} for i in range(60)}
     schema = {"$ref": "#/$defs/l0", "$defs": {**levels, "l60": {}}}
@@ -87,7 +87,7 @@ def test_a_schema_that_is_exponential_is_given_up_s2(server: House) -> None:
 
 
 def test_arguments_are_not_checked_on_the_event_loop_s2(
-    server: House, monkeypatch: pytest.MonkeyPatch
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S2: somebody else is answered meanwhile."""
     from perdure.chat.parsing import schema
@@ -119,7 +119,7 @@ def test_arguments_are_not_checked_on_the_event_loop_s2(
     "host",
     ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil", "[::2]", "0.0.0.0"],
 )
-def test_a_name_that_is_not_the_servers_reads_nothing_s3(server: House, host: str) -> None:
+def test_a_name_that_is_not_the_servers_reads_nothing_s3(server: LiveServer, host: str) -> None:
     """S3, I3: DNS rebinding: the page's own name, pointed at this machine."""
     with server.client() as client:
         for path in ("/v1/sessions", "/health", "/metrics", "/openapi.json"):
@@ -129,7 +129,7 @@ def test_a_name_that_is_not_the_servers_reads_nothing_s3(server: House, host: st
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST.:80", "127.0.0.1:1", "[::1]:8080"])
-def test_this_machine_is_let_in_by_its_names_s3(server: House, host: str) -> None:
+def test_this_machine_is_let_in_by_its_names_s3(server: LiveServer, host: str) -> None:
     with server.client() as client:
         assert client.get("/v1/sessions", headers={"host": host}).status_code == 200
 
@@ -146,7 +146,7 @@ def test_this_machine_is_let_in_by_its_names_s3(server: House, host: str) -> Non
     ],
 )
 def test_a_page_of_another_origin_can_neither_read_nor_write_s3_s4(
-    server: House, headers: dict[str, str]
+    server: LiveServer, headers: dict[str, str]
 ) -> None:
     """S3, S4, I3."""
     with server.client() as client:
@@ -172,7 +172,7 @@ def test_a_page_of_another_origin_can_neither_read_nor_write_s3_s4(
 @pytest.mark.parametrize(
     "content_type", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
 )
-def test_what_a_form_can_send_is_not_taken_s4(server: House, content_type: str) -> None:
+def test_what_a_form_can_send_is_not_taken_s4(server: LiveServer, content_type: str) -> None:
     """S4: a browser asks first before it sends any other type to another site."""
     with server.client() as client:
         client.post("/v1/sessions", json={"name": "form"})
@@ -191,7 +191,7 @@ def test_what_a_form_can_send_is_not_taken_s4(server: House, content_type: str) 
 
 def test_further_names_are_let_in_by_the_operator_s3() -> None:
     hosts = AllowedHosts("127.0.0.1", ["Chat.example.org"])
-    with opened(toy()) as rt, house(rt, hosts=hosts) as server, server.client() as client:
+    with opened(toy()) as rt, live_server(rt, hosts=hosts) as server, server.client() as client:
         named = {"host": "chat.example.org"}
         assert client.get("/health", headers=named).status_code == 200
         page = {**named, "origin": "https://chat.example.org", "sec-fetch-site": "cross-site"}
@@ -205,7 +205,7 @@ def test_further_names_are_let_in_by_the_operator_s3() -> None:
 def test_a_server_with_keys_may_be_asked_by_any_name_s3() -> None:
     """What a page does not know is the key."""
     secret, key = new_key("team")
-    with opened(toy()) as rt, house(rt, keys=Keys([key]), hosts=None) as server:
+    with opened(toy()) as rt, live_server(rt, keys=Keys([key]), hosts=None) as server:
         with server.client(secret) as client:
             assert client.get("/v1/sessions", headers={"host": "behind.a.proxy"}).status_code == 200
         with server.client() as client:
@@ -238,7 +238,7 @@ def test_a_body_is_looked_through_in_little_memory_c3(kind: str) -> None:
 
 def test_json_of_too_many_values_is_not_parsed_c3() -> None:
     """C3, I2."""
-    with opened(toy()) as rt, house(rt, values=1000) as server, server.client() as client:
+    with opened(toy()) as rt, live_server(rt, values=1000) as server, server.client() as client:
         for body in (b"[" + b"1," * 1000 + b"1]", b"[" + b"[]," * 500 + b"[]]", b'{"a":[' + b'"",' * 1000):
             response = client.post("/tokenize", content=body, headers={"content-type": "application/json"})
             assert response.status_code == 413
@@ -257,7 +257,7 @@ def test_the_first_wrong_item_ends_the_checking_of_a_list_c3(wrong: list[Any]) -
 
 
 @pytest.mark.parametrize("seed", [2**70, -(2**70), 10**4299])
-def test_numbers_without_bounds_are_400(server: House, seed: int) -> None:
+def test_numbers_without_bounds_are_400(server: LiveServer, seed: int) -> None:
     with server.client() as client:
         for path, body in ((CHAT, hello(seed=seed)), ("/v1/completions", {"prompt": "a", "seed": seed})):
             assert client.post(path, json=body).status_code == 400
@@ -269,7 +269,7 @@ def test_prompts_that_were_queued_before_one_was_refused_are_ended_c2() -> None:
     gate = Turnstile()
     with (
         open_toy(gate=gate, slots=1, n_ctx=512, queue=1) as rt,
-        house(rt) as server,
+        live_server(rt) as server,
         server.client() as client,
     ):
         response = client.post("/v1/completions", json={"prompt": ["a", "b", "c", "d"], "max_tokens": 100})
@@ -280,7 +280,7 @@ def test_prompts_that_were_queued_before_one_was_refused_are_ended_c2() -> None:
 
 
 def test_a_file_has_a_time_to_come_in_as_a_whole() -> None:
-    with opened(toy()) as rt, house(rt, upload_seconds=0.5) as server, server.connect() as connection:
+    with opened(toy()) as rt, live_server(rt, upload_seconds=0.5) as server, server.connect() as connection:
         head = raw("/v1/sessions/import", b"x", content_length="1000000")
         connection.sendall(head.replace(b"application/json", b"application/octet-stream"))
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -289,7 +289,7 @@ def test_a_file_has_a_time_to_come_in_as_a_whole() -> None:
 
 def test_as_many_files_at_once_as_are_allowed() -> None:
     """I2: each may take as much disk as the largest."""
-    with opened(toy()) as rt, house(rt, uploads=1) as server, server.connect() as first:
+    with opened(toy()) as rt, live_server(rt, uploads=1) as server, server.connect() as first:
         head = raw("/v1/sessions/import", b"x", content_length="1000000")
         first.sendall(head.replace(b"application/json", b"application/octet-stream"))
         with server.client() as client:
@@ -310,7 +310,7 @@ def test_as_many_files_at_once_as_are_allowed() -> None:
     ],
 )
 def test_what_surely_does_not_fit_is_not_tokenised_c4(
-    server: House, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
     """C4, I2."""
     tokenize = server.runtime.model.tokenize

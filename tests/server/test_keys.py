@@ -12,9 +12,9 @@ import pytest
 
 from decode.observed import toy
 from perdure import InvalidInputError
+from perdure.server.http_server import check_address
 from perdure.server.keys import Key, Keys, new_key
-from perdure.server.listener import check_address
-from server.house import hello, house, opened
+from server.live_server import hello, live_server, opened
 
 CHAT = "/v1/chat/completions"
 
@@ -24,7 +24,7 @@ def callers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, http
     """Two callers with keys, one for the figures, and one without a key."""
     made = {name: new_key(name) for name in ("alice", "bob", "metrics")}
     keys = Keys([key for _, key in made.values()])
-    with opened(toy(), store=tmp_path_factory.mktemp("store")) as rt, house(rt, keys=keys) as server:
+    with opened(toy(), store=tmp_path_factory.mktemp("store")) as rt, live_server(rt, keys=keys) as server:
         clients = {name: server.client(secret) for name, (secret, _) in made.items()}
         clients["nobody"] = server.client()
         try:

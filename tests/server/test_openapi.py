@@ -18,20 +18,20 @@ from schemathesis.specs.openapi.checks import (
 
 from decode.observed import toy
 from perdure.server.app import build
-from perdure.server.desk import Desk
-from server.house import House, house, opened
+from perdure.server.app_state import AppState
+from server.live_server import LiveServer, live_server, opened
 
 
 @pytest.fixture(scope="module")
-def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     store = tmp_path_factory.mktemp("store")
-    with opened(toy(), slots=4, store=store) as rt, house(rt, request_seconds=20.0) as server:
+    with opened(toy(), slots=4, store=store) as rt, live_server(rt, request_seconds=20.0) as server:
         yield server
 
 
 def _document() -> dict[str, Any]:
     with opened(toy()) as rt:
-        document: dict[str, Any] = build(Desk(runtime=rt, name="toy")).openapi()
+        document: dict[str, Any] = build(AppState(runtime=rt, name="toy")).openapi()
         return document
 
 
@@ -57,18 +57,18 @@ def tries(count: int) -> settings:
 
 @schema.parametrize()
 @tries(3)
-def test_every_answer_is_as_documented(case: Any, fuzzed: House) -> None:
+def test_every_answer_is_as_documented(case: Any, fuzzed: LiveServer) -> None:
     ask(case, fuzzed)
 
 
 @pytest.mark.soak
 @schema.parametrize()
 @tries(100)
-def test_every_answer_is_as_documented_however_often_one_asks(case: Any, fuzzed: House) -> None:
+def test_every_answer_is_as_documented_however_often_one_asks(case: Any, fuzzed: LiveServer) -> None:
     ask(case, fuzzed)
 
 
-def ask(case: Any, server: House) -> None:
+def ask(case: Any, server: LiveServer) -> None:
     if isinstance(case.body, dict):
         # A toy writes fast, but not for ever.
         limit = case.body.get("max_tokens")

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from decode.observed import toy
 from perdure.server.middleware.access_log import JsonLines
-from server.house import House, hello, house, opened, streamed
+from server.live_server import LiveServer, hello, live_server, opened, streamed
 
 CHAT = "/v1/chat/completions"
 
@@ -48,7 +48,7 @@ def test_health_and_readiness(client: httpx.Client) -> None:
     assert client.get("/ready").json()["slots"] == 2
 
 
-def test_figures_count_what_happened(here: House, client: httpx.Client) -> None:
+def test_figures_count_what_happened(here: LiveServer, client: httpx.Client) -> None:
     body = hello(messages=[{"role": "user", "content": "Count this one"}])
     before = figures(client)
     answers = [client.post(CHAT, json=body).json() for _ in range(2)]
@@ -83,7 +83,7 @@ def test_what_is_on_the_disk_is_told(
     disk = ("perdure_kept_bytes", (("tier", "disk"),))
     with (
         opened(zoo_path("llama"), threads=1, store=tmp_path, isolated=isolated) as rt,
-        house(rt) as server,
+        live_server(rt) as server,
         server.client() as client,
     ):
         assert figures(client)[disk] == 0
@@ -97,7 +97,7 @@ def test_what_is_on_the_disk_is_told(
 
 
 def test_a_line_of_log_for_every_request_without_its_text(lines: io.StringIO) -> None:
-    with opened(toy()) as rt, house(rt) as server, server.client() as client:
+    with opened(toy()) as rt, live_server(rt) as server, server.client() as client:
         body = hello(messages=[{"role": "user", "content": "a private matter"}])
         text = client.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
         streamed(client, CHAT, body)
@@ -114,7 +114,7 @@ def test_a_line_of_log_for_every_request_without_its_text(lines: io.StringIO) ->
 
 
 def test_text_is_logged_where_that_was_asked_for(lines: io.StringIO) -> None:
-    with opened(toy()) as rt, house(rt, log_text=True) as server, server.client() as client:
+    with opened(toy()) as rt, live_server(rt, log_text=True) as server, server.client() as client:
         body = hello(messages=[{"role": "user", "content": "a public matter"}])
         text = client.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
     [line] = [json.loads(line) for line in lines.getvalue().splitlines()]
@@ -123,7 +123,7 @@ def test_text_is_logged_where_that_was_asked_for(lines: io.StringIO) -> None:
 
 
 def test_a_strict_server_refuses_what_it_does_not_know() -> None:
-    with opened(toy()) as rt, house(rt, strict=True) as server, server.client() as client:
+    with opened(toy()) as rt, live_server(rt, strict=True) as server, server.client() as client:
         assert client.post(CHAT, json=hello()).status_code == 200
         for change, param in (
             ({"usr": "me"}, "usr"),

@@ -12,16 +12,19 @@ import pytest
 
 from decode.observed import Turnstile, toy
 from perdure import Model
-from server.house import House, check_freed, hello, house, opened, streamed, text_of
+from server.live_server import LiveServer, check_freed, hello, live_server, opened, streamed, text_of
 
 SESSIONS = "/v1/sessions"
 FILE = {"content-type": "application/octet-stream"}
 
 
 @pytest.fixture(scope="module")
-def here(zoo_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def here(zoo_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     store = tmp_path_factory.mktemp("store")
-    with opened(Model(zoo_path("llama")), threads=1, store=store, n_ctx=1024) as rt, house(rt) as server:
+    with (
+        opened(Model(zoo_path("llama")), threads=1, store=store, n_ctx=1024) as rt,
+        live_server(rt) as server,
+    ):
         yield server
 
 
@@ -201,7 +204,7 @@ def test_what_makes_no_sense_is_400_and_changes_nothing(
 
 def test_a_session_answers_one_turn_at_a_time(tmp_path: Path) -> None:
     gate = Turnstile()
-    with opened(toy(gate=gate), store=tmp_path) as rt, house(rt) as server, server.client() as client:
+    with opened(toy(gate=gate), store=tmp_path) as rt, live_server(rt) as server, server.client() as client:
         client.post(SESSIONS, json={"name": "one"})
         answers: list[int] = []
 
@@ -226,7 +229,7 @@ def test_a_turn_whose_client_leaves_is_no_part_of_the_session_c1(tmp_path: Path)
     """C1: the session is as it was, and goes on."""
     gate = Turnstile(is_open=True)
     endless = {"logit_bias": {"256": -100, "258": -100}, "max_tokens": 300}
-    with opened(toy(gate=gate), store=tmp_path) as rt, house(rt) as server, server.client() as client:
+    with opened(toy(gate=gate), store=tmp_path) as rt, live_server(rt) as server, server.client() as client:
         client.post(SESSIONS, json={"name": "one"})
         say(client, "one", "kept")
         gate.shut()

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from starlette.background import BackgroundTask
 from starlette.types import Message
 
-from perdure.server import stream
-from perdure.server.stream import EventStream, Frame, events
-from server.house import PATIENCE, check_freed, hello, house, opened, raw
+from perdure.server import sse
+from perdure.server.sse import EventStream, Frame, events
+from server.live_server import PATIENCE, check_freed, hello, live_server, opened, raw
 
 
 class Line:
@@ -44,7 +44,7 @@ class Line:
 
 def test_silence_is_filled_and_a_client_that_leaves_ends_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """H2."""
-    monkeypatch.setattr(stream, "_QUIET", 0.01)
+    monkeypatch.setattr(sse, "_QUIET", 0.01)
     ended: list[str] = []
 
     async def events() -> AsyncGenerator[bytes]:
@@ -95,7 +95,7 @@ def test_a_client_that_takes_nothing_is_left_h3(zoo_path: Callable[[str], Path])
     )
     with (
         opened(zoo_path("llama"), threads=1, n_ctx=4096) as rt,
-        house(rt, send_seconds=0.2) as server,
+        live_server(rt, send_seconds=0.2) as server,
         socket.socket() as silent,
         server.client() as client,
     ):
@@ -127,7 +127,7 @@ def test_a_client_that_stopped_reading_is_left_also_while_nothing_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing is computed for it, and the sign that the answer goes on is not taken either."""
-    monkeypatch.setattr(stream, "_QUIET", 0.01)
+    monkeypatch.setattr(sse, "_QUIET", 0.01)
     left: list[bool] = []
 
     async def silence() -> AsyncGenerator[bytes]:
@@ -146,7 +146,7 @@ def test_a_client_that_stopped_reading_is_left_also_while_nothing_is_said(
             await asyncio.Event().wait()
 
     async def serve() -> None:
-        answer = stream.EventStream(silence(), send_seconds=0.05, background=BackgroundTask(lambda: None))
+        answer = sse.EventStream(silence(), send_seconds=0.05, background=BackgroundTask(lambda: None))
         async with asyncio.timeout(PATIENCE):
             await answer({"type": "http"}, receive, send)
 

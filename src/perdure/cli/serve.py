@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from perdure.server.desk import Desk
+    from perdure.server.app_state import AppState
     from perdure.server.keys import Keys
 
 _Engine = "Engine"
@@ -167,10 +167,10 @@ def serve(
         _print_key(new_key)
         return
     try:
-        from perdure.server.desk import Desk
+        from perdure.server.app_state import AppState
+        from perdure.server.http_server import bind, check_address
         from perdure.server.keys import Keys
         from perdure.server.limits import Limits
-        from perdure.server.listener import bind, check_address
         from perdure.server.middleware.host_check import AllowedHosts
     except ModuleNotFoundError as error:
         note(f"{error.name} is not installed: pip install 'perdure[server]'")
@@ -203,7 +203,7 @@ def serve(
     with perdure.open(
         path, n_ctx=ctx, slots=slots, queue=queue, exact=exact, store=folder, isolated=isolated, **engine
     ) as runtime:
-        desk = Desk(
+        app_state = AppState(
             runtime=runtime,
             name=name or path.stem,
             limits=limits,
@@ -212,15 +212,15 @@ def serve(
             strict=strict,
             log_text=log_text,
         )
-        _listen(desk, listening, folder, isolated)
+        _listen(app_state, listening, folder, isolated)
 
 
-def _listen(desk: Desk, listening: object, folder: Path | None, isolated: bool) -> None:
+def _listen(app_state: AppState, listening: object, folder: Path | None, isolated: bool) -> None:
     import logging
     import socket
     import sys
 
-    from perdure.server.listener import Listener, address
+    from perdure.server.http_server import HttpServer, address
     from perdure.server.middleware.access_log import JsonLines
 
     assert isinstance(listening, socket.socket)
@@ -230,20 +230,20 @@ def _listen(desk: Desk, listening: object, folder: Path | None, isolated: bool) 
     for name in ("perdure.llama", "uvicorn.error", "asyncio"):
         logging.getLogger(name).setLevel(logging.ERROR)
     listening.listen(2048)
-    runtime = desk.runtime
+    runtime = app_state.runtime
     state = "in a process of its own" if isolated else "in this process"
     for title, value in (
         ("address", address(listening)),
-        ("model", f"{desk.name}, {state}"),
+        ("model", f"{app_state.name}, {state}"),
         ("context", f"{runtime.n_ctx} tokens a request"),
         ("slots", f"{runtime.slots} requests at once"),
         ("store", str(folder) if folder else "none: sessions end with the server"),
-        ("keys", _state(desk.keys)),
+        ("keys", _state(app_state.keys)),
     ):
         typer.echo(f"{title:<8} {value}")
     typer.echo("Ctrl-C stops it.")
     sys.stdout.flush()
-    Listener(desk).run(sockets=[listening])
+    HttpServer(app_state).run(sockets=[listening])
 
 
 def _state(keys: Keys) -> str:

@@ -8,15 +8,15 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from perdure.server import refusal
-from perdure.server.desk import Desk
+from perdure.server import api_error
+from perdure.server.api_error import crowded
+from perdure.server.app_state import AppState
 from perdure.server.middleware.access_log import AccessLog
 from perdure.server.middleware.auth import OPEN, Auth
 from perdure.server.middleware.body_limits import BodyLimits
 from perdure.server.middleware.host_check import HostCheck
-from perdure.server.refusal import crowded
 from perdure.server.routes import cache, chat, completions, embeddings, memories, models, operation, sessions
-from perdure.server.shapes.base import ErrorAnswer
+from perdure.server.schemas.base import ErrorAnswer
 
 _ABOUT = "Local language models whose sessions last. OpenAI's routes, and sessions as resources."
 _UNTRUE = ("HTTPValidationError", "ValidationError")
@@ -24,40 +24,40 @@ _UNTRUE = ("HTTPValidationError", "ValidationError")
 _ERROR = {"$ref": f"#/components/schemas/{ErrorAnswer.__name__}"}
 
 
-def build(desk: Desk) -> FastAPI:
+def build(app_state: AppState) -> FastAPI:
     """The routes, without what stands before them."""
     from importlib.metadata import version
 
     app = FastAPI(
         title="perdure", version=version("perdure"), description=_ABOUT, docs_url=None, redoc_url=None
     )
-    app.state.desk = desk
+    app.state.app_state = app_state
     for module in (chat, completions, embeddings, models, sessions, memories, cache, operation):
         app.include_router(module.router)
-    refusal.install(app)
-    app.openapi = lambda: _document(app, desk)  # type: ignore[method-assign]
+    api_error.install(app)
+    app.openapi = lambda: _document(app, app_state)  # type: ignore[method-assign]
     return app
 
 
-def served(desk: Desk) -> ASGIApp:
+def served(app_state: AppState) -> ASGIApp:
     """The routes behind everything that a request has to pass."""
-    app: ASGIApp = Auth(BodyLimits(build(desk), desk.limits), desk.keys)
-    if desk.hosts is not None:
-        app = HostCheck(app, desk.hosts)
-    return AccessLog(app, desk.figures)
+    app: ASGIApp = Auth(BodyLimits(build(app_state), app_state.limits), app_state.keys)
+    if app_state.hosts is not None:
+        app = HostCheck(app, app_state.hosts)
+    return AccessLog(app, app_state.metrics)
 
 
-def turned_away(desk: Desk) -> ASGIApp:
+def turned_away(app_state: AppState) -> ASGIApp:
     """What answers on a connection that is one too many."""
-    refused = crowded(desk.limits.connections)
+    refused = crowded(app_state.limits.connections)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await refused.response()(scope, receive, send)
 
-    return AccessLog(answer, desk.figures)
+    return AccessLog(answer, app_state.metrics)
 
 
-def _document(app: FastAPI, desk: Desk) -> dict[str, Any]:
+def _document(app: FastAPI, app_state: AppState) -> dict[str, Any]:
     """The OpenAPI document as things are: with the keys that are needed, without errors that never come."""
     if app.openapi_schema is None:
         shown = get_openapi(
@@ -75,11 +75,11 @@ def _document(app: FastAPI, desk: Desk) -> dict[str, Any]:
                     if status >= "400":
                         # Whatever a route gives, its errors are JSON.
                         answers[status]["content"] = {"application/json": {"schema": _ERROR}}
-                if len(desk.keys) and path not in OPEN:
+                if len(app_state.keys) and path not in OPEN:
                     operation_["security"] = [{"key": []}]
-        if len(desk.keys):
+        if len(app_state.keys):
             shown["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        if desk.strict:
+        if app_state.strict:
             for schema in schemas.values():
                 if schema.get("additionalProperties") is True:
                     schema["additionalProperties"] = False

@@ -14,7 +14,7 @@ from pathlib import Path
 from perdure.errors import InvalidInputError
 
 METRICS = "metrics"
-"""The namespace whose keys open the figures and nothing else."""
+"""The namespace whose keys open /metrics and nothing else."""
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

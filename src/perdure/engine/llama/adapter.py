@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.engine.llama import library
+from perdure.engine.llama.log_sink import complaints
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ModelLoadError
 from perdure.identity import content_digest
@@ -19,10 +20,11 @@ class LlamaAdapter:
         self.path = path
         self.digest = content_digest(path)
         self.weights = weights
-        self.handle: Any = library.load().llama_adapter_lora_init(weights.handle, os.fsencode(path))
+        with complaints() as reasons:
+            self.handle: Any = library.load().llama_adapter_lora_init(weights.handle, os.fsencode(path))
         if not self.handle:
             raise ModelLoadError(
-                f"{path.name} is no adapter for this model: {library.last_error()}. "
+                f"{path.name} is no adapter for this model: {reasons}. "
                 "An adapter fits only the model that it was trained on"
             )
 

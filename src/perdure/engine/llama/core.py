@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure import system
 from perdure.engine.batch import Batch, Part
 from perdure.engine.contract import Adapter, Capture, Floats, MemoryKind, Outcome
 from perdure.engine.llama import declarations, layout, library
 from perdure.engine.llama.adapter import LlamaAdapter
+from perdure.engine.llama.log_sink import complaints
 from perdure.engine.llama.threadpool import Threadpool
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, EngineError, InvalidInputError, OutOfMemoryError
@@ -39,15 +41,19 @@ class LlamaCore:
         # The abort callback is C's own strlen over this text: empty means go on. The engine asks it at
         # every node of every graph, where a callback into Python would cost more than the work.
         self._flag = ctypes.create_string_buffer(2)
-        strlen = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p)
-        params.abort_callback = ctypes.cast(strlen, type(params.abort_callback))
-        params.abort_callback_data = ctypes.cast(self._flag, ctypes.c_void_p)
-        self._context = self._lib.llama_init_from_model(weights.handle, params)
+        strlen = system.c_function("strlen")
+        if strlen is not None:
+            params.abort_callback = ctypes.cast(strlen, declarations.AbortCallback)
+            params.abort_callback_data = ctypes.cast(self._flag, ctypes.c_void_p)
+        with complaints() as reasons:
+            self._context = self._lib.llama_init_from_model(weights.handle, params)
         if not self._context:
             raise OutOfMemoryError(
                 f"the engine could not open a context of {params.n_ctx} cells for {params.n_seq_max} "
-                f"sequences ({library.last_error()}): try a smaller n_ctx or n_seq"
+                f"sequences ({reasons}): try a smaller n_ctx or n_seq"
             )
+        self.n_ctx_seq = int(self._lib.llama_n_ctx_seq(self._context))
+        """Cells that one sequence can have, as the library counts them."""
         self._threadpool = Threadpool(self._lib, params.n_threads)
         self._threadpool.attach(self._lib, self._context)
         self._memory = self._lib.llama_get_memory(self._context)
@@ -130,7 +136,7 @@ class LlamaCore:
         native.n_seq_id = (ctypes.c_int32 * 1)(2)
         native.seq_id = ctypes.cast(rows, type(native.seq_id))
         native.logits = (ctypes.c_int8 * 1)(0)
-        with library.muted():
+        with self._log_sink.muted(id(self)):
             outcome = self._lib.llama_decode(self._context, native)
         if _OUTCOMES.get(outcome) is not Outcome.FULL:
             raise EngineError(f"the engine did not carry out a copy between streams (code {outcome})")
@@ -152,7 +158,10 @@ class LlamaCore:
     def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
         flags = _PARTIAL if partial else 0
         size = state.nbytes
-        read = self._lib.llama_state_seq_set_data_ext(self._context, _bytes_at(state, 0), size, seq, flags)
+        with self._log_sink.muted(id(self)):
+            read = self._lib.llama_state_seq_set_data_ext(
+                self._context, _bytes_at(state, 0), size, seq, flags
+            )
         return int(read) == size
 
     def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
@@ -249,18 +258,19 @@ class LlamaCore:
     def stop(self) -> None:
         # The library complains about being stopped. Python would hear that in the middle of native code,
         # and raise a pending KeyboardInterrupt there, where it is lost.
-        self._log_sink.shut()
+        self._log_sink.shut(id(self))
         self._flag[0] = b"x"
 
     def rearm(self) -> None:
         self._flag[0] = b"\0"
-        self._log_sink.open()
+        self._log_sink.open(id(self))
 
     def close(self) -> None:
         if self._context:
             context, self._context = self._context, None
             self._lib.llama_free(context)
             self._threadpool.close()
+            self._log_sink.open(id(self))
             self._memory = None
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""Figures in a model's file on which the library would end the process, refused before it reads them."""
+"""Figures in a model's file: those on which the library would end the process, and those it decides by."""
 
 from __future__ import annotations
 
@@ -27,6 +27,25 @@ def check_figures(header: Header) -> None:
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, Strings) and (twice := _repeated(tokens)):
         raise ModelFileError(f"{name} is damaged: its vocabulary has {twice!r} twice")
+
+
+def rope_limit(header: Header) -> int | None:
+    """The context size above which the library takes the long one of a model's two sets of RoPE factors.
+
+    None for a model that has not two of them, or whose first file does not say.
+    """
+    if not any(tensor.name.startswith("rope_factors_long") for tensor in header.tensors):
+        return None
+    architecture = header.text("general.architecture")
+    original = header.integer(f"{architecture}.rope.scaling.original_context_length")
+    return original if original is not None else header.integer(f"{architecture}.context_length")
+
+
+def rope_factors(limit: int | None, n_ctx_seq: int) -> str:
+    """The set of RoPE factors that a context uses: the library decides by `llama_n_ctx_seq`."""
+    if limit is None:
+        return "one"
+    return "long" if n_ctx_seq > limit else "short"
 
 
 def _repeated(tokens: Strings) -> bytes | None:

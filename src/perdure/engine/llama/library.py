@@ -1,100 +1,46 @@
-"""The shared library: loaded once, its threads tamed, its log lines sent to `logging`."""
+"""The shared library of this process: loaded once, checked, with its backends."""
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
-import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from perdure.engine.llama import guard, probe
 from perdure.engine.llama.backends import load_backends
-from perdure.engine.llama.declarations import Functions, LogCallback
+from perdure.engine.llama.declarations import Functions
+from perdure.engine.llama.log_sink import LogSink
 from perdure.engine.llama.source import WAYS, LibrarySource
 from perdure.errors import EngineLibraryError
-
-log = logging.getLogger("perdure.llama")
-# Without this, Python prints the lines of a program that never set up logging to stderr.
-log.addHandler(logging.NullHandler())
 
 # ggml's threads spin between nodes. As shipped they spin so long that one other busy process costs
 # five sixths of the speed; this count costs nothing on an idle machine. libgomp reads it once, when
 # it is loaded. Users who set their own keep it.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
-# The library calls its chatter INFO; nobody who runs a model wants to read it.
-_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
-_CONTINUED = 5
 _STEMS = ("ggml-base", "ggml-cpu", "ggml", "llama")
 """The shared libraries of a build, each after those it needs. A build may lack some of them."""
 
 
-class _LogLines:
-    """Puts the library's fragments together into lines."""
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A processor that computes: a CPU or a GPU, with its memory in bytes."""
 
-    def __init__(self) -> None:
-        self.last_error = ""
-        self.muted = False
-        self._level = logging.DEBUG
-        self._text = ""
+    name: str
+    description: str
+    is_cpu: bool
+    memory_free: int
+    memory_total: int
 
-    def __call__(self, level: int, text: bytes | None, _: object) -> None:
-        if level != _CONTINUED:
-            self._level = _LEVELS.get(level, logging.DEBUG)
-        self._text += (text or b"").decode("utf-8", "replace")
-        while "\n" in self._text:
-            line, self._text = self._text.split("\n", 1)
-            if line.strip() and not self.muted:
-                if self._level == logging.ERROR:
-                    self.last_error = line.strip()
-                log.log(self._level, "%s", line.rstrip())
-
-
-class LogSink:
-    """The two functions that the library can send its lines to: ours, and one that ignores them.
-
-    Both are held for the life of the process: the library keeps only a pointer.
-    """
-
-    def __init__(self, lib: Functions) -> None:
-        self._lib = lib
-        self._lines = LogCallback(_lines)
-        self._nothing = ctypes.cast(ctypes.CDLL(None).getpid, LogCallback)
-        self._open = False
-        # At exit Python can no longer be called.
-        atexit.register(self.shut)
-        self.open()
-
-    def open(self) -> None:
-        if not self._open:
-            self._open = True
-            self._lib.llama_log_set(self._lines, None)
-
-    def shut(self) -> None:
-        self._open = False
-        self._lib.llama_log_set(self._nothing, None)
-
-
-_lines = _LogLines()
-
-
-def last_error() -> str:
-    """The library's last line of complaint: it gives its reasons nowhere else."""
-    return _lines.last_error or "no reason given"
-
-
-@contextmanager
-def muted() -> Iterator[None]:
-    """Drop the log lines of a call that is meant to be refused."""
-    _lines.muted = True
-    try:
-        yield
-    finally:
-        _lines.muted = False
+    @classmethod
+    def of(cls, lib: Functions, handle: Any) -> Device:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        lib.ggml_backend_dev_memory(handle, ctypes.byref(free), ctypes.byref(total))
+        texts = (lib.ggml_backend_dev_name(handle), lib.ggml_backend_dev_description(handle))
+        name, description = (text.decode("utf-8", "replace") for text in texts)
+        return cls(name, description, lib.ggml_backend_dev_type(handle) == 0, free.value, total.value)
 
 
 class Library:
@@ -125,8 +71,38 @@ class Library:
 
     @property
     def name(self) -> str:
-        """Which engine this is, as far as it changes what state bytes mean."""
+        """Which engine this is, for people."""
         return f"llama.cpp {self.version} ({self.source.kind} {self.source.version}, {self.variant})"
+
+    # What state depends on.
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """The version and the content of its files, wherever they lie."""
+        return f"llama.cpp {self.version} {probe.digest(self.source)}"
+
+    @functools.cached_property
+    def kernels(self) -> str:
+        """The CPU variant, what it was compiled for, and whether weights are laid out for special units."""
+        features = self.functions.llama_print_system_info().decode("utf-8", "replace").strip()
+        return f"{self.variant} [{features}] extra buffers {'on' if self.extra_buffers else 'off'}"
+
+    @functools.cached_property
+    def devices(self) -> str:
+        """The backends, and their devices by name and description."""
+        lib = self.functions
+        count = lib.ggml_backend_reg_count()
+        backends = [
+            lib.ggml_backend_reg_name(lib.ggml_backend_reg_get(index)).decode() for index in range(count)
+        ]
+        devices = [f"{device.name} ({device.description})" for device in self.device_list]
+        return f"{', '.join(backends)}: {', '.join(devices)}"
+
+    @functools.cached_property
+    def device_list(self) -> tuple[Device, ...]:
+        lib = self.functions
+        handles = [lib.ggml_backend_dev_get(index) for index in range(lib.ggml_backend_dev_count())]
+        return tuple(Device.of(lib, handle) for handle in handles)
 
 
 def _open(source: LibrarySource) -> list[ctypes.CDLL]:
@@ -166,13 +142,5 @@ def log_sink() -> LogSink:
 
 
 def build() -> str:
-    """Which engine this is, as far as it changes what state bytes mean."""
+    """Which engine this is, for people."""
     return loaded().name
-
-
-def default_threads() -> int:
-    """One thread a core that this process may use; hyper-threads do not help, but cannot be told apart."""
-    try:
-        return max(1, len(os.sched_getaffinity(0)))
-    except AttributeError:
-        return max(1, os.cpu_count() or 1)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from perdure import models
+from perdure import models, system
 from perdure.engine.context import Context
 from perdure.engine.contract import Capabilities, Memory, MemoryKind
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.llama import library
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.core import LlamaCore
-from perdure.engine.llama.figures import check_figures
+from perdure.engine.llama.figures import check_figures, rope_factors, rope_limit
 from perdure.engine.llama.vocabulary import Vocabulary
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, InvalidInputError, ModelFileError, ModelLoadError, OutOfMemoryError
-from perdure.identity import Identity, content_digest
+from perdure.identity import Identity, content_digest, file_version
 from perdure.models.parts import part_names
+
+log = logging.getLogger("perdure.engine")
 
 MAX_SEQUENCES = 256
 MAX_THREADS = 512
@@ -31,6 +34,8 @@ _TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1
 _BITS = dict(zip(_TYPES, (32.0, 16.0, 16.0, 8.5, 6.0, 5.5, 5.0, 4.5), strict=True))
 _PLAIN = ("f32", "f16", "bf16")
 _NO_POOLING = 0
+_ASSUMED_MEMORY = 4 << 30
+"""Bytes of memory of a machine that does not tell."""
 _LARGEST = 3.4e38
 """The library's floats end here."""
 
@@ -49,7 +54,8 @@ class Model:
         progress: Callable[[float], bool] | None = None,
     ) -> None:
         self.path: Path = models.path(source)
-        check_figures(models.read_header(self.path))
+        header = models.read_header(self.path)
+        check_figures(header)
         self._files = [self.path.with_name(name) for name in part_names(self.path.name)]
         self._versions = [_version(file) for file in self._files]
         weights = Weights(self.path, gpu_layers=gpu_layers, progress=progress)
@@ -61,6 +67,8 @@ class Model:
         self.n_vocab = weights.n_vocab
         self._gpu_layers = gpu_layers
         self._memory = _memory(lib, weights)
+        self._rope_limit = rope_limit(header)
+        self._said_trained = False
 
     # What it is.
 
@@ -171,6 +179,8 @@ class Model:
         if v_type not in _PLAIN and not flash:
             raise InvalidInputError(f"v_type {v_type} needs flash attention; leave flash on")
         self._check_memory(n_ctx * n_seq, k_type, v_type)
+        if not rope_freq_base and not rope_freq_scale:
+            self._say_if_longer_than_trained(n_ctx)
 
         params = _params(threads, flash, rope_freq_base, rope_freq_scale)
         n_batch = max(min(n_batch, n_ctx), n_seq)
@@ -185,6 +195,7 @@ class Model:
         core = LlamaCore(weights, params, self._memory.kind, causal=weights.causal)
         memory = Memory(kind=self._memory.kind, window=self._memory.window, keeps_window=swa_full)
         streams = 1 if shared else n_seq
+        engine = library.loaded()
 
         def identity(adapters: str) -> Identity:
             return Identity(
@@ -195,10 +206,12 @@ class Model:
                 k_type=k_type,
                 v_type=v_type,
                 attention="flash" if flash else "plain",
-                rope=f"{rope_freq_base}/{rope_freq_scale}/{_rope_reach(weights.metadata, n_ctx)}",
+                rope=f"{rope_freq_base}/{rope_freq_scale}/{rope_factors(self._rope_limit, core.n_ctx_seq)}",
                 window=f"{memory.kind.value}/{memory.window}/{'all' if swa_full else 'window'}",
                 layout=f"{streams} streams",
-                engine=library.build(),
+                engine=engine.identity,
+                kernels=engine.kernels,
+                devices=f"{engine.devices}; {self._gpu_layers} layers on a GPU",
             )
 
         return Context(
@@ -246,7 +259,7 @@ class Model:
         if not core.reads_on:
             core.close()
             # The library reserves a row of logits for every token, though such a model has none.
-            rows = _physical() // 4 // (4 * self.n_vocab)
+            rows = (system.physical_memory() or _ASSUMED_MEMORY) // 4 // (4 * self.n_vocab)
             chunk = n_ctx = max(1, min(n_ctx, self.n_ctx_train, rows))
             params.n_batch = params.n_ubatch = params.n_outputs_max = chunk
             core = LlamaCore(weights, params, self._memory.kind, causal=weights.causal)
@@ -277,6 +290,17 @@ class Model:
         assert self._words is not None
         return self._words
 
+    def _say_if_longer_than_trained(self, n_ctx: int) -> None:
+        if n_ctx > self.n_ctx_train > 0 and not self._said_trained:
+            self._said_trained = True
+            log.warning(
+                "%s was trained on texts of up to %d tokens, and n_ctx is %d: what it writes beyond that "
+                "may make no sense",
+                self.path.name,
+                self.n_ctx_train,
+                n_ctx,
+            )
+
     def _check_memory(self, cells: int, k_type: str, v_type: str) -> None:
         """Refuse what the machine could never hold: the engine would touch it all and be killed."""
         handle = self._open().handle
@@ -286,8 +310,8 @@ class Model:
         if self._memory.kind is MemoryKind.RECURRENT or self._gpu_layers:
             return
         needed = cells * lib.llama_model_n_layer(handle) * width * (_BITS[k_type] + _BITS[v_type]) / 8
-        physical = _physical()
-        if needed > physical:
+        physical = system.physical_memory()
+        if physical is not None and needed > physical:
             raise OutOfMemoryError(
                 f"{cells} cells need {needed / 2**30:.1f} GiB, this machine has {physical / 2**30:.1f}: "
                 "choose a smaller n_ctx, fewer sequences, or a smaller k_type and v_type"
@@ -296,7 +320,7 @@ class Model:
 
 def _params(threads: int | None, flash: bool, rope_freq_base: float, rope_freq_scale: float) -> Any:
     """What contexts of either sort have in common."""
-    threads = library.default_threads() if threads is None else threads
+    threads = system.usable_cores() if threads is None else threads
     _check("threads", threads, 1, MAX_THREADS)
     for name, number in (("rope_freq_base", rope_freq_base), ("rope_freq_scale", rope_freq_scale)):
         if not 0.0 <= number <= _LARGEST:
@@ -321,26 +345,12 @@ def _memory(lib: Any, weights: Weights) -> Memory:
     return Memory(kind=kind, window=window)
 
 
-def _rope_reach(metadata: Mapping[str, str], n_ctx: int) -> str:
-    """Models with two sets of RoPE factors choose by the context's size."""
-    for key, value in metadata.items():
-        if key.endswith(".rope.scaling.original_context_length"):
-            return "long" if n_ctx > int(value) else "short"
-    return "one"
-
-
-def _physical() -> int:
-    """Bytes of memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _version(file: Path) -> tuple[int, int, int] | None:
-    """What changes when a file is written or replaced."""
+def _version(file: Path) -> tuple[int, ...] | None:
+    """What changes when a file is written or replaced; None where there is none."""
     try:
-        stat = file.stat()
+        return file_version(file)
     except OSError:
         return None
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def _check(name: str, value: int, low: int, high: int) -> None:

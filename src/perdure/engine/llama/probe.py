@@ -14,20 +14,20 @@ import platform
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from perdure import system
 from perdure.config import settings
 from perdure.engine.llama.backends import backends
 from perdure.engine.llama.source import WAYS, LibrarySource, candidates, find_library
 from perdure.errors import EngineLibraryError
 from perdure.identity import content_digest
 
-log = logging.getLogger("perdure.llama")
+log = logging.getLogger("perdure.engine")
 
 _PROBE = 1
 """Raised when the probe itself changes: older verdicts are then forgotten."""
@@ -192,7 +192,7 @@ class _Runs:
         try:
             # Nothing of the current folder is run, and an abort calls up no debugger.
             ended = subprocess.run(
-                [sys.executable, "-P", str(child), job, str(self._models)],
+                system.isolated_python(str(child), job, str(self._models)),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 env=os.environ | {"GGML_NO_BACKTRACE": "1"},
@@ -237,14 +237,8 @@ def digest(source: LibrarySource) -> str:
 
 
 def processor() -> str:
-    """The CPU, as far as it decides which instructions run: its model and its flags."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
-    lines = text.split("\n\n", 1)[0].splitlines()
-    return "\n".join(line for line in lines if line.split("\t")[0].strip() in wanted)
+    """The CPU, as far as it decides which instructions run."""
+    return " ".join((system.architecture(), platform.processor(), *sorted(system.cpu_flags())))
 
 
 def _key(source: LibrarySource) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from perdure.engine.llama import library
 from perdure.engine.llama.declarations import ProgressCallback
+from perdure.engine.llama.log_sink import complaints
 from perdure.errors import ModelLoadError
 
 
@@ -27,10 +28,11 @@ class Weights:
         if progress is not None:
             callback = ProgressCallback(lambda done, _: progress(done))
             params.progress_callback = callback
-        self.handle = lib.llama_model_load_from_file(os.fsencode(path), params)
+        with complaints() as reasons:
+            self.handle = lib.llama_model_load_from_file(os.fsencode(path), params)
         if not self.handle:
             raise ModelLoadError(
-                f"{library.build()} refused {path.name}: {library.last_error()}. "
+                f"{library.build()} refused {path.name}: {reasons}. "
                 "Its architecture may be newer than this build, or its tensors incomplete"
             )
         self.vocab = lib.llama_model_get_vocab(self.handle)

@@ -172,6 +172,8 @@ class ToyModel:
                 window=f"{memory.kind.value}/{memory.window}/{'all' if swa_full else 'window'}",
                 layout="cells",
                 engine="toy 1",
+                kernels="python",
+                devices="none",
             )
 
         return Context(

@@ -11,13 +11,13 @@ from typing import Any, TextIO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from perdure.server.figures import Figures
-from perdure.server.refusal import ClientLeft, refusal
+from perdure.server.api_error import ClientLeft, to_api_error
+from perdure.server.metrics import Metrics
 
 log = logging.getLogger("perdure.server")
 
 LEFT = 499
-"""The status, in logs and figures only, of a request whose client went away."""
+"""The status, in logs and metrics only, of a request whose client went away."""
 
 
 class JsonLines(logging.Handler):
@@ -46,9 +46,9 @@ class JsonLines(logging.Handler):
 class AccessLog:
     """The outermost layer: whatever happens inside, the request is answered, counted and logged once."""
 
-    def __init__(self, app: ASGIApp, figures: Figures) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
-        self._figures = figures
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,13 +74,13 @@ class AccessLog:
         except Exception as error:
             # The application has answered where it could, and told the log.
             if not status:
-                await refusal(error).response()(scope, receive, noted)
+                await to_api_error(error).response()(scope, receive, noted)
         finally:
             if notes.pop("left", False):
                 status = LEFT
             seconds = time.perf_counter() - started
             route = getattr(scope.get("route"), "path", "unmatched")
-            self._figures.request(scope["method"], route, status, seconds)
+            self._metrics.request(scope["method"], route, status, seconds)
             fields = {
                 "id": request_id,
                 "method": scope["method"],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from perdure.server.api_error import ApiError
 from perdure.server.keys import METRICS, Keys
-from perdure.server.refusal import Refused
 
 OPEN = frozenset({"/health", "/ready", "/openapi.json"})
 """What anybody may ask for: whether the server lives, and how to speak to it."""
@@ -30,18 +30,18 @@ class Auth:
                 scope["state"]["notes"]["namespace"] = namespace
         await self._app(scope, receive, send)
 
-    def _refused(self, path: str, namespace: str | None) -> Refused | None:
+    def _refused(self, path: str, namespace: str | None) -> ApiError | None:
         if namespace is None:
-            return Refused(
+            return ApiError(
                 401,
                 "this server needs a key: send it as `Authorization: Bearer KEY`",
                 kind="authentication_error",
                 code="invalid_api_key",
             )
         if (path == "/metrics") is not (namespace == METRICS) and len(self._keys):
-            return Refused(
+            return ApiError(
                 403,
-                f"the figures are for keys of the namespace {METRICS}, and those are for nothing else",
+                f"the metrics are for keys of the namespace {METRICS}, and those are for nothing else",
                 kind="permission_error",
                 code="forbidden",
             )

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from perdure.server.api_error import ApiError, ClientLeft
 from perdure.server.limits import Limits
-from perdure.server.refusal import ClientLeft, Refused
 
 _PIECE = 64 << 10
 """Bytes that are looked at in one go: what a long body costs, it costs in many small parts."""
@@ -41,7 +41,7 @@ class BodyLimits:
         self._inside += 1
         try:
             if self._inside > self._limits.requests:
-                raise Refused(
+                raise ApiError(
                     429,
                     f"{self._limits.requests} requests are in flight, which is the limit; ask again later",
                     kind="rate_limit_error",
@@ -53,14 +53,14 @@ class BodyLimits:
                 await self._upload(scope, receive, send)
             else:
                 await self._app(scope, await self._whole(scope, receive), send)
-        except Refused as refused:
+        except ApiError as refused:
             await refused.response()(scope, receive, send)
         finally:
             self._inside -= 1
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._uploads >= self._limits.uploads:
-            raise Refused(
+            raise ApiError(
                 429,
                 f"{self._limits.uploads} files are coming in, which is the limit; ask again later",
                 kind="rate_limit_error",
@@ -80,7 +80,7 @@ class BodyLimits:
             async with asyncio.timeout(seconds):
                 body = await self._read(receive)
         except TimeoutError:
-            raise Refused(
+            raise ApiError(
                 408, f"the body did not come within {seconds:g} seconds", code="slow_request"
             ) from None
         return _replay(body, receive)
@@ -102,11 +102,11 @@ class BodyLimits:
 
     def _check(self, scan: JsonScan) -> None:
         if scan.depth > self._limits.depth:
-            raise Refused(
+            raise ApiError(
                 400, f"the JSON is nested deeper than {self._limits.depth} levels", code="nested_too_deeply"
             )
         if scan.values > self._limits.values:
-            raise Refused(
+            raise ApiError(
                 413,
                 f"the JSON has more than {self._limits.values} values, which is the limit",
                 code="too_many_values",
@@ -120,8 +120,8 @@ def check_length(scope: Scope, limit: int) -> None:
             raise too_large(limit)
 
 
-def too_large(limit: int) -> Refused:
-    return Refused(413, f"the body has more than {limit} bytes, which is the limit", code="body_too_large")
+def too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body has more than {limit} bytes, which is the limit", code="body_too_large")
 
 
 def check_type(scope: Scope) -> None:
@@ -131,7 +131,7 @@ def check_type(scope: Scope) -> None:
     wanted = FILE_TYPE if scope["path"] in UPLOADS else JSON_TYPE
     given = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
     if given.partition(";")[0].strip().lower() != wanted:
-        raise Refused(
+        raise ApiError(
             415,
             f"the content type is {given[:100]!r}; send `content-type: {wanted}`",
             code="unsupported_media_type",

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from perdure.errors import InvalidInputError
-from perdure.server.refusal import Refused
+from perdure.server.api_error import ApiError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _OWN = (b"same-origin", b"none")
@@ -51,7 +51,7 @@ class HostCheck:
             return
         await self._app(scope, receive, send)
 
-    def _refused(self, scope: Scope) -> Refused | None:
+    def _refused(self, scope: Scope) -> ApiError | None:
         headers = dict(scope["headers"])
         # HTTP/1.0 has no Host; every browser sends one.
         host = headers.get(b"host", b"localhost").decode("latin-1")
@@ -99,5 +99,5 @@ def _checked(host: str) -> str:
     return name
 
 
-def _forbidden(message: str, *, code: str) -> Refused:
-    return Refused(403, message, kind="permission_error", code=code)
+def _forbidden(message: str, *, code: str) -> ApiError:
+    return ApiError(403, message, kind="permission_error", code=code)

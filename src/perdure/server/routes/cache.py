@@ -8,10 +8,10 @@ from fastapi import APIRouter, Query
 
 from perdure.cache.book import CacheStats
 from perdure.cache.record import Record
-from perdure.server.desk import ACaller, ADesk, Desk
-from perdure.server.routes.documented import errors
-from perdure.server.shapes.base import refuse_fields
-from perdure.server.shapes.session import (
+from perdure.server.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.routes.responses import errors
+from perdure.server.schemas.base import refuse_fields
+from perdure.server.schemas.session import (
     CacheAnswer,
     DeletedAnswer,
     RecordAnswer,
@@ -23,40 +23,42 @@ router = APIRouter(prefix="/v1/cache", tags=["cache"])
 
 
 @router.get("", responses=errors())
-async def read(desk: ADesk, caller: ACaller) -> CacheAnswer:
+async def read(app_state: AppStateDep, caller: CallerDep) -> CacheAnswer:
     """Your warmed prefixes, and on a server without keys what the whole cache holds."""
-    return await desk.call(_read, desk, caller.namespace)
+    return await app_state.call(_read, app_state, caller.namespace)
 
 
 @router.post("/warm", status_code=201, responses=errors(507))
-async def warm(asked: WarmRequest, desk: ADesk, caller: ACaller) -> RecordAnswer:
+async def warm(asked: WarmRequest, app_state: AppStateDep, caller: CallerDep) -> RecordAnswer:
     """Compute a prefix once, and keep it."""
-    refuse_fields(asked, strict=desk.strict, refused={})
-    record = await desk.work(
-        desk.runtime.cache.warm, asked.prompt, labels=asked.labels, namespace=caller.namespace
+    refuse_fields(asked, strict=app_state.strict, refused={})
+    record = await app_state.work(
+        app_state.runtime.cache.warm, asked.prompt, labels=asked.labels, namespace=caller.namespace
     )
     return _record(record)
 
 
 @router.delete("", responses=errors(507))
 async def clear(
-    desk: ADesk,
-    caller: ACaller,
+    app_state: AppStateDep,
+    caller: CallerDep,
     label: Annotated[
         list[str] | None, Query(description="May be given again; all of yours if left out")
     ] = None,
 ) -> DeletedAnswer:
     """Drop your prefixes that carry one of the labels, wherever they are kept; or all of yours."""
-    return DeletedAnswer(deleted=await desk.call(desk.runtime.cache.clear, label, namespace=caller.namespace))
+    return DeletedAnswer(
+        deleted=await app_state.call(app_state.runtime.cache.clear, label, namespace=caller.namespace)
+    )
 
 
 def _record(record: Record) -> RecordAnswer:
     return RecordAnswer(tokens=len(record.tokens), kept=record.kept, labels=sorted(record.labels))
 
 
-def _read(desk: Desk, namespace: str) -> CacheAnswer:
-    records = desk.runtime.cache.records(namespace=namespace)
-    totals = None if len(desk.keys) else _totals(desk.runtime.cache.stats())
+def _read(app_state: AppState, namespace: str) -> CacheAnswer:
+    records = app_state.runtime.cache.records(namespace=namespace)
+    totals = None if len(app_state.keys) else _totals(app_state.runtime.cache.stats())
     return CacheAnswer(records=[_record(record) for record in records], totals=totals)
 
 

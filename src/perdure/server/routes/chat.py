@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,15 +11,18 @@ from starlette.responses import Response
 
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.decode.request import TokenLogprob
-from perdure.server import stream
-from perdure.server.desk import ACaller, ADesk, Caller, Desk
-from perdure.server.refusal import Refused
-from perdure.server.routes.documented import streamed
-from perdure.server.shapes.base import ReuseAnswer, TimingsAnswer, UsageAnswer, refuse_fields
-from perdure.server.shapes.chat import (
+from perdure.server import sse
+from perdure.server.api_error import ApiError
+from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.client_job import Job
+from perdure.server.routes.answer_head import AnswerHead, finite
+from perdure.server.routes.responses import streamed
+from perdure.server.schemas.base import ReuseAnswer, TimingsAnswer, UsageAnswer, refuse_fields
+from perdure.server.schemas.chat import (
     REFUSED,
     CallAnswer,
     ChatAnswer,
+    ChatOptionsSchema,
     ChatRequest,
     Choice,
     ExtensionAnswer,
@@ -29,12 +30,10 @@ from perdure.server.shapes.chat import (
     LogprobsAnswer,
     MessageAnswer,
     SchemaFormat,
-    Spoken,
     TokenAnswer,
     ToolChosen,
     TopLogprob,
 )
-from perdure.server.visit import Job
 from perdure.sessions.fold import TurnJob
 
 router = APIRouter(tags=["OpenAI"])
@@ -44,71 +43,69 @@ _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token"
 
 
 @router.post("/v1/chat/completions", responses=streamed(404, 409, 507), response_model=ChatAnswer)
-async def chat(asked: ChatRequest, request: Request, desk: ADesk, caller: ACaller) -> ChatAnswer | Response:
+async def chat(
+    asked: ChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> ChatAnswer | Response:
     """A reply to a conversation, in OpenAI's shape."""
-    check_spoken(asked, desk)
-    desk.check_model(asked.model)
+    check_chat_options(asked, app_state)
+    app_state.check_model(asked.model)
     if asked.modalities and set(asked.modalities) != {"text"}:
-        raise Refused(
+        raise ApiError(
             400, "modalities: only text can be written", param="modalities", code="unsupported_parameter"
         )
-    if len(asked.messages) > desk.limits.messages:
-        raise Refused(
-            400,
-            f"messages: {len(asked.messages)} messages, {desk.limits.messages} are allowed",
-            param="messages",
-            code="too_many_messages",
-        )
+    app_state.check_message_count(len(asked.messages))
     messages = [message.plain for message in asked.messages]
-    wishes = {**spoken(asked, desk), **({"n": asked.n} if asked.n is not None else {})}
+    options = {**chat_options(asked, app_state), **({"n": asked.n} if asked.n is not None else {})}
     session = asked.perdure.session if asked.perdure is not None else None
     job: TurnJob
     if session is None:
-        job = await desk.call(desk.runtime.submit_chat, messages, namespace=caller.namespace, **wishes)
+        job = await app_state.call(
+            app_state.runtime.submit_chat, messages, namespace=caller.namespace, **options
+        )
     else:
-        job = await desk.call(_session_turn, desk, caller.namespace, session, messages, wishes)
-    return await answer(job, asked, request, desk, caller, session=session, said=messages)
+        job = await app_state.call(_session_turn, app_state, caller.namespace, session, messages, options)
+    return await answer(job, asked, request, app_state, caller, session=session, said=messages)
 
 
 async def answer(
     job: Job[ChatDelta, ChatReply],
-    asked: Spoken,
+    asked: ChatOptionsSchema,
     request: Request,
-    desk: Desk,
+    app_state: AppState,
     caller: Caller,
     *,
     session: str | None = None,
     said: Sequence[dict[str, Any]] = (),
 ) -> ChatAnswer | Response:
     """What comes of a job, whole or as a stream."""
-    visit = desk.visit(job, request, asked.perdure.timeout if asked.perdure else None)
-    head = Head(desk, session, with_logprobs=bool(asked.logprobs))
+    client_job = app_state.client_job(job, request, asked.perdure.timeout if asked.perdure else None)
+    head = ChatHead(app_state, session, with_logprobs=bool(asked.logprobs))
     n = getattr(asked, "n", None) or 1
 
     def settle(replies: Sequence[ChatReply]) -> None:
-        desk.settle(replies, caller)
-        if desk.log_text:
+        app_state.settle(replies, caller)
+        if app_state.log_text:
             caller.notes["messages"] = list(said)
             caller.notes["replies"] = [reply.text for reply in replies]
 
     if asked.stream:
-        await visit.begin()
+        await client_job.begin()
         include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         writer = ChatWriter(head, n, include_usage=include_usage)
-        return stream.response(visit, writer, limits=desk.limits, notes=caller.notes, settle=settle)
-    replies = await visit.replies()
+        return sse.response(client_job, writer, limits=app_state.limits, notes=caller.notes, settle=settle)
+    replies = await client_job.replies()
     settle(replies)
-    if (refused := visit.cut(replies)) is not None:
+    if (refused := client_job.cut(replies)) is not None:
         raise refused
     return head.whole(replies)
 
 
-def check_spoken(asked: Spoken, desk: Desk) -> None:
+def check_chat_options(asked: ChatOptionsSchema, app_state: AppState) -> None:
     """Refuse what cannot be done, or was said twice."""
-    refuse_fields(asked, strict=desk.strict, refused=REFUSED)
+    refuse_fields(asked, strict=app_state.strict, refused=REFUSED)
     limits = {asked.max_tokens, asked.max_completion_tokens} - {None}
     if len(limits) > 1:
-        raise Refused(
+        raise ApiError(
             400,
             f"max_tokens is {asked.max_tokens} and max_completion_tokens is {asked.max_completion_tokens}: "
             "they mean the same, give one",
@@ -116,12 +113,12 @@ def check_spoken(asked: Spoken, desk: Desk) -> None:
             code="invalid_value",
         )
     if asked.top_logprobs is not None and not asked.logprobs:
-        raise Refused(400, "top_logprobs: set logprobs too", param="top_logprobs", code="invalid_value")
+        raise ApiError(400, "top_logprobs: set logprobs too", param="top_logprobs", code="invalid_value")
     if asked.stream_options is not None and not asked.stream:
-        raise Refused(400, "stream_options: only with stream", param="stream_options", code="invalid_value")
+        raise ApiError(400, "stream_options: only with stream", param="stream_options", code="invalid_value")
     variables = (asked.perdure.variables if asked.perdure else None) or {}
     if taken := sorted(_RESERVED & variables.keys()):
-        raise Refused(
+        raise ApiError(
             400,
             f"perdure.variables: {taken[0]} is set by the server",
             param="perdure.variables",
@@ -129,81 +126,68 @@ def check_spoken(asked: Spoken, desk: Desk) -> None:
         )
 
 
-def spoken(asked: Spoken, desk: Desk) -> dict[str, Any]:
+def chat_options(asked: ChatOptionsSchema, app_state: AppState) -> dict[str, Any]:
     """What is asked of a reply, in the runtime's words."""
-    wishes = asked.sampling
+    options = asked.sampling
     extension = asked.perdure
     if (limit := asked.max_completion_tokens or asked.max_tokens) is not None:
-        wishes["max_tokens"] = limit
+        options["max_tokens"] = limit
     if asked.logprobs:
-        wishes["logprobs"] = asked.top_logprobs or 0
+        options["logprobs"] = asked.top_logprobs or 0
     if asked.tools:
-        wishes["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
+        options["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
     if asked.tool_choice is not None:
         chosen = asked.tool_choice
-        wishes["tool_choice"] = chosen.model_dump() if isinstance(chosen, ToolChosen) else chosen
+        options["tool_choice"] = chosen.model_dump() if isinstance(chosen, ToolChosen) else chosen
     if asked.parallel_tool_calls is not None:
-        wishes["parallel_tool_calls"] = asked.parallel_tool_calls
+        options["parallel_tool_calls"] = asked.parallel_tool_calls
     if isinstance(asked.response_format, SchemaFormat):
-        wishes["schema"] = asked.response_format.json_schema.schema_
+        options["schema"] = asked.response_format.json_schema.schema_
     elif asked.response_format is not None and asked.response_format.type == "json_object":
-        wishes["schema"] = {"type": "object"}
+        options["schema"] = {"type": "object"}
     variables: dict[str, Any] = {}
     if asked.reasoning_effort is not None:
         variables["reasoning_effort"] = asked.reasoning_effort
     if extension is not None:
         for name in ("overflow", "reasoning", "reasoning_budget", "regex"):
             if (value := getattr(extension, name)) is not None:
-                wishes[name] = value
+                options[name] = value
         variables |= extension.variables or {}
     if variables:
-        wishes["variables"] = variables
-    wishes["timeout"] = desk.seconds(extension.timeout if extension else None)
-    return wishes
+        options["variables"] = variables
+    options["timeout"] = app_state.seconds(extension.timeout if extension else None)
+    return options
 
 
 def _session_turn(
-    desk: Desk, namespace: str, name: str, messages: list[dict[str, Any]], wishes: dict[str, Any]
+    app_state: AppState, namespace: str, name: str, messages: list[dict[str, Any]], options: dict[str, Any]
 ) -> TurnJob:
     """What is new goes to the session; a system message that comes first is that of a new one."""
     system = None
     if messages[0]["role"] in ("system", "developer") and len(messages) > 1:
         content = messages.pop(0).get("content")
         system = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
-    return desk.runtime.session(name, namespace=namespace, system=system).submit(messages, **wishes)
+    return app_state.runtime.session(name, namespace=namespace, system=system).submit(messages, **options)
 
 
-class Head:
-    """What all chunks and answers of one request say alike."""
+class ChatHead(AnswerHead):
+    """The head of chat answers, and what they say of a reply."""
 
-    def __init__(self, desk: Desk, session: str | None, *, with_logprobs: bool) -> None:
-        self._desk = desk
+    prefix = "chatcmpl"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, app_state: AppState, session: str | None, *, with_logprobs: bool) -> None:
+        super().__init__(app_state)
         self._session = session
         self._with_logprobs = with_logprobs
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
 
     def whole(self, replies: Sequence[ChatReply]) -> ChatAnswer:
         return ChatAnswer(
-            id=self._id,
-            created=self._created,
-            model=self._desk.name,
+            **self.common,
             choices=[self._choice(reply) for reply in replies],
             usage=UsageAnswer.of([reply.usage for reply in replies]),
-            system_fingerprint=self._desk.fingerprint,
             perdure=self.extension(replies[0]),
         )
-
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self._desk.name,
-            "system_fingerprint": self._desk.fingerprint,
-            "choices": choices,
-            **more,
-        }
 
     def extension(self, reply: ChatReply) -> ExtensionAnswer:
         return ExtensionAnswer(
@@ -231,11 +215,10 @@ class Head:
         )
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        piece = self._desk.runtime.model.piece(token, special=True)
-        # JSON has no infinity; OpenAI says -9999 for what is all but impossible.
+        piece = self.piece(token)
         return {
             "token": piece.decode("utf-8", "replace"),
-            "logprob": max(logprob, -9999.0),
+            "logprob": finite(logprob),
             "bytes": list(piece),
         }
 
@@ -259,11 +242,11 @@ class Head:
 class ChatWriter:
     """Chunks in OpenAI's shape. Every sample opens once and ends once, whatever happens in between."""
 
-    def __init__(self, head: Head, n: int, *, include_usage: bool) -> None:
+    def __init__(self, head: ChatHead, n: int, *, include_usage: bool) -> None:
         self._head = head
         self._open = set(range(n))
         self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
-        self._frames = [stream.Frame(functools.partial(self._text, index)) for index in range(n)]
+        self._frames = [sse.Frame(functools.partial(self._text, index)) for index in range(n)]
 
     def opening(self) -> Iterable[dict[str, Any]]:
         for index in sorted(self._open):
@@ -283,7 +266,7 @@ class ChatWriter:
         if not new and not logprobs:
             return b""
         shown = logprobs.model_dump() if logprobs else None
-        return stream.events([self._piece(delta.index, new, logprobs=shown)])
+        return sse.events([self._piece(delta.index, new, logprobs=shown)])
 
     def ending(self, replies: Sequence[ChatReply]) -> Iterable[dict[str, Any]]:
         for reply in replies:

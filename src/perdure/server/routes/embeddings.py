@@ -12,11 +12,11 @@ from starlette.responses import Response
 from perdure.decode.embedding import Embeddings
 from perdure.engine.contract import Floats
 from perdure.errors import InvalidInputError
-from perdure.server.desk import ACaller, ADesk
-from perdure.server.refusal import Refused
-from perdure.server.routes.documented import errors
-from perdure.server.shapes.base import refuse_fields
-from perdure.server.shapes.embedding import EmbeddingAnswer, EmbeddingRequest
+from perdure.server.api_error import ApiError
+from perdure.server.app_state import AppStateDep, CallerDep
+from perdure.server.routes.responses import errors
+from perdure.server.schemas.base import refuse_fields
+from perdure.server.schemas.embedding import EmbeddingAnswer, EmbeddingRequest
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -26,23 +26,25 @@ _BAD = "invalid_value"
 
 
 @router.post("/v1/embeddings", responses=errors(404, 504), response_model=EmbeddingAnswer)
-async def embed(asked: EmbeddingRequest, request: Request, desk: ADesk, caller: ACaller) -> Response:
+async def embed(
+    asked: EmbeddingRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> Response:
     """Texts as vectors of length 1."""
-    refuse_fields(asked, strict=desk.strict, refused={})
-    desk.check_model(asked.model)
+    refuse_fields(asked, strict=app_state.strict, refused={})
+    app_state.check_model(asked.model)
     texts = _texts(asked)
     if asked.dimensions is not None:
-        _check_width(asked.dimensions, await desk.call(lambda: desk.runtime.embedding_width))
+        _check_width(asked.dimensions, await app_state.call(lambda: app_state.runtime.embedding_width))
     try:
-        found = await desk.outcome(await desk.call(desk.runtime.submit_embed, texts), request)
+        found = await app_state.outcome(await app_state.call(app_state.runtime.submit_embed, texts), request)
     except InvalidInputError as error:
-        raise Refused(400, f"input: {error}", param="input", code=_BAD) from None
-    desk.figures.embedded(sum(found.tokens))
+        raise ApiError(400, f"input: {error}", param="input", code=_BAD) from None
+    app_state.metrics.embedded(sum(found.tokens))
     caller.notes["prompt_tokens"] = sum(found.tokens)
-    if desk.log_text:
+    if app_state.log_text:
         caller.notes["input"] = asked.input
     # In a thread: a thousand vectors are a million numbers to write out.
-    body = await desk.call(_body, found, desk.name, asked.encoding_format == "base64")
+    body = await app_state.call(_body, found, app_state.name, asked.encoding_format == "base64")
     return Response(body, media_type="application/json")
 
 
@@ -51,15 +53,15 @@ def _texts(asked: EmbeddingRequest) -> list[str] | list[list[int]]:
     one = isinstance(given, str) or (given and all(isinstance(each, int) for each in given))
     texts: list[str] | list[list[int]] = [given] if one else given
     if not texts or not all(texts):
-        raise Refused(400, "input: give at least one text, and none that is empty", param="input", code=_BAD)
+        raise ApiError(400, "input: give at least one text, and none that is empty", param="input", code=_BAD)
     if len(texts) > _TEXTS:
-        raise Refused(400, f"input: {len(texts)} texts, {_TEXTS} are allowed", param="input", code=_BAD)
+        raise ApiError(400, f"input: {len(texts)} texts, {_TEXTS} are allowed", param="input", code=_BAD)
     return texts
 
 
 def _check_width(asked: int, width: int) -> None:
     if asked != width:
-        raise Refused(
+        raise ApiError(
             400,
             f"dimensions: the vectors of this model have {width}, {asked} were asked for; leave it out",
             param="dimensions",

@@ -6,10 +6,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from perdure.server.desk import ACaller, ADesk
-from perdure.server.routes.documented import errors
-from perdure.server.shapes.base import PAGE, Limit, refuse_fields
-from perdure.server.shapes.session import (
+from perdure.server.app_state import AppStateDep, CallerDep
+from perdure.server.routes.responses import errors
+from perdure.server.schemas.base import PAGE, Limit, refuse_fields
+from perdure.server.schemas.session import (
     DeletedAnswer,
     MemoryAnswer,
     MemoryList,
@@ -24,8 +24,8 @@ Text = Annotated[str | None, Query(max_length=1000)]
 
 @router.get("", responses=errors(404))
 async def search(
-    desk: ADesk,
-    caller: ACaller,
+    app_state: AppStateDep,
+    caller: CallerDep,
     label: Text = None,
     kind: Text = None,
     text: Text = None,
@@ -34,8 +34,8 @@ async def search(
     after: Text = None,
 ) -> MemoryList:
     """Memories that fit everything given; `text` is looked for in notes and in what was said."""
-    found = await desk.call(
-        desk.runtime.memories.search,
+    found = await app_state.call(
+        app_state.runtime.memories.search,
         label=label,
         kind=kind,
         text=text,
@@ -48,20 +48,20 @@ async def search(
 
 
 @router.post("/wake", status_code=201, responses=errors(404, 409, 422, 507))
-async def wake(asked: WakeMemoryRequest, desk: ADesk, caller: ACaller) -> SessionAnswer:
+async def wake(asked: WakeMemoryRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
     """A new session at a memory."""
-    refuse_fields(asked, strict=desk.strict, refused={})
-    return await desk.call(
+    refuse_fields(asked, strict=app_state.strict, refused={})
+    return await app_state.call(
         lambda: SessionAnswer.of(
-            desk.runtime.memories.wake(asked.address, asked.name, namespace=caller.namespace)
+            app_state.runtime.memories.wake(asked.address, asked.name, namespace=caller.namespace)
         )
     )
 
 
 @router.delete("", responses=errors(404, 507))
 async def forget(
-    desk: ADesk, caller: ACaller, address: Annotated[str, Query(min_length=1, max_length=1000)]
+    app_state: AppStateDep, caller: CallerDep, address: Annotated[str, Query(min_length=1, max_length=1000)]
 ) -> DeletedAnswer:
     """Forget a memory. The session that it is of stays."""
-    await desk.call(desk.runtime.memories.forget, address, caller.namespace)
+    await app_state.call(app_state.runtime.memories.forget, address, caller.namespace)
     return DeletedAnswer(deleted=1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from perdure.server.desk import ADesk, Desk
-from perdure.server.routes.documented import errors
-from perdure.server.shapes.base import refuse_fields
-from perdure.server.shapes.completion import (
+from perdure.server.app_state import AppState, AppStateDep
+from perdure.server.routes.responses import errors
+from perdure.server.schemas.base import refuse_fields
+from perdure.server.schemas.completion import (
     DetokenizeAnswer,
     DetokenizeRequest,
     ModelAnswer,
@@ -20,42 +20,42 @@ router = APIRouter(tags=["OpenAI"])
 
 
 @router.get("/v1/models", responses=errors())
-async def list_models(desk: ADesk) -> ModelList:
+async def list_models(app_state: AppStateDep) -> ModelList:
     """The model that this server has."""
-    return ModelList(data=[_model(desk)])
+    return ModelList(data=[_model(app_state)])
 
 
 @router.get("/v1/models/{name:path}", responses=errors(404))
-async def read_model(name: str, desk: ADesk) -> ModelAnswer:
-    desk.check_model(name)
-    return _model(desk)
+async def read_model(name: str, app_state: AppStateDep) -> ModelAnswer:
+    app_state.check_model(name)
+    return _model(app_state)
 
 
 @router.post("/tokenize", responses=errors(), tags=["tokens"])
-async def tokenize(asked: TokenizeRequest, desk: ADesk) -> TokenizeAnswer:
+async def tokenize(asked: TokenizeRequest, app_state: AppStateDep) -> TokenizeAnswer:
     """A text as token ids."""
-    refuse_fields(asked, strict=desk.strict, refused={})
-    tokens = await desk.call(
-        desk.runtime.model.tokenize, asked.content, special=asked.special, bos=asked.add_special
+    refuse_fields(asked, strict=app_state.strict, refused={})
+    tokens = await app_state.call(
+        app_state.runtime.model.tokenize, asked.content, special=asked.special, bos=asked.add_special
     )
     return TokenizeAnswer(tokens=tokens, count=len(tokens))
 
 
 @router.post("/detokenize", responses=errors(), tags=["tokens"])
-async def detokenize(asked: DetokenizeRequest, desk: ADesk) -> DetokenizeAnswer:
+async def detokenize(asked: DetokenizeRequest, app_state: AppStateDep) -> DetokenizeAnswer:
     """Token ids as text."""
-    refuse_fields(asked, strict=desk.strict, refused={})
-    text = await desk.call(desk.runtime.model.detokenize, asked.tokens, special=asked.special)
+    refuse_fields(asked, strict=app_state.strict, refused={})
+    text = await app_state.call(app_state.runtime.model.detokenize, asked.tokens, special=asked.special)
     return DetokenizeAnswer(content=text)
 
 
-def _model(desk: Desk) -> ModelAnswer:
-    model = desk.runtime.model
+def _model(app_state: AppState) -> ModelAnswer:
+    model = app_state.runtime.model
     return ModelAnswer(
-        id=desk.name,
-        created=int(desk.started),
+        id=app_state.name,
+        created=int(app_state.started),
         owned_by="perdure",
-        n_ctx=desk.runtime.n_ctx,
+        n_ctx=app_state.runtime.n_ctx,
         n_vocab=model.n_vocab,
         architecture=model.metadata.get("general.architecture", ""),
         digest=model.digest,

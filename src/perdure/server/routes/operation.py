@@ -8,19 +8,19 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from perdure.server.desk import ADesk
-from perdure.server.refusal import Refused, stopping
-from perdure.server.routes.documented import errors
-from perdure.server.shapes.base import Given
+from perdure.server.api_error import ApiError, stopping
+from perdure.server.app_state import AppStateDep
+from perdure.server.routes.responses import errors
+from perdure.server.schemas.base import ResponseSchema
 
 router = APIRouter(tags=["operation"])
 
 
-class HealthAnswer(Given):
+class HealthAnswer(ResponseSchema):
     status: Literal["ok"] = "ok"
 
 
-class ReadyAnswer(Given):
+class ReadyAnswer(ResponseSchema):
     status: Literal["ready"] = "ready"
     model: str
     slots: int
@@ -34,16 +34,16 @@ async def health() -> HealthAnswer:
 
 
 @router.get("/ready", responses=errors())
-async def ready(desk: ADesk) -> ReadyAnswer:
+async def ready(app_state: AppStateDep) -> ReadyAnswer:
     """The engine is there, and requests will be answered."""
-    if desk.stopping:
+    if app_state.stopping:
         raise stopping()
-    state, restarts = desk.engine()
+    state, restarts = app_state.engine()
     if state != "ready":
-        raise Refused(
+        raise ApiError(
             503, f"the engine is {state}", kind="server_error", code="engine_unavailable", retry_after=2
         )
-    return ReadyAnswer(model=desk.name, slots=desk.runtime.slots, restarts=restarts)
+    return ReadyAnswer(model=app_state.name, slots=app_state.runtime.slots, restarts=restarts)
 
 
 @router.get(
@@ -51,6 +51,8 @@ async def ready(desk: ADesk) -> ReadyAnswer:
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **errors()},
 )
-async def metrics(desk: ADesk) -> Response:
-    """Figures in Prometheus' text format."""
-    return Response(await desk.call(desk.figures.text), headers={"content-type": CONTENT_TYPE_LATEST})
+async def metrics(app_state: AppStateDep) -> Response:
+    """Metrics in Prometheus' text format."""
+    return Response(
+        await app_state.call(app_state.metrics.text), headers={"content-type": CONTENT_TYPE_LATEST}
+    )

@@ -12,21 +12,14 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, PlainTextResponse, Response
 
-from perdure.server.desk import ACaller, ADesk, Caller, Desk
+from perdure.server.api_error import ApiError, ClientLeft
+from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.middleware.body_limits import FILE_TYPE, check_length, too_large
-from perdure.server.refusal import ClientLeft, Refused
-from perdure.server.routes.chat import answer, check_spoken, spoken
-from perdure.server.routes.documented import NO_BODY, errors, streamed
-from perdure.server.shapes.base import (
-    NAME_LENGTH,
-    NAME_PATTERN,
-    PAGE,
-    Limit,
-    ReuseAnswer,
-    refuse_fields,
-)
-from perdure.server.shapes.chat import ChatAnswer
-from perdure.server.shapes.session import (
+from perdure.server.routes.chat import answer, chat_options, check_chat_options
+from perdure.server.routes.responses import NO_BODY, errors, streamed
+from perdure.server.schemas.base import NAME, PAGE, Limit, ReuseAnswer, refuse_fields
+from perdure.server.schemas.chat import ChatAnswer
+from perdure.server.schemas.session import (
     CreateRequest,
     DeletedAnswer,
     EditRequest,
@@ -48,26 +41,28 @@ from perdure.sessions.session import Session
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
-Named = Annotated[str, Path(min_length=1, max_length=NAME_LENGTH, pattern=NAME_PATTERN)]
-OptionalName = Annotated[str | None, Query(min_length=1, max_length=NAME_LENGTH, pattern=NAME_PATTERN)]
+Named = Annotated[str, Path(**NAME)]
+OptionalName = Annotated[str | None, Query(**NAME)]
 
 
 @router.get("", responses=errors(404))
 async def list_sessions(
-    desk: ADesk, caller: ACaller, limit: Limit = PAGE, after: OptionalName = None
+    app_state: AppStateDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalName = None
 ) -> SessionList:
     """Your sessions, the latest first: a page of them, behind the one that is called `after`."""
-    found = await desk.call(desk.runtime.sessions.list, caller.namespace, limit=limit + 1, after=after)
+    found = await app_state.call(
+        app_state.runtime.sessions.list, caller.namespace, limit=limit + 1, after=after
+    )
     return SessionList(data=[SessionSummary.of(info) for info in found[:limit]], has_more=len(found) > limit)
 
 
 @router.post("", status_code=201, responses=errors(409, 507))
-async def create(asked: CreateRequest, desk: ADesk, caller: ACaller) -> SessionAnswer:
+async def create(asked: CreateRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
     """A new session. One that exists is an error: nobody goes on with it by mistake."""
-    refuse_fields(asked, strict=desk.strict, refused={})
-    return await desk.call(
+    refuse_fields(asked, strict=app_state.strict, refused={})
+    return await app_state.call(
         lambda: SessionAnswer.of(
-            desk.runtime.sessions.create(asked.name, system=asked.system, namespace=caller.namespace)
+            app_state.runtime.sessions.create(asked.name, system=asked.system, namespace=caller.namespace)
         )
     )
 
@@ -85,8 +80,8 @@ async def create(asked: CreateRequest, desk: ADesk, caller: ACaller) -> SessionA
 )
 async def import_session(
     request: Request,
-    desk: ADesk,
-    caller: ACaller,
+    app_state: AppStateDep,
+    caller: CallerDep,
     name: OptionalName = None,
 ) -> ImportAnswer:
     """A session out of a file that was exported, all of it verified first, under its own name or another.
@@ -95,32 +90,32 @@ async def import_session(
     """
     with tempfile.TemporaryDirectory(prefix="perdure-import-") as folder:
         path = FilePath(folder) / "session"
-        await _receive(request, path, desk)
-        return await desk.work(_import, desk, caller.namespace, path, name)
+        await _receive(request, path, app_state)
+        return await app_state.work(_import, app_state, caller.namespace, path, name)
 
 
 @router.get("/{name}", responses=errors(404))
-async def read(name: Named, desk: ADesk, caller: ACaller) -> SessionAnswer:
-    return await desk.call(lambda: SessionAnswer.of(_session(desk, caller, name)))
+async def read(name: Named, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
+    return await app_state.call(lambda: SessionAnswer.of(_session(app_state, caller, name)))
 
 
 @router.delete("/{name}", responses=errors(404, 409))
-async def delete(name: Named, desk: ADesk, caller: ACaller) -> DeletedAnswer:
+async def delete(name: Named, app_state: AppStateDep, caller: CallerDep) -> DeletedAnswer:
     """Forget a session. Forks of it, and memories, stay."""
-    await desk.call(desk.runtime.sessions.delete, name, caller.namespace)
+    await app_state.call(app_state.runtime.sessions.delete, name, caller.namespace)
     return DeletedAnswer(deleted=1)
 
 
 @router.get("/{name}/turns", responses=errors(404))
 async def turns(
     name: Named,
-    desk: ADesk,
-    caller: ACaller,
+    app_state: AppStateDep,
+    caller: CallerDep,
     limit: Limit = PAGE,
     after: Annotated[int, Query(ge=0, lt=2**31)] = 0,
 ) -> TurnList:
     """Everything that was said, turn by turn: a page of it, behind turn number `after`."""
-    return await desk.call(lambda: TurnList.of(_session(desk, caller, name), limit, after))
+    return await app_state.call(lambda: TurnList.of(_session(app_state, caller, name), limit, after))
 
 
 @router.get(
@@ -129,99 +124,105 @@ async def turns(
     responses=errors(404),
 )
 async def transcript(
-    name: Named, desk: ADesk, caller: ACaller, form: Literal["markdown", "jsonl"] = "markdown"
+    name: Named, app_state: AppStateDep, caller: CallerDep, form: Literal["markdown", "jsonl"] = "markdown"
 ) -> Response:
     """The conversation as text to read, or as a message a line."""
-    text = await desk.call(lambda: _session(desk, caller, name).transcript(form))
+    text = await app_state.call(lambda: _session(app_state, caller, name).transcript(form))
     return PlainTextResponse(text)
 
 
 @router.post("/{name}/turns", responses=streamed(404, 409, 507), response_model=ChatAnswer)
 async def say(
-    name: Named, asked: SayRequest, request: Request, desk: ADesk, caller: ACaller
+    name: Named, asked: SayRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Say something. The turn is kept once its reply is whole; `perdure.kept` says so."""
-    check_spoken(asked, desk)
-    said, wishes = _said(asked, desk), spoken(asked, desk)
-    job = await desk.call(lambda: _session(desk, caller, name).submit(said, **wishes))
-    return await answer(job, asked, request, desk, caller, session=name, said=said)
+    check_chat_options(asked, app_state)
+    said, options = _said(asked, app_state), chat_options(asked, app_state)
+    job = await app_state.call(lambda: _session(app_state, caller, name).submit(said, **options))
+    return await answer(job, asked, request, app_state, caller, session=name, said=said)
 
 
 @router.post("/{name}/edit", responses=streamed(404, 409, 507), response_model=ChatAnswer)
 async def edit(
-    name: Named, asked: EditRequest, request: Request, desk: ADesk, caller: ACaller
+    name: Named, asked: EditRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Say something else in an earlier turn, and go on from its new reply."""
-    check_spoken(asked, desk)
-    said, wishes = _said(asked, desk), spoken(asked, desk)
-    job = await desk.call(lambda: _session(desk, caller, name).submit_edit(asked.turn, said, **wishes))
-    return await answer(job, asked, request, desk, caller, session=name, said=said)
+    check_chat_options(asked, app_state)
+    said, options = _said(asked, app_state), chat_options(asked, app_state)
+    job = await app_state.call(
+        lambda: _session(app_state, caller, name).submit_edit(asked.turn, said, **options)
+    )
+    return await answer(job, asked, request, app_state, caller, session=name, said=said)
 
 
 @router.post("/{name}/regenerate", responses=streamed(404, 409, 507), response_model=ChatAnswer)
 async def regenerate(
-    name: Named, asked: RegenerateRequest, request: Request, desk: ADesk, caller: ACaller
+    name: Named, asked: RegenerateRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Another reply to the last message, in the place of the one there is."""
-    check_spoken(asked, desk)
-    wishes = spoken(asked, desk)
-    job = await desk.call(lambda: _session(desk, caller, name).submit_regenerate(**wishes))
-    return await answer(job, asked, request, desk, caller, session=name)
+    check_chat_options(asked, app_state)
+    options = chat_options(asked, app_state)
+    job = await app_state.call(lambda: _session(app_state, caller, name).submit_regenerate(**options))
+    return await answer(job, asked, request, app_state, caller, session=name)
 
 
 @router.post("/{name}/fork", status_code=201, responses=errors(404, 409, 507))
-async def fork(name: Named, asked: ForkRequest, desk: ADesk, caller: ACaller) -> SessionAnswer:
+async def fork(name: Named, asked: ForkRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
     """A new session that starts where this one stands, or after one of its turns."""
-    refuse_fields(asked, strict=desk.strict, refused={})
-    return await desk.call(
-        lambda: SessionAnswer.of(_session(desk, caller, name).fork(asked.name, turn=asked.turn))
+    refuse_fields(asked, strict=app_state.strict, refused={})
+    return await app_state.call(
+        lambda: SessionAnswer.of(_session(app_state, caller, name).fork(asked.name, turn=asked.turn))
     )
 
 
 @router.post("/{name}/rewind", responses=errors(404, 409, 507))
-async def rewind(name: Named, asked: RewindRequest, desk: ADesk, caller: ACaller) -> SessionAnswer:
+async def rewind(
+    name: Named, asked: RewindRequest, app_state: AppStateDep, caller: CallerDep
+) -> SessionAnswer:
     """Go back by a number of turns."""
-    refuse_fields(asked, strict=desk.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={})
 
     def work() -> SessionAnswer:
-        session = _session(desk, caller, name)
+        session = _session(app_state, caller, name)
         session.rewind(asked.turns)
         return SessionAnswer.of(session)
 
-    return await desk.call(work)
+    return await app_state.call(work)
 
 
 @router.post("/{name}/sleep", responses=errors(404, 409, 507), openapi_extra=NO_BODY)
-async def sleep(name: Named, desk: ADesk, caller: ACaller) -> SessionAnswer:
+async def sleep(name: Named, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
     """Put its state where it outlives the server, and let go of the memory that it takes."""
 
     def work() -> SessionAnswer:
-        session = _session(desk, caller, name)
+        session = _session(app_state, caller, name)
         session.sleep()
         return SessionAnswer.of(session)
 
-    return await desk.work(work)
+    return await app_state.work(work)
 
 
 @router.get("/{name}/plan", responses=errors(404))
-async def plan(name: Named, desk: ADesk, caller: ACaller) -> PlanAnswer:
+async def plan(name: Named, app_state: AppStateDep, caller: CallerDep) -> PlanAnswer:
     """What waking would take. Nothing is done."""
-    return await desk.call(lambda: PlanAnswer.of(_session(desk, caller, name).plan_wake()))
+    return await app_state.call(lambda: PlanAnswer.of(_session(app_state, caller, name).plan_wake()))
 
 
 @router.post("/{name}/wake", responses=errors(404, 409, 422), openapi_extra=NO_BODY)
-async def wake(name: Named, desk: ADesk, caller: ACaller) -> ReuseAnswer:
+async def wake(name: Named, app_state: AppStateDep, caller: CallerDep) -> ReuseAnswer:
     """Bring its state back. What is missing or damaged is computed with the next turn."""
-    return await desk.work(lambda: ReuseAnswer.of(_session(desk, caller, name).wake()))
+    return await app_state.work(lambda: ReuseAnswer.of(_session(app_state, caller, name).wake()))
 
 
 @router.post("/{name}/label", status_code=201, responses=errors(404, 507))
-async def label(name: Named, asked: LabelRequest, desk: ADesk, caller: ACaller) -> MemoryAnswer:
+async def label(name: Named, asked: LabelRequest, app_state: AppStateDep, caller: CallerDep) -> MemoryAnswer:
     """Mark a point of the session as a memory, to be woken by its address."""
-    refuse_fields(asked, strict=desk.strict, refused={})
-    return await desk.call(
+    refuse_fields(asked, strict=app_state.strict, refused={})
+    return await app_state.call(
         lambda: MemoryAnswer.of(
-            _session(desk, caller, name).label(asked.label, kind=asked.kind, turn=asked.turn, note=asked.note)
+            _session(app_state, caller, name).label(
+                asked.label, kind=asked.kind, turn=asked.turn, note=asked.note
+            )
         )
     )
 
@@ -234,12 +235,12 @@ async def label(name: Named, asked: LabelRequest, desk: ADesk, caller: ACaller) 
         **errors(404, 507),
     },
 )
-async def export(name: Named, desk: ADesk, caller: ACaller, state: bool = True) -> Response:
+async def export(name: Named, app_state: AppStateDep, caller: CallerDep, state: bool = True) -> Response:
     """The session as one file, with its state or without."""
     folder = tempfile.TemporaryDirectory(prefix="perdure-export-")
     try:
         path = FilePath(folder.name) / "session"
-        written = await desk.work(lambda: _session(desk, caller, name).export(path, state=state))
+        written = await app_state.work(lambda: _session(app_state, caller, name).export(path, state=state))
     except BaseException:
         folder.cleanup()
         raise
@@ -248,44 +249,38 @@ async def export(name: Named, desk: ADesk, caller: ACaller, state: bool = True) 
     )
 
 
-def _session(desk: Desk, caller: Caller, name: str) -> Session:
-    return desk.runtime.sessions.get(name, caller.namespace)
+def _session(app_state: AppState, caller: Caller, name: str) -> Session:
+    return app_state.runtime.sessions.get(name, caller.namespace)
 
 
-def _import(desk: Desk, namespace: str, path: FilePath, name: str | None) -> ImportAnswer:
+def _import(app_state: AppState, namespace: str, path: FilePath, name: str | None) -> ImportAnswer:
     if name is None:
         name = str(manifest_of(path).get("name"))
-        if len(name) > NAME_LENGTH or not re.fullmatch(NAME_PATTERN, name):
-            raise Refused(
+        if len(name) > NAME["max_length"] or not re.fullmatch(NAME["pattern"], name):
+            raise ApiError(
                 422,
                 "the name in this file could not be asked for here: give another with ?name=",
                 param="name",
                 code="invalid_value",
             )
-    return ImportAnswer.of_result(desk.runtime.sessions.import_(path, name, namespace=namespace))
+    return ImportAnswer.of_result(app_state.runtime.sessions.import_(path, name, namespace=namespace))
 
 
-def _said(asked: SayRequest, desk: Desk) -> list[dict[str, Any]]:
+def _said(asked: SayRequest, app_state: AppState) -> list[dict[str, Any]]:
     if (asked.message is None) == (asked.messages is None):
-        raise Refused(400, "message: give either message or messages", param="message", code="invalid_value")
+        raise ApiError(400, "message: give either message or messages", param="message", code="invalid_value")
     if asked.message is not None:
         if not asked.message.strip():
-            raise Refused(400, "message: it needs some text", param="message", code="invalid_value")
+            raise ApiError(400, "message: it needs some text", param="message", code="invalid_value")
         return [{"role": "user", "content": asked.message}]
     assert asked.messages is not None
-    if len(asked.messages) > desk.limits.messages:
-        raise Refused(
-            400,
-            f"messages: {len(asked.messages)} messages, {desk.limits.messages} are allowed",
-            param="messages",
-            code="too_many_messages",
-        )
+    app_state.check_message_count(len(asked.messages))
     return [message.plain for message in asked.messages]
 
 
-async def _receive(request: Request, path: FilePath, desk: Desk) -> None:
+async def _receive(request: Request, path: FilePath, app_state: AppState) -> None:
     """Write a body to a file as it comes, up to the limits of bytes and time."""
-    limits = desk.limits
+    limits = app_state.limits
     check_length(request.scope, limits.upload_bytes)
     size, more = 0, True
     clock = asyncio.get_running_loop().time
@@ -304,7 +299,7 @@ async def _receive(request: Request, path: FilePath, desk: Desk) -> None:
                 await asyncio.to_thread(file.write, message.get("body", b""))
                 more = message.get("more_body", False)
     except TimeoutError:
-        raise Refused(
+        raise ApiError(
             408,
             f"the file did not come within {limits.upload_seconds:g} seconds, or nothing of it "
             f"for {limits.body_seconds:g}",

@@ -1,4 +1,4 @@
-"""What every route needs: the runtime, who asks, and work in threads."""
+"""App state: what every route needs: the runtime, the caller, and work in threads."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from perdure.chat.reply import ChatReply
 from perdure.decode.request import Reply
 from perdure.errors import TemplateError
 from perdure.runtime import Runtime
-from perdure.server.figures import Figures
+from perdure.server.api_error import ApiError, deadline, stopping
+from perdure.server.client_job import ClientJob, Job, Part, while_connected
 from perdure.server.keys import Keys
 from perdure.server.limits import Limits
+from perdure.server.metrics import Metrics
 from perdure.server.middleware.host_check import AllowedHosts
-from perdure.server.refusal import Refused, deadline, stopping
-from perdure.server.visit import Job, Part, Visit, while_connected
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,7 +37,7 @@ _QUICK, _SLOW = 64, 8
 
 
 @dataclass(kw_only=True, eq=False)
-class Desk:
+class AppState:
     """One server's runtime with its settings. A call that may wait is made in a thread, so that the event
     loop never does."""
 
@@ -57,10 +57,10 @@ class Desk:
         # Now, rather than while the first client waits. Without a template there are still completions.
         with suppress(TemplateError):
             _ = self.runtime.chat_format
-        self.figures = Figures(self.runtime)
+        self.metrics = Metrics(self.runtime)
         self._limiters: dict[int, anyio.CapacityLimiter] = {}
         self.fingerprint = f"fp_{self.runtime.model.digest[:16]}"
-        self.visits: WeakSet[Visit[Any, Any] | Future[Any]] = WeakSet()
+        self.client_jobs: WeakSet[ClientJob[Any, Any] | Future[Any]] = WeakSet()
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
         """What `function` gives, called in a thread."""
@@ -70,17 +70,17 @@ class Desk:
         """The same for what takes long by its nature, so that it never keeps quick calls waiting."""
         return await self._in_thread(_SLOW, functools.partial(function, *args, **keywords))
 
-    def visit(self, job: Job[D, R], request: Request, timeout: float | None) -> Visit[D, R]:
+    def client_job(self, job: Job[D, R], request: Request, timeout: float | None) -> ClientJob[D, R]:
         """A job for the client of `request`."""
-        visit = Visit(job, request, seconds=self.seconds(timeout))
-        self.visits.add(visit)
+        client_job = ClientJob(job, request, seconds=self.seconds(timeout))
+        self.client_jobs.add(client_job)
         if self.stopping:
-            visit.cancel()
-        return visit
+            client_job.cancel()
+        return client_job
 
     async def outcome(self, work: Future[T], request: Request) -> T:
         """What comes of work for the client of `request`, unless that leaves or takes too long."""
-        self.visits.add(work)
+        self.client_jobs.add(work)
         if self.stopping:
             work.cancel()
         seconds = self.limits.request_seconds
@@ -103,7 +103,7 @@ class Desk:
     def settle(self, replies: Sequence[Reply] | Sequence[ChatReply], caller: Caller) -> None:
         """Count and note what came of a request."""
         for reply in replies:
-            self.figures.reply(reply)
+            self.metrics.reply(reply)
         usage = replies[0].usage
         caller.notes.update(
             prompt_tokens=usage.prompt_tokens,
@@ -112,9 +112,18 @@ class Desk:
             finish_reason=replies[0].finish_reason,
         )
 
+    def check_message_count(self, count: int) -> None:
+        if count > self.limits.messages:
+            raise ApiError(
+                400,
+                f"messages: {count} messages, {self.limits.messages} are allowed",
+                param="messages",
+                code="too_many_messages",
+            )
+
     def check_model(self, asked: str) -> None:
         if asked not in ("", "default", self.name):
-            raise Refused(
+            raise ApiError(
                 404,
                 f"there is no model {asked!r} here, only {self.name!r}",
                 kind="not_found_error",
@@ -133,8 +142,8 @@ class Desk:
     def end(self) -> None:
         """End everything that is still being computed for somebody."""
         self.stopping = True
-        for visit in list(self.visits):
-            visit.cancel()
+        for client_job in list(self.client_jobs):
+            client_job.cancel()
 
     async def _in_thread(self, threads: int, function: Callable[[], T]) -> T:
         # A limiter belongs to the event loop that it is made in.
@@ -150,14 +159,14 @@ class Caller:
     notes: dict[str, Any]
 
 
-def _desk(request: Request) -> Desk:
-    desk: Desk = request.app.state.desk
-    return desk
+def _app_state(request: Request) -> AppState:
+    app_state: AppState = request.app.state.app_state
+    return app_state
 
 
 def _caller(request: Request) -> Caller:
     return Caller(request.state.namespace, request.state.notes)
 
 
-ADesk = Annotated[Desk, Depends(_desk)]
-ACaller = Annotated[Caller, Depends(_caller)]
+AppStateDep = Annotated[AppState, Depends(_app_state)]
+CallerDep = Annotated[Caller, Depends(_caller)]

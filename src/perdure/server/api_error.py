@@ -1,4 +1,4 @@
-"""Errors as HTTP tells them, in OpenAI's shape."""
+"""API errors: every exception as a status and a body in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger("perdure.server")
 _CROWDED = "too_many_connections"
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """An answer other than the one that was asked for, with all that HTTP says about it."""
 
     def __init__(
@@ -84,8 +84,8 @@ class ClientLeft(Exception):
     """Nobody is there to be answered. It is logged as 499."""
 
 
-def deadline(seconds: float) -> Refused:
-    return Refused(
+def deadline(seconds: float) -> ApiError:
+    return ApiError(
         504,
         f"not finished within {seconds:g} seconds, which is the limit for this request; "
         "ask for fewer tokens, or for more time",
@@ -94,8 +94,8 @@ def deadline(seconds: float) -> Refused:
     )
 
 
-def crowded(limit: int) -> Refused:
-    return Refused(
+def crowded(limit: int) -> ApiError:
+    return ApiError(
         503,
         f"{limit} connections are open, which is the limit; ask again later",
         kind="server_error",
@@ -104,8 +104,8 @@ def crowded(limit: int) -> Refused:
     )
 
 
-def stopping() -> Refused:
-    return Refused(
+def stopping() -> ApiError:
+    return ApiError(
         503,
         "the server is stopping; ask again once it is back",
         kind="server_error",
@@ -114,21 +114,21 @@ def stopping() -> Refused:
     )
 
 
-def refusal(error: BaseException) -> Refused:
+def to_api_error(error: BaseException) -> ApiError:
     """What HTTP says about an error."""
-    if isinstance(error, Refused):
+    if isinstance(error, ApiError):
         return error
     for known, status, kind, code in _BY_CLASS:
         # What a layer adds later is told like its parent.
         if isinstance(error, known):
-            return Refused(status, str(error), kind=kind, code=code, retry_after=_RETRY.get(status))
+            return ApiError(status, str(error), kind=kind, code=code, retry_after=_RETRY.get(status))
     if isinstance(error, UnicodeError):
-        return Refused(400, "a text in the request is not valid Unicode", code="invalid_unicode")
+        return ApiError(400, "a text in the request is not valid Unicode", code="invalid_unicode")
     log.error("a request failed", exc_info=error)
-    return Refused(500, "the server failed; its log says more", kind="server_error", code="internal_error")
+    return ApiError(500, "the server failed; its log says more", kind="server_error", code="internal_error")
 
 
-def validation(problems: Sequence[Any]) -> Refused:
+def validation(problems: Sequence[Any]) -> ApiError:
     """What is wrong with a body, by the path of the first field that is."""
     first: dict[str, Any] = problems[0] if problems else {"loc": (), "msg": "not valid"}
     where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
@@ -136,17 +136,17 @@ def validation(problems: Sequence[Any]) -> Refused:
     path = ".".join(part for part in where if not _is_variant(part))
     message = first["msg"]
     if first.get("type") == "json_invalid":
-        return Refused(
+        return ApiError(
             400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}", code="invalid_json"
         )
-    return Refused(400, f"{path}: {message}" if path else message, param=path or None, code="invalid_value")
+    return ApiError(400, f"{path}: {message}" if path else message, param=path or None, code="invalid_value")
 
 
 def install(app: FastAPI) -> None:
     """Have every error of `app` told this way."""
 
     async def known(request: Request, error: Exception) -> Response:
-        return refusal(error).response()
+        return to_api_error(error).response()
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -156,7 +156,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         codes = {404: "unknown_url", 405: "method_not_allowed"}
-        response = Refused(
+        response = ApiError(
             error.status_code, str(error.detail), kind=kind, code=codes.get(error.status_code)
         ).response()
         response.headers.update(error.headers or {})
@@ -165,7 +165,7 @@ def install(app: FastAPI) -> None:
     async def left(request: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
-    for kind in (PerdureError, Refused, UnicodeError):
+    for kind in (PerdureError, ApiError, UnicodeError):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(ClientLeft, left)
     app.add_exception_handler(RequestValidationError, invalid)

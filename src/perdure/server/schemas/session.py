@@ -8,8 +8,8 @@ from pydantic import Field
 
 from perdure.chat.message import Message
 from perdure.decode.slots import Plan
-from perdure.server.shapes.base import Asked, Given, Items, Name
-from perdure.server.shapes.chat import ChatMessage, Spoken
+from perdure.server.schemas.base import Items, Name, RequestSchema, ResponseSchema
+from perdure.server.schemas.chat import ChatMessage, ChatOptionsSchema
 from perdure.sessions.importing import ImportResult
 from perdure.sessions.info import Memory, SessionInfo
 from perdure.sessions.session import Session
@@ -19,12 +19,12 @@ Label = Annotated[str, Field(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class CreateRequest(Asked):
+class CreateRequest(RequestSchema):
     name: Name
     system: str | None = None
 
 
-class SayRequest(Spoken):
+class SayRequest(ChatOptionsSchema):
     """A turn: a message by itself, or several."""
 
     message: str | None = None
@@ -36,40 +36,40 @@ class EditRequest(SayRequest):
     """Which turn to say differently, from 1. What came after it is left."""
 
 
-class RegenerateRequest(Spoken):
+class RegenerateRequest(ChatOptionsSchema):
     pass
 
 
-class ForkRequest(Asked):
+class ForkRequest(RequestSchema):
     name: Name
     turn: Count | None = None
     """After which turn the new session starts; where this one stands, if left out."""
 
 
-class RewindRequest(Asked):
+class RewindRequest(RequestSchema):
     turns: Count = 1
 
 
-class LabelRequest(Asked):
+class LabelRequest(RequestSchema):
     label: Label
     kind: Label = "memory"
     turn: Count | None = None
     note: str = ""
 
 
-class WakeMemoryRequest(Asked):
+class WakeMemoryRequest(RequestSchema):
     name: Name
     """Of the new session."""
     address: str | None = None
     """Of the memory. It may be left out while there is exactly one."""
 
 
-class WarmRequest(Asked):
+class WarmRequest(RequestSchema):
     prompt: str | Annotated[Items[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
     labels: list[Label] = Field(default_factory=list, max_length=64)
 
 
-class OriginAnswer(Given):
+class OriginAnswer(ResponseSchema):
     how: str
     session: str | None
     turn: int | None
@@ -81,7 +81,7 @@ class OriginAnswer(Given):
         return cls(how=str(origin.get("how", "")), session=origin.get("session"), turn=origin.get("turn"))
 
 
-class SessionSummary(Given):
+class SessionSummary(ResponseSchema):
     """A session as it is listed."""
 
     name: str
@@ -103,14 +103,14 @@ class SessionSummary(Given):
         )
 
 
-class SessionList(Given):
+class SessionList(ResponseSchema):
     object: Literal["list"] = "list"
     data: list[SessionSummary]
     has_more: bool
     """Whether there are more behind these: ask with `after`, the name of the last one."""
 
 
-class SaidMessage(Given):
+class SaidMessage(ResponseSchema):
     role: str
     content: str | None
     name: str | None = None
@@ -123,7 +123,7 @@ class SaidMessage(Given):
         return cls(**message.to_dict())
 
 
-class TurnAnswer(Given):
+class TurnAnswer(ResponseSchema):
     turn: int
     kind: str
     messages: list[SaidMessage]
@@ -149,7 +149,7 @@ class TurnAnswer(Given):
         )
 
 
-class SessionAnswer(Given):
+class SessionAnswer(ResponseSchema):
     object: Literal["session"] = "session"
     name: str
     kind: str
@@ -191,7 +191,7 @@ class ImportAnswer(SessionAnswer):
         )
 
 
-class TurnList(Given):
+class TurnList(ResponseSchema):
     object: Literal["list"] = "list"
     data: list[TurnAnswer]
     has_more: bool
@@ -206,7 +206,7 @@ class TurnList(Given):
         )
 
 
-class PlanAnswer(Given):
+class PlanAnswer(ResponseSchema):
     """What waking would take: tokens by tier, what is read, what is computed."""
 
     tiers: dict[str, int]
@@ -219,7 +219,7 @@ class PlanAnswer(Given):
         return cls(tiers=dict(plan.tiers), blocks=plan.blocks, nbytes=plan.nbytes, computed=plan.computed)
 
 
-class MemoryAnswer(Given):
+class MemoryAnswer(ResponseSchema):
     address: str
     session: str
     turn: int
@@ -243,18 +243,18 @@ class MemoryAnswer(Given):
         )
 
 
-class MemoryList(Given):
+class MemoryList(ResponseSchema):
     object: Literal["list"] = "list"
     data: list[MemoryAnswer]
     has_more: bool
     """Whether there are more behind these: ask with `after`, the address of the last one."""
 
 
-class DeletedAnswer(Given):
+class DeletedAnswer(ResponseSchema):
     deleted: int
 
 
-class RecordAnswer(Given):
+class RecordAnswer(ResponseSchema):
     """A prefix that was warmed."""
 
     tokens: int
@@ -262,7 +262,7 @@ class RecordAnswer(Given):
     labels: list[str]
 
 
-class TotalsAnswer(Given):
+class TotalsAnswer(ResponseSchema):
     """Of the whole cache, whoever it serves."""
 
     blocks: int
@@ -275,7 +275,7 @@ class TotalsAnswer(Given):
     computed_tokens: int
 
 
-class CacheAnswer(Given):
+class CacheAnswer(ResponseSchema):
     records: list[RecordAnswer]
     totals: TotalsAnswer | None
     """Only on a server without keys: where there are several callers, it is nobody's business."""

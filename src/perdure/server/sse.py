@@ -1,4 +1,4 @@
-"""A job as server-sent events."""
+"""Server-sent events: a job as a stream."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from starlette.background import BackgroundTask
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from perdure.server.api_error import to_api_error
+from perdure.server.client_job import ClientJob, Part, disconnected
 from perdure.server.limits import Limits
-from perdure.server.refusal import refusal
-from perdure.server.visit import Part, Visit
 
 log = logging.getLogger("perdure.server")
 
@@ -67,7 +67,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send_all(send))
-        leaving = asyncio.ensure_future(_left(receive))
+        leaving = asyncio.ensure_future(disconnected(receive))
         try:
             await self._mind(send, sending, leaving)
             if sending.done():
@@ -116,7 +116,7 @@ class EventStream(Response):
 
 
 def response(
-    visit: Visit[A, B],
+    client_job: ClientJob[A, B],
     writer: Writer[A, B],
     *,
     limits: Limits,
@@ -125,15 +125,15 @@ def response(
 ) -> EventStream:
     """The answer of a job that has begun."""
     return EventStream(
-        _events(visit, writer, notes, settle),
+        _events(client_job, writer, notes, settle),
         send_seconds=limits.send_seconds,
         # A client that leaves before the first event leaves a job that nobody reads.
-        background=BackgroundTask(visit.cancel),
+        background=BackgroundTask(client_job.cancel),
     )
 
 
 async def _events(
-    visit: Visit[A, B],
+    client_job: ClientJob[A, B],
     writer: Writer[A, B],
     notes: dict[str, Any],
     settle: Callable[[Sequence[B]], None],
@@ -142,17 +142,17 @@ async def _events(
         # What is there at the same time is sent at once.
         waiting = events(writer.opening())
         try:
-            async with aclosing(visit.deltas()) as deltas:  # type: ignore[type-var]
+            async with aclosing(client_job.deltas()) as deltas:  # type: ignore[type-var]
                 async for delta in deltas:
                     if data := waiting + writer.piece(delta):
                         waiting = b""
                         yield data
-            replies = await visit.ended()
+            replies = await client_job.ended()
             settle(replies)
-            refused = visit.cut(replies)
+            refused = client_job.cut(replies)
             ending = list(writer.ending(replies)) if refused is None else []
         except Exception as error:
-            refused, ending = refusal(error), []
+            refused, ending = to_api_error(error), []
         if refused is not None:
             notes["error"] = refused.code or refused.kind
             ending = [refused.body, *writer.broken()]
@@ -161,7 +161,7 @@ async def _events(
         notes["left"] = True
         raise
     finally:
-        visit.cancel()
+        client_job.cancel()
 
 
 def events(chunks: Iterable[Chunk]) -> bytes:
@@ -176,8 +176,3 @@ class Frame:
 
     def __call__(self, text: str) -> bytes:
         return self._before + to_json(text) + self._after
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -6,15 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from perdure.server.shapes.base import (
-    Asked,
-    Given,
+from perdure.server.schemas.base import (
     Items,
     Name,
     Overflow,
     Reasoning,
+    RequestSchema,
+    ResponseSchema,
     ReuseAnswer,
-    Sampled,
+    SamplingSchema,
     StreamOptions,
     TimingsAnswer,
     UsageAnswer,
@@ -30,23 +30,23 @@ REFUSED = {
 """Fields of OpenAI's that would change the answer, and what to do instead."""
 
 
-class TextPart(Asked):
+class TextPart(RequestSchema):
     type: Literal["text"]
     text: str
 
 
-class CallFunction(Asked):
+class CallFunction(RequestSchema):
     name: str = Field(min_length=1)
     arguments: str = "{}"
 
 
-class Call(Asked):
+class Call(RequestSchema):
     id: str = ""
     type: Literal["function"] = "function"
     function: CallFunction
 
 
-class ChatMessage(Asked):
+class ChatMessage(RequestSchema):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[TextPart] | None = None
     name: str | None = None
@@ -60,48 +60,48 @@ class ChatMessage(Asked):
         return self.model_dump(exclude_none=True, include=set(type(self).model_fields))
 
 
-class Function(Asked):
+class Function(RequestSchema):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ToolAsked(Asked):
+class ToolAsked(RequestSchema):
     type: Literal["function"] = "function"
     function: Function
 
 
-class ChosenFunction(Asked):
+class ChosenFunction(RequestSchema):
     name: str = Field(min_length=1)
 
 
-class ToolChosen(Asked):
+class ToolChosen(RequestSchema):
     type: Literal["function"] = "function"
     function: ChosenFunction
 
 
-class SchemaAsked(Asked):
+class SchemaAsked(RequestSchema):
     name: str = ""
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
-class TextFormat(Asked):
+class TextFormat(RequestSchema):
     type: Literal["text"]
 
 
-class JsonFormat(Asked):
+class JsonFormat(RequestSchema):
     type: Literal["json_object"]
 
 
-class SchemaFormat(Asked):
+class SchemaFormat(RequestSchema):
     type: Literal["json_schema"]
     json_schema: SchemaAsked
 
 
-class Extension(Asked):
+class Extension(RequestSchema):
     """What OpenAI's API has no words for."""
 
     session: Name | None = None
@@ -119,7 +119,7 @@ class Extension(Asked):
     """For the model's template."""
 
 
-class Spoken(Sampled):
+class ChatOptionsSchema(SamplingSchema):
     """What can be asked of a reply in a conversation, besides its messages."""
 
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
@@ -139,14 +139,14 @@ class Spoken(Sampled):
     perdure: Extension | None = None
 
 
-class ChatRequest(Spoken):
+class ChatRequest(ChatOptionsSchema):
     model: str = ""
     messages: Items[ChatMessage] = Field(min_length=1)
     n: int | None = Field(None, ge=1, le=128)
     modalities: Items[str] | None = None
 
 
-class TopLogprob(Given):
+class TopLogprob(ResponseSchema):
     token: str
     logprob: float
     bytes: list[int]
@@ -156,23 +156,23 @@ class TokenAnswer(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class LogprobsAnswer(Given):
+class LogprobsAnswer(ResponseSchema):
     content: list[TokenAnswer]
     refusal: None = None
 
 
-class FunctionAnswer(Given):
+class FunctionAnswer(ResponseSchema):
     name: str
     arguments: str
 
 
-class CallAnswer(Given):
+class CallAnswer(ResponseSchema):
     id: str
     type: Literal["function"] = "function"
     function: FunctionAnswer
 
 
-class MessageAnswer(Given):
+class MessageAnswer(ResponseSchema):
     role: Literal["assistant"] = "assistant"
     content: str | None
     reasoning_content: str | None = None
@@ -180,14 +180,14 @@ class MessageAnswer(Given):
     refusal: None = None
 
 
-class Choice(Given):
+class Choice(ResponseSchema):
     index: int
     message: MessageAnswer
     finish_reason: Literal["stop", "length", "tool_calls", "cancelled", "error"]
     logprobs: LogprobsAnswer | None = None
 
 
-class ExtensionAnswer(Given):
+class ExtensionAnswer(ResponseSchema):
     """How a reply came about."""
 
     reuse: ReuseAnswer
@@ -204,7 +204,7 @@ class ExtensionAnswer(Given):
     """Why it should have been and is not."""
 
 
-class ChatAnswer(Given):
+class ChatAnswer(ResponseSchema):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from perdure.server.shapes.base import ErrorAnswer
+from perdure.server.schemas.base import ErrorAnswer
 
 _WHAT = {
     400: "Something in the request is wrong; `param` says where",

@@ -1,21 +1,28 @@
-"""What all shapes have in common: strict types, and one way to treat fields that nobody knows."""
+"""What all schemas have in common: strict types, and one way to treat fields that nobody knows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from fastapi import Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from perdure.decode.request import Timings, Usage
 from perdure.decode.slots import ReuseReport
-from perdure.server.refusal import Refused
+from perdure.server.api_error import ApiError
 
-NAME_LENGTH, NAME_PATTERN = 200, r"^[^/\x00-\x1f\x7f]+$"
-Name = Annotated[str, Field(min_length=1, max_length=NAME_LENGTH, pattern=NAME_PATTERN)]
-"""Of a session, or of a label."""
+
+class _NameRule(TypedDict):
+    min_length: int
+    max_length: int
+    pattern: str
+
+
+NAME: _NameRule = {"min_length": 1, "max_length": 200, "pattern": r"^[^/\x00-\x1f\x7f]+$"}
+"""What a session may be called, wherever its name stands in a request."""
+Name = Annotated[str, Field(**NAME)]
 
 
 T = TypeVar("T")
@@ -36,40 +43,40 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 """How many of a list are given at once."""
 
 
-class Asked(BaseModel):
+class RequestSchema(BaseModel):
     """Something that is sent to the server. A value of the wrong type is refused, never bent to fit."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
 
-class Given(BaseModel):
+class ResponseSchema(BaseModel):
     """Something that the server sends."""
 
     model_config = ConfigDict(frozen=True)
 
 
-class ErrorDetail(Given):
+class ErrorDetail(ResponseSchema):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorAnswer(Given):
+class ErrorAnswer(ResponseSchema):
     """What every error looks like."""
 
     error: ErrorDetail
 
 
-class PromptTokens(Given):
+class PromptTokens(ResponseSchema):
     cached_tokens: int
 
 
-class CompletionTokens(Given):
+class CompletionTokens(ResponseSchema):
     reasoning_tokens: int = 0
 
 
-class UsageAnswer(Given):
+class UsageAnswer(ResponseSchema):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -92,7 +99,7 @@ class UsageAnswer(Given):
         )
 
 
-class ReuseAnswer(Given):
+class ReuseAnswer(ResponseSchema):
     """Where the state of a prompt came from: tokens by tier, tokens computed, and why not fewer."""
 
     tiers: dict[str, int]
@@ -104,7 +111,7 @@ class ReuseAnswer(Given):
         return cls(tiers=dict(report.tiers), computed=report.computed, why=report.why)
 
 
-class TimingsAnswer(Given):
+class TimingsAnswer(ResponseSchema):
     """Seconds, and tokens a second."""
 
     queued: float
@@ -120,7 +127,7 @@ class TimingsAnswer(Given):
         return cls(**asdict(timings), prefill_speed=timings.prefill_speed, decode_speed=timings.decode_speed)
 
 
-class Sampled(Asked):
+class SamplingSchema(RequestSchema):
     """How tokens are drawn. What is left out is as the runtime has it."""
 
     temperature: float | None = Field(None, ge=0, le=100)
@@ -159,7 +166,7 @@ class Sampled(Asked):
         return settings
 
 
-class StreamOptions(Asked):
+class StreamOptions(RequestSchema):
     include_usage: bool | None = None
 
 
@@ -167,23 +174,23 @@ Overflow = Literal["error", "drop_oldest", "shift", "fold"]
 Reasoning = Literal["show", "hide", "capture"]
 
 
-def refuse_fields(asked: Asked, *, strict: bool, refused: Mapping[str, str]) -> None:
+def refuse_fields(asked: RequestSchema, *, strict: bool, refused: Mapping[str, str]) -> None:
     """Refuse what would change the answer and cannot be done; when `strict`, also what nobody knows."""
     for name, value in (asked.model_extra or {}).items():
         if name in refused and value not in (None, [], {}, False):
-            raise Refused(400, f"{name}: {refused[name]}", param=name, code="unsupported_parameter")
+            raise ApiError(400, f"{name}: {refused[name]}", param=name, code="unsupported_parameter")
     if strict:
         for path in _unknown(asked):
-            raise Refused(400, f"{path}: no such field", param=path, code="unknown_parameter")
+            raise ApiError(400, f"{path}: no such field", param=path, code="unknown_parameter")
 
 
-def _unknown(asked: Asked, path: str = "") -> Iterator[str]:
+def _unknown(asked: RequestSchema, path: str = "") -> Iterator[str]:
     for name in asked.model_extra or ():
         yield path + name
     for name in type(asked).model_fields:
         value = getattr(asked, name)
         for index, each in enumerate(value if isinstance(value, list) else [value]):
-            if isinstance(each, Asked):
+            if isinstance(each, RequestSchema):
                 place = f"{path}{name}.{index}." if isinstance(value, list) else f"{path}{name}."
                 yield from _unknown(each, place)
 
@@ -193,7 +200,7 @@ _SEEDS = 2**32 - 1
 
 def _token(key: str) -> int:
     if not key.isascii() or not key.isdigit() or len(key) > 9:
-        raise Refused(
+        raise ApiError(
             400, f"logit_bias: {key[:40]!r} is no token id", param="logit_bias", code="invalid_value"
         )
     return int(key)

@@ -1,4 +1,4 @@
-"""What happens, for Prometheus."""
+"""Metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _SPEEDS = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000)
 
 
-class Figures:
+class Metrics:
     """Counts of one server. What the engine itself knows is asked of it when somebody looks."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -85,7 +85,7 @@ class Figures:
         self._tokens.labels("embedded").inc(tokens)
 
     def text(self) -> bytes:
-        """All figures in Prometheus' text format. It may wait for the engine."""
+        """All metrics in Prometheus' text format. It may wait for the engine."""
         return generate_latest(self.registry)
 
 

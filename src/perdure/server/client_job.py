@@ -1,4 +1,4 @@
-"""One job for one client, who may leave."""
+"""Client job: work for one client, which ends when the client leaves."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Receive
 
-from perdure.server.refusal import ClientLeft, Refused, deadline, stopping
+from perdure.server.api_error import ApiError, ClientLeft, deadline, stopping
 
 
 class Part(Protocol):
@@ -34,7 +35,7 @@ class Job(Protocol[D, R]):
     def __aiter__(self) -> AsyncIterator[D]: ...
 
 
-class Visit(Generic[D, R]):
+class ClientJob(Generic[D, R]):
     """A job that ends when its client leaves, when its time is up, or when the server stops."""
 
     def __init__(self, job: Job[D, R], request: Request, *, seconds: float) -> None:
@@ -86,7 +87,7 @@ class Visit(Generic[D, R]):
         """The replies, once all deltas were read."""
         return await self._job.areplies()
 
-    def cut(self, replies: Sequence[Part]) -> Refused | None:
+    def cut(self, replies: Sequence[Part]) -> ApiError | None:
         """Why replies were cut short, if they were."""
         if all(reply.finish_reason != "cancelled" for reply in replies):
             return None
@@ -101,7 +102,7 @@ class Visit(Generic[D, R]):
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client leaves."""
     task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(request))
+    leaving = asyncio.ensure_future(disconnected(request.receive))
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -113,8 +114,9 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, leaving, return_exceptions=True)
 
 
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 

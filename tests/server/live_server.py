@@ -14,23 +14,23 @@ import httpx
 
 import perdure
 from perdure import Runtime
-from perdure.server.desk import Desk
+from perdure.server.app_state import AppState
+from perdure.server.http_server import HttpServer, address, bind
 from perdure.server.keys import Keys
 from perdure.server.limits import Limits
-from perdure.server.listener import Listener, address, bind
 
 PATIENCE = 60.0
 """Seconds after which a test that waits has failed. None is meant to wait so long."""
 
 
 @dataclass(frozen=True)
-class House:
+class LiveServer:
     """A server with its runtime, as a test sees them."""
 
     url: str
     runtime: Runtime
-    desk: Desk
-    listener: Listener
+    app_state: AppState
+    http_server: HttpServer
 
     @property
     def port(self) -> int:
@@ -46,20 +46,20 @@ class House:
 
 
 @contextmanager
-def house(runtime: Runtime, *, keys: Keys | None = None, **settings: Any) -> Iterator[House]:
+def live_server(runtime: Runtime, *, keys: Keys | None = None, **settings: Any) -> Iterator[LiveServer]:
     """A server on a runtime, in a thread. Limits may be given by themselves."""
     names = Limits.__dataclass_fields__
     limits = Limits(**{name: settings.pop(name) for name in list(settings) if name in names})
-    desk = Desk(runtime=runtime, name="toy", limits=limits, keys=keys or Keys(), **settings)
+    app_state = AppState(runtime=runtime, name="toy", limits=limits, keys=keys or Keys(), **settings)
     listening = bind("127.0.0.1", 0)
     listening.listen(1024)
-    listener = Listener(desk)
-    thread = threading.Thread(target=listener.run, kwargs={"sockets": [listening]}, name="server")
+    http_server = HttpServer(app_state)
+    thread = threading.Thread(target=http_server.run, kwargs={"sockets": [listening]}, name="server")
     thread.start()
     try:
-        yield House(address(listening), runtime, desk, listener)
+        yield LiveServer(address(listening), runtime, app_state, http_server)
     finally:
-        listener.stop(now=True)
+        http_server.stop(now=True)
         thread.join(PATIENCE)
         assert not thread.is_alive(), "the server did not stop"
 

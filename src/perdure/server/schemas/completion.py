@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from perdure.server.shapes.base import (
-    Asked,
-    Given,
+from perdure.server.schemas.base import (
     Items,
+    RequestSchema,
+    ResponseSchema,
     ReuseAnswer,
-    Sampled,
+    SamplingSchema,
     StreamOptions,
     TimingsAnswer,
     UsageAnswer,
@@ -22,12 +22,12 @@ REFUSED = {"functions": "give them to /v1/chat/completions as tools"}
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class CompletionExtension(Asked):
+class CompletionExtension(RequestSchema):
     timeout: float | None = Field(None, gt=0, le=86400)
     regex: str | None = Field(None, max_length=10_000)
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(SamplingSchema):
     model: str = ""
     prompt: str | Items[str] | Items[Token] | Items[Items[Token]]
     max_tokens: int | None = Field(16, ge=1, lt=2**31)
@@ -42,27 +42,27 @@ class CompletionRequest(Sampled):
     perdure: CompletionExtension | None = None
 
 
-class CompletionLogprobs(Given):
+class CompletionLogprobs(ResponseSchema):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class CompletionExtensionAnswer(Given):
+class CompletionExtensionAnswer(ResponseSchema):
     reuse: ReuseAnswer
     timings: TimingsAnswer
     seed: int
 
 
-class CompletionChoice(Given):
+class CompletionChoice(ResponseSchema):
     index: int
     text: str
     finish_reason: Literal["stop", "length", "cancelled", "error"]
     logprobs: CompletionLogprobs | None = None
 
 
-class CompletionAnswer(Given):
+class CompletionAnswer(ResponseSchema):
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
@@ -73,7 +73,7 @@ class CompletionAnswer(Given):
     perdure: CompletionExtensionAnswer
 
 
-class TokenizeRequest(Asked):
+class TokenizeRequest(RequestSchema):
     content: str = Field(max_length=1 << 20)
     special: bool = False
     """Whether the likes of `<|im_end|>` are read as the tokens they name."""
@@ -81,21 +81,21 @@ class TokenizeRequest(Asked):
     """Whether the marks are added that the model puts around every text."""
 
 
-class TokenizeAnswer(Given):
+class TokenizeAnswer(ResponseSchema):
     tokens: list[int]
     count: int
 
 
-class DetokenizeRequest(Asked):
+class DetokenizeRequest(RequestSchema):
     tokens: Items[Token]
     special: bool = False
 
 
-class DetokenizeAnswer(Given):
+class DetokenizeAnswer(ResponseSchema):
     content: str
 
 
-class ModelAnswer(Given):
+class ModelAnswer(ResponseSchema):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -107,6 +107,6 @@ class ModelAnswer(Given):
     digest: str
 
 
-class ModelList(Given):
+class ModelList(ResponseSchema):
     object: Literal["list"] = "list"
     data: list[ModelAnswer]

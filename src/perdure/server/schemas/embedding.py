@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from perdure.server.shapes.base import Asked, Given, Items
-from perdure.server.shapes.completion import Token
+from perdure.server.schemas.base import Items, RequestSchema, ResponseSchema
+from perdure.server.schemas.completion import Token
 
 
-class EmbeddingRequest(Asked):
+class EmbeddingRequest(RequestSchema):
     model: str = ""
     input: str | Items[str] | Items[Token] | Items[Items[Token]]
     dimensions: int | None = Field(None, ge=1, lt=2**31)
@@ -21,18 +21,18 @@ class EmbeddingRequest(Asked):
     """Not used."""
 
 
-class Embedding(Given):
+class Embedding(ResponseSchema):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
 
 
-class EmbeddingUsage(Given):
+class EmbeddingUsage(ResponseSchema):
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingAnswer(Given):
+class EmbeddingAnswer(ResponseSchema):
     object: Literal["list"] = "list"
     data: list[Embedding]
     model: str

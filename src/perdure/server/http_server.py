@@ -1,4 +1,4 @@
-"""The application on a socket, from its start to its end."""
+"""HTTP server: the application on a socket, from its start to its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from perdure.errors import InvalidInputError
 from perdure.server.app import served, turned_away
-from perdure.server.desk import Desk
+from perdure.server.app_state import AppState
 from perdure.server.limits import Limits
 
 _LEEWAY = 5
@@ -52,18 +52,18 @@ def bind(host: str, port: int) -> socket.socket:
     return listening
 
 
-class Listener(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """A server that stops in order: it takes no more connections, lets replies finish for a while, ends
     those that are left with an honest error, and only then returns. Signals ask for that; they never end
     the process by themselves.
     """
 
-    def __init__(self, desk: Desk) -> None:
-        limits = desk.limits
+    def __init__(self, app_state: AppState) -> None:
+        limits = app_state.limits
         super().__init__(
             uvicorn.Config(
-                served(desk),
-                http=_protocol(limits, turned_away(desk)),
+                served(app_state),
+                http=_protocol(limits, turned_away(app_state)),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -74,7 +74,7 @@ class Listener(uvicorn.Server):
                 h11_max_incomplete_event_size=64 << 10,
             )
         )
-        self._desk = desk
+        self._app_state = app_state
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -82,7 +82,9 @@ class Listener(uvicorn.Server):
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ending = asyncio.get_running_loop().call_later(self._desk.limits.grace_seconds, self._desk.end)
+        ending = asyncio.get_running_loop().call_later(
+            self._app_state.limits.grace_seconds, self._app_state.end
+        )
         try:
             await super().shutdown(sockets)
         finally:
@@ -91,7 +93,7 @@ class Listener(uvicorn.Server):
     def stop(self, *, now: bool = False) -> None:
         """Have it stop, from any thread; `now` without waiting for replies."""
         if now and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._desk.end)
+            self._loop.call_soon_threadsafe(self._app_state.end)
         self.should_exit = True
 
     @contextlib.contextmanager
