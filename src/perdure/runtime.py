@@ -33,8 +33,8 @@ from perdure.errors import InvalidInputError, TokenError
 from perdure.sessions.memories import Memories
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Sessions
-from perdure.worker.care import Care
 from perdure.worker.remote import RemoteBackend
+from perdure.worker.restart_policy import RestartPolicy
 
 J = TypeVar("J", Job, ChatJob, Future[Embeddings])
 
@@ -368,7 +368,7 @@ def open(  # noqa: A001
     cache: int | None = None,
     store: str | os.PathLike[str] | None = None,
     template: str | os.PathLike[str] | Template | None = None,
-    isolated: bool | Care = False,
+    isolated: bool | RestartPolicy = False,
     **context: Any,
 ) -> Runtime:
     """A runtime on a model: a file, a name, a loaded model, or the default one.
@@ -378,8 +378,8 @@ def open(  # noqa: A001
     state, and every session, outlives the process. `template` is a chat template to use instead of the
     model's own: a name or a file. With `exact`, a reply does not depend in the last bit on who else is
     served.
-    With `isolated`, the engine is in a process of its own that may die and is started again; a `Care` says
-    how it is looked after. Further keywords are those of `Model.context`.
+    With `isolated`, the engine is in a process of its own that may die and is started again; a
+    `RestartPolicy` says when and how. Further keywords are those of `Model.context`.
     """
     settings: dict[str, Any] = {"n_ctx": n_ctx, "slots": slots, "exact": exact, "queue": queue}
     settings |= {"cache": cache, "store": store, **context}
@@ -389,7 +389,7 @@ def open(  # noqa: A001
                 "a loaded model cannot move to another process; give its file or its name"
             )
         backend: Backend = RemoteBackend(
-            model, care=isolated if isinstance(isolated, Care) else None, **settings
+            model, restart_policy=isolated if isinstance(isolated, RestartPolicy) else None, **settings
         )
     elif model is None or isinstance(model, (str, os.PathLike)):
         loaded = Model(model)

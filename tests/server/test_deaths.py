@@ -13,12 +13,12 @@ import httpx
 import pytest
 
 from perdure import Runtime
-from perdure.worker.care import Care
 from perdure.worker.remote import RemoteBackend
+from perdure.worker.restart_policy import RestartPolicy
 from server.live_server import LiveServer, events, hello, live_server, opened
 
 SESSIONS = "/v1/sessions"
-SWIFT = Care(backoff=0.01, backoff_limit=0.05, grace=10.0)
+SWIFT = RestartPolicy(backoff=0.01, backoff_limit=0.05, grace=10.0)
 
 
 def engine(rt: Runtime) -> RemoteBackend:

@@ -19,8 +19,8 @@ from perdure import open as open_runtime
 from perdure.engine.batch import Batch
 from perdure.engine.contract import Outcome
 from perdure.engine.toy import Faults, ToyModel
-from perdure.worker.care import Care
 from perdure.worker.remote import RemoteBackend
+from perdure.worker.restart_policy import RestartPolicy
 
 # Bytes that no text has and that the toy never writes: what happens when one is decoded.
 ABORT, SEGFAULT, EXIT, HANG, EAT, HOLD, ABORT_ONCE, DEFECT = 1, 2, 3, 4, 5, 6, 7, 8
@@ -33,7 +33,7 @@ FOLDER = "PERDURE_TEST_FOLDER"
 """Where tests and rigged engines meet: two pipes, and a mark that something happened before."""
 MEAL = 600 << 20
 
-QUICK = Care(backoff=0.01, backoff_limit=0.05)
+QUICK = RestartPolicy(backoff=0.01, backoff_limit=0.05)
 
 
 def full() -> ToyModel:
@@ -206,9 +206,9 @@ def meeting_place(where: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold
     yield Hold(where)
 
 
-def isolated(factory: str = "rigged", care: Care = QUICK, **settings: Any) -> Runtime:
+def isolated(factory: str = "rigged", restart_policy: RestartPolicy = QUICK, **settings: Any) -> Runtime:
     source = f"worker.engines:{factory}"
-    return open_runtime(source, isolated=care, **{"n_ctx": 256, "slots": 2, **settings})
+    return open_runtime(source, isolated=restart_policy, **{"n_ctx": 256, "slots": 2, **settings})
 
 
 def remote(rt: Runtime) -> RemoteBackend:

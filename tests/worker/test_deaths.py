@@ -176,8 +176,8 @@ def test_a_defect_that_ends_the_engine_thread_ends_the_process_and_nobody_else(r
 
 def test_requests_wait_for_the_engine_in_order_and_within_the_limit(hold: Hold) -> None:
     """H3, H4, H7: with their own time limits, and room for as many as could wait in process."""
-    care = replace(QUICK, attempts=10_000)
-    with isolated("often_stillborn", care=care, queue=2, slots=2) as rt:
+    restart_policy = replace(QUICK, attempts=10_000)
+    with isolated("often_stillborn", restart_policy=restart_policy, queue=2, slots=2) as rt:
         first = pid(rt)
         mark().touch()
         held = rt.submit([65, HOLD], **LONG)
@@ -215,7 +215,7 @@ def await_state(rt: Runtime, *states: str) -> None:
 
 def test_an_engine_that_cannot_start_again_is_told_and_tried_at_the_next_request(hold: Hold) -> None:
     """H4: nobody waits for ever, and nobody has to do anything once the cause is gone."""
-    with isolated("often_stillborn", care=replace(QUICK, attempts=2)) as rt:
+    with isolated("often_stillborn", restart_policy=replace(QUICK, attempts=2)) as rt:
         serving = pid(rt)
         mark().touch()
         job = rt.submit([65, HOLD], **LONG)
@@ -233,7 +233,7 @@ def test_an_engine_that_cannot_start_again_is_told_and_tried_at_the_next_request
 
 def test_a_model_that_was_changed_meanwhile_is_not_taken_for_the_same(hold: Hold) -> None:
     """C11."""
-    with isolated("changing", care=replace(QUICK, attempts=1)) as rt:
+    with isolated("changing", restart_policy=replace(QUICK, attempts=1)) as rt:
         kill(rt)
         with pytest.raises(EngineDiedError, match="was changed"):
             rt.generate("abc", **LONG)
@@ -241,7 +241,7 @@ def test_a_model_that_was_changed_meanwhile_is_not_taken_for_the_same(hold: Hold
 
 def test_close_does_not_wait_for_an_engine_that_is_gone(hold: Hold) -> None:
     """B4."""
-    rt = isolated("often_stillborn", care=replace(QUICK, attempts=10_000))
+    rt = isolated("often_stillborn", restart_policy=replace(QUICK, attempts=10_000))
     mark().touch()
     kill(rt)
     await_state(rt, "restarting")
@@ -256,7 +256,7 @@ def test_close_does_not_wait_for_an_engine_that_is_gone(hold: Hold) -> None:
 
 def test_an_engine_that_hangs_is_replaced(hold: Hold) -> None:
     """H4, H7: the request in it is told why."""
-    with isolated(care=replace(QUICK, hang_timeout=2.0)) as rt:
+    with isolated(restart_policy=replace(QUICK, hang_timeout=2.0)) as rt:
         with pytest.raises(EngineDiedError, match="no step ended within") as raised:
             rt.generate([65, LATER + HANG], **LONG)
         assert raised.value.kept > 0
@@ -264,7 +264,7 @@ def test_an_engine_that_hangs_is_replaced(hold: Hold) -> None:
 
 
 def test_a_stopped_process_is_replaced_too(hold: Hold) -> None:
-    with isolated(care=replace(QUICK, hang_timeout=2.0)) as rt:
+    with isolated(restart_policy=replace(QUICK, hang_timeout=2.0)) as rt:
         job = rt.submit([65, HOLD], **LONG)
         hold.reached()
         os.kill(pid_now(rt), signal.SIGSTOP)
@@ -283,7 +283,7 @@ def pid_now(rt: Runtime) -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell")
 def test_an_engine_above_its_memory_limit_is_replaced(hold: Hold) -> None:
     limit = 500 << 20
-    with isolated(care=replace(QUICK, memory_limit=limit)) as rt:
+    with isolated(restart_policy=replace(QUICK, memory_limit=limit)) as rt:
         check_serves(rt)
         with pytest.raises(EngineDiedError, match=f"{limit} are allowed"):
             rt.generate([65, EAT], **LONG)

@@ -62,8 +62,8 @@ def test_a_kill_from_outside_in_the_middle_of_a_text_is_not_seen(rt: Runtime, ho
 
 
 def test_an_engine_that_hangs_over_a_text_is_replaced(hold: Hold) -> None:
-    care = replace(QUICK, hang_timeout=0.2)
-    with isolated(care=care) as rt, pytest.raises(EngineDiedError, match="twice"):
+    restart_policy = replace(QUICK, hang_timeout=0.2)
+    with isolated(restart_policy=restart_policy) as rt, pytest.raises(EngineDiedError, match="twice"):
         rt.embed([65, HANG])
 
 

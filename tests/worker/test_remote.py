@@ -32,7 +32,7 @@ from perdure import (
 )
 from perdure.engine.toy import ToyModel
 from perdure.worker import remote as module
-from perdure.worker.care import Care
+from perdure.worker.restart_policy import RestartPolicy
 from worker.engines import HOLD, LATER, QUICK, Hold, isolated, pid, remote
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "seed": 0}
@@ -273,7 +273,7 @@ def test_what_the_child_logs_is_in_the_parents_log(caplog: pytest.LogCaptureFixt
 )
 def test_care_that_makes_no_sense_is_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=next(iter(setting))):
-        Care(**setting)
+        RestartPolicy(**setting)
 
 
 # Waiting, cancelling, leaving.
@@ -360,7 +360,7 @@ def test_close_ends_what_runs_as_cancelled_and_later_use_is_refused() -> None:
 
 def test_a_close_that_the_engine_does_not_follow_is_made(hold: Hold) -> None:
     """B4: an engine that hangs cannot keep a program from ending."""
-    rt = isolated(care=replace(QUICK, grace=0.5))
+    rt = isolated(restart_policy=replace(QUICK, grace=0.5))
     job = rt.submit([HOLD, 65], max_tokens=3, **GREEDY)
     hold.reached()
     rt.close()

@@ -1,15 +1,16 @@
 """The engine in a supervised child process.
 
-messages     what the two processes say to each other
-wire         messages over a socket, whole and in order
-child        the process with the engine
-process      one such process, from its start to its end
-care         how the process is looked after
-supervisor   keeps one running: restarts, back-off, hangs, memory
-flight       one request on its way, over all its tries
-desk         everything that was asked and is not answered yet
-vocabulary   text and tokens, asked of the child
-remote       all of it behind the protocol of a backend
+protocol          the messages between the two processes
+connection        messages over a socket, whole and in order
+child             the process with the engine
+process           one such process, from its start to its end
+restart_policy    when the process is started again, and when it is given up
+supervisor        keeps one running: restarts, back-off, hangs, memory
+pending_request   one request that is not answered yet, over all its tries
+pending_requests  all requests and calls that are not answered yet
+vocabulary        text and tokens, asked of the child
+remote            all of it behind the protocol of a backend
 
-What was asked goes remote → desk → wire → child; what comes of it goes back child → wire → supervisor → desk.
+A request goes remote → pending_requests → connection → child; what comes of it goes back child → connection →
+supervisor → pending_requests.
 """

@@ -27,23 +27,23 @@ from perdure.decode.request import Reply
 from perdure.engine.contract import Model as ModelContract
 from perdure.engine.llama.model import Model
 from perdure.errors import ClosedError, EngineError, InvalidInputError
-from perdure.worker.messages import (
+from perdure.worker.connection import Connection, pack
+from perdure.worker.protocol import (
     Answer,
-    AskId,
     Call,
     Cancel,
     Close,
     Failed,
     Line,
-    News,
     PlainDelta,
     Pulse,
     Ready,
+    RequestId,
     Setup,
+    StepOutput,
     Submit,
     Tables,
 )
-from perdure.worker.wire import Wire, pack
 
 _FLUSH = 10.0
 _ENGINE_GONE = 70
@@ -53,10 +53,10 @@ _LONG_TEXTS = 2
 """Threads for those that are longer."""
 
 
-class Ticket:
+class ChildRequest:
     """One request here. A cancel may come before it is queued."""
 
-    def __init__(self, id_: AskId) -> None:
+    def __init__(self, id_: RequestId) -> None:
         self.id = id_
         self.cancelled = False
         self.job: Job | Future[Embeddings] | None = None
@@ -72,48 +72,48 @@ class Ticket:
             self.job.cancel()
 
 
-class Post:
+class OutputSender:
     """Output listener that sends what comes of requests to the parent, from the engine thread.
 
     Listeners are told once a step of all requests together: so a step is one message, however many requests
     are in it, and no thread is woken to send it.
     """
 
-    def __init__(self, wire: Wire, done: Callable[[AskId], object]) -> None:
-        self._wire = wire
+    def __init__(self, connection: Connection, done: Callable[[RequestId], object]) -> None:
+        self._connection = connection
         self._done = done
 
-    def watch(self, ticket: Ticket) -> None:
+    def watch(self, request: ChildRequest) -> None:
         """Send all that comes of a request, from its beginning."""
-        output = ticket.output
+        output = request.output
         while True:
             with output.lock:
                 if not output.deltas and not output.finished:
-                    output.listen(self, ticket)
+                    output.listen(self, request)
                     return
-                item = _taken(ticket)
+                item = _taken(request)
             # Until it waits here, nobody else sends for it, so the order holds.
             self._send([item])
             if item[2] is not None:
                 return
 
-    def notify(self, waiters: Sequence[Ticket]) -> None:
+    def notify(self, waiters: Sequence[ChildRequest]) -> None:
         """Called in the engine thread, with the requests of a step that have something new."""
         items = []
-        for ticket in waiters:
-            with ticket.output.lock:
-                items.append(_taken(ticket))
-                if not ticket.output.finished:
-                    ticket.output.listen(self, ticket)
+        for request in waiters:
+            with request.output.lock:
+                items.append(_taken(request))
+                if not request.output.finished:
+                    request.output.listen(self, request)
         self._send(items)
 
-    def _send(self, items: list[tuple[AskId, list[PlainDelta], list[Reply] | None]]) -> None:
+    def _send(self, items: list[tuple[RequestId, list[PlainDelta], list[Reply] | None]]) -> None:
         try:
-            self._wire.send(News(items))
+            self._connection.send(StepOutput(items))
         except Exception as error:
             # Called in the engine thread: an error here must end these requests and nothing else.
             for id_, _, _ in items:
-                self._wire.send(Answer(id_, error=_portable(error)))
+                self._connection.send(Answer(id_, error=_portable(error)))
                 self._done(id_)
             return
         for id_, _, replies in items:
@@ -124,19 +124,19 @@ class Post:
 class Child:
     """Serves one parent until it says so, or is gone."""
 
-    def __init__(self, wire: Wire, backend: LocalBackend, *, pulse: float) -> None:
-        self._wire = wire
+    def __init__(self, connection: Connection, backend: LocalBackend, *, pulse: float) -> None:
+        self._connection = connection
         self._backend = backend
         self._pulse_seconds = pulse
-        self._post = Post(wire, self._forget)
-        self._tickets: dict[AskId, Ticket] = {}
+        self._output = OutputSender(connection, self._forget)
+        self._requests: dict[RequestId, ChildRequest] = {}
         self._closing = threading.Event()
         self._long_texts = ThreadPoolExecutor(_LONG_TEXTS, thread_name_prefix="perdure-text")
 
     def serve(self) -> None:
         """Until the parent says close. EOFError where it is gone."""
         model = self._backend.model
-        self._wire.send(
+        self._connection.send(
             Ready(
                 n_ctx=self._backend.n_ctx,
                 slots=self._backend.slots,
@@ -147,13 +147,13 @@ class Child:
             )
         )
         threading.Thread(target=self._pulse, name="perdure-pulse", daemon=True).start()
-        while not isinstance(message := self._wire.receive(), Close):
+        while not isinstance(message := self._connection.receive(), Close):
             try:
                 self._handle(message)
             except Exception as error:
                 # Out of memory or threads just now: that is told to whoever asked, and the next one is read.
                 self._forget(message.id)
-                self._wire.send(Answer(message.id, error=_portable(error)))
+                self._connection.send(Answer(message.id, error=_portable(error)))
         self._closing.set()
         self._backend.close()
 
@@ -161,17 +161,17 @@ class Child:
         match message:
             case Submit():
                 # In the order they came; a grammar may take long to compile.
-                ticket = self._tickets[message.id] = Ticket(message.id)
+                request = self._requests[message.id] = ChildRequest(message.id)
                 if message.request.grammar is None:
-                    self._submit(ticket, message)
+                    self._submit(request, message)
                 else:
-                    _in_a_thread(self._submit, ticket, message)
+                    _in_a_thread(self._submit, request, message)
             case Cancel():
                 self._cancel(message.id)
             case Call(target="backend", name="embed"):
-                ticket = self._tickets[message.id] = Ticket(message.id)
+                request = self._requests[message.id] = ChildRequest(message.id)
                 # The first has to open a context for it.
-                _in_a_thread(self._embed, ticket, message)
+                _in_a_thread(self._embed, request, message)
             case Call(target="model") if _is_short(message):
                 self._answer(message)
             case Call(target="model"):
@@ -180,46 +180,46 @@ class Child:
             case Call():
                 _in_a_thread(self._answer, message)
 
-    def _submit(self, ticket: Ticket, message: Submit) -> None:
+    def _submit(self, request: ChildRequest, message: Submit) -> None:
         try:
-            ticket.job = self._backend.submit(message.request)
+            request.job = self._backend.submit(message.request)
         except BaseException as error:
             self._check_engine(error)
-            self._forget(ticket.id)
-            self._wire.send(Answer(ticket.id, error=_portable(error)))
+            self._forget(request.id)
+            self._connection.send(Answer(request.id, error=_portable(error)))
             return
-        self._wire.send(Answer(ticket.id))
-        if ticket.cancelled:
-            ticket.job.cancel()
-        self._post.watch(ticket)
+        self._connection.send(Answer(request.id))
+        if request.cancelled:
+            request.job.cancel()
+        self._output.watch(request)
 
-    def _cancel(self, id_: AskId) -> None:
-        ticket = self._tickets.get(id_)
-        if ticket is not None:
-            ticket.cancel()
+    def _cancel(self, id_: RequestId) -> None:
+        request = self._requests.get(id_)
+        if request is not None:
+            request.cancel()
 
-    def _forget(self, id_: AskId) -> None:
-        self._tickets.pop(id_, None)
+    def _forget(self, id_: RequestId) -> None:
+        self._requests.pop(id_, None)
 
-    def _embed(self, ticket: Ticket, call: Call) -> None:
+    def _embed(self, request: ChildRequest, call: Call) -> None:
         try:
-            vectors = ticket.job = self._backend.embed(*call.args)
+            vectors = request.job = self._backend.embed(*call.args)
         except BaseException as error:
-            self._forget(ticket.id)
-            self._send_error(ticket.id, error)
+            self._forget(request.id)
+            self._send_error(request.id, error)
             return
-        vectors.add_done_callback(lambda vectors: self._embedded(ticket, vectors))
-        if ticket.cancelled:
+        vectors.add_done_callback(lambda vectors: self._embedded(request, vectors))
+        if request.cancelled:
             vectors.cancel()
 
-    def _embedded(self, ticket: Ticket, vectors: Future[Embeddings]) -> None:
-        self._forget(ticket.id)
+    def _embedded(self, request: ChildRequest, vectors: Future[Embeddings]) -> None:
+        self._forget(request.id)
         if vectors.cancelled():
             return
         if (error := vectors.exception()) is not None:
-            self._send_error(ticket.id, error)
+            self._send_error(request.id, error)
         else:
-            self._wire.send(Answer(ticket.id, value=vectors.result()))
+            self._connection.send(Answer(request.id, value=vectors.result()))
 
     def _answer(self, call: Call) -> None:
         try:
@@ -227,11 +227,11 @@ class Child:
         except BaseException as error:
             self._send_error(call.id, error)
         else:
-            self._wire.send_packed(data)
+            self._connection.send_packed(data)
 
-    def _send_error(self, id_: AskId, error: BaseException) -> None:
+    def _send_error(self, id_: RequestId, error: BaseException) -> None:
         self._check_engine(error)
-        self._wire.send(Answer(id_, error=_portable(error)))
+        self._connection.send(Answer(id_, error=_portable(error)))
 
     def _result(self, call: Call) -> Any:
         if call.target == "tables":
@@ -250,26 +250,26 @@ class Child:
                 self._check_engine(error)
                 return
             rounds += 1
-            self._wire.send(Pulse(rounds))
+            self._connection.send(Pulse(rounds))
 
     def _check_engine(self, error: BaseException) -> None:
         """Only a defect of ours ends the engine thread, and then nothing works here: a new process has a
         new one, and is asked again what was not answered."""
         if isinstance(error, ClosedError) and not self._closing.is_set():
-            self._wire.flush(_FLUSH)
+            self._connection.flush(_FLUSH)
             os._exit(_ENGINE_GONE)
 
 
 class LogToParent(logging.Handler):
     """Sends log lines to the parent's log."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, connection: Connection) -> None:
         super().__init__()
-        self._wire = wire
+        self._connection = connection
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(Exception):
-            self._wire.send(Line(record.name, record.levelno, record.getMessage()))
+            self._connection.send(Line(record.name, record.levelno, record.getMessage()))
 
 
 def main(fd: int) -> None:
@@ -278,19 +278,19 @@ def main(fd: int) -> None:
     system.die_with_parent()
     # An abort is to end the process at once, not to call up a debugger first.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-    wire = Wire(socket.socket(fileno=fd))
+    connection = Connection(socket.socket(fileno=fd))
     with contextlib.suppress(EOFError):
-        setup: Setup = wire.receive()
-        _log_to(wire, setup.log_level)
+        setup: Setup = connection.receive()
+        _log_to(connection, setup.log_level)
         try:
             sys.path[:] = setup.paths
             backend = _build(setup)
         except BaseException as error:
-            wire.send(Failed(_portable(error)))
-            wire.flush(_FLUSH)
+            connection.send(Failed(_portable(error)))
+            connection.flush(_FLUSH)
             return
-        Child(wire, backend, pulse=setup.pulse).serve()
-        wire.flush(_FLUSH)
+        Child(connection, backend, pulse=setup.pulse).serve()
+        connection.flush(_FLUSH)
         return
     # The parent is gone. What of the engine could be put in order is of use to nobody.
     os._exit(0)
@@ -314,16 +314,16 @@ def _made(factory: str) -> ModelContract:
     return cast(ModelContract, make())
 
 
-def _taken(ticket: Ticket) -> tuple[AskId, list[PlainDelta], list[Reply] | None]:
+def _taken(request: ChildRequest) -> tuple[RequestId, list[PlainDelta], list[Reply] | None]:
     """All that is new of a request, out of its output queue; called with its lock held."""
-    output = ticket.output
+    output = request.output
     deltas: list[PlainDelta] = [
         (delta.text, delta.tokens, delta.logprobs, delta.index, delta.finish_reason)
         for delta in output.deltas
     ]
     output.deltas.clear()
     replies = [_portable_reply(reply) for reply in output.replies] if output.finished else None
-    return ticket.id, deltas, replies
+    return request.id, deltas, replies
 
 
 def _portable_reply(reply: Reply) -> Reply:
@@ -358,11 +358,11 @@ def _in_a_thread(function: Callable[..., None], *args: object) -> None:
     threading.Thread(target=function, args=args, daemon=True).start()
 
 
-def _log_to(wire: Wire, level: int) -> None:
+def _log_to(connection: Connection, level: int) -> None:
     root = logging.getLogger("perdure")
     root.setLevel(level)
     root.propagate = False
-    root.addHandler(LogToParent(wire))
+    root.addHandler(LogToParent(connection))
 
 
 if __name__ == "__main__":

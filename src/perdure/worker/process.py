@@ -11,14 +11,14 @@ import tempfile
 from dataclasses import dataclass
 
 from perdure import system
-from perdure.worker.messages import Setup
-from perdure.worker.wire import Wire
+from perdure.worker.connection import Connection
+from perdure.worker.protocol import Setup
 
 _TAIL = 8192
 _LINES = 40
 _LOG_LIMIT = 1 << 20
 _LINGER = 5.0
-"""Seconds that a process may take to be gone once its end of the wire is: it may be dumping core."""
+"""Seconds that a process may take to be gone once its end of the connection is: it may be dumping core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,8 @@ class Process:
                 **system.child_options(theirs.fileno()),
             )
             undo.pop_all()
-        self.wire = Wire(ours)
-        self.wire.send(setup)
+        self.connection = Connection(ours)
+        self.connection.send(setup)
         self._verdict: str | None = None
 
     @property
@@ -79,7 +79,7 @@ class Process:
 
     def bury(self, linger: float = _LINGER) -> Death:
         """Wait for its end, after so long by force, and give everything back."""
-        self.wire.close()
+        self.connection.close()
         try:
             code = self._child.wait(linger)
         except subprocess.TimeoutExpired:

@@ -20,9 +20,9 @@ from perdure.decode.job import Job, result_of
 from perdure.decode.request import Request
 from perdure.engine.contract import Tokens
 from perdure.errors import InvalidInputError
-from perdure.worker.care import Care, Health
-from perdure.worker.desk import Desk, packed
-from perdure.worker.messages import Setup, Target
+from perdure.worker.pending_requests import PendingRequests, packed
+from perdure.worker.protocol import Setup, Target
+from perdure.worker.restart_policy import Health, RestartPolicy
 from perdure.worker.supervisor import Supervisor
 from perdure.worker.vocabulary import Asked, RemoteVocabulary
 
@@ -42,7 +42,7 @@ class RemoteBackend:
         self,
         source: str | os.PathLike[str] | None = None,
         *,
-        care: Care | None = None,
+        restart_policy: RestartPolicy | None = None,
         store: str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> None:
@@ -60,8 +60,8 @@ class RemoteBackend:
         )
         packed(setup)
         queue = settings.get("queue", 256)
-        self._desk = Desk(queue if isinstance(queue, int) else 0)
-        self._supervisor = Supervisor(setup, care or Care(), self._desk)
+        self._pending = PendingRequests(queue if isinstance(queue, int) else 0)
+        self._supervisor = Supervisor(setup, restart_policy or RestartPolicy(), self._pending)
         about = self._supervisor.start()
         self.n_ctx = about.n_ctx
         self.slots = about.slots
@@ -72,7 +72,7 @@ class RemoteBackend:
     @property
     def load(self) -> tuple[int, int]:
         """Requests waiting, and being served, as far as can be told from here without asking."""
-        return self._desk.load
+        return self._pending.load
 
     def submit(self, request: Request) -> Job:
         if request.processors:
@@ -80,20 +80,20 @@ class RemoteBackend:
                 "processors are functions of this process and the engine is in another; "
                 "open the runtime without isolated to use them"
             )
-        flight = self._desk.submit(replace(request, prompt=_plain(request.prompt)))
+        pending = self._pending.submit(replace(request, prompt=_plain(request.prompt)))
         self._supervisor.nudge()
-        job = Job(flight.output, lambda: self._desk.cancel(flight))
+        job = Job(pending.output, lambda: self._pending.cancel(pending))
         try:
-            flight.await_settled(_PATIENCE)
+            pending.await_settled(_PATIENCE)
         except BaseException:
             job.cancel()
             raise
-        if flight.refusal is not None:
-            raise flight.refusal
+        if pending.refusal is not None:
+            raise pending.refusal
         return job
 
     def embed(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
-        answer = self._desk.ask("backend", "embed", ([_plain(text) for text in texts],), {})
+        answer = self._pending.ask("backend", "embed", ([_plain(text) for text in texts],), {})
         self._supervisor.nudge()
         return answer
 
@@ -111,7 +111,7 @@ class RemoteBackend:
     def _method(self, target: Target, name: str) -> Asked:
         def call(*args: Any, **keywords: Any) -> Any:
             sent = {key: _plain(value) for key, value in keywords.items()}
-            answer = self._desk.ask(target, name, tuple(map(_plain, args)), sent)
+            answer = self._pending.ask(target, name, tuple(map(_plain, args)), sent)
             self._supervisor.nudge()
             return result_of(answer)
 

@@ -8,10 +8,10 @@ import time
 from dataclasses import replace
 
 from perdure.errors import ClosedError, EngineDiedError, EngineError, ModelFileError
-from perdure.worker.care import Care, Health, State
-from perdure.worker.desk import Desk
-from perdure.worker.messages import Answer, Close, Failed, Line, News, Pulse, Ready, Setup
+from perdure.worker.pending_requests import PendingRequests
 from perdure.worker.process import Death, Process
+from perdure.worker.protocol import Answer, Close, Failed, Line, Pulse, Ready, Setup, StepOutput
+from perdure.worker.restart_policy import Health, RestartPolicy, State
 
 log = logging.getLogger("perdure.worker")
 
@@ -22,14 +22,14 @@ _NAP = 0.1
 class Supervisor:
     """One thread that starts the process, reads what it says, looks after it, buries it, and starts again.
 
-    Always holds: there is at most one process; whatever was at the desk when it died is asked again or
+    Always holds: there is at most one process; whatever was at the pending when it died is asked again or
     ended before the next one starts; nothing waits longer than the starts that may fail in a row.
     """
 
-    def __init__(self, setup: Setup, care: Care, desk: Desk) -> None:
-        self._setup = replace(setup, pulse=min(_TICK, care.hang_timeout / 4))
-        self._care = care
-        self._desk = desk
+    def __init__(self, setup: Setup, restart_policy: RestartPolicy, pending: PendingRequests) -> None:
+        self._setup = replace(setup, pulse=min(_TICK, restart_policy.hang_timeout / 4))
+        self._policy = restart_policy
+        self._pending = pending
         self._changed = threading.Condition()
         self._state: State = "starting"
         self._process: Process | None = None
@@ -83,16 +83,16 @@ class Supervisor:
 
     def close(self) -> None:
         """Let the process end what is running as cancelled and exit; after a while, make it."""
-        self._desk.shut()
+        self._pending.shut()
         with self._changed:
             self._closing.set()
             self._changed.notify_all()
             process = self._process
             if process is not None and self._state == "ready":
-                process.wire.send(Close())
-        self._thread.join(self._care.grace)
+                process.connection.send(Close())
+        self._thread.join(self._policy.grace)
         if self._thread.is_alive() and process is not None:
-            process.kill(f"it did not close within {self._care.grace} seconds")
+            process.kill(f"it did not close within {self._policy.grace} seconds")
             self._thread.join()
 
     # The thread.
@@ -105,12 +105,12 @@ class Supervisor:
             self._error = EngineError(f"the thread that looks after the engine ended: {error!r}")
             raise
         finally:
-            self._desk.shut()
-            self._desk.end_all(self._error)
+            self._pending.shut()
+            self._pending.end_all(self._error)
             self._set("closed")
 
     def _keep_alive(self) -> None:
-        delay, failures = self._care.backoff, 0
+        delay, failures = self._policy.backoff, 0
         while not self._closing.is_set():
             try:
                 lived = self._live()
@@ -126,15 +126,15 @@ class Supervisor:
                     return
                 self._last_death = str(error)
                 log.warning("%s", error)
-                if failures >= self._care.attempts:
+                if failures >= self._policy.attempts:
                     self._give_up(error, failures)
-                    delay, failures = self._care.backoff, 0
+                    delay, failures = self._policy.backoff, 0
                     continue
             if self._closing.is_set():
                 return
-            delay = self._care.backoff if lived >= self._care.healthy else delay
+            delay = self._policy.backoff if lived >= self._policy.healthy else delay
             self._pause(delay)
-            delay = min(2 * delay, self._care.backoff_limit)
+            delay = min(2 * delay, self._policy.backoff_limit)
 
     def _live(self) -> float:
         """One process from its start to its end: how many seconds it was ready."""
@@ -162,7 +162,7 @@ class Supervisor:
         if not self._closing.is_set():
             self._last_death = str(death)
             log.warning("%s; it is started again", death)
-            self._desk.disconnect(death)
+            self._pending.disconnect(death)
         return time.monotonic() - began
 
     def _bury(self, process: Process) -> Death:
@@ -173,16 +173,16 @@ class Supervisor:
         return process.bury()
 
     def _await_ready(self, process: Process) -> None:
-        end = time.monotonic() + self._care.start_timeout
+        end = time.monotonic() + self._policy.start_timeout
         while True:
             try:
-                message = process.wire.receive(_NAP)
+                message = process.connection.receive(_NAP)
             except TimeoutError:
-                self._desk.end_overdue()
+                self._pending.end_overdue()
                 if self._closing.is_set():
                     raise ClosedError("this runtime is closed") from None
                 if time.monotonic() >= end:
-                    process.kill(f"it was not ready within {self._care.start_timeout} seconds")
+                    process.kill(f"it was not ready within {self._policy.start_timeout} seconds")
                 continue
             match message:
                 case Ready():
@@ -206,28 +206,28 @@ class Supervisor:
     def _serve(self, process: Process) -> None:
         """Hand on what the process says until it is gone."""
         assert self._about is not None
-        self._desk.connect(process.wire, self._about.slots)
+        self._pending.connect(process.connection, self._about.slots)
         with self._changed:
             self._state = "ready"
             self._ready_at = self._stirred = time.monotonic()
             self._changed.notify_all()
             if self._closing.is_set():
-                process.wire.send(Close())
-        step = min(_TICK, self._care.hang_timeout / 4)
+                process.connection.send(Close())
+        step = min(_TICK, self._policy.hang_timeout / 4)
         due = time.monotonic() + step
         while True:
             try:
-                message = process.wire.receive(max(0.0, due - time.monotonic()))
+                message = process.connection.receive(max(0.0, due - time.monotonic()))
             except TimeoutError:
                 message = None
             except EOFError:
                 return
             match message:
-                case News():
+                case StepOutput():
                     self._stirred = time.monotonic()
-                    self._desk.deliver(message)
+                    self._pending.deliver(message)
                 case Answer():
-                    self._desk.answered(message)
+                    self._pending.answered(message)
                 case Pulse():
                     self._stirred = time.monotonic()
                 case Line():
@@ -237,23 +237,23 @@ class Supervisor:
                 due = time.monotonic() + step
 
     def _look_after(self, process: Process) -> None:
-        now, care = time.monotonic(), self._care
-        if not self._desk.busy:
+        now, policy = time.monotonic(), self._policy
+        if not self._pending.busy:
             self._stirred = now
-        elif now - self._stirred >= care.hang_timeout:
-            process.kill(f"no step ended within {care.hang_timeout} seconds")
-        rss = process.rss() if care.memory_limit is not None else None
-        if rss is not None and care.memory_limit is not None and rss > care.memory_limit:
-            process.kill(f"it held {rss} bytes of memory, {care.memory_limit} are allowed")
+        elif now - self._stirred >= policy.hang_timeout:
+            process.kill(f"no step ended within {policy.hang_timeout} seconds")
+        rss = process.rss() if policy.memory_limit is not None else None
+        if rss is not None and policy.memory_limit is not None and rss > policy.memory_limit:
+            process.kill(f"it held {rss} bytes of memory, {policy.memory_limit} are allowed")
         process.trim_log()
-        self._desk.end_overdue()
+        self._pending.end_overdue()
 
     def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while not self._closing.is_set() and (left := end - time.monotonic()) > 0:
             with self._changed:
                 self._changed.wait(min(left, _NAP))
-            self._desk.end_overdue()
+            self._pending.end_overdue()
 
     def _give_up(self, error: Exception, failures: int) -> None:
         """Tell everyone who waits, and rest until somebody asks again."""
@@ -261,7 +261,7 @@ class Supervisor:
         self._set("failed")
         signal, code = getattr(error, "signal", None), getattr(error, "code", None)
         message = f"the engine could not be started {failures} times in a row; the next request tries again"
-        self._desk.end_all(EngineDiedError(f"{message}: {error}", signal=signal, code=code))
+        self._pending.end_all(EngineDiedError(f"{message}: {error}", signal=signal, code=code))
         with self._changed:
             while not self._wanted and not self._closing.is_set():
                 self._changed.wait()

@@ -11,7 +11,7 @@ import numpy as np
 
 from perdure.engine.contract import Memory
 from perdure.errors import TokenError
-from perdure.worker.messages import Ready, Tables, Target
+from perdure.worker.protocol import Ready, Tables, Target
 
 Asked = Callable[..., Any]
 """Calls a method in the engine's process, and waits for what it returns."""

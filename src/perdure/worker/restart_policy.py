@@ -1,4 +1,4 @@
-"""How the engine's process is looked after."""
+"""Restart policy: when the engine's process is started again, and when it is given up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ State = Literal["starting", "ready", "restarting", "failed", "closed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Care:
+class RestartPolicy:
     """Limits and patience, in seconds and bytes. Checked when it is made."""
 
     backoff: float = 0.1

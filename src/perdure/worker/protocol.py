@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, NewType, TypeAlias
 from perdure.decode.request import FinishReason, Reply, Request, TokenLogprob
 from perdure.memory import Memory
 
-AskId = NewType("AskId", int)
+RequestId = NewType("RequestId", int)
 """Names a request or a call. Never used twice, so that a late answer is nobody else's."""
 
 Target = Literal["model", "cache", "tables", "backend"]
@@ -37,13 +37,13 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    id: AskId
+    id: RequestId
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    id: AskId
+    id: RequestId
     target: Target
     name: str
     args: tuple[Any, ...]
@@ -52,7 +52,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    id: AskId
+    id: RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +86,15 @@ class Failed:
 class Answer:
     """A call's result, or that a request was taken; or the error instead."""
 
-    id: AskId
+    id: RequestId
     value: Any = None
     error: Exception | None = None
 
 
-class News(NamedTuple):
+class StepOutput(NamedTuple):
     """What a step brought: new deltas by request, and the replies of those that are finished."""
 
-    items: Sequence[tuple[AskId, Sequence[PlainDelta], Sequence[Reply] | None]]
+    items: Sequence[tuple[RequestId, Sequence[PlainDelta], Sequence[Reply] | None]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ from typing import Any
 _HEAD = struct.Struct("<Q")
 _READ = 1 << 18
 _LOOK = 500
-"""Milliseconds after which a thread that waits for room looks whether the wire was cut meanwhile."""
+"""Milliseconds after which a thread that waits for room looks whether the connection was cut meanwhile."""
 
 
-class Wire:
+class Connection:
     """One end of a socket pair.
 
     Always holds: `send` waits for nobody, neither for the other side nor for another sender, so the engine
-    thread may call it. What is sent over a wire that is cut is dropped: whoever reads learns of the cut.
+    thread may call it. What is sent over a connection that is cut is dropped: whoever reads learns of it.
     One thread receives.
     """
 
@@ -68,7 +68,7 @@ class Wire:
                 self._sending.release()
 
     def close(self) -> None:
-        """Cut the wire; the other side reads its end."""
+        """Cut the connection; the other side reads its end."""
         self._cut = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -96,7 +96,7 @@ class Wire:
             try:
                 if not self._push():
                     try:
-                        threading.Thread(target=self._drain, name="perdure-wire", daemon=True).start()
+                        threading.Thread(target=self._drain, name="perdure-connection", daemon=True).start()
                         handed_on = True
                     except RuntimeError:
                         # No thread is to be had: better to wait here than to lose what was said.

@@ -11,8 +11,8 @@ from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
 from perdure.decode.slots import ReuseReport
 from perdure.errors import EngineDiedError
-from perdure.worker.messages import AskId, PlainDelta, Submit
 from perdure.worker.process import Death
+from perdure.worker.protocol import PlainDelta, RequestId, Submit
 
 _NAP = 0.2
 
@@ -27,7 +27,7 @@ class Sample:
     finish_reason: FinishReason | None = None
 
 
-class Flight:
+class PendingRequest:
     """A request, its reader's output queue, and what has come of it.
 
     Always holds: it is finished once; what was put into the output queue is in the replies, whoever finishes
@@ -36,7 +36,7 @@ class Flight:
     that was held back in a process that died, such as half a character, is lost with it; its tokens are not.
     """
 
-    def __init__(self, id_: AskId, request: Request) -> None:
+    def __init__(self, id_: RequestId, request: Request) -> None:
         self.id = id_
         # Settled here, so that a second try draws as the first did, and a reply cut short can tell.
         self.request = replace(request, sampling=request.sampling.seeded())

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from perdure.worker.wire import Wire
+from perdure.worker.connection import Connection
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Wire, Wire]]:
-    one, other = map(Wire, socket.socketpair())
+def ends() -> Iterator[tuple[Connection, Connection]]:
+    one, other = map(Connection, socket.socketpair())
     yield one, other
     one.close()
     other.close()
 
 
-def test_messages_of_any_size_come_whole_and_in_order(ends: tuple[Wire, Wire]) -> None:
+def test_messages_of_any_size_come_whole_and_in_order(ends: tuple[Connection, Connection]) -> None:
     here, there = ends
     messages = [b"", b"x", b"y" * (5 << 20), {"z": [1, 2]}, b"w" * 70_000]
     for message in messages:
@@ -27,14 +27,14 @@ def test_messages_of_any_size_come_whole_and_in_order(ends: tuple[Wire, Wire]) -
     assert [there.receive() for _ in messages] == messages
 
 
-def test_a_sender_does_not_wait_for_a_reader(ends: tuple[Wire, Wire]) -> None:
+def test_a_sender_does_not_wait_for_a_reader(ends: tuple[Connection, Connection]) -> None:
     here, there = ends
     for number in range(2000):
         here.send((number, b"x" * 1000))
     assert [there.receive()[0] for _ in range(2000)] == list(range(2000))
 
 
-def test_many_senders_do_not_mix_their_messages(ends: tuple[Wire, Wire]) -> None:
+def test_many_senders_do_not_mix_their_messages(ends: tuple[Connection, Connection]) -> None:
     here, there = ends
 
     def talk(name: int) -> None:
@@ -53,7 +53,9 @@ def test_many_senders_do_not_mix_their_messages(ends: tuple[Wire, Wire]) -> None
         thread.join()
 
 
-def test_a_reader_learns_that_nothing_came_or_that_the_other_side_is_gone(ends: tuple[Wire, Wire]) -> None:
+def test_a_reader_learns_that_nothing_came_or_that_the_other_side_is_gone(
+    ends: tuple[Connection, Connection],
+) -> None:
     here, there = ends
     with pytest.raises(TimeoutError):
         there.receive(0.0)
@@ -64,7 +66,7 @@ def test_a_reader_learns_that_nothing_came_or_that_the_other_side_is_gone(ends: 
         there.receive()
 
 
-def test_what_is_sent_over_a_wire_that_is_cut_is_dropped(ends: tuple[Wire, Wire]) -> None:
+def test_what_is_sent_over_a_wire_that_is_cut_is_dropped(ends: tuple[Connection, Connection]) -> None:
     here, there = ends
     for _ in range(1000):
         here.send(b"x" * 1000)
@@ -75,7 +77,7 @@ def test_what_is_sent_over_a_wire_that_is_cut_is_dropped(ends: tuple[Wire, Wire]
     here.send("nor this")
 
 
-def test_flush_returns_when_all_is_out(ends: tuple[Wire, Wire]) -> None:
+def test_flush_returns_when_all_is_out(ends: tuple[Connection, Connection]) -> None:
     here, there = ends
     here.send(b"x" * (4 << 20))
     reader = threading.Thread(target=there.receive)

@@ -12,10 +12,10 @@ from typing import Any
 from perdure.decode.output_queue import notify
 from perdure.decode.request import Request
 from perdure.errors import BusyError, ClosedError, EngineDiedError, InvalidInputError
-from perdure.worker.flight import Flight
-from perdure.worker.messages import Answer, AskId, Call, Cancel, News, Target
+from perdure.worker.connection import Connection, pack
+from perdure.worker.pending_request import PendingRequest
 from perdure.worker.process import Death
-from perdure.worker.wire import Wire, pack
+from perdure.worker.protocol import Answer, Call, Cancel, RequestId, StepOutput, Target
 
 TRIES = 2
 """How often anything is asked at most: what the engine dies of must not kill it for ever."""
@@ -23,7 +23,7 @@ _SLACK = 2.0
 """Seconds past its time after which a request is ended here, if the engine does not get to it."""
 
 
-class Question:
+class PendingCall:
     """A call on its way, over all its tries."""
 
     def __init__(self, call: Call) -> None:
@@ -40,7 +40,7 @@ class Question:
                 self.answer.set_exception(error)
 
 
-class Desk:
+class PendingRequests:
     """Requests and calls, whether or not there is an engine just now.
 
     Always holds: each is asked at most twice, and again only if nothing of it had come; each ends. Anyone
@@ -53,20 +53,20 @@ class Desk:
         self._slots = 1
         self._changing = threading.Lock()
         self._ids = itertools.count(1)
-        self._flights: dict[AskId, Flight] = {}
-        self._questions: dict[AskId, Question] = {}
-        self._wire: Wire | None = None
+        self._requests: dict[RequestId, PendingRequest] = {}
+        self._calls: dict[RequestId, PendingCall] = {}
+        self._connection: Connection | None = None
         self._shut = False
 
     # For those who ask, in any thread.
 
-    def submit(self, request: Request) -> Flight:
+    def submit(self, request: Request) -> PendingRequest:
         """Ask for a reply. While there is no engine it waits here, if there is room."""
-        flight = Flight(self._next(), request)
-        data = packed(flight.message())
+        pending = PendingRequest(self._next(), request)
+        data = packed(pending.message())
         with self._changing:
             self._check_open()
-            if self._wire is None:
+            if self._connection is None:
                 # Of those who wait here, some will find a free sequence at once.
                 waiting, limit = self._unfinished(), self._queue + self._slots
                 if waiting >= limit:
@@ -75,49 +75,49 @@ class Desk:
                         waiting=waiting,
                         limit=limit,
                     )
-                flight.settle()
-            self._flights[flight.id] = flight
-            if self._wire is not None:
-                self._send(self._wire, flight, data)
-        return flight
+                pending.settle()
+            self._requests[pending.id] = pending
+            if self._connection is not None:
+                self._send(self._connection, pending, data)
+        return pending
 
-    def cancel(self, flight: Flight) -> None:
+    def cancel(self, pending: PendingRequest) -> None:
         """Takes no lock: the garbage collector calls this for jobs that were dropped, anywhere."""
-        flight.cancelled = True
-        wire = self._wire
-        if wire is not None and not flight.finished:
-            wire.send(Cancel(flight.id))
+        pending.cancelled = True
+        connection = self._connection
+        if connection is not None and not pending.finished:
+            connection.send(Cancel(pending.id))
 
     def ask(
         self, target: Target, name: str, args: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Future[Any]:
         """Call a method of something in the engine's process, once there is one.
 
-        To cancel what it gives is to withdraw the question.
+        To cancel what it gives is to withdraw the call.
         """
-        question = Question(Call(self._next(), target, name, args, keywords))
-        question.answer.add_done_callback(lambda answer: self._withdraw(question, answer))
-        data = packed(question.call)
+        call = PendingCall(Call(self._next(), target, name, args, keywords))
+        call.answer.add_done_callback(lambda answer: self._withdraw(call, answer))
+        data = packed(call.call)
         with self._changing:
             self._check_open()
-            self._questions[question.call.id] = question
-            if self._wire is not None:
-                question.tries += 1
-                self._wire.send_packed(data)
-        return question.answer
+            self._calls[call.call.id] = call
+            if self._connection is not None:
+                call.tries += 1
+                self._connection.send_packed(data)
+        return call.answer
 
-    def _withdraw(self, question: Question, answer: Future[Any]) -> None:
+    def _withdraw(self, call: PendingCall, answer: Future[Any]) -> None:
         if answer.cancelled():
-            self._drop(question.call.id)
-            if (wire := self._wire) is not None:
-                wire.send(Cancel(question.call.id))
+            self._drop(call.call.id)
+            if (connection := self._connection) is not None:
+                connection.send(Cancel(call.call.id))
 
     @property
     def load(self) -> tuple[int, int]:
         """Requests waiting, and being served, as far as this side can tell."""
         with self._changing:
             unfinished = self._unfinished()
-            served = 0 if self._wire is None else min(unfinished, self._slots)
+            served = 0 if self._connection is None else min(unfinished, self._slots)
             return unfinished - served, served
 
     def shut(self) -> None:
@@ -131,118 +131,118 @@ class Desk:
     def busy(self) -> bool:
         """Whether the engine thread has work."""
         with self._changing:
-            return bool(self._flights) or any(
-                question.call.target in ("cache", "backend") for question in self._questions.values()
+            return bool(self._requests) or any(
+                call.call.target in ("cache", "backend") for call in self._calls.values()
             )
 
-    def connect(self, wire: Wire, slots: int) -> None:
+    def connect(self, connection: Connection, slots: int) -> None:
         """An engine is there: ask it all that waits, in the order in which it came."""
         with self._changing:
-            self._wire = wire
+            self._connection = connection
             self._slots = slots
-            for flight in self._flights.values():
-                self._send(wire, flight, pack(flight.message()))
-            for question in self._questions.values():
-                question.tries += 1
-                wire.send(question.call)
+            for pending in self._requests.values():
+                self._send(connection, pending, pack(pending.message()))
+            for call in self._calls.values():
+                call.tries += 1
+                connection.send(call.call)
 
     def disconnect(self, death: Death) -> None:
         """The engine is gone. What it did not get to show is asked again, once; the rest ends."""
         with self._changing:
-            self._wire = None
-            flights, questions = list(self._flights.values()), list(self._questions.values())
-        for flight in flights:
-            flight.settle()
-            again = flight.tries >= TRIES
-            if flight.cancelled:
-                flight.cancel()
-            elif flight.delivered or again:
-                flight.die(death, again=again)
-        for question in questions:
-            if question.tries >= TRIES:
-                message = f"{death.reason} twice during {question.call.target}.{question.call.name}"
-                question.settle(error=EngineDiedError(message, signal=death.signal, code=death.code))
+            self._connection = None
+            requests, calls = list(self._requests.values()), list(self._calls.values())
+        for pending in requests:
+            pending.settle()
+            again = pending.tries >= TRIES
+            if pending.cancelled:
+                pending.cancel()
+            elif pending.delivered or again:
+                pending.die(death, again=again)
+        for call in calls:
+            if call.tries >= TRIES:
+                message = f"{death.reason} twice during {call.call.target}.{call.call.name}"
+                call.settle(error=EngineDiedError(message, signal=death.signal, code=death.code))
         self._sweep()
 
     def answered(self, answer: Answer) -> None:
-        flight, question = self._flights.get(answer.id), self._questions.get(answer.id)
-        if flight is not None:
+        pending, call = self._requests.get(answer.id), self._calls.get(answer.id)
+        if pending is not None:
             if answer.error is not None:
                 self._drop(answer.id)
-            flight.settle(answer.error)
-        elif question is not None:
+            pending.settle(answer.error)
+        elif call is not None:
             self._drop(answer.id)
-            question.settle(answer.value, answer.error)
+            call.settle(answer.value, answer.error)
 
-    def deliver(self, news: News) -> None:
+    def deliver(self, output: StepOutput) -> None:
         changed = []
-        for id_, deltas, replies in news.items:
-            flight = self._flights.get(id_)
-            if flight is None:
+        for id_, deltas, replies in output.items:
+            pending = self._requests.get(id_)
+            if pending is None:
                 continue
             if deltas:
-                flight.deliver(deltas)
-                changed.append(flight.output)
+                pending.deliver(deltas)
+                changed.append(pending.output)
             if replies is not None:
                 self._drop(id_)
-                flight.finish(replies)
+                pending.finish(replies)
         notify(changed)
 
     def end_overdue(self) -> None:
         """End whose time is up though the engine did not see to it, and who gave up while it was gone."""
         with self._changing:
-            flights, wire = list(self._flights.values()), self._wire
-        for flight in flights:
-            if wire is None and flight.cancelled:
-                flight.cancel()
-            elif flight.overdue(_SLACK if wire is not None else 0.0):
-                self.cancel(flight)
-                flight.cancel()
+            requests, connection = list(self._requests.values()), self._connection
+        for pending in requests:
+            if connection is None and pending.cancelled:
+                pending.cancel()
+            elif pending.overdue(_SLACK if connection is not None else 0.0):
+                self.cancel(pending)
+                pending.cancel()
         self._sweep()
 
     def end_all(self, error: Exception | None) -> None:
         """End everything by `error`, or as cancelled."""
         with self._changing:
-            self._wire = None
-            flights, questions = list(self._flights.values()), list(self._questions.values())
-        for flight in flights:
-            flight.settle()
-            if error is None or flight.cancelled:
-                flight.cancel()
+            self._connection = None
+            requests, calls = list(self._requests.values()), list(self._calls.values())
+        for pending in requests:
+            pending.settle()
+            if error is None or pending.cancelled:
+                pending.cancel()
             else:
-                flight.fail(error)
-        for question in questions:
-            question.settle(error=error or ClosedError("this runtime is closed"))
+                pending.fail(error)
+        for call in calls:
+            call.settle(error=error or ClosedError("this runtime is closed"))
         self._sweep()
 
     # Inside.
 
-    def _next(self) -> AskId:
-        return AskId(next(self._ids))
+    def _next(self) -> RequestId:
+        return RequestId(next(self._ids))
 
     def _unfinished(self) -> int:
-        return sum(not flight.finished for flight in self._flights.values())
+        return sum(not pending.finished for pending in self._requests.values())
 
     def _check_open(self) -> None:
         if self._shut:
             raise ClosedError("this runtime is closed")
 
-    def _send(self, wire: Wire, flight: Flight, data: bytes) -> None:
-        flight.tries += 1
-        wire.send_packed(data)
+    def _send(self, connection: Connection, pending: PendingRequest, data: bytes) -> None:
+        pending.tries += 1
+        connection.send_packed(data)
         # A cancel that came before the request itself was nobody's.
-        if flight.cancelled:
-            wire.send(Cancel(flight.id))
+        if pending.cancelled:
+            connection.send(Cancel(pending.id))
 
-    def _drop(self, id_: AskId) -> None:
+    def _drop(self, id_: RequestId) -> None:
         with self._changing:
-            self._flights.pop(id_, None)
-            self._questions.pop(id_, None)
+            self._requests.pop(id_, None)
+            self._calls.pop(id_, None)
 
     def _sweep(self) -> None:
         with self._changing:
-            self._flights = {id_: each for id_, each in self._flights.items() if not each.finished}
-            self._questions = {id_: each for id_, each in self._questions.items() if not each.answer.done()}
+            self._requests = {id_: each for id_, each in self._requests.items() if not each.finished}
+            self._calls = {id_: each for id_, each in self._calls.items() if not each.answer.done()}
 
 
 def packed(message: object) -> bytes:
