@@ -8,13 +8,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.shims import cpu_variants, needs_compiler, shim
 from perdure import libraries
-from perdure.engine.llama import guard, library, probe
+from perdure.engine.llama import guard, library, probe, source
 from perdure.engine.llama.backends import BUILT_IN
 from perdure.engine.llama.declarations import Functions
 from perdure.engine.llama.source import LibrarySource
@@ -93,6 +94,28 @@ def test_m1_the_next_library_is_used_where_the_first_one_dies(
     assert "SIGILL at a f16 model, a step of 1 tokens" in caplog.text
 
 
+def test_m1_one_is_fetched_where_the_compiled_one_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(folder: Path) -> LibrarySource:
+        return LibrarySource(kind="llama-cpp-python", folder=folder, version="1")
+
+    def no_network() -> LibrarySource:
+        raise EngineLibraryError("there is no network")
+
+    dying, sound = shim(tmp_path / "dying", AT_STEP=1), shim(tmp_path / "sound")
+    monkeypatch.delenv("PERDURE_LLAMA", raising=False)
+    monkeypatch.setattr(source, "llama_cpp_python", lambda: compiled(dying))
+    monkeypatch.setattr(probe, "fetch_library", lambda: replace(compiled(sound), kind="fetched"))
+    chosen = probe.choose()
+    assert chosen.source.kind == "fetched"
+    assert [failed.folder for failed in chosen.passed] == [str(dying)]
+
+    monkeypatch.setattr(probe, "fetch_library", no_network)
+    with pytest.raises(EngineLibraryError, match=r"SIGILL at a f16 model.*there is no network"):
+        probe.choose()
+
+
 def test_m1_sigill_in_the_code_of_extra_buffers_turns_those_off(
     use: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,8 +163,8 @@ def test_a_verdict_is_remembered_until_the_library_or_the_cpu_changes(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shim(tmp_path / "one")
-    source = LibrarySource(kind="own", folder=folder, version="1")
-    first = probe.verdict(source)
+    one = LibrarySource(kind="own", folder=folder, version="1")
+    first = probe.verdict(one)
     book = json.loads((home / "verdicts.json").read_bytes())
     assert len(book) == 1
 
@@ -149,14 +172,14 @@ def test_a_verdict_is_remembered_until_the_library_or_the_cpu_changes(
     (key,) = book
     book[key]["attempts"][0]["died"] = "planted"
     (home / "verdicts.json").write_text(json.dumps(book))
-    assert not probe.verdict(source).usable
+    assert not probe.verdict(one).usable
     with monkeypatch.context() as other:
         other.setattr(probe, "processor", lambda: "another CPU")
-        assert probe.verdict(source) == first
+        assert probe.verdict(one) == first
     # The same files with other content are another library.
     (folder / "libllama.so").unlink()
     (shim(tmp_path / "two", VERSION='"0.5.7"') / "libllama.so").rename(folder / "libllama.so")
-    assert probe.verdict(source).usable
+    assert probe.verdict(one).usable
     assert len(json.loads((home / "verdicts.json").read_bytes())) == 3
 
 
@@ -164,8 +187,8 @@ def test_a_verdict_is_remembered_until_the_library_or_the_cpu_changes(
 def test_a_damaged_book_of_verdicts_costs_a_probe(damage: bytes, tmp_path: Path, home: Path) -> None:
     home.mkdir()
     (home / "verdicts.json").write_bytes(damage)
-    source = LibrarySource(kind="own", folder=shim(tmp_path / "one"), version="1")
-    assert probe.verdict(source).usable
+    one = LibrarySource(kind="own", folder=shim(tmp_path / "one"), version="1")
+    assert probe.verdict(one).usable
 
 
 # Another layout.

@@ -23,7 +23,7 @@ from typing import Any
 from perdure import system
 from perdure.config import settings
 from perdure.engine.llama.backends import backends
-from perdure.engine.llama.source import WAYS, LibrarySource, candidates, find_library
+from perdure.engine.llama.source import WAYS, LibrarySource, candidates, fetch_library
 from perdure.errors import EngineLibraryError
 from perdure.identity import content_digest
 
@@ -99,21 +99,32 @@ class Choice:
 def choose() -> Choice:
     """The first library that runs here. Says in the log what did not, and what is used instead."""
     passed: list[Verdict] = []
-    for source in candidates():
-        found = verdict(source)
-        if found.usable:
-            return _said(Choice(source=source, verdict=found, passed=tuple(passed)))
-        passed.append(found)
-    if not passed:
-        source = find_library()
-        found = verdict(source)
-        if found.usable:
-            return _said(Choice(source=source, verdict=found))
-        passed.append(found)
+    tried: list[str] = []
+    try:
+        for source in _sources():
+            found = verdict(source)
+            if found.usable:
+                return _said(Choice(source=source, verdict=found, passed=tuple(passed)))
+            passed.append(found)
+            tried.append(str(found))
+    except EngineLibraryError as error:
+        # None could be fetched; where some are here, people must hear of those too.
+        if not passed:
+            raise
+        tried.append(str(error))
     raise EngineLibraryError(
-        f"no llama.cpp library runs on this machine: {'. '.join(map(str, passed))}. {WAYS}",
-        tried=tuple(map(str, passed)),
+        f"no llama.cpp library runs on this machine: {'. '.join(tried)}. {WAYS}", tried=tried
     )
+
+
+def _sources() -> Iterator[LibrarySource]:
+    """What is here, then one to fetch: a user's own build is the only one, and a fetched one is here."""
+    kinds = set()
+    for source in candidates():
+        kinds.add(source.kind)
+        yield source
+    if kinds.isdisjoint({"own", "installed"}):
+        yield fetch_library()
 
 
 def _said(choice: Choice) -> Choice:

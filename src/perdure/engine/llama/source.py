@@ -70,6 +70,11 @@ def find_library(progress: Progress | None = None) -> LibrarySource:
     """The library to use: the user's own build, an installed one, llama-cpp-python's, or one fetched now."""
     for source in candidates():
         return source
+    return fetch_library(progress)
+
+
+def fetch_library(progress: Progress | None = None) -> LibrarySource:
+    """The prebuilt library for this machine, fetched and installed now."""
     return _source(libraries.install(progress=progress), "fetched")
 
 
