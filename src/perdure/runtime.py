@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from perdure.engine.contract import Model as ModelContract
 from perdure.engine.contract import Tokens, Vocabulary
 from perdure.engine.llama.model import Model
 from perdure.errors import InvalidInputError, TokenError
+from perdure.option_names import unknown_options
 from perdure.sessions.memories import Memories
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Sessions
@@ -358,6 +360,9 @@ async def _adeltas(submit: Callable[[], Any]) -> AsyncIterator[Any]:
         job.cancel()
 
 
+_NOT_OPTIONS = {"self", "context", "model", "n_seq"}
+
+
 def open(  # noqa: A001
     model: str | os.PathLike[str] | ModelContract | None = None,
     *,
@@ -381,6 +386,10 @@ def open(  # noqa: A001
     With `isolated`, the engine is in a process of its own that may die and is started again; a
     `RestartPolicy` says when and how. Further keywords are those of `Model.context`.
     """
+    known = {*inspect.signature(open).parameters, *inspect.signature(Model.context).parameters, "store_bytes"}
+    if (unknown := unknown_options(context, known - _NOT_OPTIONS)) is not None:
+        # Before a model is fetched and loaded for nothing.
+        raise unknown
     settings: dict[str, Any] = {"n_ctx": n_ctx, "slots": slots, "exact": exact, "queue": queue}
     settings |= {"cache": cache, "store": store, **context}
     if isolated:

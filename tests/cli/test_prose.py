@@ -18,7 +18,7 @@ from homes import new_home
 from perdure.cli.slash_commands import COMMANDS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = ("chat.md", "command.md", "sessions.md")
+PAGES = ("chat.md", "command.md", "migrate.md", "sessions.md")
 
 
 def read(page: str) -> str:
@@ -78,7 +78,35 @@ def test_a_command_and_its_options_exist(command: str) -> None:
         assert re.search(rf"{option}\b", shown), f"{command}: no {option}"
 
 
-@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_the_migration_page_run(zoo_path: Callable[[str], Path], tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PERDURE_MODEL": str(zoo_path("llama")),
+        "PERDURE_HOME": str(tmp_path),
+        "PERDURE_MAX_TOKENS": "4",
+        "OMP_NUM_THREADS": "1",
+    }
+    lines = [line for block in blocks("migrate.md", "sh") for line in block.splitlines()]
+    assert len(lines) >= 6
+    for line in lines:
+        done = subprocess.run(
+            line, shell=True, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
+        assert done.returncode == 0, (line, done.stderr.decode())
+
+
+def test_options_of_others_in_the_migration_page_are_answered_as_it_says() -> None:
+    """What the page calls ours is what the error suggests."""
+    from perdure.option_names import PEERS
+
+    page = read("migrate.md")
+    for theirs in ("n_threads", "type_k", "flash_attn", "num_predict", "num_ctx"):
+        assert theirs in page
+        assert theirs in PEERS
+
+
+@pytest.mark.parametrize("page", [*PAGES, "install.md"])
 def test_links_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", read(page))
     assert all((DOCS / link).exists() for link in links)

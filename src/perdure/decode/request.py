@@ -16,6 +16,7 @@ from perdure.decode.slots import ReuseReport
 from perdure.decode.text import TextStream
 from perdure.engine.logits import Candidate, LogitsView
 from perdure.errors import InvalidInputError, TokenError
+from perdure.option_names import unknown_options
 
 MAX_SAMPLES = 1024
 """Of one prompt. Each takes memory from the start."""
@@ -99,9 +100,11 @@ class Request:
         fields = {name: settings.pop(name) for name in list(settings) if name in known}
         if sampling is not None and fields:
             raise InvalidInputError(f"give sampling or its fields, not both: {', '.join(fields)}")
-        unknown = [name for name in settings if name not in cls.__dataclass_fields__]
-        if unknown:
-            raise InvalidInputError(f"unknown settings: {', '.join(unknown)}")
+        known = {*cls.__dataclass_fields__, *Sampling.__dataclass_fields__, "stop", "schema", "regex"} - {
+            "stops"
+        }
+        if (unknown := unknown_options(settings, known)) is not None:
+            raise unknown
         given = [grammar] if grammar is not None else []
         given += [Grammar.json_schema(schema)] if schema is not None else []
         given += [Grammar.regex(regex)] if regex is not None else []
@@ -128,6 +131,12 @@ def take_deadline(settings: dict[str, Any]) -> float | None:
         return deadline  # type: ignore[no-any-return]
     # Checked as any request's.
     return Request(prompt=(0,), timeout=timeout, deadline=deadline).ends_at(time.monotonic())
+
+
+_OPTIONS = {*Request.__dataclass_fields__, *Sampling.__dataclass_fields__, "stop", "schema", "regex"} - {
+    "prompt",
+    "stops",
+}
 
 
 def _is_whole(value: object, low: int) -> bool:

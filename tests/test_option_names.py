@@ -1,0 +1,45 @@
+"""Options of other programs and misspelt ones are answered with ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import perdure
+from perdure import InvalidInputError
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("n_threads", "'n_threads' is called 'threads' here"),
+        ("num_ctx", "'num_ctx' is called 'n_ctx' here"),
+        ("treads", "there is no option 'treads'; did you mean 'threads'?"),
+        ("nonsense", "there is no option 'nonsense'; there are "),
+    ],
+)
+def test_open_refuses_an_unknown_option_before_a_model_is_looked_for(name: str, said: str) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        perdure.open("/nowhere/model.gguf", **{name: 4})  # type: ignore[arg-type]
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("max_new_tokens", "'max_new_tokens' is called 'max_tokens' here"),
+        ("temp", "'temp' is called 'temperature' here"),
+        ("temperture", "did you mean 'temperature'?"),
+        ("stops", "did you mean 'stop'?"),
+    ],
+)
+def test_a_request_refuses_an_unknown_option(zoo_path: Callable[[str], Path], name: str, said: str) -> None:
+    with perdure.open(zoo_path("llama"), n_ctx=64, slots=1, threads=1) as rt:
+        with pytest.raises(InvalidInputError) as raised:
+            rt.generate("the man", **{name: 1})
+        assert said in str(raised.value)
+        with pytest.raises(InvalidInputError) as raised:
+            rt.chat([{"role": "user", "content": "hi"}], **{name: 1})
+        assert said in str(raised.value)
