@@ -676,12 +676,12 @@ def test_a_store_that_is_in_use_is_told_and_can_be_read(environment: dict[str, s
         ask(user, "the man")
         done = piped(environment, "hi\n", "chat", *BRIEF, "--session", "other")
         assert (done.returncode, done.stdout) == (1, "")
-        assert "in use, by another process" in done.stderr
+        assert f"in use by `perdure chat` (process {user.process.pid}, since" in done.stderr
         assert "Traceback" not in done.stderr
         assert shown(environment, "mine")["turns"] == 1
         done = piped(environment, "", "sessions", "rm", "mine", "--yes")
         assert done.returncode == 1
-        assert "in use, by another process" in done.stderr
+        assert f"in use by `perdure chat` (process {user.process.pid}, since" in done.stderr
         user.type("\x04")
         assert user.leaves() == 0
 

@@ -264,10 +264,10 @@ def test_a_store_in_use_is_read_but_not_changed(environment: dict[str, str], run
         user.until("mine> ")
         assert {row["name"] for row in facts(run("ls", "--json"))} == {NAME, "mine"}
         for command in (["fork", NAME, "b"], ["rewind", NAME], ["label", NAME, "l"], ["sleep", NAME]):
-            assert "in use, by another process" in told(run(*command, model=True), 1)
+            assert "in use by `perdure chat` (process" in told(run(*command, model=True), 1)
         found = facts(run("verify", "--json"), 1)
         assert found["damaged"] == []
-        assert "is being written" in found["unread"]
+        assert "in use by `perdure chat` (process" in found["unread"]
         user.type("\x04")
         assert user.leaves() == 0
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from perdure import __version__
-from perdure.cli import cache, chat, config, doctor, engine, inspect, models, run, serve, sessions
+from perdure.cli import background, cache, chat, config, doctor, engine, inspect, models, run, serve, sessions
 from perdure.cli.peer_options import advice_for, plain_options
 from perdure.config import SETTINGS
 
@@ -69,6 +69,15 @@ _OPTIONS = {setting.name for setting in SETTINGS} - {"model", "store"}
 app.command(name="run", options_metavar="[OPTIONS] [MODEL]", rich_help_panel=_Ask)(run.run)
 app.command(name="chat", options_metavar="[OPTIONS] [MODEL]", rich_help_panel=_Ask)(chat.chat)
 app.command(name="serve", rich_help_panel=_Ask)(serve.serve)
+app.command(
+    name="start",
+    rich_help_panel=_Ask,
+    options_metavar="[MODEL] [OPTIONS OF SERVE]",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(background.start)
+app.command(name="stop", rich_help_panel=_Ask)(background.stop)
+app.command(name="status", rich_help_panel=_Ask)(background.status)
+app.command(name="ps", hidden=True)(background.status)
 app.add_typer(sessions.app, name="sessions", rich_help_panel=_Kept)
 app.add_typer(cache.app, name="cache", rich_help_panel=_Kept)
 app.command(name="pull", rich_help_panel=_Models)(models.pull)

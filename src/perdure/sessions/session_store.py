@@ -36,6 +36,7 @@ from perdure.sessions.rows import (
 from perdure.sessions.schema import MEMORY_SEAL, MIGRATIONS, SESSION_SEAL, TURN_SEAL, Value, seal
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store.durable import explained, make_folder, sync_folder, write_file
+from perdure.store.holder import described, write_holder
 from perdure.store.index import Index
 
 FILE, MARK, MENDED, KEY = "sessions.sqlite", "sessions.id", "sessions.mended", "sessions.key"
@@ -450,7 +451,8 @@ def locked(folder: Path) -> FileLock:
             lock.acquire(timeout=0)
         except Timeout:
             raise StoreLockedError(
-                f"the sessions in {folder} are in use, by another process or another runtime of this one: "
-                "close that one, or open the store for reading"
+                f"the sessions in {folder} are in use by {described(folder)}: close that one, choose another "
+                "store, or open this one for reading"
             ) from None
+    write_holder(folder)
     return lock

@@ -27,6 +27,7 @@ from perdure.errors import (
 )
 from perdure.store import block_file
 from perdure.store.durable import TEMPORARY, explained, make_folder, sync_folder, write_file
+from perdure.store.holder import described
 from perdure.store.index import Index
 
 _NAME = re.compile("[0-9a-f]{64}")
@@ -279,8 +280,8 @@ class DiskTier:
                 lock.acquire(timeout=0)
             except Timeout:
                 raise StoreLockedError(
-                    f"{self.folder} is being written, by another process or another runtime of this one: "
-                    "close that one, or open the store for reading"
+                    f"the store {self.folder} is in use by {described(self.folder)}: close that one, choose "
+                    "another store, or open this one for reading"
                 ) from None
         self._lock = lock
 
