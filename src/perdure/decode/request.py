@@ -100,10 +100,7 @@ class Request:
         fields = {name: settings.pop(name) for name in list(settings) if name in known}
         if sampling is not None and fields:
             raise InvalidInputError(f"give sampling or its fields, not both: {', '.join(fields)}")
-        known = {*cls.__dataclass_fields__, *Sampling.__dataclass_fields__, "stop", "schema", "regex"} - {
-            "stops"
-        }
-        if (unknown := unknown_options(settings, known)) is not None:
+        if not settings.keys() <= _OPTIONS and (unknown := unknown_options(settings, _OPTIONS)) is not None:
             raise unknown
         given = [grammar] if grammar is not None else []
         given += [Grammar.json_schema(schema)] if schema is not None else []
