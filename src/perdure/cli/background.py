@@ -46,7 +46,7 @@ def start(context: typer.Context) -> None:
         raise PerdureError(f"a server runs already, at {running.address}: `perdure stop` ends it")
     folder = _folder()
     log = folder / "server.log"
-    with _claimed() as claim, open(log, "w", encoding="utf-8") as output:
+    with _claimed() as claim, open(log, "w", encoding="utf-8", opener=_private) as output:
         child = subprocess.Popen(
             system.isolated_python("-m", "perdure.cli", "serve", *context.args),
             stdin=subprocess.DEVNULL,
@@ -71,7 +71,8 @@ def start(context: typer.Context) -> None:
         log=str(log),
         since=time.time(),
     )
-    (folder / "server.json").write_text(json.dumps(asdict(server)), encoding="utf-8")
+    with open(folder / "server.json", "w", encoding="utf-8", opener=_private) as file:
+        json.dump(asdict(server), file)
     typer.echo(f"{server.address} serves {server.model}; `perdure stop` ends it")
 
 
@@ -168,6 +169,11 @@ def _claimed() -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
+
+
+def _private(path: str, flags: int) -> int:
+    """Opens a file for its owner alone."""
+    return os.open(path, flags, 0o600)
 
 
 def _is_locked(path: Path) -> bool:
