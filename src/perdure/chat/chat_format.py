@@ -15,6 +15,7 @@ from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.options import ChatOptions
 from perdure.chat.overflow import drop_oldest, overflow
 from perdure.chat.parsing.families import Family, detect
+from perdure.chat.parsing.learned import CallForm, learn
 from perdure.chat.parsing.reasoned import Thought, reasoned
 from perdure.chat.parsing.reply_parser import ReplyParser
 from perdure.chat.reply import ChatReply
@@ -103,7 +104,7 @@ class ChatFormat:
             messages, tools=options.shown_tools, variables=options.variables, before=before
         )
         if must_fit:
-            check_prompt_size(text, self._backend.model, self._backend.n_ctx)
+            check_prompt_size(text, self._backend.model, self._backend.n_ctx - 1)
         if rendering is not None and known is None:
             self._rendering_cache.store(rendering, namespace, instead_of=before)
         base = self.tokenizer.shared_prefix(text, known) if known is not None else None
@@ -290,8 +291,15 @@ class ChatFormat:
             raise InvalidInputError(f"tool_choice is {choice!r}, but the tools are: {names}")
         if any(settings.get(name) is not None for name in ("grammar", "schema", "regex")):
             raise InvalidInputError("a reply cannot be held to a tool call and to a schema at once")
-        parallel = options.parallel_tool_calls
-        return tools, self.family.grammar(tools, parallel=parallel, control=self._control)
+        form = self.call_form
+        # Two calls are not asked for where the template would not write them back.
+        parallel = options.parallel_tool_calls and (form.parallel or not form.exact)
+        return tools, form.writer.grammar(tools, parallel=parallel, control=self._control)
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """How this template writes calls."""
+        return learn(self.template, self.family)
 
     @cached_property
     def _control(self) -> dict[str, int]:

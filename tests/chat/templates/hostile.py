@@ -126,6 +126,8 @@ HOSTILE = {
     "environment": "{{ self._TemplateReference__context.environment }}",
     "code of a function": "{{ strftime_now.__code__.co_consts }}",
     "mutation": "{{ messages.append(1) }}",
+    "a list without end": "{% set l = [] %}{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% set _ = l.append(i) %}{% endfor %}{% endfor %}",
     "mutation of a message": "{{ messages[0].update({'content': 'x'}) }}",
     "subclass list": "{{ ().__class__.__base__.__subclasses__() }}",
     "type of dict": "{{ dict.__class__.__mro__ }}",

@@ -292,3 +292,12 @@ def test_threads_share_a_template() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_template_may_add_to_lists_of_its_own() -> None:
+    """As Kimi's do."""
+    source = (
+        "{% set l = [] %}{% for m in messages %}{% set _ = l.append(m.content) %}{% endfor %}{{ l|join }}"
+    )
+    said = [Message(role="user", content=text) for text in "abc"]
+    assert Template(source).render(said) == "abc"

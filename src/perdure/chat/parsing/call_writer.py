@@ -17,6 +17,9 @@ _AS_TRAINED = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexib
 _COMBINING = frozenset(("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref"))
 _ANY_TEXT = "/(?s:.*)/"
 EMPTY = '""'
+ID, INDEX = "\ue010", "\ue011"
+"""In the pieces of a call: where its id stands, and where its number, which begins at `first_index`."""
+_PLACES = re.compile(f"({ID}|{INDEX})")
 
 
 class Rules:
@@ -43,6 +46,11 @@ class Rules:
             for part in self._marks.split(text)
             if part
         )
+
+    def piece(self, text: str) -> str:
+        """A literal with places for an id or a number."""
+        places = {ID: "/[a-zA-Z0-9]{9}/", INDEX: "/[0-9]+/"}
+        return " ".join(places.get(part) or self.literal(part) for part in _PLACES.split(text) if part)
 
     def words(self, text: str) -> str:
         """A text from outside, such as a name: nothing in it is a control token."""
@@ -79,9 +87,14 @@ class CallWriter:
     start: str = ""
     between: str = ""
     end: str = ""
+    first_index: int = 0
 
     def write(self, calls: Iterable[ToolCall]) -> str:
-        return self.start + self.between.join(map(self.call_text, calls)) + self.end
+        written = (
+            self.call_text(call).replace(ID, call.id).replace(INDEX, str(self.first_index + number))
+            for number, call in enumerate(calls)
+        )
+        return self.start + self.between.join(written) + self.end
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool, control: Mapping[str, int]) -> Grammar:
         rules = Rules(control)
@@ -108,7 +121,7 @@ class CallText(CallWriter):
         return self.head + call.name + self.middle + call.arguments + self.tail
 
     def call_rule(self, rules: Rules, tool: Tool) -> str:
-        head, middle, tail = map(rules.literal, (self.head, self.middle, self.tail))
+        head, middle, tail = map(rules.piece, (self.head, self.middle, self.tail))
         return f"{head} {rules.words(tool.name)} {middle} {rules.json(strict(tool.parameters))} {tail}"
 
 
@@ -142,8 +155,8 @@ class TaggedText(CallWriter):
             for key, each in properties_of(schema).items()
         ]
         start = f"{rules.literal(self.head)} {rules.words(tool.name)}"
-        some = f"{rules.literal(self._name_end(True))} {rules.members(members, '')}"
-        none = rules.literal(self._name_end(False))
+        some = f"{rules.piece(self._name_end(True))} {rules.members(members, '')}"
+        none = rules.piece(self._name_end(False))
         if not members:
             some = none
         elif not any(required for _, required in members) and self.name_end_bare is not None:

@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from perdure.chat.message import Tool
 from perdure.chat.parsing import markers
 from perdure.chat.parsing.call_format import CallFormat
+from perdure.chat.parsing.call_writer import CallWriter
 from perdure.chat.parsing.formats import (
     gemma4,
     harmony,
@@ -86,6 +87,10 @@ class Family:
         calls = self.calls if self.calls is not None else json_objects.JSON
         return calls.grammar(tools, parallel=parallel, control=control)
 
+    @property
+    def writer(self) -> CallWriter:
+        return (self.calls if self.calls is not None else json_objects.JSON).writer
+
 
 @functools.lru_cache(maxsize=64)
 def _scanner(family: Family) -> MarkerScanner:
@@ -145,7 +150,7 @@ _BUILT_IN = (
         gemma4.GEMMA4,
         ("<|tool_call>", "<|turn>"),
         ("gemma4",),
-        ends=("<|turn>", "<turn|>", "<channel|>"),
+        ends=("<|turn>", "<turn|>", "<channel|>", "<|tool_response>"),
     ),
     Family("deepseek-dsml", markers.THINK, tagged.DSML, ("｜DSML｜",), ends=_DEEPSEEK),
     Family("deepseek", markers.THINK, named.DEEPSEEK, ("<｜Assistant｜>",), ("deepseek",), ends=_DEEPSEEK),
@@ -196,6 +201,21 @@ _BUILT_IN = (
     ),
     Family(
         "kimi-thinking", markers.THINK, named.KIMI, ("<|tool_calls_section_begin|>", "<think>"), ends=_KIMI
+    ),
+    Family(
+        "solar",
+        None,
+        named.SOLAR,
+        ("<|tool_call:begin|>",),
+        ends=("<|calls|>", "<|end|>", "<|begin|>", "<|content|>"),
+    ),
+    Family("hunyuan", markers.HUNYUAN, tagged.HUNYUAN, ("HYTK",), ends=("<｜hy_eos:opensource｜>",)),
+    Family(
+        "minimax-m1",
+        None,
+        json_objects.MINIMAX_M1,
+        ("<tool_calls>", "<beginning_of_sentence>"),
+        ends=("<end_of_sentence>", "<beginning_of_sentence>"),
     ),
     Family("kimi", None, named.KIMI, ("<|tool_calls_section_begin|>",), ("kimi",), ends=_KIMI),
     Family(

@@ -23,7 +23,7 @@ class RenderLimits:
     has one too, even if nothing is ever let go of.
     """
 
-    __slots__ = ("_deadline", "_left", "_started", "_weights", "depth", "largest")
+    __slots__ = ("_deadline", "_left", "_started", "_weights", "depth", "given", "largest")
 
     def __init__(self, given: int) -> None:
         """`given` is the weight of what the template is to render."""
@@ -32,6 +32,8 @@ class RenderLimits:
         self._deadline = time.monotonic() + _SECONDS
         self._started = time.thread_time()
         self.depth = 0
+        self.given: frozenset[int] | None = None
+        """The lists that belong to whoever asked, once one is about to be changed."""
         # The values are kept with their weights, since an id is another's once its owner is gone.
         self._weights: dict[int, tuple[object, int]] = {}
 

@@ -63,13 +63,14 @@ _METHODS: dict[type, frozenset[str]] = {
         )
     ),
     bytes: frozenset(("decode",)),
-    list: frozenset(("copy", "count", "index")),
+    list: frozenset(("append", "copy", "count", "index")),
     tuple: frozenset(("count", "index")),
     dict: frozenset(("copy", "get", "items", "keys", "values")),
     int: frozenset(),
     bool: frozenset(),
     float: frozenset(("is_integer",)),
 }
+_DEEPEST = 60
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
@@ -159,6 +160,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if isinstance(owner, str) and __obj.__name__ in sizes.METHODS:
                 args = _settled(limits, args)
                 limits.fits(sizes.METHODS[__obj.__name__](limits, owner, *args, **kwargs))
+            elif isinstance(owner, list) and __obj.__name__ == "append":
+                if limits.given is None:
+                    limits.given = frozenset(_lists(__context.parent))
+                if id(owner) in limits.given:
+                    raise TemplateError("the template changes what it was given")
+                limits.added(owner, limits.weigh(owner) + sum(map(limits.weigh, args)))
         elif isinstance(__obj, LoopContext) and args:
             args = (_Paced(args[0], limits, limits.largest >> 8), *args[1:])
         if not isinstance(__obj, (Macro, LoopContext)):
@@ -192,6 +199,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator != "+":
             limits.take(made)
         return made
+
+
+def _lists(value: Any, depth: int = 0) -> Iterator[int]:
+    """The lists that a rendering was given, which stay as they are; a template may add to its own."""
+    if isinstance(value, list):
+        yield id(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if depth < _DEEPEST:
+        for each in inner:
+            yield from _lists(each, depth + 1)
 
 
 def _limits(context: Context) -> RenderLimits:

@@ -332,6 +332,17 @@ GRANITE = _listed("<|tool_call|>", "")
 PHI = _listed("<|tool_call|>", "<|/tool_call|>")
 NEMOTRON_V2 = _listed("<TOOLCALL>", "</TOOLCALL>")
 APRIEL = _listed("<tool_calls>", "</tool_calls>")
+MINIMAX_M1 = JsonCalls(
+    openers=("<tool_calls>",),
+    marks=("</tool_calls>",),
+    writer=CallText(
+        start="<tool_calls>\n",
+        head='{"name": "',
+        middle='", "arguments": ',
+        tail="}\n",
+        end="</tool_calls>",
+    ),
+)
 FIREFUNCTION = _listed("functools", "", known_only=True, opener_is_text=True)
 
 COMMAND = JsonCalls(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from perdure.chat.message import Tool
 from perdure.chat.parsing.call_format import CallFormat
 from perdure.chat.parsing.call_parser import LONGEST_HEADER, SPACE, CallParser
-from perdure.chat.parsing.call_writer import CallText, CallWriter
+from perdure.chat.parsing.call_writer import ID, CallText, CallWriter
 from perdure.chat.parsing.formats.json_objects import JsonObjectsParser
 from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
 
@@ -194,3 +194,17 @@ FUNCTIONARY_TAGGED = NamedCalls(
     opener_is_text=True,
 )
 """Functionary 3.1: the name in a tag, the arguments as JSON."""
+
+SOLAR = NamedCalls(
+    openers=("<|tool_call:begin|>",),
+    marks=("<|tool_calls|>", "<|tool_call:end|>", "<|tool_call:name|>", "<|tool_call:args|>"),
+    header=re.compile(
+        r"(?P<id>[\w-]*)<\|tool_call:name\|>(?P<name>[\w.-]+)<\|tool_call:args\|>\s*",
+    ),
+    writer=CallText(
+        start="<|tool_calls|>",
+        head=f"<|tool_call:begin|>{ID}<|tool_call:name|>",
+        middle="<|tool_call:args|>",
+        tail="<|tool_call:end|>",
+    ),
+)

@@ -396,3 +396,24 @@ ATEM = TaggedCalls(
     parameter=_tag('<atem:parameter name="', '">', r"(?P<key>[^\"<>\n]+)"),
     parameter_close="</atem:parameter>",
 )
+
+HUNYUAN = TaggedCalls(
+    writer=TaggedText(
+        start="<tool_calls:opensource>\n",
+        head="<tool_call:opensource>",
+        name_end="<tool_sep:opensource>\n",
+        key_head="<arg_key:opensource>",
+        key_end="</arg_key:opensource>\n<arg_value:opensource>",
+        value_end="</arg_value:opensource>\n",
+        tail="</tool_call:opensource>\n",
+        end="</tool_calls:opensource>",
+    ),
+    openers=("<tool_call:opensource>",),
+    sections=("<tool_call:opensource>",),
+    call=_tag("", "<tool_sep:opensource>", r"\s*(?P<name>[\w.:/-]+)\s*"),
+    call_close="</tool_call:opensource>",
+    parameter=_tag("<arg_key:opensource>", "<arg_value:opensource>", r"(?P<key>.*)</arg_key:opensource>\s*"),
+    parameter_close="</arg_value:opensource>",
+    marks=("<tool_calls:opensource>", "</tool_calls:opensource>"),
+)
+"""Hunyuan 3: as GLM, with a mark behind the name and one in each tag."""

@@ -1,0 +1,73 @@
+"""The form of calls, learned from templates."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from perdure import Template
+from perdure.chat.message import Tool, ToolCall
+from perdure.chat.parsing.families import detect
+from perdure.chat.parsing.learned import CallForm, learn
+from perdure.chat.support import table
+from perdure.decode.grammar import Grammars
+from perdure.engine.toy import ToyModel
+
+FOLDER = Path(__file__).parent.parent / "templates"
+LLAMA_CPP = sorted((FOLDER / "llama.cpp").glob("*.jinja"))
+ALL = [*sorted(FOLDER.glob("*.jinja")), *LLAMA_CPP]
+ONE_CALL = {
+    *("gpt-oss", "openai-gpt-oss-120b", "llama-3.1", "llama-3.2", "meta-llama-Llama-3.1-8B-Instruct"),
+    *("meta-llama-Llama-3.2-3B-Instruct", "meta-llama-Llama-3.3-70B-Instruct"),
+    *("GigaChat3-10B-A1.8B", "GigaChat3.1-10B-A1.8B"),
+}
+"""Templates that write one call at most; two are not asked for."""
+OTHERWISE = {"LFM2.5-8B-A1B": "Python's single quotes; JSON's double ones are read, too"}
+
+
+@cache
+def form(path: Path) -> CallForm:
+    template = Template(path.read_text(), bos="<s>", eos="</s>")
+    return learn(template, detect(template.source))
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_a_forced_call_is_what_the_template_would_write_back(path: Path) -> None:
+    """For one call and for two, wherever the template shows calls at all."""
+    found = form(path)
+    if not found.shown or path.stem in OTHERWISE:
+        assert not found.exact
+        return
+    assert found.exact
+    assert found.parallel is (path.stem not in ONE_CALL)
+
+
+def test_so_many_templates_are_exact() -> None:
+    assert len(ALL) == 89
+    assert sum(form(path).exact for path in ALL) == 69
+    assert sum(form(path).parallel for path in ALL) == 60
+    assert sum(form(path).is_learned for path in ALL) >= 60
+
+
+@pytest.mark.parametrize("path", [each for each in ALL if form(each).exact], ids=lambda path: path.stem)
+def test_its_grammar_takes_what_its_writer_writes(path: Path) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}}
+    tools = [Tool.parse({"name": name, "parameters": schema}) for name in ("weather", "stop")]
+    arguments = ('{"city": "Söul", "n": 7}', '{"city": "a"}')
+    calls = [
+        ToolCall(id=f"abcdefgh{index}", name=tool.name, arguments=arguments[index])
+        for index, tool in enumerate(tools)
+    ]
+    found = form(path)
+    for count in (1, 2)[: 1 + found.parallel]:
+        matcher = Grammars(ToyModel()).matcher(found.writer.grammar(tools, parallel=count > 1, control={}))
+        for byte in found.writer.write(calls[:count]).encode():
+            matcher.mask()
+            matcher.consume(byte)
+
+
+def test_the_table_of_the_docs_is_what_the_command_makes() -> None:
+    docs = (Path(__file__).parents[3] / "docs" / "chat.md").read_text()
+    assert table(LLAMA_CPP) in docs
