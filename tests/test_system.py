@@ -51,6 +51,11 @@ class Named(ctypes.CDLL):
         super().__init__(name, *arguments, **more)
 ctypes.CDLL = Named
 """,
+    "what Windows lacks": """
+import os; del os.geteuid, os.O_CLOEXEC
+from perdure import system
+system.POSIX = False
+""",
 }
 
 TOY = """
@@ -111,7 +116,8 @@ except perdure.UnsupportedSystemError as error:
 def test_nothing_else_asks_the_system() -> None:
     """What the tests above take away is asked for in one module alone."""
     asks = re.compile(
-        r"os\.sysconf|os\.fsync|sched_getaffinity|getloadavg|import fcntl|import resource|SIGHUP|['\"]/proc"
+        r"os\.sysconf|os\.fsync|sched_getaffinity|getloadavg|geteuid|fchmod|O_CLOEXEC|import fcntl"
+        r"|import resource|SIGHUP|['\"]/proc"
         r"|CDLL\(None\)|O_DIRECTORY|sys\.platform\b|os\.name\b"
     )
     found = {

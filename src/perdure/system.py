@@ -22,6 +22,8 @@ from typing import Any
 from perdure.errors import UnsupportedSystemError
 
 POSIX = os.name == "posix"
+BINARY: int = getattr(os, "O_BINARY", 0)
+"""For `os.open`: without it Windows changes line ends."""
 
 try:
     import fcntl
@@ -137,6 +139,27 @@ def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         sync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_private(handle: int, mode: int) -> None:
+    """Take from others what they may do with an open file of ours; Windows has no such bits."""
+    if not POSIX:
+        return
+    found = os.fstat(handle)
+    # Of what another owns, it is his to decide.
+    if found.st_mode & 0o077 and found.st_uid == os.geteuid():
+        os.fchmod(handle, mode)
+
+
+def make_folder_private(folder: Path, mode: int) -> None:
+    """The same for a folder, which Windows does not open."""
+    if not POSIX:
+        return
+    handle = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        make_private(handle, mode)
     finally:
         os.close(handle)
 

@@ -38,9 +38,9 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
 
 def open_private(path: Path) -> io.FileIO:
     """A new file to write to, or an emptied one, that only its owner may read."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _FILE)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | system.BINARY, _FILE)
     try:
-        _tighten(handle, _FILE)
+        system.make_private(handle, _FILE)
         return io.FileIO(handle, "wb")
     except BaseException:
         os.close(handle)
@@ -50,9 +50,9 @@ def open_private(path: Path) -> io.FileIO:
 def make_private(path: Path) -> None:
     """Have a file that only its owner may read; what is in it stays."""
     with explained(path):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, _FILE)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | system.BINARY, _FILE)
         try:
-            _tighten(handle, _FILE)
+            system.make_private(handle, _FILE)
         finally:
             os.close(handle)
 
@@ -65,18 +65,7 @@ def make_folder(path: Path, *, ours: bool = False) -> None:
                 # Somebody else may have been faster.
                 missing.mkdir(_FOLDER, exist_ok=True)
         if ours:
-            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                _tighten(handle, _FOLDER)
-            finally:
-                os.close(handle)
-
-
-def _tighten(handle: int, mode: int) -> None:
-    found = os.fstat(handle)
-    # Of what another owns, it is his to decide.
-    if found.st_mode & 0o077 and found.st_uid == os.geteuid():
-        os.fchmod(handle, mode)
+            system.make_folder_private(path, _FOLDER)
 
 
 def sync_folder(folder: Path) -> None:
