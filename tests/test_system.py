@@ -9,6 +9,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,20 @@ def test_they_work_without_all_of_them() -> None:
     done = run("\n".join(ABSENT.values()) + "\n" + TOY)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[:2] == ["None", "None"]
+
+
+def test_llama_answers_without_what_other_systems_lack(zoo_path: Callable[[str], Path]) -> None:
+    program = """
+import sys, perdure
+with perdure.open(sys.argv[1], n_ctx=256) as rt:
+    print(rt.generate("Hello", max_tokens=3, temperature=0).usage.completion_tokens)
+"""
+    absent = [
+        ABSENT[name] for name in ("os.sysconf", "fcntl", "resource", "signal.SIGHUP", "/proc", "CDLL(None)")
+    ]
+    done = run("\n".join(absent) + program, str(zoo_path("llama")))
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
 
 
 def test_an_engine_in_a_child_is_refused_in_a_sentence_where_it_cannot_be() -> None:
