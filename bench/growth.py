@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 import perdure
 from bench.harness import Bench, Figure, Gauge, Run, Target, at_most
 from perdure.cache.block import Block, BlockId
-from perdure.cache.prefix import Tiers
+from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.record import Record, RecordIndex, doomed
-from perdure.cache.tier import MemoryTier
-from perdure.cache.working_set import WorkingSet
+from perdure.cache.slot_cache import SlotCache
+from perdure.cache.tiers import Tiers
 from perdure.engine.toy import ToyModel
 from perdure.memory import MemoryKind
 from perdure.store.disk import DiskTier
@@ -99,7 +99,7 @@ def memory(run: Run) -> Iterator[Figure]:
 
     def lookup(size: int, _: ExitStack) -> Operation:
         here = tiers(size)
-        return lambda: here.find(ROOT, prompt(), size=SIZE, limit=SIZE, whole=False)
+        return lambda: here.longest_prefix(ROOT, prompt(), size=SIZE, limit=SIZE, needs_checkpoint=False)
 
     def keep(size: int, _: ExitStack) -> Operation:
         here = tiers(size)
@@ -118,7 +118,7 @@ def memory(run: Run) -> Iterator[Figure]:
 def slots(run: Run) -> Iterator[Figure]:
     def admit(size: int, cleanup: ExitStack) -> Operation:
         context = cleanup.enter_context(ToyModel(MemoryKind.FULL).context(n_ctx=256, n_seq=size))
-        cache = WorkingSet(context, budget=1 << 30)
+        cache = SlotCache(context, budget=1 << 30)
 
         def burst() -> None:
             place = cache.acquire(prompt())
@@ -146,7 +146,7 @@ def records(run: Run) -> Iterator[Figure]:
 
         def one() -> None:
             gone = record()
-            assert len(doomed(tiers, [gone], index, whole=False).drop) == 1
+            assert len(doomed(tiers, [gone], index, needs_checkpoint=False).drop) == 1
 
         return one
 
@@ -169,7 +169,7 @@ def store(run: Run) -> Iterator[Figure]:
 
     def lookup(size: int, cleanup: ExitStack) -> Operation:
         tiers = Tiers(MemoryTier(0), filled(size, cleanup))  # type: ignore[arg-type]
-        return lambda: tiers.find(ROOT, prompt(), size=SIZE, limit=SIZE, whole=False)
+        return lambda: tiers.longest_prefix(ROOT, prompt(), size=SIZE, limit=SIZE, needs_checkpoint=False)
 
     def keep(size: int, cleanup: ExitStack) -> Operation:
         disk = filled(size, cleanup)

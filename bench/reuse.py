@@ -34,12 +34,12 @@ class Swapping:
 
     def __init__(self, length: int) -> None:
         from perdure import Model
-        from perdure.cache.working_set import WorkingSet
+        from perdure.cache.slot_cache import SlotCache
 
         self._tokens = _tokens(1, length)
         self._other = _tokens(2, 16)
         self._context = Model(model_path()).context(n_ctx=length, threads=THREADS)
-        self._places = WorkingSet(self._context, budget=1 << 30)
+        self._places = SlotCache(self._context, budget=1 << 30)
 
     def compute(self) -> float:
         self._context.clear()

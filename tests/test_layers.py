@@ -89,7 +89,7 @@ def test_no_module_imports_upwards(file: Path) -> None:
         "import perdure.cli",
         "import perdure",
         "from perdure import Model",
-        "from perdure.cache.tier import Tier",
+        "from perdure.cache.memory_tier import Tier",
         "from perdure import decode",
         "def late():\n    from perdure.server import app",
         "from ...cache import tier",

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure import system
-from perdure.cache.book import Book
-from perdure.cache.working_set import WorkingSet
+from perdure.cache.prefix_cache import PrefixCache
+from perdure.cache.slot_cache import SlotCache
 from perdure.decode.embedding import EmbeddingQueue, Embeddings
 from perdure.decode.engine_loop import CHUNK, EngineLoop
 from perdure.decode.job import Job
@@ -36,7 +36,7 @@ class Backend(Protocol):
     @property
     def model(self) -> Vocabulary: ...
     @property
-    def cache(self) -> Book: ...
+    def cache(self) -> PrefixCache: ...
     @property
     def n_ctx(self) -> int: ...
     @property
@@ -89,7 +89,7 @@ class LocalBackend:
                 self._disk = WriteBehind(DiskTier(Path(store), budget=store_bytes))
                 undo.callback(self._disk.close)
             chunk = min(CHUNK, self.context.n_batch)
-            self.places = places = WorkingSet(
+            self.slot_cache = slot_cache = SlotCache(
                 self.context, budget=budget, lower=self._disk, exact=chunk if exact else None
             )
             self.engine_loop = EngineLoop(
@@ -98,7 +98,7 @@ class LocalBackend:
                 exact=exact,
                 queue=queue,
                 chunk=chunk,
-                slots=places if budget else None,
+                slots=slot_cache if budget else None,
             )
             undo.callback(self.engine_loop.close)
             if store is not None:
@@ -113,13 +113,13 @@ class LocalBackend:
                 replying=lambda: self.load[1] > 0,
                 limit=queue,
             )
-            self.cache = Book(
-                places,
+            self.cache = PrefixCache(
+                slot_cache,
                 tokenize=model.tokenize,
                 read=self._read_only,
                 call=self.engine_loop.call,
                 post=self.engine_loop.post,
-                keeper=Records(self._disk.disk, behind=self._disk) if self._disk else None,
+                record_store=Records(self._disk.disk, behind=self._disk) if self._disk else None,
             )
             undo.pop_all()
 
@@ -157,7 +157,7 @@ class LocalBackend:
             ending.callback(self.context.close)
             ending.callback(self._embeddings.close)
             if self._disk is not None and not self.context.closed:
-                self.places.store_all()
+                self.slot_cache.store_all()
 
     def _read_only(self, tokens: NDArray[np.int32], namespace: str) -> None:
         """Have a prompt computed, for its state alone. The token after it is drawn and dropped."""

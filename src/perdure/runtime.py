@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast, overload
 import numpy as np
 
 from perdure.backend import Backend, LocalBackend
-from perdure.cache.book import Book
+from perdure.cache.prefix_cache import PrefixCache
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.job import ChatJob
 from perdure.chat.message import Message
@@ -66,7 +66,7 @@ class Runtime:
         return self.backend.model
 
     @property
-    def cache(self) -> Book:
+    def cache(self) -> PrefixCache:
         return self.backend.cache
 
     @property

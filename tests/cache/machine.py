@@ -84,7 +84,7 @@ class RuntimeMachine(RuleBasedStateMachine):
             served = self.served
             nbytes, ends, lengths = served.engine_loop.call(
                 lambda: (
-                    served.places.nbytes,
+                    served.slot_cache.nbytes,
                     [served.context._core.newest(seq) + 1 for seq in range(served.context.n_seq)],
                     [served.context.length(seq) for seq in range(served.context.n_seq)],
                 )
@@ -289,10 +289,10 @@ class RuntimeMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, 1000), place=st.integers(0, 1 << 20))
     def damage(self, block: int, place: int) -> None:
         """A bit of what is kept turns."""
-        nodes = list(self.served.places.tier._nodes.values())
+        nodes = list(self.served.slot_cache.tier._nodes.values())
         if nodes:
             node = nodes[block % len(nodes)]
-            name = "rest" if node.block.rows is None else "rows"
+            name = "tail_state" if node.block.rows is None else "rows"
             part = getattr(node.block, name)
             if part is not None:
                 wrong = part.copy()
@@ -302,9 +302,9 @@ class RuntimeMachine(RuleBasedStateMachine):
 
     @rule(block=st.integers(0, 1000))
     def drop(self, block: int) -> None:
-        names = list(self.served.places.tier._nodes)
+        names = list(self.served.slot_cache.tier._nodes)
         if names:
-            self.served.engine_loop.call(lambda: self.served.places.tier.drop(names[block % len(names)]))
+            self.served.engine_loop.call(lambda: self.served.slot_cache.tier.drop(names[block % len(names)]))
 
     # What owners do.
 
@@ -320,15 +320,15 @@ class RuntimeMachine(RuleBasedStateMachine):
         found = self.pick(talk)
         if found.tokens:
             prefix = found.tokens[: self.longest]
-            self.served.book.warm(prefix, labels=label, namespace=found.space)
+            self.served.cache.warm(prefix, labels=label, namespace=found.space)
             self.seen[found.space].append([*prefix, prefix[-1]])
 
     @rule(label=st.sampled_from(["x", "y", None]))
     def clear(self, label: str | None) -> None:
-        self.served.book.clear(labels=label)
+        self.served.cache.clear(labels=label)
         if label is None:
             self.seen = {"": [], "b": []}
-            assert self.served.book.stats().blocks == 0
+            assert self.served.cache.stats().blocks == 0
 
 
 def _common(one: list[int], other: list[int]) -> int:

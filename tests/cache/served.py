@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure import Context, Job, LogitsView, MemoryKind, Reply, Sampling
-from perdure.cache.book import Book
-from perdure.cache.working_set import WorkingSet
+from perdure.cache.prefix_cache import PrefixCache
+from perdure.cache.slot_cache import SlotCache
 from perdure.decode.engine_loop import CHUNK, EngineLoop
 from perdure.decode.request import Request
 from subjects import NARROW, Compared, Row, Subject, check
@@ -85,7 +85,7 @@ class Served:
         self.settings: dict[str, Any] = {"n_ctx": 256, "n_batch": NARROW, **narrow.settings, **settings}
         self.context: Context = subject.context(n_seq=slots, **self.settings)
         self.exact = min(block, self.context.n_batch) if exact else None
-        self.places = WorkingSet(
+        self.slot_cache = SlotCache(
             self.context, budget=budget, block_size=block, spacing=spacing, exact=self.exact
         )
         self.engine_loop = EngineLoop(
@@ -93,10 +93,10 @@ class Served:
             self.context,
             exact=exact,
             chunk=self.exact or CHUNK,
-            slots=self.places,
+            slots=self.slot_cache,
         )
-        self.book = Book(
-            self.places,
+        self.cache = PrefixCache(
+            self.slot_cache,
             tokenize=subject.model.tokenize,
             read=self._read,
             call=self.engine_loop.call,

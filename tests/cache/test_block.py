@@ -30,10 +30,12 @@ def root(identity: Identity = IDENTITY, **changed: Any) -> BlockId:
     return root_id(identity, **{"block_size": 64, "mode": "full", "namespace": "", **changed})
 
 
-def made(tokens: Sequence[int] = (1, 2, 3), *, start: int = 0, rows: bool = True, rest: bool = True) -> Block:
+def made(
+    tokens: Sequence[int] = (1, 2, 3), *, start: int = 0, rows: bool = True, tail_state: bool = True
+) -> Block:
     data = np.random.default_rng(len(tokens)).integers(0, 256, (len(tokens), 40), np.uint8)
     extra = np.random.default_rng(7).integers(0, 256, 90, np.uint8)
-    return Block.make(root(), start, ids(*tokens), data if rows else None, extra if rest else None)
+    return Block.make(root(), start, ids(*tokens), data if rows else None, extra if tail_state else None)
 
 
 # Names.
@@ -121,9 +123,9 @@ def test_p1_the_width_of_the_integers_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("rows", [True, False])
-@pytest.mark.parametrize("rest", [True, False])
-def test_p2_a_block_as_it_was_made_is_sound(rows: bool, rest: bool) -> None:
-    made(rows=rows, rest=rest).verify()
+@pytest.mark.parametrize("tail_state", [True, False])
+def test_p2_a_block_as_it_was_made_is_sound(rows: bool, tail_state: bool) -> None:
+    made(rows=rows, tail_state=tail_state).verify()
 
 
 @pytest.mark.parametrize(
@@ -136,8 +138,8 @@ def test_p2_a_block_as_it_was_made_is_sound(rows: bool, rest: bool) -> None:
         {"tokens": ids(1, 2, 4)},
         {"tokens": ids(1, 2)},
         {"rows": None},
-        {"rest": None},
-        {"rows": made().rest, "rest": made().rows},
+        {"tail_state": None},
+        {"rows": made().tail_state, "tail_state": made().rows},
         {"checksum": bytes(16)},
     ],
     ids=lambda changed: "-".join(changed),
@@ -150,10 +152,12 @@ def test_p2_a_changed_part_is_refused(changed: dict[str, Any]) -> None:
 def test_p2_the_state_of_another_block_is_refused_even_with_its_own_checksum() -> None:
     mine, other = made((1, 2, 3)), made((1, 2, 4))
     with pytest.raises(CorruptStateError):
-        dataclasses.replace(mine, rows=other.rows, rest=other.rest, checksum=other.checksum).verify()
+        dataclasses.replace(
+            mine, rows=other.rows, tail_state=other.tail_state, checksum=other.checksum
+        ).verify()
 
 
-@given(place=st.integers(0, 10_000), bit=st.integers(0, 7), part=st.sampled_from(["rows", "rest"]))
+@given(place=st.integers(0, 10_000), bit=st.integers(0, 7), part=st.sampled_from(["rows", "tail_state"]))
 def test_p2_any_flipped_bit_of_the_state_is_seen(place: int, bit: int, part: str) -> None:
     block = made()
     data = getattr(block, part).copy()
@@ -165,7 +169,7 @@ def test_p2_any_flipped_bit_of_the_state_is_seen(place: int, bit: int, part: str
 def test_a_block_counts_all_that_it_keeps() -> None:
     block = made()
     assert block.rows is not None
-    assert block.rest is not None
-    assert block.state_bytes == block.rows.nbytes + block.rest.nbytes
+    assert block.tail_state is not None
+    assert block.state_bytes == block.rows.nbytes + block.tail_state.nbytes
     assert block.nbytes > block.state_bytes + block.tokens.nbytes
     assert (block.start, block.end) == (0, 3)

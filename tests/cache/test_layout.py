@@ -41,16 +41,16 @@ class Sample:
     seq: int
     tokens: list[int]
     state: NDArray[np.uint8]
-    rest: NDArray[np.uint8] | None
+    tail_state: NDArray[np.uint8] | None
     streams: int
 
     def layout(self) -> Layout:
-        found = discover(self.state, self.rest, self.seq, self.streams)
+        found = discover(self.state, self.tail_state, self.seq, self.streams)
         assert found is not None
         return found
 
     def build(self, layout: Layout, pieces: list[NDArray[np.uint8]], seq: int) -> NDArray[np.uint8]:
-        return layout.build(seq, pieces, self.rest, np.empty(2 * len(self.state), np.uint8))
+        return layout.build(seq, pieces, self.tail_state, np.empty(2 * len(self.state), np.uint8))
 
 
 def core_of(ctx: Context) -> LlamaCore:
@@ -135,7 +135,7 @@ def test_what_is_built_for_another_sequence_is_what_that_one_then_holds(sample: 
         assert sample.core.write(seq, built, partial=False)
         again = sample.core.read(seq, partial=False)
         # A window says in its own cells whose they are, so only the part before it is the same.
-        same = len(built) - (0 if sample.rest is None else len(sample.rest))
+        same = len(built) - (0 if sample.tail_state is None else len(sample.tail_state))
         assert len(again) == len(built)
         assert np.array_equal(again[:same], built[:same])
 
@@ -178,11 +178,11 @@ def test_bytes_that_no_reading_accounts_for_have_no_layout(sample: Sample) -> No
     for place in places:
         changed = state.copy()
         changed[place] ^= 1
-        assert discover(changed, sample.rest, sample.seq, sample.streams) is None, place
+        assert discover(changed, sample.tail_state, sample.seq, sample.streams) is None, place
     for damaged in (state[:-1], np.append(state, np.uint8(0)), state[:40], state[:0]):
-        assert discover(damaged, sample.rest, sample.seq, sample.streams) is None
-    assert discover(state, sample.rest, sample.seq, sample.streams + 1) is None
-    assert discover(state, sample.rest, sample.seq + 1, sample.streams) is None
+        assert discover(damaged, sample.tail_state, sample.seq, sample.streams) is None
+    assert discover(state, sample.tail_state, sample.seq, sample.streams + 1) is None
+    assert discover(state, sample.tail_state, sample.seq + 1, sample.streams) is None
 
 
 # Cells in disorder.
@@ -223,7 +223,7 @@ def test_a_sequence_whose_cells_are_out_of_order_is_cut_by_token(rowed: Subject,
         assert capture.rows is not None
         pieces = [capture.rows.cut(0, 17), capture.rows.cut(17, len(tokens))]
         ctx.clear(2)
-        ctx.assemble(tokens, pieces, capture.rest, 2)
+        ctx.assemble(tokens, pieces, capture.tail_state, 2)
         sorted_rows = ctx.capture(2).rows
         assert sorted_rows is not None
         assert np.array_equal(sorted_rows.cut(0, len(tokens)), np.concatenate(pieces))
@@ -247,7 +247,7 @@ def test_forks_and_cuts_leave_rows_that_can_be_put_back(rowed: Subject, way: str
         capture = ctx.capture(1)
         assert capture.rows is not None
         pieces = [capture.rows.cut(at, min(at + 8, len(held))) for at in range(0, len(held), 8)]
-        ctx.assemble(held, pieces, capture.rest, 2)
+        ctx.assemble(held, pieces, capture.tail_state, 2)
         ctx.decode([65], 2)
         bound = BOUND[rowed.name] if way == "pool" else narrow.bound
         check(ctx.logits().copy(), rowed.cold([[*held, 65]], n_batch=NARROW, **narrow.settings), bound)
@@ -263,9 +263,9 @@ def test_without_flash_attention_a_state_is_kept_whole(real: Subject) -> None:
         ctx.decode(tokens)
         capture = ctx.capture()
         assert capture.rows is None
-        assert capture.rest is not None
+        assert capture.tail_state is not None
         ctx.decode([9, 9], 1)
-        ctx.assemble(tokens, [], capture.rest, 1)
+        ctx.assemble(tokens, [], capture.tail_state, 1)
         assert ctx.tokens(1) == tokens
         ctx.decode([65], 1)
         check(ctx.logits().copy(), real.cold([[*tokens, 65]], **settings), real.narrow.bound)
@@ -280,10 +280,10 @@ def test_a_recurrent_state_is_kept_whole(find_subject: Callable[[str], Subject])
         part = ctx.checkpoint()
         whole = ctx.capture()
         assert whole.rows is None
-        assert whole.rest is not None
+        assert whole.tail_state is not None
         # A checkpoint of it is all of it, so either can be put back.
         assert part.state is not None
-        for state in (whole.rest, part.state):
+        for state in (whole.tail_state, part.state):
             ctx.assemble(tokens, [], state, 2)
             ctx.decode([65], 2)
             check(
@@ -299,14 +299,14 @@ def test_c7_memory_for_states_on_their_way_keeps_to_its_limit(find_subject: Call
     text = subject.tokens(80)
     with Served(subject, budget=1 << 20, n_batch=64) as served:
         served.say(text)
-        served.book.warm(text)
+        served.cache.warm(text)
         small = served.context.scratch_bytes
         assert 0 < small <= 1 << 17
-        assert served.book.stats().nbytes >= small
+        assert served.cache.stats().nbytes >= small
         assert served.context.limit_scratch(small // 2) == small // 2
         assert served.context.scratch_bytes == 0
         long = subject.tokens(200, 1)
-        served.book.warm(long)
+        served.cache.warm(long)
         assert served.context.scratch_bytes == 0
         # It moves out and back as before.
         served.say(subject.tokens(70, 2))

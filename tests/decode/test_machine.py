@@ -26,7 +26,7 @@ from decode.observed import (
     trouble,
 )
 from perdure import MemoryKind
-from perdure.cache.working_set import WorkingSet
+from perdure.cache.slot_cache import SlotCache
 from perdure.decode.executor import Executor
 from perdure.decode.sequence import TokenSequence
 from perdure.decode.slots import FreshSlots
@@ -73,7 +73,7 @@ def _forgetful(release: Callable[..., None]) -> Callable[..., None]:
 
 
 def test_a_sequence_that_is_not_given_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for slots in (WorkingSet, FreshSlots):
+    for slots in (SlotCache, FreshSlots):
         monkeypatch.setattr(slots, "release", _forgetful(slots.release))
     for cache in (0, 1 << 20):
         with open_toy(slots=2, cache=cache) as rt:

@@ -21,11 +21,11 @@ import perdure
 from cache.served import BOUND
 from inside import inside
 from perdure import LogitsView, Memory, MemoryKind, Model, Reply, Runtime
-from perdure.cache import working_set
-from perdure.cache.archive import Archive
+from perdure.cache import slot_cache
 from perdure.cache.block import Block, BlockId
-from perdure.cache.prefix import Tiers
-from perdure.cache.tier import MemoryTier
+from perdure.cache.block_cache import BlockCache
+from perdure.cache.memory_tier import MemoryTier
+from perdure.cache.tiers import Tiers
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.toy import ToyCore, ToyModel
 from promises.kinds import FULL, KINDS, WINDOW, Kind, Row, positions, prompt
@@ -88,7 +88,7 @@ class Desk:
 
     @property
     def tier(self) -> MemoryTier:
-        return inside(self.rt).places.tier
+        return inside(self.rt).slot_cache.tier
 
     def raw(self, call: Callable[[], Any]) -> Any:
         """Something done in the engine thread, behind the runtime's back."""
@@ -380,7 +380,7 @@ PARTS: dict[str, Callable[[Block, int], Any]] = {
     "start": lambda block, place: block.start ^ (1 << (place % 12)),
     "checksum": lambda block, place: flipped_bytes(block.checksum, place),
     "rows": lambda block, place: None if block.rows is None else flipped(block.rows, place),
-    "rest": lambda block, place: None if block.rest is None else flipped(block.rest, place),
+    "tail_state": lambda block, place: None if block.tail_state is None else flipped(block.tail_state, place),
 }
 
 
@@ -406,7 +406,7 @@ def test_p2_two_hundred_flipped_payload_places_give_no_wrong_answer(toy_desk: De
         for _ in range(50):
             swap_out(desk, base)
             place, number = (int(dice.integers(1 << 20)) for _ in range(2))
-            for part in ("rows", "rest"):
+            for part in ("rows", "tail_state"):
                 damage(desk, number, part, place)
             refused += "damaged" in desk.ask([*base, 5]).reuse.why
     assert refused
@@ -419,7 +419,7 @@ def test_p2_flipped_payload_places_on_every_kind(desk: Desk) -> None:
         for _ in range(6):
             swap_out(desk, prompt(140))
             for number in range(len(desk.tier)):
-                for part in ("rows", "rest"):
+                for part in ("rows", "tail_state"):
                     damage(desk, number, part, int(dice.integers(1 << 20)))
             reply = desk.ask([*prompt(140), 5])
             assert reply.reuse.reused == 0
@@ -479,7 +479,7 @@ def test_p6_ten_times_the_budget_under_load_never_passes_it(monkeypatch: pytest.
                 seen.append(value)
             super().__setattr__(name, value)
 
-    monkeypatch.setattr(working_set, "MemoryTier", Watched)
+    monkeypatch.setattr(slot_cache, "MemoryTier", Watched)
     base = Desk(ToyModel()).text(180)
     with Desk(ToyModel(), slots=1) as probe:
         probe.ask(base)
@@ -516,14 +516,14 @@ def test_p7_another_block_size_or_mode_is_a_miss(llama: Model) -> None:
     tokens = np.array(prompt(8), np.int32)
     with FULL.open(llama) as ctx:
         ctx.decode(tokens)
-        Archive(ctx, Tiers(tier), block_size=4).keep(0, "", [], 8)
-        assert Archive(ctx, Tiers(tier), block_size=4).find(tokens, "").length == 8
+        BlockCache(ctx, Tiers(tier), block_size=4).store(0, "", [], 8)
+        assert BlockCache(ctx, Tiers(tier), block_size=4).lookup(tokens, "").length == 8
         for size in (1, 2, 3, 8, 64):
-            assert Archive(ctx, Tiers(tier), block_size=size).find(tokens, "").length == 0
-        assert Archive(ctx, Tiers(tier), block_size=4, exact=True).find(tokens, "").length == 0
-        other = Archive(ctx, Tiers(tier), block_size=4)
+            assert BlockCache(ctx, Tiers(tier), block_size=size).lookup(tokens, "").length == 0
+        assert BlockCache(ctx, Tiers(tier), block_size=4, exact=True).lookup(tokens, "").length == 0
+        other = BlockCache(ctx, Tiers(tier), block_size=4)
         other._context = _Seen(ctx, dataclasses.replace(ctx.memory, kind=MemoryKind.HYBRID))  # type: ignore[assignment]
-        assert other.find(tokens, "").length == 0
+        assert other.lookup(tokens, "").length == 0
 
 
 class _Seen:

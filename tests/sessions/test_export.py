@@ -128,7 +128,7 @@ def test_s5_blocks_that_were_taken_in_are_not_the_callers(subject: Subject) -> N
                 block.start,
                 block.tokens.copy(),
                 None if block.rows is None else block.rows.copy(),
-                None if block.rest is None else block.rest.copy(),
+                None if block.tail_state is None else block.tail_state.copy(),
             )
             for block in blocks
         ]
@@ -136,7 +136,7 @@ def test_s5_blocks_that_were_taken_in_are_not_the_callers(subject: Subject) -> N
         taken = talk.rt.cache.unpack(identity, own)
         assert taken > 60
         for block in own:
-            for part in (block.rows, block.rest, block.tokens):
+            for part in (block.rows, block.tail_state, block.tokens):
                 if part is not None:
                     part[...] = 0
         plan = talk.rt.cache.plan(tokens)

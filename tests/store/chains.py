@@ -24,7 +24,7 @@ def block(
     after: Block | BlockId | None = None,
     *,
     row_bytes: int | None = 24,
-    rest: int | None = None,
+    tail_state: int | None = None,
 ) -> Block:
     """A block whose bytes are a function of its name: any two that are called alike are alike."""
     parent = after.id if isinstance(after, Block) else after or root()
@@ -32,16 +32,16 @@ def block(
     ids = np.array(tokens, np.int32)
     dice = np.random.default_rng(list(block_id(parent, ids)))
     rows = None if row_bytes is None else dice.integers(0, 256, (len(ids), row_bytes), np.uint8)
-    state = None if rest is None else dice.integers(0, 256, rest, np.uint8)
+    state = None if tail_state is None else dice.integers(0, 256, tail_state, np.uint8)
     return Block.make(parent, start, ids, rows, state)
 
 
-def chain(tokens: Sequence[int], name: str = "", *, rest: int | None = None) -> list[Block]:
+def chain(tokens: Sequence[int], name: str = "", *, tail_state: int | None = None) -> list[Block]:
     """The blocks of a sequence, the last one perhaps a tail."""
     made: list[Block] = []
     for at in range(0, len(tokens), SIZE):
         after = made[-1] if made else root(name)
-        made.append(block(tokens[at : at + SIZE], after, rest=rest))
+        made.append(block(tokens[at : at + SIZE], after, tail_state=tail_state))
     return made
 
 

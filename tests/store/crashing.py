@@ -74,7 +74,7 @@ def whole(disk: DiskTier, *candidates: Block) -> set[BlockId]:
         entry = disk.entry(name)
         assert entry is not None
         assert found is not None
-        assert found.has_rest >= entry.has_rest
+        assert found.has_tail_state >= entry.has_tail_state
     assert {path.name for path in files(disk.folder)} == {name.hex() for name in there}
     rows = disk.index.rows("SELECT id, parent, leaf, nbytes FROM block")
     assert (len(disk), disk.nbytes) == (len(rows), sum(row[3] for row in rows))
@@ -109,7 +109,7 @@ def older(version: int) -> Scenario:
                 for used, each in enumerate(OLD, 1):
                     file_of(folder, each).parent.mkdir(parents=True, exist_ok=True)
                     file_of(folder, each).write_bytes(b"".join(block_file.pack(each)))
-                    fields = (each.id, each.parent, each.start, each.tokens.tobytes(), each.has_rest)
+                    fields = (each.id, each.parent, each.start, each.tokens.tobytes(), each.has_tail_state)
                     row = (*fields, block_file.size(each), used)
                     db.execute("INSERT INTO block VALUES (?, ?, ?, ?, ?, ?, ?)", row)
                 db.commit()
@@ -132,8 +132,12 @@ def older(version: int) -> Scenario:
 
 # Putting.
 
-OLD, NEW, MORE = chain(list(range(12)), "old"), chain(list(range(20)), "new"), chain([7] * 9, "more", rest=50)
-BARE, FULL = chain([1, 2, 3], "grows"), chain([1, 2, 3], "grows", rest=70)
+OLD, NEW, MORE = (
+    chain(list(range(12)), "old"),
+    chain(list(range(20)), "new"),
+    chain([7] * 9, "more", tail_state=50),
+)
+BARE, FULL = chain([1, 2, 3], "grows"), chain([1, 2, 3], "grows", tail_state=70)
 
 
 def put_prepare(folder: Path) -> None:
@@ -160,7 +164,7 @@ def put_check(folder: Path, acks: set[str]) -> None:
         assert there >= names(*MORE) or "more" not in acks
         grown = disk.entry(FULL[0].id)
         assert grown is not None
-        assert grown.has_rest or "full" not in acks
+        assert grown.has_tail_state or "full" not in acks
 
 
 # Evicting.

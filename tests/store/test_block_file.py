@@ -17,13 +17,13 @@ HEAD = 8 + 4 + 4 + 8 + 8 + 1 + 8 + 32 + 32 + 16
 
 SHAPES = {
     "rows": block([1, 2, 3]),
-    "rows and rest": block([1, 2, 3], rest=40),
-    "rest only": block([1, 2, 3], row_bytes=None, rest=40),
+    "rows and rest": block([1, 2, 3], tail_state=40),
+    "rest only": block([1, 2, 3], row_bytes=None, tail_state=40),
     "neither": block([1, 2, 3], row_bytes=None),
-    "empty rest": block([1, 2, 3], rest=0),
+    "empty rest": block([1, 2, 3], tail_state=0),
     "empty rows": block([1, 2, 3], row_bytes=0),
     "one token": block([-1]),
-    "later": chain(list(range(11)), rest=5)[-1],
+    "later": chain(list(range(11)), tail_state=5)[-1],
 }
 
 
@@ -44,7 +44,7 @@ def test_what_is_packed_comes_back_in_every_byte(shape: str) -> None:
         before.end,
     )
     assert after.tokens.tolist() == before.tokens.tolist()
-    for one, other in ((after.rows, before.rows), (after.rest, before.rest)):
+    for one, other in ((after.rows, before.rows), (after.tail_state, before.tail_state)):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert one.shape == other.shape
@@ -73,7 +73,7 @@ def test_p2_a_flip_of_any_bit_of_any_header_byte_is_refused(shape: str) -> None:
 
 
 def test_p2_a_flip_in_500_places_of_the_payload_is_refused() -> None:
-    big = block(list(range(64)), row_bytes=300, rest=5000)
+    big = block(list(range(64)), row_bytes=300, tail_state=5000)
     data = packed(big)
     dice = np.random.default_rng(5)
     places = {HEAD, HEAD + 4 * 64, len(data) - 5000, len(data) - 1}
@@ -116,14 +116,14 @@ def test_p2_another_whole_block_under_this_name_is_refused() -> None:
         ("start", 2**63),
         ("start", 2**64 - 1),
         ("row_bytes", 2**63),
-        ("rest", 2**64 - 2),
+        ("tail_state", 2**64 - 2),
         ("id", bytes(32)),
         ("parent", bytes(32)),
     ],
 )
 def test_a_header_that_lies_is_refused_also_with_a_right_checksum(field: str, value: int | bytes) -> None:
-    good = block([1, 2, 3], rest=40)
-    names = ["magic", "version", "tokens", "start", "row_bytes", "rows", "rest", "id", "parent"]
+    good = block([1, 2, 3], tail_state=40)
+    names = ["magic", "version", "tokens", "start", "row_bytes", "rows", "tail_state", "id", "parent"]
     head = struct.Struct("<8sIIQQBQ32s32s")
     data = packed(good)
     values = dict(zip(names, head.unpack_from(data), strict=True)) | {field: value}

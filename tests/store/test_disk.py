@@ -55,7 +55,7 @@ def check(disk: DiskTier, blocks: list[Block]) -> None:
         entry = disk.entry(each.id)
         assert entry is not None
         assert (entry.parent, entry.start, entry.end) == (each.parent, each.start, each.end)
-        assert (entry.has_rest, entry.tokens.tolist()) == (each.has_rest, each.tokens.tolist())
+        assert (entry.has_tail_state, entry.tokens.tolist()) == (each.has_tail_state, each.tokens.tolist())
         assert each.id in {child.id for child in disk.children(each.parent)}
     assert files(disk.folder) == sorted(file_of(disk.folder, each) for each in blocks)
     assert disk.nbytes == size(blocks) == sum(path.stat().st_size for path in files(disk.folder))
@@ -87,7 +87,7 @@ def sound(disk: DiskTier, **found: int | bool) -> None:
 
 
 def test_what_was_put_is_there_now_and_after_reopening(tmp_path: Path) -> None:
-    one, other = chain(list(range(10))), chain(list(range(50, 57)), "elsewhere", rest=30)
+    one, other = chain(list(range(10))), chain(list(range(50, 57)), "elsewhere", tail_state=30)
     with opened(tmp_path) as disk:
         assert disk.put(one) == len(one)
         assert disk.put(other) == len(other)
@@ -100,7 +100,7 @@ def test_what_was_put_is_there_now_and_after_reopening(tmp_path: Path) -> None:
 
 
 def test_a_block_that_gained_a_rest_takes_the_place_of_the_one_without(tmp_path: Path) -> None:
-    bare, full = block([1, 2, 3]), block([1, 2, 3], rest=99)
+    bare, full = block([1, 2, 3]), block([1, 2, 3], tail_state=99)
     with opened(tmp_path) as disk:
         disk.put([bare])
         disk.put([full])
@@ -382,7 +382,7 @@ def test_a_folder_where_a_file_should_be_is_moved_aside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("log", [True, False], ids=["with its log", "without its log"])
 def test_a_deleted_index_is_made_anew_from_the_files(tmp_path: Path, log: bool) -> None:
-    blocks = chain(list(range(20)), rest=7)
+    blocks = chain(list(range(20)), tail_state=7)
     with opened(tmp_path) as disk:
         disk.put(blocks)
         if log:
@@ -449,7 +449,7 @@ def test_rebuilding_is_not_for_a_newer_version_nor_for_somebody_elses_database(t
 @pytest.mark.parametrize("seed", range(4))
 def test_p2_any_flip_in_the_index_costs_blocks_or_says_so_but_never_lies(tmp_path: Path, seed: int) -> None:
     """Every page of the index, 120 flips in all: what an opened store gives is always the block asked for."""
-    blocks = chain(list(range(120)), "a") + chain(list(range(60)), "b", rest=9)
+    blocks = chain(list(range(120)), "a") + chain(list(range(60)), "b", tail_state=9)
     with opened(tmp_path) as disk:
         disk.put(blocks)
     index = tmp_path / "index.sqlite"

@@ -82,13 +82,13 @@ class Life(RuleBasedStateMachine):
 
     # Steps.
 
-    @rule(target=blocks, tokens=TOKENS, name=st.sampled_from("ab"), rest=st.none() | st.just(40))
-    def start(self, tokens: list[int], name: str, rest: int | None) -> Block:
-        return block(tokens, root(name), rest=rest)
+    @rule(target=blocks, tokens=TOKENS, name=st.sampled_from("ab"), tail_state=st.none() | st.just(40))
+    def start(self, tokens: list[int], name: str, tail_state: int | None) -> Block:
+        return block(tokens, root(name), tail_state=tail_state)
 
-    @rule(target=blocks, after=blocks, tokens=TOKENS, rest=st.none() | st.just(40))
-    def follow(self, after: Block, tokens: list[int], rest: int | None) -> Block:
-        return block(tokens, after, rest=rest)
+    @rule(target=blocks, after=blocks, tokens=TOKENS, tail_state=st.none() | st.just(40))
+    def follow(self, after: Block, tokens: list[int], tail_state: int | None) -> Block:
+        return block(tokens, after, tail_state=tail_state)
 
     @rule(wanted=st.lists(blocks, min_size=1, max_size=4, unique_by=lambda each: each.id))
     def put(self, wanted: list[Block]) -> None:
@@ -153,7 +153,7 @@ class Life(RuleBasedStateMachine):
             entry = self.disk.entry(each.id)
             assert entry is not None
             assert entry.tokens.tolist() == each.tokens.tolist()
-            assert (entry.has_rest, entry.nbytes) == (each.has_rest, block_file.size(each))
+            assert (entry.has_tail_state, entry.nbytes) == (each.has_tail_state, block_file.size(each))
             expected = {other.id for other in self.known.values() if other.parent == each.parent}
             assert {child.id for child in self.disk.children(each.parent)} == expected
         assert self.disk.nbytes == self.held() <= self.budget

@@ -14,7 +14,7 @@ import pytest
 
 import perdure
 from perdure import MemoryKind
-from perdure.cache.working_set import WorkingSet
+from perdure.cache.slot_cache import SlotCache
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
 from perdure.decode.sampling import Sampling
@@ -343,7 +343,7 @@ def test_p7_another_block_size_is_a_miss_not_a_collision(
     def reused(size: int) -> int:
         context = subject.context(**{**SETTINGS, "n_seq": 1})
         behind = WriteBehind(DiskTier(tmp_path, budget=1 << 30))
-        places = WorkingSet(context, budget=1 << 24, lower=behind, block_size=size)
+        places = SlotCache(context, budget=1 << 24, lower=behind, block_size=size)
         loop = EngineLoop(subject.model, context, slots=places)
         request = Request(prompt=prompt, max_tokens=2, sampling=Sampling(temperature=0), ignore_eos=True)
         reply = loop.submit(request).reply()

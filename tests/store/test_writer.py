@@ -165,7 +165,7 @@ def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
 def test_a_block_that_gained_a_rest_is_written_with_it_whatever_happens_to_the_first(
     tmp_path: Path, when: str
 ) -> None:
-    bare, full = block([1, 2, 3]), block([1, 2, 3], rest=99)
+    bare, full = block([1, 2, 3]), block([1, 2, 3], tail_state=99)
     other = chain([8, 8])
     disk = Gated(tmp_path)
     with behind(disk) as writer:

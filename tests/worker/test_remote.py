@@ -215,11 +215,11 @@ def test_state_is_planned_put_to_sleep_woken_and_taken_elsewhere_through_the_wor
             assert elsewhere.cache.unpack(identity, blocks) == here.cache.unpack(identity, blocks)
 
 
-def test_the_cache_has_the_methods_of_a_book_and_no_others(shared: Runtime) -> None:
+def test_the_cache_has_the_methods_of_a_prefix_cache_and_no_others(shared: Runtime) -> None:
     with pytest.raises(AttributeError):
         shared.cache.warn  # type: ignore[attr-defined]
     with pytest.raises(AttributeError):
-        shared.cache._places
+        shared.cache._slots
 
 
 def test_a_store_is_the_childs_alone_and_outlives_it(tmp_path: Path) -> None:

@@ -1,9 +1,15 @@
 """Which state do we already have.
 
-block         a run of tokens with its state, named by a chained hash
-tier          blocks in memory: a tree by prefix, under a byte budget
-prefix        the longest prefix that can be put back, over all tiers
-archive       sequences in the tiers: cut into blocks, found by their tokens, forgotten again
-book          labelled prefixes that somebody asked to keep
-working_set   sequences as a working set: who gets which, from what, at the least cost
+block         tokens with their state, named by a chained hash
+siblings      the blocks that follow one, sorted by their tokens
+memory_tier   blocks in memory: a tree by prefix, under a byte budget
+tiers         the longest prefix that can be put back, over all tiers
+block_cache   sequences as blocks: cut, stored in the tiers, looked up by their tokens
+record        labelled prefixes that somebody asked to keep, and what goes with them
+prefix_cache  `rt.cache`: warm a prefix, ask what is held, clear it
+slot_cache    slots: swapped in and out, so that as little as possible is computed
+slot_index    what the slots hold, sorted
+slot_choice   which slot a prompt gets, and from where
+checkpoints   points that a memory which cannot be cut goes back to
+rates         how fast state is read and computed here
 """

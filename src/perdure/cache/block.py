@@ -33,9 +33,9 @@ def root_id(identity: Identity, *, block_size: int, mode: str, namespace: str) -
     return BlockId(digest.digest())
 
 
-def cost(count: int, row_bytes: int, rest_bytes: int) -> int:
+def cost(count: int, row_bytes: int, tail_bytes: int) -> int:
     """What keeping a block of `count` tokens costs in bytes."""
-    return _OVERHEAD + count * cost_of_token(row_bytes) + rest_bytes
+    return _OVERHEAD + count * cost_of_token(row_bytes) + tail_bytes
 
 
 def cost_of_token(row_bytes: int) -> int:
@@ -59,8 +59,8 @@ def chain(root: BlockId, tokens: NDArray[np.int32], size: int) -> Iterator[Block
 class Block:
     """Tokens `start` to `end` of a sequence, with the rows of their state.
 
-    `rest` is the part of the state that cannot be cut by token, as it was at `end`; where a kind of memory
-    has such a part, a sequence can be put back only to the end of a block that has it. A block shorter
+    `tail_state` is the part of the state that cannot be cut by token, as it was at `end`; where a kind of
+    memory has such a part, a sequence can be put back only to the end of a block that has it. A block shorter
     than its siblings is the tail of a sequence.
     """
 
@@ -69,7 +69,7 @@ class Block:
     start: int
     tokens: NDArray[np.int32]
     rows: NDArray[np.uint8] | None
-    rest: NDArray[np.uint8] | None
+    tail_state: NDArray[np.uint8] | None
     checksum: bytes
 
     @classmethod
@@ -79,18 +79,18 @@ class Block:
         start: int,
         tokens: NDArray[np.int32],
         rows: NDArray[np.uint8] | None,
-        rest: NDArray[np.uint8] | None,
+        tail_state: NDArray[np.uint8] | None,
     ) -> Block:
         name = block_id(parent, tokens)
-        return cls(name, parent, start, tokens, rows, rest, _checksum(name, start, rows, rest))
+        return cls(name, parent, start, tokens, rows, tail_state, _checksum(name, start, rows, tail_state))
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
 
     @property
-    def has_rest(self) -> bool:
-        return self.rest is not None
+    def has_tail_state(self) -> bool:
+        return self.tail_state is not None
 
     @property
     def nbytes(self) -> int:
@@ -99,11 +99,11 @@ class Block:
 
     @property
     def state_bytes(self) -> int:
-        return sum(part.nbytes for part in (self.rows, self.rest) if part is not None)
+        return sum(part.nbytes for part in (self.rows, self.tail_state) if part is not None)
 
     def verify(self) -> None:
         """Raise unless every byte is as it was when the block was made, its own name included."""
-        if _checksum(self.id, self.start, self.rows, self.rest) != self.checksum:
+        if _checksum(self.id, self.start, self.rows, self.tail_state) != self.checksum:
             raise CorruptStateError(f"the state of tokens {self.start} to {self.end} is damaged")
         if block_id(self.parent, self.tokens) != self.id:
             raise CorruptStateError(f"the block of tokens {self.start} to {self.end} is not what it is named")
@@ -123,17 +123,17 @@ class Entry(Protocol):
     @property
     def tokens(self) -> NDArray[np.int32]: ...
     @property
-    def has_rest(self) -> bool: ...
+    def has_tail_state(self) -> bool: ...
     @property
     def nbytes(self) -> int: ...
 
 
 def _checksum(
-    name: BlockId, start: int, rows: NDArray[np.uint8] | None, rest: NDArray[np.uint8] | None
+    name: BlockId, start: int, rows: NDArray[np.uint8] | None, tail_state: NDArray[np.uint8] | None
 ) -> bytes:
     # The name is in it, so that whole bytes under another block's name do not pass either.
     digest = xxhash.xxh3_128(name + start.to_bytes(8, "little", signed=True))
-    for part in (rows, rest):
+    for part in (rows, tail_state):
         digest.update(b"\0" if part is None else b"\1" + part.nbytes.to_bytes(8, "little"))
         if part is not None:
             digest.update(part.data)

@@ -171,10 +171,10 @@ class Doomed:
     shorten: tuple[tuple[Entry, int], ...]
 
 
-def doomed(blocks: Blocks, gone: Sequence[Record], needs: RecordIndex, *, whole: bool) -> Doomed:
+def doomed(blocks: Blocks, gone: Sequence[Record], needs: RecordIndex, *, needs_checkpoint: bool) -> Doomed:
     """What goes on from the records `gone`, and what leads only there; what one of `needs` needs stays.
 
-    Where a memory cannot be cut (`whole`), a block that runs on past a record is of no use to it.
+    Where a memory cannot be cut (`needs_checkpoint`), a block that runs on past a record is of no use to it.
     """
     drop: dict[BlockId, None] = {}
     met: dict[BlockId, tuple[Entry, int]] = {}
@@ -189,12 +189,14 @@ def doomed(blocks: Blocks, gone: Sequence[Record], needs: RecordIndex, *, whole:
                 if entry.id not in met:
                     met[entry.id] = (
                         entry,
-                        _needed(blocks, record.root, entry, tokens[:at], needs, whole=whole),
+                        _needed(
+                            blocks, record.root, entry, tokens[:at], needs, needs_checkpoint=needs_checkpoint
+                        ),
                     )
             if len(tokens) - at <= BLOCK:
                 after += ((entry, tokens[:at]) for entry in continuations(blocks, parent, tokens[at:]))
         for entry, prefix in after:
-            needed = _needed(blocks, record.root, entry, prefix, needs, whole=whole)
+            needed = _needed(blocks, record.root, entry, prefix, needs, needs_checkpoint=needs_checkpoint)
             if needed:
                 met[entry.id] = entry, needed
                 so_far = np.concatenate([prefix, entry.tokens])
@@ -208,19 +210,19 @@ def doomed(blocks: Blocks, gone: Sequence[Record], needs: RecordIndex, *, whole:
             continue
         if not needed:
             drop[entry.id] = None
-        elif needed < entry.end and not entry.has_rest:
+        elif needed < entry.end and not entry.has_tail_state:
             shorten.append((entry, needed))
     return Doomed(tuple(drop), tuple(shorten))
 
 
 def _needed(
-    blocks: Blocks, root: BlockId, entry: Entry, prefix: Ids, needs: RecordIndex, *, whole: bool
+    blocks: Blocks, root: BlockId, entry: Entry, prefix: Ids, needs: RecordIndex, *, needs_checkpoint: bool
 ) -> int:
     """How long a prefix that needs this block is; 0 where none does."""
     so_far = np.concatenate([prefix, entry.tokens])
     if needs.passes(root, so_far):
         return len(so_far)
-    if not whole:
+    if not needs_checkpoint:
         for length in needs.ends_within(root, so_far, len(prefix)):
             # It may be kept to its end without this one.
             if blocks.entry(block_id(entry.parent, entry.tokens[: length - len(prefix)])) is None:

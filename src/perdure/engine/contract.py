@@ -72,13 +72,13 @@ class TokenRows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A sequence's state in its parts: rows by token, and the rest, which belongs to its end.
+    """A sequence's state in its parts: rows by token, and the tail state, which belongs to its end.
 
-    A memory that can be cut anywhere has no rest; one that cannot be cut at all has no rows.
+    A memory that can be cut anywhere has no tail state; one that cannot be cut at all has no rows.
     """
 
     rows: TokenRows | None
-    rest: NDArray[np.uint8] | None
+    tail_state: NDArray[np.uint8] | None
 
 
 class Core(Protocol):

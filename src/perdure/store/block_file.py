@@ -32,9 +32,9 @@ def size(block: Block) -> int:
 
 def pack(block: Block) -> list[bytes | memoryview]:
     """The parts of the file of `block`, in order."""
-    rows, rest = block.rows, block.rest
+    rows, tail_state = block.rows, block.tail_state
     words: list[bytes | memoryview] = [block.tokens.astype("<i4").tobytes()]
-    words += [part.reshape(-1).data for part in (rows, rest) if part is not None]
+    words += [part.reshape(-1).data for part in (rows, tail_state) if part is not None]
     head = _HEAD.pack(
         MAGIC,
         VERSION,
@@ -42,7 +42,7 @@ def pack(block: Block) -> list[bytes | memoryview]:
         block.start,
         0 if rows is None else rows.shape[1],
         rows is not None,
-        _NONE if rest is None else rest.nbytes,
+        _NONE if tail_state is None else tail_state.nbytes,
         block.id,
         block.parent,
         bytes(16),
@@ -59,11 +59,11 @@ def unpack(data: bytes | memoryview, expected: BlockId | None = None) -> Block:
     if len(view) < _HEAD.size or view[:8] != MAGIC:
         raise CorruptStateError(f"not a block file: {len(view)} bytes without its mark at the start")
     fields = _HEAD.unpack_from(view)
-    _, version, n_tokens, start, row_bytes, has_rows, n_rest, name, parent, checksum = fields
+    _, version, n_tokens, start, row_bytes, has_rows, n_tail, name, parent, checksum = fields
     if version != VERSION:
         raise CorruptStateError(f"a block file of format {version}; this perdure reads format {VERSION}")
     rows_end = _HEAD.size + 4 * n_tokens + (n_tokens * row_bytes if has_rows else 0)
-    end = rows_end + (0 if n_rest == _NONE else n_rest)
+    end = rows_end + (0 if n_tail == _NONE else n_tail)
     if len(view) != end:
         raise CorruptStateError(f"a block file has {len(view)} bytes, its header says {end}")
     digest = xxhash.xxh3_128(view[: _CHECKSUM.start])
@@ -75,10 +75,10 @@ def unpack(data: bytes | memoryview, expected: BlockId | None = None) -> Block:
         raise CorruptStateError("a block file is not the block that it is named")
     if not n_tokens or start >= 2**63:
         raise CorruptStateError(f"a block file of {n_tokens} tokens from token {start} on cannot be")
-    rows = rest = None
+    rows = tail_state = None
     if has_rows:
         body = view[_HEAD.size + 4 * n_tokens : rows_end]
         rows = np.frombuffer(body, np.uint8).reshape(n_tokens, row_bytes)
-    if n_rest != _NONE:
-        rest = np.frombuffer(view[rows_end:], np.uint8)
-    return Block.make(BlockId(parent), start, tokens, rows, rest)
+    if n_tail != _NONE:
+        tail_state = np.frombuffer(view[rows_end:], np.uint8)
+    return Block.make(BlockId(parent), start, tokens, rows, tail_state)

@@ -41,7 +41,7 @@ class Entry:
     parent: BlockId
     start: int
     tokens: NDArray[np.int32]
-    has_rest: bool
+    has_tail_state: bool
     nbytes: int
 
     @property
@@ -405,7 +405,7 @@ class DiskTier:
             block.parent,
             block.start,
             block.tokens.astype("<i4").tobytes(),
-            block.has_rest,
+            block.has_tail_state,
             size,
             used,
         )
@@ -526,7 +526,7 @@ class DiskTier:
         if block is None:
             return None
         size = block_file.size(block)
-        return Entry(block.id, block.parent, block.start, block.tokens, block.has_rest, size)
+        return Entry(block.id, block.parent, block.start, block.tokens, block.has_tail_state, size)
 
     def _quarantine(self, path: Path) -> None:
         with explained(path), suppress(FileNotFoundError):
@@ -544,7 +544,7 @@ def _number(value: Any) -> int:
 
 def _row(entry: Entry) -> tuple[Any, ...]:
     tokens = entry.tokens.astype("<i4").tobytes()
-    return entry.id, entry.parent, entry.start, tokens, int(entry.has_rest), entry.nbytes
+    return entry.id, entry.parent, entry.start, tokens, int(entry.has_tail_state), entry.nbytes
 
 
 def _entries(rows: Iterable[tuple[Any, ...]]) -> Iterator[Entry]:

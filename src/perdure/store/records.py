@@ -100,7 +100,7 @@ class Records:
         gone = needs.of(wanted, namespace)
         for record in gone:
             needs.remove(record)
-        self.remove(gone, doomed(self._disk, gone, needs, whole=False).drop)
+        self.remove(gone, doomed(self._disk, gone, needs, needs_checkpoint=False).drop)
         return len(gone)
 
     def _path(self, root: BlockId, tokens: NDArray[np.int32]) -> list[Entry]:
@@ -117,9 +117,9 @@ class Records:
 
 
 def _kept(path: list[Entry], length: int) -> int:
-    """How much of a prefix can be put back. Where a state has a rest, only to the end of a block with it."""
-    if any(entry.has_rest for entry in path):
-        path = [entry for entry in path if entry.has_rest and entry.end <= length]
+    """How much of a prefix can be put back. Where a state has a tail, only to the end of a block with it."""
+    if any(entry.has_tail_state for entry in path):
+        path = [entry for entry in path if entry.has_tail_state and entry.end <= length]
     return max((min(entry.end, length) for entry in path), default=0)
 
 

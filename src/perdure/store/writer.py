@@ -109,7 +109,7 @@ class WriteBehind:
                 there = before or known[block.id]
                 # While damage is being looked into, what is said to be there may be damaged too.
                 sure = isinstance(there, Block) or not self._damaged
-                if there is not None and there.has_rest + sure > block.has_rest:
+                if there is not None and there.has_tail_state + sure > block.has_tail_state:
                     continue
                 more = block.nbytes - (before.nbytes if before is not None else 0)
                 if self._bytes + more > self._limit or self._closing:

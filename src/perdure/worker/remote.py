@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from perdure import models, system
-from perdure.cache.book import Book
+from perdure.cache.prefix_cache import PrefixCache
 from perdure.decode.embedding import Embeddings
 from perdure.decode.job import Job, result_of
 from perdure.decode.request import Request
@@ -67,7 +67,7 @@ class RemoteBackend:
         self.slots = about.slots
         self.model = RemoteVocabulary(about, self._method)
         # Every method of a book, and those it will have, by name.
-        self.cache = cast(Book, RemoteBook(self._method))
+        self.cache = cast(PrefixCache, RemotePrefixCache(self._method))
 
     @property
     def load(self) -> tuple[int, int]:
@@ -118,14 +118,14 @@ class RemoteBackend:
         return call
 
 
-class RemoteBook:
-    """`rt.cache` of another process: every public method of `Book`, called there."""
+class RemotePrefixCache:
+    """`rt.cache` of another process: every public method of `PrefixCache`, called there."""
 
     def __init__(self, method: Any) -> None:
         self._method = method
 
     def __getattr__(self, name: str) -> Any:
-        there = None if name.startswith("_") else getattr(Book, name, None)
+        there = None if name.startswith("_") else getattr(PrefixCache, name, None)
         if there is None:
             raise AttributeError(f"the cache has no {name!r}")
         call = self._method("cache", name)

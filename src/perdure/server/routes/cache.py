@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from perdure.cache.book import CacheStats
+from perdure.cache.prefix_cache import CacheStats
 from perdure.cache.record import Record
 from perdure.server.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.routes.responses import errors

@@ -1,4 +1,4 @@
-"""The longest prefix that can be put back, over all the places that keep blocks."""
+"""Tiers: the longest prefix that can be put back, over memory and what lies behind it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, Entry, chain
+from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.rates import Rates
 from perdure.cache.siblings import beginnings, closest, common, key_of
-from perdure.cache.tier import MemoryTier
 from perdure.errors import CorruptStateError
 
 Ids = NDArray[np.int32]
@@ -88,8 +88,8 @@ class Match:
         return [*rows[:-1], rows[-1][: self.keep]] if rows else []
 
     @property
-    def rest(self) -> NDArray[np.uint8] | None:
-        return self.blocks[-1].rest if self.blocks else None
+    def tail_state(self) -> NDArray[np.uint8] | None:
+        return self.blocks[-1].tail_state if self.blocks else None
 
 
 class Tiers:
@@ -100,21 +100,24 @@ class Tiers:
         self.lower = lower
         self.rates = Rates()
 
-    def find(self, root: BlockId, tokens: Ids, *, size: int, limit: int, whole: bool) -> Found:
+    def longest_prefix(
+        self, root: BlockId, tokens: Ids, *, size: int, limit: int, needs_checkpoint: bool
+    ) -> Found:
         """The longest prefix of `tokens`, at most `limit` long, that can be put back.
 
-        Where a memory cannot be cut (`whole`), that is the end of a block with a rest; else any token.
+        Where a memory cannot be cut (`needs_checkpoint`), that is the end of a block with a tail state; else
+        any token.
         """
         path = self._path(root, tokens[:limit], size)
         for count in range(len(path), -1, -1):
             parent = path[count - 1].id if count else root
-            if whole or count == len(path):
+            if needs_checkpoint or count == len(path):
                 # A tail may end where no whole block does.
                 tail = tokens[count * size : min(limit, (count + 1) * size)]
-                shared, entry = self._closest(parent, tail, whole)
+                shared, entry = self._closest(parent, tail, needs_checkpoint)
                 if entry is not None:
                     return Found((*path[:count], entry), shared)
-            if count and (not whole or path[count - 1].has_rest):
+            if count and (not needs_checkpoint or path[count - 1].has_tail_state):
                 return Found(tuple(path[:count]), size)
         return Found()
 
@@ -136,20 +139,22 @@ class Tiers:
         """How much of `found` would have to be read."""
         return sum(entry.nbytes for entry in found.entries if entry.id not in self.memory)
 
-    def held(self, found: Found, *, whole: bool) -> Found:
+    def held(self, found: Found, *, needs_checkpoint: bool) -> Found:
         """What of `found` needs no reading."""
         entries = []
         for entry in found.entries:
             if entry.id not in self.memory:
                 break
             entries.append(entry)
-        while whole and entries and not entries[-1].has_rest:
+        while needs_checkpoint and entries and not entries[-1].has_tail_state:
             entries.pop()
         if len(entries) == len(found.entries):
             return found
         return Found(tuple(entries), len(entries[-1].tokens) if entries else 0)
 
-    def load(self, found: Found, *, whole: bool, fits: Callable[[Block], bool] | None = None) -> Match:
+    def load(
+        self, found: Found, *, needs_checkpoint: bool, fits: Callable[[Block], bool] | None = None
+    ) -> Match:
         """The blocks of `found`, up to the first that is damaged, gone or does not fit; that is dropped."""
         blocks: list[Block] = []
         lower = 0
@@ -160,7 +165,7 @@ class Tiers:
                 self.drop(block.id)
                 block = None
             if block is None:
-                while whole and blocks and blocks[-1].rest is None:
+                while needs_checkpoint and blocks and blocks[-1].tail_state is None:
                     blocks.pop()
                 end = blocks[-1].end if blocks else 0
                 return Match(tuple(blocks), len(blocks[-1].tokens) if blocks else 0, min(lower, end))
@@ -199,7 +204,7 @@ class Tiers:
         self.rates.read(nbytes, time.perf_counter() - start)
         # What an index says of a block may be wrong; the block itself is verified.
         return {
-            entry.id: block if block is not None and block.has_rest >= entry.has_rest else None
+            entry.id: block if block is not None and block.has_tail_state >= entry.has_tail_state else None
             for entry, block in zip(entries, found, strict=True)
         }
 
@@ -222,11 +227,11 @@ class Tiers:
         if self.lower is not None:
             self.lower.clear()
 
-    def _closest(self, parent: BlockId, tokens: Ids, whole: bool) -> tuple[int, Entry | None]:
+    def _closest(self, parent: BlockId, tokens: Ids, needs_checkpoint: bool) -> tuple[int, Entry | None]:
         """The child of `parent` that shares most of its first tokens with `tokens`; where a memory cannot be
-        cut (`whole`), of those that hold nothing else and have a rest."""
-        if whole:
-            found = next((each for each in beginnings(self, parent, tokens) if each.has_rest), None)
+        cut (`needs_checkpoint`), of those that hold nothing else and have a tail state."""
+        if needs_checkpoint:
+            found = next((each for each in beginnings(self, parent, tokens) if each.has_tail_state), None)
             best = len(found.tokens) if found is not None else 0
         else:
             best, found = closest(self, parent, tokens)

@@ -1,4 +1,4 @@
-"""Sequences in the tiers: cut into blocks, found by their tokens, forgotten again."""
+"""Block cache: sequences cut into blocks, stored in the tiers, and looked up by their tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, block_id, chain, cost, cost_of_token, root_id
 from perdure.cache.checkpoints import Point
-from perdure.cache.prefix import Found, Match, Tiers
 from perdure.cache.record import Record, RecordIndex, doomed
 from perdure.cache.siblings import beginnings, closest
+from perdure.cache.tiers import Found, Match, Tiers
 from perdure.engine.context import Context
 from perdure.engine.contract import Capture, MemoryKind
 from perdure.errors import CorruptStateError, IncompatibleStateError
@@ -22,7 +22,7 @@ from perdure.identity import Identity
 Ids = NDArray[np.int32]
 
 
-class Archive:
+class BlockCache:
     """What the tiers hold of one context, by namespace and tokens.
 
     Always holds: a block is found only under the identity with which its state was computed, in the
@@ -33,11 +33,11 @@ class Archive:
         """With `exact`, a block is the work of one step of `block_size` tokens, kept and put back whole."""
         self.tiers = tiers
         self._exact = exact
-        self.whole = context.memory.kind is not MemoryKind.FULL
-        """Whether a sequence can be put back only to where a block has a rest."""
+        self.needs_checkpoint = context.memory.kind is not MemoryKind.FULL
+        """Whether a sequence can be put back only to where a block has a tail state."""
         self._context = context
         self._size = block_size
-        self._row_bytes = self._rest_bytes = 0
+        self._row_bytes = self._tail_bytes = 0
         self._captured = False
         self._identities: dict[bytes, Identity] = {}
 
@@ -47,10 +47,10 @@ class Archive:
         """Whether the state of so many tokens has room in the tiers, as far as is known."""
         if self.tiers.lower is not None:
             return True
-        needed = cost(0, 0, self._rest_bytes) + lengths * cost_of_token(self._row_bytes)
+        needed = cost(0, 0, self._tail_bytes) + lengths * cost_of_token(self._row_bytes)
         return needed <= self.tiers.memory.budget
 
-    def keep(self, seq: int, namespace: str, checkpoints: Iterable[Point], length: int) -> None:
+    def store(self, seq: int, namespace: str, checkpoints: Iterable[Point], length: int) -> None:
         """Copy the first `length` tokens of `seq`, and how it was at its checkpoints, as far as that is new
         and there is room."""
         tokens = self._context.token_array(seq, 0, length)
@@ -78,31 +78,31 @@ class Archive:
         if capture.rows is None and self._context.memory.kind is not MemoryKind.RECURRENT:
             # The state comes in one piece, of which a checkpoint is only a part.
             points.clear()
-        if capture.rest is not None and len(tokens) == self._context.length(seq):
-            points[len(tokens)] = capture.rest
+        if capture.tail_state is not None and len(tokens) == self._context.length(seq):
+            points[len(tokens)] = capture.tail_state
         elif capture.rows is None and not points:
             # All there is of this state belongs to its end, which is not to be kept.
             return
         for parent, start, end in self._ranges(namespace, tokens, points):
-            ids, rest = tokens[start:end], points.get(end)
-            if self._has(parent, ids, needs_rest=rest is not None):
+            ids, tail_state = tokens[start:end], points.get(end)
+            if self._has(parent, ids, needs_tail=tail_state is not None):
                 continue
-            room = cost(end - start, self._row_bytes, 0 if rest is None else rest.nbytes)
+            room = cost(end - start, self._row_bytes, 0 if tail_state is None else tail_state.nbytes)
             if not memory.make_room(room, keep=parent) and lower is None:
                 if end - start == self._size:
                     break
                 continue
             rows = None if capture.rows is None else capture.rows.cut(start, end)
-            block = Block.make(parent, start, ids.copy(), rows, rest)
+            block = Block.make(parent, start, ids.copy(), rows, tail_state)
             memory.put(block)
             yield block
 
     def _capture(self, seq: int) -> Capture:
         capture = self._context.capture(seq)
-        self.whole = capture.rest is not None
+        self.needs_checkpoint = capture.tail_state is not None
         self._captured = True
         self._row_bytes = 0 if capture.rows is None else capture.rows.row_bytes
-        self._rest_bytes = 0 if capture.rest is None else capture.rest.nbytes
+        self._tail_bytes = 0 if capture.tail_state is None else capture.tail_state.nbytes
         return capture
 
     def _ranges(
@@ -121,18 +121,18 @@ class Archive:
                 parent = next(names)
 
     def _has_all(self, namespace: str, tokens: Ids, points: Iterable[int], *, at_end: bool) -> bool:
-        ends = {*points, *([len(tokens)] if self.whole and at_end else [])}
+        ends = {*points, *([len(tokens)] if self.needs_checkpoint and at_end else [])}
         return all(
-            self._has(parent, tokens[start:end], needs_rest=end in ends)
+            self._has(parent, tokens[start:end], needs_tail=end in ends)
             for parent, start, end in self._ranges(namespace, tokens, points)
         )
 
-    def _has(self, parent: BlockId, tokens: Ids, *, needs_rest: bool) -> bool:
+    def _has(self, parent: BlockId, tokens: Ids, *, needs_tail: bool) -> bool:
         memory = self.tiers.memory
         known = memory.get(block_id(parent, tokens))
         if known is None:
-            return not needs_rest and len(tokens) < self._size and memory.covers(parent, tokens)
-        return known.has_rest or not needs_rest
+            return not needs_tail and len(tokens) < self._size and memory.covers(parent, tokens)
+        return known.has_tail_state or not needs_tail
 
     # Finding.
 
@@ -144,27 +144,38 @@ class Archive:
     def _root_of(self, identity: Identity, namespace: str) -> BlockId:
         # What was computed in steps of other sizes is other bits.
         mode = self._context.memory.kind.value + ("/exact" if self._exact else "")
-        return _root_id(identity, self._size, mode, namespace, by_token=not self.whole)
+        return _root_id(identity, self._size, mode, namespace, by_token=not self.needs_checkpoint)
 
-    def find(self, tokens: Ids, namespace: str) -> Found:
+    def lookup(self, tokens: Ids, namespace: str) -> Found:
         """The longest prefix of `tokens` that can be put back."""
-        found = self._search(tokens, namespace, whole=self.whole)
-        if not found.length and not self._captured and not self.whole and self.tiers.lower is not None:
+        found = self._search(tokens, namespace, needs_checkpoint=self.needs_checkpoint)
+        if (
+            not found.length
+            and not self._captured
+            and not self.needs_checkpoint
+            and self.tiers.lower is not None
+        ):
             # Whether this state can be cut by token shows when it is first captured, or here: by what an
             # earlier process has kept of it.
-            self.whole = True
-            found = self._search(tokens, namespace, whole=True)
-            self.whole = found.length > 0
+            self.needs_checkpoint = True
+            found = self._search(tokens, namespace, needs_checkpoint=True)
+            self.needs_checkpoint = found.length > 0
         return found
 
     def shared(self, tokens: Ids, namespace: str, found: Found) -> int:
         """How many of `tokens` are kept, whether or not a sequence could be put back to there, as it can to
         the end of `found`."""
-        return self._search(tokens, namespace, whole=False).length if self.whole else found.length
+        return (
+            self._search(tokens, namespace, needs_checkpoint=False).length
+            if self.needs_checkpoint
+            else found.length
+        )
 
-    def _search(self, tokens: Ids, namespace: str, *, whole: bool) -> Found:
+    def _search(self, tokens: Ids, namespace: str, *, needs_checkpoint: bool) -> Found:
         root = self.root(namespace)
-        found = self.tiers.find(root, tokens, size=self._size, limit=len(tokens), whole=whole)
+        found = self.tiers.longest_prefix(
+            root, tokens, size=self._size, limit=len(tokens), needs_checkpoint=needs_checkpoint
+        )
         return found.in_blocks(self._size) if self._exact else found
 
     def along(self, tokens: Ids, namespace: str) -> list[Block]:
@@ -199,20 +210,20 @@ class Archive:
 
     def load(self, found: Found) -> Match:
         """What was found, with its state; only what is whole and fits this context."""
-        return self.tiers.load(found, whole=self.whole, fits=self._fits)
+        return self.tiers.load(found, needs_checkpoint=self.needs_checkpoint, fits=self._fits)
 
     def _fits(self, block: Block) -> bool:
         """Whether a block is laid out as this context's own are. Its name does not say so: it may have come
         from elsewhere."""
         if block.rows is None:
-            return block.rest is not None or self._context.row_bytes() is None
+            return block.tail_state is not None or self._context.row_bytes() is None
         return _width(block) == self._context.row_bytes() and len(block.rows) == len(block.tokens)
 
     # Moving elsewhere.
 
     def pack(self, tokens: Ids, namespace: str) -> list[Block]:
         """The blocks that hold `tokens`, all of them verified."""
-        return list(self.load(self.find(tokens, namespace)).blocks)
+        return list(self.load(self.lookup(tokens, namespace)).blocks)
 
     def unpack(self, identity: Identity, blocks: Sequence[Block], namespace: str) -> int:
         """Take in copies of blocks of another archive, under names of this one. How many tokens, from the
@@ -236,14 +247,16 @@ class Archive:
                     "computed anew",
                     field="row width",
                 )
-        self.whole = any(block.rest is not None for block in blocks)
+        self.needs_checkpoint = any(block.tail_state is not None for block in blocks)
         parent, end, taken = self.root(namespace), 0, []
         for block in blocks:
             block.verify()
             if block.start != end or (block is not blocks[-1] and len(block.tokens) != self._size):
                 raise CorruptStateError(f"blocks of a state do not follow each other at token {end}")
-            rows, rest = (None if part is None else part.copy() for part in (block.rows, block.rest))
-            made = Block.make(parent, end, block.tokens.copy(), rows, rest)
+            rows, tail_state = (
+                None if part is None else part.copy() for part in (block.rows, block.tail_state)
+            )
+            made = Block.make(parent, end, block.tokens.copy(), rows, tail_state)
             if not self.tiers.memory.put(made) and self.tiers.lower is None:
                 break
             taken.append(made)
@@ -256,7 +269,7 @@ class Archive:
 
     def doomed(self, gone: Sequence[Record], needs: RecordIndex) -> tuple[list[BlockId], list[Block]]:
         """The blocks that go with the records `gone`, and what of those is to be kept in their place."""
-        found = doomed(self.tiers, gone, needs, whole=self.whole)
+        found = doomed(self.tiers, gone, needs, needs_checkpoint=self.needs_checkpoint)
         drop, instead = list(found.drop), []
         for entry, length in found.shorten:
             block = self.tiers.block(entry)

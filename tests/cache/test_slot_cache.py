@@ -63,7 +63,7 @@ def test_a_conversation_that_stays_in_its_slot_moves_nothing(toy: Subject) -> No
         for _ in range(3):
             first = served.say([*first, 1, 2]).tokens
             second = served.say([*second, 3, 4]).tokens
-        assert len(served.places.tier) == 0
+        assert len(served.slot_cache.tier) == 0
         assert served.say(first).tiers == {"slot": len(first) - 1}
 
 
@@ -85,8 +85,8 @@ def test_p6_a_tiny_budget_costs_computation_and_never_a_wrong_answer(subject: Su
             for _ in range(3):
                 for text in texts:
                     text[:] = served.say([*text, 5, 6]).tokens
-                    assert served.places.nbytes <= budget
-                    assert served.book.stats().budget == budget
+                    assert served.slot_cache.nbytes <= budget
+                    assert served.cache.stats().budget == budget
 
 
 # Whose place.
@@ -191,15 +191,15 @@ def test_saving_waits_for_nobody(toy: Subject) -> None:
     with Served(held, slots=2, n_batch=16) as served:
         gate.open()
         text = served.say(held.tokens(20)).tokens
-        before = served.book.stats().blocks
+        before = served.cache.stats().blocks
         gate.shut()
         job = served.submit(held.tokens(30, 1))
         gate.reached.wait()
         # The engine is held up: whoever waited for it here would wait for ever.
-        served.book.save(text)
+        served.cache.save(text)
         gate.open()
         job.reply()
-        assert served.book.stats().blocks > before
+        assert served.cache.stats().blocks > before
 
 
 # Going back.
@@ -307,7 +307,7 @@ def test_an_evicted_block_is_named(subject: Subject) -> None:
     with Served(subject, slots=1) as probe:
         probe.say([1, *subject.tokens(60)])
         probe.say([2, *subject.tokens(60)])
-        needed = probe.places.nbytes
+        needed = probe.slot_cache.nbytes
     with Served(subject, slots=1, budget=2 * needed) as served:
         first = served.say([1, *subject.tokens(60)])
         for number in range(2, 9):
@@ -323,7 +323,7 @@ def test_c11_another_adapter_reuses_nothing_and_says_why(toy: Subject) -> None:
     with Served(toy, slots=1) as served:
         prompt = toy.tokens(40)
         plain = served.say(prompt)
-        served.book.warm(prompt)
+        served.cache.warm(prompt)
         seen = {plain.reply.tokens}
         for adapters in ({one: 1.0}, {one: 0.5}, {other: 1.0}, {one: 1.0, other: 1.0}):
             served.adapt(adapters)
@@ -344,7 +344,7 @@ def test_c11_an_adapter_of_a_real_model_reuses_nothing(find_subject: Find, zoo_p
     with Served(llama, slots=1) as served:
         prompt = llama.tokens(40)
         plain = served.say(prompt)
-        served.book.warm(prompt)
+        served.cache.warm(prompt)
         adapter = llama.model.adapter(zoo_path("llama-lora"))
         served.adapt({adapter: 1.0})
         answer = served.say(prompt)
@@ -363,7 +363,7 @@ def test_namespaces_never_share(subject: Subject) -> None:
     with Served(subject, slots=3) as served:
         prompt = subject.tokens(40)
         served.say(prompt, namespace="a")
-        served.book.warm(prompt, namespace="a")
+        served.cache.warm(prompt, namespace="a")
         for other in ("b", "", "A", "a "):
             answer = served.say(prompt, namespace=other)
             assert answer.reused == answer.reply.usage.cached_tokens == 0
@@ -376,18 +376,18 @@ def test_labels_are_of_one_namespace(subject: Subject) -> None:
     prompt = subject.tokens(40)
     with Served(subject, slots=3) as served:
         for name in ("a", "b", ""):
-            served.book.warm(prompt, labels=["x"], namespace=name)
-        assert [record.namespace for record in served.book.records(["x"], namespace="b")] == ["b"]
-        assert served.book.clear(labels=["x"], namespace="a") == 1
-        assert served.book.clear(labels=["x"]) == 1
-        assert served.book.records(namespace="a") == served.book.records() == []
+            served.cache.warm(prompt, labels=["x"], namespace=name)
+        assert [record.namespace for record in served.cache.records(["x"], namespace="b")] == ["b"]
+        assert served.cache.clear(labels=["x"], namespace="a") == 1
+        assert served.cache.clear(labels=["x"]) == 1
+        assert served.cache.records(namespace="a") == served.cache.records() == []
         assert served.say([*prompt, 1], namespace="b").reused == 40
         assert served.say([*prompt, 1], namespace="a").reused == 0
-        served.book.warm(prompt, namespace="a")
-        assert served.book.clear(namespace="b") == 1
-        assert len(served.book.records(namespace="a")) == 1
-        assert served.book.clear() == 1
-        assert served.book.records(namespace="a") == []
+        served.cache.warm(prompt, namespace="a")
+        assert served.cache.clear(namespace="b") == 1
+        assert len(served.cache.records(namespace="a")) == 1
+        assert served.cache.clear() == 1
+        assert served.cache.records(namespace="a") == []
 
 
 def test_a_namespace_learns_nothing_of_anothers_evictions_and_identities(toy: Subject) -> None:
@@ -396,7 +396,7 @@ def test_a_namespace_learns_nothing_of_anothers_evictions_and_identities(toy: Su
         prompt = toy.tokens(40)
         for number in range(20):
             served.say([number, *prompt], namespace="a")
-        assert served.book.stats().evicted
+        assert served.cache.stats().evicted
         assert served.say([0, *prompt], namespace="b").why == "nothing like it is held"
         served.adapt({toy.model.adapter("one"): 1.0})
         assert served.say([19, *prompt], namespace="c").why == "nothing like it is held"
@@ -418,16 +418,16 @@ def test_a_prefill_of_another_namespace_is_not_waited_for(toy: Subject) -> None:
 def test_p4_clearing_a_label_clears_just_that(subject: Subject) -> None:
     with Served(subject, slots=2) as served:
         one, other = [1, *subject.tokens(40, 1)], [2, *subject.tokens(40, 2)]
-        served.book.warm(one, labels=["a", "both"])
-        served.book.warm(other, labels=["b", "both"])
+        served.cache.warm(one, labels=["a", "both"])
+        served.cache.warm(other, labels=["b", "both"])
         assert served.say([*one, 3]).reused == 41
-        assert [record.labels for record in served.book.records(["a"])] == [{"a", "both"}]
-        assert served.book.clear(labels=["a"]) == 1
+        assert [record.labels for record in served.cache.records(["a"])] == [{"a", "both"}]
+        assert served.cache.clear(labels=["a"]) == 1
         assert served.say([*one, 3], max_tokens=1).reused == 0
         assert served.say([*other, 3]).reused == 41
-        assert len(served.book.records()) == 1
-        assert served.book.clear(labels="both") == 1
-        assert served.book.clear(labels="both") == 0
+        assert len(served.cache.records()) == 1
+        assert served.cache.clear(labels="both") == 1
+        assert served.cache.clear(labels="both") == 0
         assert served.say([*other, 4]).reused == 0
 
 
@@ -436,9 +436,9 @@ def test_p4_shared_beginnings_stay_for_who_still_needs_them(subject: Subject, co
     with Served(subject, slots=1) as served:
         system = subject.tokens(common)
         one, other = [*system, 1, *subject.tokens(20, 1)], [*system, 2, *subject.tokens(20, 2)]
-        served.book.warm(one, labels="a")
-        served.book.warm(other, labels="b")
-        served.book.clear(labels="a")
+        served.cache.warm(one, labels="a")
+        served.cache.warm(other, labels="b")
+        served.cache.clear(labels="a")
         assert served.say([*other, 3]).reused == len(other)
         assert served.say([*one, 3]).reused <= common
 
@@ -451,9 +451,9 @@ def test_p4_a_prefix_of_a_prefix_is_cleared_or_kept_by_itself(
     with Served(subject, slots=2) as served:
         short = subject.tokens(20)
         long = [*short, *subject.tokens(longer, 1)]
-        served.book.warm(short, labels="short")
-        served.book.warm(long, labels="long")
-        served.book.clear(labels=clear)
+        served.cache.warm(short, labels="short")
+        served.cache.warm(long, labels="long")
+        served.cache.clear(labels=clear)
         if clear == "short":
             # What the longer one needs of it stays with that.
             assert served.say([*long, 3]).reused == len(long)
@@ -466,8 +466,8 @@ def test_p4_clearing_spares_conversations_that_only_share_a_beginning(subject: S
     with Served(subject, slots=1) as served:
         system = subject.tokens(2 * SPACING)
         talk = served.say([*system, *subject.tokens(9, 1)])
-        served.book.warm([*system, *subject.tokens(9, 2)], labels="a")
-        served.book.clear(labels="a")
+        served.cache.warm([*system, *subject.tokens(9, 2)], labels="a")
+        served.cache.clear(labels="a")
         assert served.say([*talk.tokens, 1]).reused == len(talk.tokens) - 1
 
 
@@ -475,9 +475,9 @@ def test_p4_clearing_everything_leaves_nothing(subject: Subject) -> None:
     with Served(subject, slots=2) as served:
         for number in range(4):
             served.say([number, *subject.tokens(30, number)])
-        served.book.warm(subject.tokens(30, 9), labels="a")
-        assert served.book.clear() == 1
-        stats = served.book.stats()
+        served.cache.warm(subject.tokens(30, 9), labels="a")
+        assert served.cache.clear() == 1
+        stats = served.cache.stats()
         assert (stats.blocks, stats.nbytes, stats.records, stats.computed_tokens) == (0, 0, 0, 0)
         assert stats.reused_tokens == {}
         for number in range(4):
@@ -489,13 +489,13 @@ def test_p4_what_is_cleared_while_it_is_being_computed_goes_when_that_is_over(to
     gate.open()
     with Served(held, slots=2) as served:
         prompt = held.tokens(30)
-        served.book.warm(prompt, labels="a")
+        served.cache.warm(prompt, labels="a")
         gate.shut()
         job = served.submit([*prompt, 1, 2, 3])
         gate.reached.wait()
         # It is carried out between two steps of the request.
         with ThreadPoolExecutor(1) as pool:
-            cleared = pool.submit(served.book.clear, "a")
+            cleared = pool.submit(served.cache.clear, "a")
             while not served.engine_loop._calls:
                 pass
             gate.open()
@@ -507,13 +507,13 @@ def test_p4_what_is_cleared_while_it_is_being_computed_goes_when_that_is_over(to
 def test_warming_twice_gives_one_record_with_all_labels(subject: Subject) -> None:
     with Served(subject) as served, served.counting() as count:
         prompt = subject.tokens(30)
-        first = served.book.warm(prompt, labels="a")
+        first = served.cache.warm(prompt, labels="a")
         computed = count()
-        second = served.book.warm(prompt, labels=["b"])
+        second = served.cache.warm(prompt, labels=["b"])
         assert count() == computed
         assert (first.kept, second.kept) == (30, 30)
         assert second.labels == {"a", "b"}
-        assert served.book.records("a") == served.book.records(["b"]) == [second]
+        assert served.cache.records("a") == served.cache.records(["b"]) == [second]
         assert served.say([*prompt, 4]).reused == 30
 
 
@@ -521,8 +521,8 @@ def test_what_is_no_prefix_is_refused(toy: Subject) -> None:
     with Served(toy) as served:
         for wrong in ([], [1.5], [-1], [1 << 40], [[1, 2]], ["a"], [4000]):
             with pytest.raises(TokenError):
-                served.book.warm(wrong)  # type: ignore[arg-type]
-        assert served.book.records() == []
+                served.cache.warm(wrong)  # type: ignore[arg-type]
+        assert served.cache.records() == []
 
 
 # Who does not reuse.
@@ -566,12 +566,12 @@ def test_w5_exact_mode_reuses_the_whole_steps_of_a_prompt_bit_for_bit(subject: S
 def test_w5_what_was_computed_otherwise_is_not_found_in_exact_mode(toy: Subject) -> None:
     with Served(toy) as plain:
         tokens = plain.say(toy.tokens(40)).tokens
-        identity, blocks = plain.book.pack(tokens)
-        roots = plain.places._archive.root("")
+        identity, blocks = plain.cache.pack(tokens)
+        roots = plain.slot_cache._blocks.root("")
     with Served(toy, exact=True) as served:
-        assert served.places._archive.root("") != roots
+        assert served.slot_cache._blocks.root("") != roots
         with pytest.raises(IncompatibleStateError):
-            served.book.unpack(identity, blocks)
+            served.cache.unpack(identity, blocks)
         assert served.say(tokens).reused == 0
 
 
@@ -584,7 +584,7 @@ def test_w5_where_cells_could_lie_elsewhere_exact_mode_reuses_nothing_and_says_w
         again = served.say(prompt)
         assert again.reused == 0
         assert again.why.startswith("exact mode reuses nothing")
-        assert served.book.plan(prompt).computed == len(prompt)
+        assert served.cache.plan(prompt).computed == len(prompt)
 
 
 # State of another shape.
@@ -593,7 +593,7 @@ def test_w5_where_cells_could_lie_elsewhere_exact_mode_reuses_nothing_and_says_w
 def wider(block: Block) -> Block:
     """The same block as another context would have made it, under the same name and with a good checksum."""
     rows = None if block.rows is None else np.hstack([block.rows, block.rows[:, :4]])
-    return Block.make(block.parent, block.start, block.tokens, rows, block.rest)
+    return Block.make(block.parent, block.start, block.tokens, rows, block.tail_state)
 
 
 @pytest.mark.parametrize("name", ["toy-full", "toy-sliding", "llama", "jamba"])
@@ -603,13 +603,13 @@ def test_s6_blocks_of_another_row_width_are_refused_before_they_are_kept(
     subject = find_subject(name)
     with Served(subject) as served:
         text = served.say(subject.tokens(40)).tokens
-        identity, blocks = served.book.pack(text)
+        identity, blocks = served.cache.pack(text)
     with Served(subject) as served:
         with pytest.raises(IncompatibleStateError) as refused:
-            served.book.unpack(identity, [wider(block) for block in blocks])
+            served.cache.unpack(identity, [wider(block) for block in blocks])
         assert refused.value.field == "row width"
-        assert served.book.stats().blocks == 0
-        assert served.book.unpack(identity, blocks) == sum(len(block.tokens) for block in blocks)
+        assert served.cache.stats().blocks == 0
+        assert served.cache.unpack(identity, blocks) == sum(len(block.tokens) for block in blocks)
         assert served.say([*text, *subject.tokens(3, 1)]).tiers.get("memory", 0) > 0
 
 
@@ -622,13 +622,16 @@ def test_s6_a_kept_block_of_another_row_width_is_dropped_and_computed(
     with Served(subject, slots=1) as served:
         text = served.say(subject.tokens(40)).tokens
         served.say(subject.tokens(30, 1))
-        nodes = sorted(served.places.tier._nodes.values(), key=lambda node: node.block.start)
+        nodes = sorted(served.slot_cache.tier._nodes.values(), key=lambda node: node.block.start)
         ours = [
             node for node in nodes if node.block.tokens.tolist() == text[node.block.start : node.block.end]
         ]
         ours[which].block = wider(ours[which].block)
         assert served.say(text).reused <= ours[which].block.start
-        assert ours[which].id not in served.places.tier or served.places.tier.get(ours[which].id) is not None
+        assert (
+            ours[which].id not in served.slot_cache.tier
+            or served.slot_cache.tier.get(ours[which].id) is not None
+        )
         # It is mended: the next one finds it all.
         served.say(subject.tokens(30, 2))
         assert served.say(text).reused == len(text) - 1
@@ -707,7 +710,7 @@ def test_what_cannot_be_moved_out_keeps_nobody_from_moving_in(toy: Subject) -> N
         answer = served.say([*text, 1])
         assert answer.tiers == {"memory": len(text) - 1}
         # And nothing counts as in use for ever.
-        assert all(not node.pins for node in served.places.tier._nodes.values())
+        assert all(not node.pins for node in served.slot_cache.tier._nodes.values())
 
 
 def _uncapturable(seq: int) -> Any:

@@ -1,4 +1,4 @@
-"""Blocks in memory: a tree by prefix, under a byte budget."""
+"""Memory tier: blocks in this process, a tree by prefix, under a byte budget."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class MemoryTier:
             return self._replace(known, block)
         if block.start and block.parent not in self._nodes:
             return False
-        if block.rest is None and self.covers(block.parent, block.tokens):
+        if block.tail_state is None and self.covers(block.parent, block.tokens):
             return True
         if not self.make_room(block.nbytes, keep=block.parent):
             return False
@@ -161,7 +161,7 @@ class MemoryTier:
     def _drop_beginnings(self, block: Block) -> None:
         """Tails whose tokens `block` starts with: they can be cut from it, so they need not be kept too."""
         for sibling in beginnings(self, block.parent, block.tokens[:-1]):
-            if sibling.rest is None and not self._nodes[sibling.id].pins:
+            if sibling.tail_state is None and not self._nodes[sibling.id].pins:
                 self.drop(sibling.id)
 
     def _touch(self, node: _Node) -> None:

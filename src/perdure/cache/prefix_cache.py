@@ -1,4 +1,4 @@
-"""Labelled prefixes that somebody asked to keep, and what is kept, told and cleared."""
+"""Prefix cache: labelled prefixes that somebody asked to keep, and what is held, shown and cleared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
 from perdure.cache.record import Record, RecordIndex
-from perdure.cache.working_set import WorkingSet
+from perdure.cache.slot_cache import SlotCache
 from perdure.decode.slots import Plan, ReuseReport
 from perdure.errors import TokenError
 from perdure.identity import Identity
@@ -35,7 +35,7 @@ class CacheStats:
     computed_tokens: int
 
 
-class Keeper(Protocol):
+class RecordStore(Protocol):
     """Where records outlive the process."""
 
     def flush(self) -> None:
@@ -52,42 +52,42 @@ class Keeper(Protocol):
         ...
 
 
-class Book:
+class PrefixCache:
     """`rt.cache`: warm a prefix, ask what is held, clear it again. Safe from any thread."""
 
     def __init__(
         self,
-        places: WorkingSet,
+        slots: SlotCache,
         *,
         tokenize: Callable[[str], list[int]],
         read: Callable[[NDArray[np.int32], str], Any],
         call: Callable[[Callable[[], Any]], Any],
         post: Callable[[Callable[[], Any]], Any],
-        keeper: Keeper | None = None,
+        record_store: RecordStore | None = None,
     ) -> None:
-        self._places = places
+        self._slots = slots
         self._tokenize = tokenize
         self._read = read
         self._call = call
         self._post = post
-        self._keeper = keeper
+        self._record_store = record_store
         self._keeping = threading.Lock()
-        self._records = RecordIndex(keeper.all() if keeper else ())
+        self._records = RecordIndex(record_store.all() if record_store else ())
 
     def warm(self, prompt: str | Iterable[int], *, labels: Iterable[str] = (), namespace: str = "") -> Record:
         """Compute a prefix once and keep it. Warmed before, its record comes back with all its labels."""
         ids = _token_ids(self._tokenize(prompt) if isinstance(prompt, str) else prompt)
         wanted = _names(labels)
         kept = self._call(lambda: self._begin(ids, wanted, namespace))
-        if kept < self._places.keepable(len(ids)):
+        if kept < self._slots.keepable(len(ids)):
             self._read(ids, namespace)
         record: Record = self._call(lambda: self._note(ids, wanted, namespace))
-        if self._keeper is not None:
+        if self._record_store is not None:
             # Here, not in the engine thread: nobody's reply waits for the disk.
             with self._keeping:
                 latest = self._call(lambda: self._records.get(record))
                 if latest is not None:
-                    self._keeper.put(latest)
+                    self._record_store.put(latest)
         return record
 
     def records(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> list[Record]:
@@ -104,9 +104,9 @@ class Book:
                 return self._clear_all()
             gone, blocks, instead = self._call(lambda: self._take_out(wanted, namespace))
             try:
-                if self._keeper is not None:
+                if self._record_store is not None:
                     # Here, not in the engine thread: nobody's reply waits for the disk.
-                    self._keeper.remove(gone, blocks)
+                    self._record_store.remove(gone, blocks)
             except BaseException:
                 self._call(lambda: self._put_back(gone))
                 raise
@@ -116,12 +116,12 @@ class Book:
 
     def _clear_all(self) -> int:
         gone: list[Record] = self._call(self._records.all)
-        if self._keeper is not None:
-            self._keeper.remove(gone, ())
+        if self._record_store is not None:
+            self._record_store.remove(gone, ())
 
         def clear() -> None:
             self._records.clear()
-            self._places.clear()
+            self._slots.clear()
 
         self._call(clear)
         return len(gone)
@@ -129,34 +129,34 @@ class Book:
     def plan(self, tokens: Iterable[int], *, namespace: str = "") -> Plan:
         """What bringing back the state of `tokens` would take. Nothing is moved."""
         ids = _token_ids(tokens)
-        return self._call(lambda: self._places.plan(ids, namespace))  # type: ignore[no-any-return]
+        return self._call(lambda: self._slots.plan(ids, namespace))  # type: ignore[no-any-return]
 
     def wake(self, tokens: Iterable[int], *, namespace: str = "") -> ReuseReport:
         """Bring back the state of `tokens`, as far as it is kept; the next request computes the rest."""
         ids = _token_ids(tokens)
-        return self._call(lambda: self._places.wake(ids, namespace))  # type: ignore[no-any-return]
+        return self._call(lambda: self._slots.swap_in(ids, namespace))  # type: ignore[no-any-return]
 
     def sleep(self, tokens: Iterable[int], *, namespace: str = "") -> None:
         """Put the state of `tokens` where it outlives the process, and let go of its memory."""
         ids = _token_ids(tokens)
-        self._call(lambda: self._places.rest(ids, namespace))
-        if self._keeper is not None:
-            self._keeper.flush()
-            self._call(lambda: self._places.let_go(ids, namespace))
+        self._call(lambda: self._slots.swap_out(ids, namespace))
+        if self._record_store is not None:
+            self._record_store.flush()
+            self._call(lambda: self._slots.drop_stored(ids, namespace))
 
     def save(self, tokens: Iterable[int], *, namespace: str = "") -> None:
         """Have the state of `tokens` written behind whatever happens next. Nobody waits for it."""
         ids = _token_ids(tokens)
-        self._post(lambda: self._places.store(ids, namespace))
+        self._post(lambda: self._slots.store(ids, namespace))
 
     def pack(self, tokens: Iterable[int], *, namespace: str = "") -> tuple[Identity, list[Block]]:
         """The state of a prefix as blocks that can be taken elsewhere, and under which identity it holds."""
         ids = _token_ids(tokens)
-        return self._call(lambda: self._places.pack(ids, namespace))  # type: ignore[no-any-return]
+        return self._call(lambda: self._slots.pack(ids, namespace))  # type: ignore[no-any-return]
 
     def unpack(self, identity: Identity, blocks: Sequence[Block], *, namespace: str = "") -> int:
         """Take in state that was packed elsewhere, if it fits here. How many tokens of it."""
-        return self._call(lambda: self._places.unpack(identity, blocks, namespace))  # type: ignore[no-any-return]
+        return self._call(lambda: self._slots.unpack(identity, blocks, namespace))  # type: ignore[no-any-return]
 
     def stats(self) -> CacheStats:
         return self._call(self._stats)  # type: ignore[no-any-return]
@@ -164,14 +164,14 @@ class Book:
     # In the engine thread.
 
     def _begin(self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str) -> int:
-        kept, root = self._places.store(ids, namespace)
+        kept, root = self._slots.store(ids, namespace)
         if self._records.find(root, ids) is None:
             # Before anything is computed for it.
             self._records.check_room(len(ids), labels, namespace)
         return kept
 
     def _note(self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str) -> Record:
-        kept, root = self._places.store(ids, namespace)
+        kept, root = self._slots.store(ids, namespace)
         known = self._records.find(root, ids)
         if known is None:
             self._records.check_room(len(ids), labels, namespace)
@@ -192,7 +192,7 @@ class Book:
         gone = self._records.of(wanted, namespace)
         for record in gone:
             self._records.remove(record)
-        blocks, instead = self._places.doomed(gone, self._records)
+        blocks, instead = self._slots.doomed(gone, self._records)
         self._drop(gone, blocks, ())
         return gone, blocks, instead
 
@@ -201,22 +201,22 @@ class Book:
             self._records.put(record)
 
     def _drop(self, gone: Sequence[Record], blocks: Sequence[BlockId], instead: Sequence[Block]) -> None:
-        self._places.drop(gone, self._records, blocks)
-        self._places.keep(instead)
+        self._slots.drop(gone, self._records, blocks)
+        self._slots.keep(instead)
 
     def _stats(self) -> CacheStats:
-        tier, lower = self._places.tier, self._places.tiers.lower
+        tier, lower = self._slots.tier, self._slots.tiers.lower
         return CacheStats(
             blocks=len(tier),
-            nbytes=self._places.nbytes,
+            nbytes=self._slots.nbytes,
             state_bytes=tier.state_bytes,
-            budget=self._places.budget,
+            budget=self._slots.budget,
             disk_bytes=None if lower is None else lower.nbytes,
             evicted=tier.evicted,
             records=len(self._records),
             record_bytes=self._records.nbytes,
-            reused_tokens=dict(self._places.reused),
-            computed_tokens=self._places.computed,
+            reused_tokens=dict(self._slots.reused),
+            computed_tokens=self._slots.computed,
         )
 
 

@@ -1,4 +1,4 @@
-"""Sequences as a working set: who gets which, from what, at the least cost."""
+"""Slot cache: which slot a request gets, swapped in from what, at the least cost."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.archive import Archive
 from perdure.cache.block import BLOCK, Block, BlockId
+from perdure.cache.block_cache import BlockCache
 from perdure.cache.checkpoints import Checkpoints, Point, PrefixHash
-from perdure.cache.prefix import Found, LowerTier, Match, Tiers
+from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.record import Record, RecordIndex
 from perdure.cache.slot_choice import PUT_BACK, Choice, Counts, Option, SlotView, choose
 from perdure.cache.slot_index import SlotIndex
-from perdure.cache.tier import MemoryTier
+from perdure.cache.tiers import Found, LowerTier, Match, Tiers
 from perdure.decode.slots import LATER, Later, Plan, ReuseReport, SlotAssignment
 from perdure.engine.context import Context
 from perdure.engine.contract import MemoryKind
@@ -46,7 +46,7 @@ class _Slot:
     """What it holds was cleared while it was busy: it goes when that is over."""
 
 
-class WorkingSet:
+class SlotCache:
     """Places requests so that as little as possible is computed, now and later.
 
     Always holds: what a sequence has is never thrown away while the budget has room for it; a request that
@@ -79,7 +79,7 @@ class WorkingSet:
         self.tiers = Tiers(self.tier, lower)
         self.reused: dict[str, int] = {}
         self.computed = 0
-        self._archive = Archive(context, self.tiers, block_size=block_size, exact=exact is not None)
+        self._blocks = BlockCache(context, self.tiers, block_size=block_size, exact=exact is not None)
         self._context = context
         self._spacing = spacing
         self._slots = [_Slot(seq) for seq in range(context.n_seq)]
@@ -104,16 +104,16 @@ class WorkingSet:
             return None
         refusal = self._inexact if reuse else "reuse was not wanted"
         wanted = tokens if refusal is None else tokens[:0]
-        found = self._archive.find(wanted, namespace)
+        found = self._blocks.lookup(wanted, namespace)
         choice, shared, held = self._choose(idle, tokens, wanted, namespace, found)
         # What a busy sequence has so far does not count: the rest of it is worth waiting for too.
         if self._soon(shared, held) - choice.sure >= _WORTH_WAITING:
             return LATER
         anywhere = max(
-            self._archive.shared(wanted, namespace, found), int(np.minimum(shared, held).max(initial=0))
+            self._blocks.shared(wanted, namespace, found), int(np.minimum(shared, held).max(initial=0))
         )
         slot = self._slots[choice.best.seq]
-        tiers, trouble = self._move_in(choice.best, tokens, namespace)
+        tiers, trouble = self._fill(choice.best, tokens, namespace)
         self._thin_out()
         reused = sum(tiers.values())
         slot.busy, slot.namespace, slot.passed = True, namespace, None
@@ -181,7 +181,7 @@ class WorkingSet:
         """Where the state of `tokens` would come from, if it were wanted now."""
         idle = self._idle
         wanted = tokens if self._inexact is None else tokens[:0]
-        found = self._archive.find(wanted, namespace)
+        found = self._blocks.lookup(wanted, namespace)
         choice, _, _ = self._choose(idle if idle.any() else ~idle, tokens, wanted, namespace, found)
         best = choice.best
         if not isinstance(best.source, Found):
@@ -201,7 +201,7 @@ class WorkingSet:
             computed=len(tokens) - found.length,
         )
 
-    def wake(self, tokens: Ids, namespace: str) -> ReuseReport:
+    def swap_in(self, tokens: Ids, namespace: str) -> ReuseReport:
         """Bring the state of `tokens` into a sequence, as far as it is kept. The rest is computed when it
         is next asked for."""
         counts = dict(self.reused), self.computed
@@ -215,28 +215,28 @@ class WorkingSet:
             tiers=place.report.tiers, computed=len(tokens) - place.cached, why=place.report.why
         )
 
-    def rest(self, tokens: Ids, namespace: str) -> None:
+    def swap_out(self, tokens: Ids, namespace: str) -> None:
         """Put the state of `tokens` into the tiers and let go of its sequence."""
         for slot in self._slots:
             if not slot.busy and self._serves(slot, tokens, namespace):
-                self._stash(slot)
+                self._store(slot)
                 self._empty(slot)
 
     def pack(self, tokens: Ids, namespace: str) -> tuple[Identity, list[Block]]:
         """The blocks of a prefix, as far as it is kept, and the identity under which they hold."""
         self.store(tokens, namespace)
-        return self._context.identity, self._archive.pack(tokens, namespace)
+        return self._context.identity, self._blocks.pack(tokens, namespace)
 
     def unpack(self, identity: Identity, blocks: Sequence[Block], namespace: str) -> int:
         """Take in blocks that were packed elsewhere; how many tokens they hold."""
-        return self._archive.unpack(identity, blocks, namespace)
+        return self._blocks.unpack(identity, blocks, namespace)
 
-    def let_go(self, tokens: Ids, namespace: str) -> None:
+    def drop_stored(self, tokens: Ids, namespace: str) -> None:
         """Drop from memory what the lower tier has of `tokens` and nothing else in memory goes on from."""
         lower = self.tiers.lower
         if lower is None:
             return
-        for block in reversed(self._archive.along(tokens, namespace)):
+        for block in reversed(self._blocks.along(tokens, namespace)):
             if next(self.tier.children(block.id), None) is None and lower.entry(block.id) is not None:
                 self.tier.drop(block.id)
 
@@ -245,17 +245,17 @@ class WorkingSet:
         their chain starts."""
         for slot in self._slots:
             if self._serves(slot, tokens, namespace):
-                self._stash(slot)
-        found = self._archive.find(tokens, namespace)
+                self._store(slot)
+        found = self._blocks.lookup(tokens, namespace)
         if self.tiers.lower is not None:
             self.tiers.lower.offer([entry for entry in found.entries if isinstance(entry, Block)])
-        return found.length, self._archive.root(namespace)
+        return found.length, self._blocks.root(namespace)
 
     def store_all(self) -> None:
         """Put what every idle sequence holds into the tiers."""
         for slot in self._slots:
             if not slot.busy:
-                self._stash(slot)
+                self._store(slot)
 
     def clear(self) -> None:
         """Drop everything."""
@@ -269,13 +269,13 @@ class WorkingSet:
 
     def doomed(self, gone: Sequence[Record], needs: RecordIndex) -> tuple[list[BlockId], list[Block]]:
         """The blocks that go with the records `gone`, and what of those stays in their place."""
-        return self._archive.doomed(gone, needs)
+        return self._blocks.doomed(gone, needs)
 
     def drop(self, gone: Sequence[Record], needs: RecordIndex, blocks: Iterable[BlockId]) -> None:
         """Drop `blocks`, and the sequences that go on from records and lead to none of `needs`."""
-        self._archive.replace(blocks, ())
+        self._blocks.replace(blocks, ())
         for slot in self._slots:
-            root = self._archive.root(slot.namespace)
+            root = self._blocks.root(slot.namespace)
             leads = [
                 len(record.tokens)
                 for record in gone
@@ -286,7 +286,7 @@ class WorkingSet:
 
     def keep(self, blocks: Sequence[Block]) -> None:
         """Keep blocks that are made of others."""
-        self._archive.replace((), blocks)
+        self._blocks.replace((), blocks)
 
     def _forget(self, slot: _Slot) -> None:
         if slot.busy:
@@ -366,10 +366,10 @@ class WorkingSet:
         # Whether reading beats computing is for the measured rates to say.
         kept = [(found, self.tiers.rates.cost(self.tiers.lower_bytes(found)))] if found.length else []
         if kept and kept[0][1]:
-            at_hand = self.tiers.held(found, whole=self._archive.whole)
+            at_hand = self.tiers.held(found, needs_checkpoint=self._blocks.needs_checkpoint)
             kept += [(at_hand, 0.0)] if at_hand.length else []
         view = SlotView(idle=idle, used=self._used, held=held, reach=reach)
-        fits = self._archive.fits
+        fits = self._blocks.fits
         return choose(len(tokens), view, kept, fits=fits, copy=copy if copies else None), shared
 
     def _usable(self, shared: Counts) -> Counts:
@@ -419,7 +419,7 @@ class WorkingSet:
 
     # Moving.
 
-    def _move_in(self, option: Option, tokens: Ids, namespace: str) -> tuple[dict[str, int], str]:
+    def _fill(self, option: Option, tokens: Ids, namespace: str) -> tuple[dict[str, int], str]:
         """Bring a prefix into its slot: how many tokens of it came from which tier, and what went wrong."""
         slot = self._slots[option.seq]
         source = self._slots[option.source] if isinstance(option.source, int) else option.source
@@ -429,10 +429,10 @@ class WorkingSet:
                 raise EngineError(f"sequence {source.seq} holds something else than was known of it")
             if source is slot:
                 if option.length < self._context.length(slot.seq):
-                    self._stash(slot)
+                    self._store(slot)
                 self._bring(slot, option.length)
                 return {"slot": option.length}, ""
-            self._move_out(slot, source)
+            self._swap_out(slot, source)
             slot.namespace = namespace
             if isinstance(source, _Slot):
                 self._context.fork(source.seq, slot.seq)
@@ -441,7 +441,7 @@ class WorkingSet:
                 self._bring(slot, option.length)
                 return {"slot": option.length}, ""
             if source is not None:
-                tiers, trouble = self._put_back(slot, source, tokens)
+                tiers, trouble = self._swap_in(slot, source, tokens)
                 if tiers:
                     return tiers, trouble
         except PerdureError as error:
@@ -451,25 +451,25 @@ class WorkingSet:
         self._context.clear(slot.seq)
         return {}, trouble
 
-    def _move_out(self, slot: _Slot, source: _Slot | Found | None) -> None:
+    def _swap_out(self, slot: _Slot, source: _Slot | Found | None) -> None:
         """Empty `slot`, keeping what it holds in the tiers, and there what is about to take its place."""
         held = [each for each in source.entries if each.id in self.tier] if isinstance(source, Found) else []
         self.tier.pin(held)
         try:
-            self._stash(slot)
+            self._store(slot)
         finally:
             self.tier.unpin(held)
         slot.checkpoints = Checkpoints()
         self._context.clear(slot.seq)
 
-    def _put_back(self, slot: _Slot, found: Found, tokens: Ids) -> tuple[dict[str, int], str]:
-        match = self._archive.load(found)
+    def _swap_in(self, slot: _Slot, found: Found, tokens: Ids) -> tuple[dict[str, int], str]:
+        match = self._blocks.load(found)
         trouble = ""
         if match.length < found.length:
             trouble = f"what was kept from token {match.length} on was damaged or is gone"
         if not match.length:
             return {}, trouble
-        self._context.assemble(tokens[: match.length], match.pieces, match.rest, slot.seq)
+        self._context.assemble(tokens[: match.length], match.pieces, match.tail_state, slot.seq)
         slot.checkpoints = self._checkpoints(match)
         return _by_tier(match, self.tiers), trouble
 
@@ -492,17 +492,17 @@ class WorkingSet:
             passed = PrefixHash(self._context.identity.digest)
             for block in match.blocks:
                 digest = passed.advance(block.tokens)
-                if block.rest is not None:
-                    points.add(Point(block.end, digest, block.rest))
+                if block.tail_state is not None:
+                    points.add(Point(block.end, digest, block.tail_state))
         return points
 
-    def _stash(self, slot: _Slot) -> None:
+    def _store(self, slot: _Slot) -> None:
         """Copy what `slot` holds into the tiers. What cannot be copied is computed again one day."""
         with suppress(EngineError):
             length = self._context.length(slot.seq)
             if self._exact is not None:
                 length = self.keepable(min(length, slot.exact))
-            self._archive.keep(slot.seq, slot.namespace, self._points(slot), length)
+            self._blocks.store(slot.seq, slot.namespace, self._points(slot), length)
 
     # Explaining.
 
@@ -520,11 +520,11 @@ class WorkingSet:
         if shared > reused:
             went = f"it went back to {reused}" if reused else "nothing before it is left to go back to"
             return f"a {kind} memory has no checkpoint at token {shared}: {went}"
-        if self._archive.was_evicted(tokens, namespace, shared):
+        if self._blocks.was_evicted(tokens, namespace, shared):
             return f"what followed token {shared} was evicted: the budget is {self.budget} bytes"
         if reused:
             return f"first difference at token {reused}"
-        if field_name := self._archive.changed(tokens, namespace):
+        if field_name := self._blocks.changed(tokens, namespace):
             return f"the identity changed in its {field_name}"
         return "nothing like it is held"
 

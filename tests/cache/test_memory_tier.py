@@ -21,8 +21,8 @@ from hypothesis.stateful import (
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, block_id
-from perdure.cache.prefix import Tiers
-from perdure.cache.tier import MemoryTier
+from perdure.cache.memory_tier import MemoryTier
+from perdure.cache.tiers import Tiers
 
 ROOT = BlockId(b"r" * 32)
 SIZE = 4
@@ -44,13 +44,15 @@ def ids(tokens: Sequence[int]) -> NDArray[np.int32]:
     return np.array(tokens, np.int32)
 
 
-def block(tokens: Sequence[int], parent: Block | None = None, *, rest: int = 0, rows: int = WIDTH) -> Block:
+def block(
+    tokens: Sequence[int], parent: Block | None = None, *, tail_state: int = 0, rows: int = WIDTH
+) -> Block:
     return Block.make(
         parent.id if parent else ROOT,
         parent.end if parent else 0,
         ids(tokens),
         np.full((len(tokens), rows), 1, np.uint8) if rows else None,
-        np.full(rest, 2, np.uint8) if rest else None,
+        np.full(tail_state, 2, np.uint8) if tail_state else None,
     )
 
 
@@ -100,7 +102,7 @@ def test_p6_room_is_made_before_it_is_needed() -> None:
 def test_p6_what_can_never_fit_evicts_nobody() -> None:
     tier = MemoryTier(3 * COST)
     put_all(tier, [block(distinct(number)) for number in (1, 20, 40)])
-    assert not tier.put(block(range(SIZE), rest=4 * COST))
+    assert not tier.put(block(range(SIZE), tail_state=4 * COST))
     assert len(tier) == 3
 
 
@@ -114,10 +116,10 @@ def test_p6_more_state_for_a_kept_block_counts_too() -> None:
     tier = Watched(3 * COST)
     first, second, third = (block(distinct(number)) for number in (1, 20, 40))
     put_all(tier, [first, second, third])
-    assert tier.put(block(distinct(40), rest=50))
+    assert tier.put(block(distinct(40), tail_state=50))
     found = tier.get(third.id)
     assert found is not None
-    assert found.rest is not None
+    assert found.tail_state is not None
     assert first.id not in tier
     assert max(tier.seen) <= tier.budget
     # Less state than is kept changes nothing.
@@ -212,8 +214,8 @@ def test_p5_a_hit_leaves_the_entry_for_others() -> None:
     tiers = Tiers(tier)
     tokens = ids([*distinct(1), *distinct(2), 9])
     for _ in range(3):
-        found = tiers.find(ROOT, tokens, size=SIZE, limit=len(tokens), whole=False)
-        assert tiers.load(found, whole=False).blocks == tuple(blocks)
+        found = tiers.longest_prefix(ROOT, tokens, size=SIZE, limit=len(tokens), needs_checkpoint=False)
+        assert tiers.load(found, needs_checkpoint=False).blocks == tuple(blocks)
     assert len(tier) == 2
 
 
@@ -243,7 +245,9 @@ def test_a_tail_that_a_longer_block_covers_is_kept_once() -> None:
 
 def test_a_tail_with_a_rest_of_its_own_is_kept_beside_a_longer_block() -> None:
     tier = MemoryTier(9 * COST)
-    put_all(tier, [block([1, 2], rest=9), block(distinct(1), rest=9), block([1, 2, 3], rest=9)])
+    put_all(
+        tier, [block([1, 2], tail_state=9), block(distinct(1), tail_state=9), block([1, 2, 3], tail_state=9)]
+    )
     assert len(tier) == 3
 
 
@@ -296,8 +300,8 @@ def test_p2_a_damaged_header_breaks_no_tree(field: str) -> None:
     node.block = dataclasses.replace(node.block, **{field: wrong[field]})
     tiers = Tiers(tier)
     tokens = ids([*distinct(1), *distinct(2), *distinct(3)])
-    found = tiers.find(ROOT, tokens, size=SIZE, limit=len(tokens), whole=False)
-    match = tiers.load(found, whole=False)
+    found = tiers.longest_prefix(ROOT, tokens, size=SIZE, limit=len(tokens), needs_checkpoint=False)
+    match = tiers.load(found, needs_checkpoint=False)
     assert match.blocks == (blocks[0],)
     assert match.length == SIZE
     # What follows a damaged block went with it, and all of it can be kept again.
@@ -342,16 +346,16 @@ class TierMachine(RuleBasedStateMachine):
             assert self.tier.was_evicted(victim)
         return True
 
-    @rule(target=known, tokens=tokens, rest=st.sampled_from([0, 0, 60]))
-    def start(self, tokens: list[int], rest: int) -> Block:
-        return self.put(block(tokens, rest=rest))
+    @rule(target=known, tokens=tokens, tail_state=st.sampled_from([0, 0, 60]))
+    def start(self, tokens: list[int], tail_state: int) -> Block:
+        return self.put(block(tokens, tail_state=tail_state))
 
-    @rule(target=known, parent=known, tokens=tokens, rest=st.sampled_from([0, 0, 60]))
-    def follow(self, parent: Block, tokens: list[int], rest: int) -> Block:
+    @rule(target=known, parent=known, tokens=tokens, tail_state=st.sampled_from([0, 0, 60]))
+    def follow(self, parent: Block, tokens: list[int], tail_state: int) -> Block:
         if len(parent.tokens) < SIZE:
             # Nothing follows a tail.
             return parent
-        return self.put(block(tokens, parent, rest=rest))
+        return self.put(block(tokens, parent, tail_state=tail_state))
 
     def put(self, new: Block) -> Block:
         kept = self.tier.put(new)
@@ -368,7 +372,7 @@ class TierMachine(RuleBasedStateMachine):
                     self.held[new.id] = new
         elif new.start and new.parent not in self.held:
             assert not kept
-        elif new.rest is None and covering:
+        elif new.tail_state is None and covering:
             assert kept
             # Which of several covers it does not matter; the tier says which it used.
             self.use(max(covering, key=lambda each: self.tier._nodes[each.id].used).id)
@@ -376,7 +380,7 @@ class TierMachine(RuleBasedStateMachine):
             assert kept == self.expect_room(new.nbytes, new.parent)
             if kept:
                 for each in siblings:
-                    free = each.id in self.held and each.rest is None and each not in self.pinned
+                    free = each.id in self.held and each.tail_state is None and each not in self.pinned
                     if free and _starts_with(new, each):
                         del self.held[each.id]
                 self.held[new.id] = new
