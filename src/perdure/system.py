@@ -6,6 +6,7 @@ nothing, and what cannot do without it raises `UnsupportedSystemError` with one 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import errno
@@ -16,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,20 @@ def usable_cores() -> int:
         return max(1, len(os.sched_getaffinity(0)))
     except (AttributeError, OSError):
         return max(1, os.cpu_count() or 1)
+
+
+def core_ids() -> tuple[int, ...]:
+    """The cores that this thread may use; none where the system does not tell."""
+    try:
+        return tuple(sorted(os.sched_getaffinity(0)))
+    except (AttributeError, OSError):
+        return ()
+
+
+def use_cores(cores: Iterable[int]) -> None:
+    """Have this thread run on those cores alone, where the system can do that."""
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setaffinity(0, cores)
 
 
 def busy_cores() -> float | None:

@@ -81,7 +81,8 @@ class LlamaCore:
             raise InvalidInputError("this model reads whole texts and writes none; use it for embeddings")
         native = self._bind(batch)
         native.n_tokens = batch.size
-        return _OUTCOMES.get(self._lib.llama_decode(self._context, native), Outcome.FAILED)
+        with self._threadpool.placed():
+            return _OUTCOMES.get(self._lib.llama_decode(self._context, native), Outcome.FAILED)
 
     def row(self, index: int) -> Floats:
         pointer = self._lib.llama_get_logits_ith(self._context, index)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import byref
 from typing import Any
 
+from perdure import system
 from perdure.engine.llama.declarations import (
+    MAX_THREADS,
     FreeThreadpool,
     Functions,
     NewThreadpool,
@@ -23,11 +27,17 @@ the step comes: everybody waits for it at the next barrier.
 class Threadpool:
     """Owns one `ggml_threadpool`. A library without one of its own (none given) makes its threads itself.
 
-    Always holds: it is freed once, and by `close` only, after the context that used it.
+    Always holds: it is freed once, and by `close` only, after the context that used it. Outside of
+    `placed` the caller's thread may use the cores that it could use before.
+
+    Where every core has a thread, each is kept on its own: they wait for each other by spinning, some
+    hundred times a step, and two of them on one core (the other taken by another process) would wait for a
+    turn of the scheduler each time.
     """
 
     def __init__(self, lib: Functions, threads: int) -> None:
         self._handle: int | None = None
+        self._cores: tuple[int, ...] = ()
         cpu = lib.ggml_backend_reg_by_name(b"CPU")
         new, free = (_address(lib, cpu, name) for name in (b"ggml_threadpool_new", b"ggml_threadpool_free"))
         if threads == 1 or not new or not free:
@@ -35,8 +45,30 @@ class Threadpool:
         params = ThreadpoolParams()
         lib.ggml_threadpool_params_init(byref(params), threads)
         params.poll = _POLL
+        cores = system.core_ids()
+        openmp = b"OPENMP = 1" in lib.llama_print_system_info()
+        if threads == len(cores) and max(cores) < MAX_THREADS and not openmp:
+            self._cores = cores
+            params.strict_cpu = True
+            for core in cores:
+                params.cpumask[core] = True
         self._handle = NewThreadpool(new)(byref(params))
         self._free = FreeThreadpool(free)
+        if self._cores:
+            # The pool keeps its first thread, which is the caller's, on the last core from now on.
+            system.use_cores(cores)
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Have the caller's thread on the core that the others leave to it, during a step."""
+        if not self._cores:
+            yield
+            return
+        system.use_cores(self._cores[-1:])
+        try:
+            yield
+        finally:
+            system.use_cores(self._cores)
 
     def attach(self, lib: Functions, context: Any) -> None:
         """Have the steps of `context`, long and short, run on these threads."""
