@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def test_the_version_is_shown(run: Run) -> None:
 def test_help_lists_the_commands(run: Run) -> None:
     done = run("--help")
     assert done.returncode == 0
-    shown = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("│ ")}
+    shown = set(re.findall(r"^\W*(\w+)  ", done.stdout, re.MULTILINE))
     assert shown >= {"run", "chat", "serve", "pull", "ls", "show", "rm", "sessions", "config", "doctor"}
 
 

@@ -107,7 +107,7 @@ def test_fork_and_rewind_move_about_without_a_model(run: Run) -> None:
     assert "b has 1 turn now" in told(run("rewind", "b"))
     assert facts(run("rewind", NAME, "--to", "0", "--json"))["turns"] == 0
     assert facts(run("show", "b", "--json"))["history"][0]["messages"][0]["content"] == "the man"
-    assert "has 1 turns: -4 is none of 0 to 1" in told(run("rewind", "b", "5"), 1)
+    assert "has 1 turn, so it cannot go back by 5" in told(run("rewind", "b", "5"), 1)
     assert "there is a session 'b' already" in told(run("fork", NAME, "b"), 1)
 
 

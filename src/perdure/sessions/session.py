@@ -258,6 +258,10 @@ class Session:
         with self._changing():
             if isinstance(turns, bool) or not isinstance(turns, int) or turns < 0:
                 raise InvalidInputError(f"turns is a whole number from 0, got {turns!r}")
+            if to is None and turns > self.turns:
+                raise InvalidInputError(
+                    f"session {self.name!r} has {_turns(self.turns)}, so it cannot go back by {turns}"
+                )
             count = self.turns - turns if to is None else to
             self._check_turn(count, 0)
             now, then = self._history, self._history.first(count)
@@ -577,8 +581,11 @@ class Session:
 
     def _check_turn(self, turn: int, low: int) -> None:
         if isinstance(turn, bool) or not isinstance(turn, int) or not low <= turn <= self.turns:
+            known = (
+                f"turns are numbered from {low} to {self.turns}" if self.turns >= low else "none can be named"
+            )
             raise InvalidInputError(
-                f"session {self.name!r} has {self.turns} turns: {turn!r} is none of {low} to {self.turns}"
+                f"session {self.name!r} has {_turns(self.turns)} and no turn {turn!r}: {known}"
             )
 
 
@@ -627,3 +634,7 @@ def _deltas(job: TurnJob, keep_partial: bool) -> Generator[ChatDelta, None, None
         if keep_partial:
             with suppress(PerdureError):
                 job.reply()
+
+
+def _turns(count: int) -> str:
+    return f"{count} turn{'' if count == 1 else 's'}"
