@@ -12,6 +12,8 @@ import pytest
 
 from decode.observed import Turnstile, toy
 from perdure import Model
+from perdure.sessions.export import write_export
+from perdure.sessions.turn import Turn
 from server.live_server import LiveServer, check_freed, hello, live_server, opened, streamed, text_of
 
 SESSIONS = "/v1/sessions"
@@ -244,3 +246,76 @@ def test_a_turn_whose_client_leaves_is_no_part_of_the_session_c1(tmp_path: Path)
         assert [question for question, _ in said(client, "one")] == ["kept"]
         say(client, "one", "goes on")
         assert [question for question, _ in said(client, "one")] == ["kept", "goes on"]
+
+
+def test_lists_come_in_pages(client: httpx.Client, name: str) -> None:
+    for text in ("One", "Two", "Three"):
+        say(client, name, text)
+    first = client.get(f"{SESSIONS}/{name}/turns", params={"limit": 2}).json()
+    assert ([turn["turn"] for turn in first["data"]], first["has_more"]) == ([1, 2], True)
+    rest = client.get(f"{SESSIONS}/{name}/turns", params={"limit": 2, "after": 2}).json()
+    assert ([turn["turn"] for turn in rest["data"]], rest["has_more"]) == ([3], False)
+    client.post(f"{SESSIONS}/{name}/fork", json={"name": f"{name}-b"})
+    page = client.get(SESSIONS, params={"limit": 1}).json()
+    assert ([each["name"] for each in page["data"]], page["has_more"]) == ([f"{name}-b"], True)
+    page = client.get(SESSIONS, params={"limit": 1, "after": f"{name}-b"}).json()
+    assert [each["name"] for each in page["data"]] == [name]
+    assert client.get(SESSIONS, params={"after": "nobody"}).status_code == 404
+    assert client.get(SESSIONS, params={"limit": 0}).status_code == 400
+
+
+def test_w3_an_import_says_what_was_taken_and_never_trusts_state(
+    client: httpx.Client, name: str, tmp_path: Path, zoo_path: Callable[[str], Path]
+) -> None:
+    """I4: state that this server's store wrote is known again; that of another is left out."""
+    say(client, name, "Hello")
+    own = client.get(f"{SESSIONS}/{name}/export").content
+    mine = client.post(f"{SESSIONS}/import", params={"name": f"{name}-own"}, content=own, headers=FILE)
+    assert mine.json()["left_out"] == {}
+    assert mine.json()["taken"]["state_tokens"] > 0
+    with opened(Model(zoo_path("llama")), threads=1, store=tmp_path / "theirs", n_ctx=1024) as rt:
+        rt.session("x").say("Hello", max_tokens=8)
+        theirs = rt.session("x").export(tmp_path / "theirs.perdure").read_bytes()
+    answer = client.post(
+        f"{SESSIONS}/import", params={"name": f"{name}-theirs"}, content=theirs, headers=FILE
+    ).json()
+    assert answer["taken"]["state_tokens"] == 0
+    assert "another store wrote it" in answer["left_out"]["state"]
+
+
+@pytest.mark.parametrize("bad", ["a/b", "x" * 201, "line\nend", "end\n"])
+def test_a_name_in_a_file_must_be_one_that_can_be_asked_for(
+    bad: str, client: httpx.Client, tmp_path: Path
+) -> None:
+    start = Turn(kind="start", messages=())
+    path = write_export(tmp_path / "x", [start], None, name=bad, kind="session", settings={})
+    refused = client.post(f"{SESSIONS}/import", content=path.read_bytes(), headers=FILE)
+    assert refused.status_code == 422
+    assert refused.json()["error"]["param"] == "name"
+    named = client.post(
+        f"{SESSIONS}/import",
+        params={"name": "another name"},
+        content=path.read_bytes(),
+        headers=FILE,
+    )
+    assert named.status_code == 201
+    assert client.delete(f"{SESSIONS}/{named.json()['name']}").status_code == 200
+
+
+@pytest.mark.parametrize("settings", [{"seed": 2**70}, {"namespace": "bob"}, {"stop": 5}])
+def test_settings_in_a_file_that_no_turn_could_have_are_refused(
+    settings: dict[str, Any], client: httpx.Client, tmp_path: Path
+) -> None:
+    start = Turn(kind="start", messages=())
+    path = write_export(tmp_path / "x", [start], None, name="odd", kind="session", settings=settings)
+    assert client.post(f"{SESSIONS}/import", content=path.read_bytes(), headers=FILE).status_code == 400
+    assert client.get(f"{SESSIONS}/odd").status_code == 404
+
+
+def test_a_memory_address_with_a_huge_number_is_400(client: httpx.Client) -> None:
+    for digits in (20, 5000):
+        address = f"perdure://x/{'9' * digits}#here"
+        woken = client.post("/v1/memories/wake", json={"name": "w", "address": address})
+        assert woken.status_code == 400
+    address = f"perdure://x/{'9' * 20}#here"
+    assert client.delete("/v1/memories", params={"address": address}).status_code == 400

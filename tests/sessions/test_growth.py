@@ -1,0 +1,200 @@
+"""What a turn, a fork or going back costs does not grow with the conversation, nor a list with the store.
+
+Counted as work: rows that are read and digests that are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure import Message
+from perdure.chat.transcript import Transcript
+from perdure.sessions import turn as turn_module
+from perdure.sessions.session_store import SessionStore
+from perdure.sessions.sessions import Sessions
+from perdure.sessions.turn import FIRST, Turn, transcript
+from perdure.store.index import Index
+from sessions.talking import ASK, talking
+from subjects import Subject
+
+SIZES = (10, 1000)
+
+
+class Work:
+    rows = 0
+    digests = 0
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+    work = Work()
+    rows, digest_of = Index.rows, turn_module.digest_of
+
+    def reading(self: Index, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        found = rows(self, query, *values)
+        work.rows += len(found)
+        return found
+
+    def computing(turn: Turn) -> bytes:
+        work.digests += 1
+        return digest_of(turn)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Index, "rows", reading)
+        patched.setattr(turn_module, "digest_of", computing)
+        yield work
+
+
+def chain(count: int) -> list[Turn]:
+    """A start and `count` turns of a few words."""
+    turns = [Turn(kind="start", messages=())]
+    for number in range(count):
+        turns.append(
+            Turn(
+                kind="turn",
+                messages=(Message(role="user", content=f"Message {number}"),),
+                reply=Message(role="assistant", content="Yes"),
+                finish_reason="stop",
+                before=turns[-1].digest,
+            )
+        )
+    return turns
+
+
+USES: dict[str, Callable[[Any], object]] = {
+    "fork": lambda s: s.fork("b"),
+    "fork back": lambda s: s.fork("c", turn=s.turns - 3),
+    "rewind": lambda s: s.rewind(1),
+    "label": lambda s: s.label("x"),
+    "page": lambda s: s.history(limit=5, after=2),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_moving_about_reads_as_much_in_a_long_session(
+    use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = []
+    for size in SIZES:
+        with Sessions(tmp_path / str(size)) as sessions:
+            sessions.store.create("", "a", chain(size))
+            session = sessions.get("a")
+            session.history()
+            with counted(monkeypatch) as work:
+                USES[use](session)
+            costs.append((work.rows, work.digests))
+    assert costs[0] == costs[1]
+    assert costs[0][1] == 0
+
+
+@pytest.mark.parametrize("how", ["say", "regenerate", "edit"])
+def test_a_turn_reads_as_much_in_a_long_session(
+    how: str, toy: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One digest for the turn that is new; nothing of the others is read or proved again."""
+    costs = []
+    for size in (4, 40):
+        with talking(toy, tmp_path / str(size), n_ctx=4096) as talk:
+            talk.rt.sessions.store.create("", "a", chain(size))
+            session = talk.session("a")
+            session.say("First", **ASK)
+            with counted(monkeypatch) as work:
+                {
+                    "say": lambda s: s.say("Second", **ASK),
+                    "regenerate": lambda s: s.regenerate(**ASK),
+                    "edit": lambda s: s.edit(s.turns, "Else", **ASK),
+                }[how](session)
+            costs.append((work.rows, work.digests))
+    assert costs[0] == costs[1]
+    assert costs[0][1] == 1
+
+
+def test_opening_reads_no_turns_and_the_first_use_reads_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Sessions(tmp_path) as sessions:
+        sessions.store.create("", "a", chain(1000))
+    with Sessions(tmp_path) as sessions:
+        with counted(monkeypatch) as work:
+            session = sessions.get("a")
+            assert session.turns == 1000
+            assert (work.rows <= 4, work.digests) == (True, 0)
+            session.fork("b")
+            assert (work.rows < 40, work.digests) == (True, 0)
+        with counted(monkeypatch) as work:
+            assert len(session.history()) == 1000
+            session.messages()
+            session.transcript()
+            assert work.digests == work.rows == 1001
+
+
+def test_the_transcript_of_a_session_is_made_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece of text is joined once, whatever was cut off its end by the next turn."""
+    from array import array
+
+    turns = [Turn(kind="start", messages=())]
+    for number in range(200):
+        keep = (10 * number, 10 * number)
+        added = Transcript("x" * 12, array("i", range(12)), ((10, 10), (12, 12)))
+        turns.append(Turn(kind="turn", messages=(), keep=keep, added=added, before=FIRST))
+    moved: list[int] = []
+    shorten = turn_module._shorten
+
+    def counting(parts: list[Any], by: int) -> None:
+        moved.append(by)
+        shorten(parts, by)
+
+    monkeypatch.setattr(turn_module, "_shorten", counting)
+    whole = transcript(turns)
+    assert (len(whole.text), len(whole.tokens)) == (2002, 2002)
+    assert whole.cuts == (*((10 * n, 10 * n) for n in range(1, 201)), (2002, 2002))
+    assert sum(moved) == 2 * 2 * 199
+
+
+@pytest.mark.parametrize("count", [30, 300])
+def test_a_page_of_a_list_reads_a_page(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all pages together are all of them, each once, the latest first."""
+    store = SessionStore(tmp_path)
+    with store.index.writing():
+        pass
+    for number in range(count):
+        store.create("other" if number % 3 else "", f"s{number}", chain(0))
+    wanted = [info.name for info in store.list("")]
+    assert wanted == [f"s{number}" for number in reversed(range(0, count, 3))]
+    found: list[str] = []
+    last = None
+    while True:
+        with counted(monkeypatch) as work:
+            page = store.list("", limit=7, after=last)
+        assert work.rows == len(page) <= 7
+        plan = store.index.rows(
+            "EXPLAIN QUERY PLAN SELECT number FROM session s WHERE s.namespace = ?"
+            " AND (s.updated, s.number) < (?, ?) ORDER BY s.updated DESC, s.number DESC LIMIT 7",
+            "",
+            1e10,
+            1,
+        )
+        assert "session_latest" in plan[0][-1]
+        assert not any("TEMP B-TREE" in row[-1] for row in plan)
+        if not page:
+            break
+        found += [info.name for info in page]
+        last = page[-1]
+    assert found == wanted
+    assert len(store.list(limit=5)) == 5
+    store.close()
+
+
+def test_pages_of_memories(tmp_path: Path) -> None:
+    with Sessions(tmp_path) as sessions:
+        session = sessions.create("a")
+        made = [session.label(f"l{number}").address for number in range(10)]
+        first = [memory.address for memory in sessions.memories.search(limit=4)]
+        rest = [memory.address for memory in sessions.memories.search(after=first[-1])]
+        assert first + rest == made
+        assert [turn.kind for turn in session.history(limit=3)] == []
