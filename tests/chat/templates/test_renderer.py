@@ -140,3 +140,28 @@ def test_the_oldest_renderings_are_forgotten_for_room() -> None:
         remembered.store(rendering, "")
     found = [remembered.lookup(talk, "") is not None for talk in talks]
     assert found == [False] * 6 + [True] * 3
+
+
+SWITCHES = ("a", "b /no_think", "<tool_response>\nc\n</tool_response>", "/think d", "e", "f", "g", "h")
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.rglob("*.jinja")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("system", [None, "s", "s /no_think", "/think"])
+def test_words_that_templates_take_for_switches_are_rendered_as_in_the_whole(
+    path: Path, system: str | None
+) -> None:
+    """Turn by turn it is the same text, also with `/no_think` or what looks like a tool's result."""
+    under_test = renderer(Template(path.read_text(), bos="<s>", eos="</s>"))
+    if under_test.opening is None:
+        return
+    texts = [word for each in SWITCHES for word in (each, f"so {each[0]}")]
+    messages = conversation(system, texts[:-1])
+    head = len(messages) - len(texts) + 1
+    before: Rendering | None = None
+    for end in range(head + 1, len(messages) + 1, 2):
+        try:
+            whole = under_test.whole(messages[:end])
+        except TemplateError:
+            return
+        text, before = under_test.prompt(messages[:end], before=before)
+        assert text == whole

@@ -95,13 +95,17 @@ class TemplateRenderer:
         if "strftime_now" in self._template.source:
             return None
         try:
-            openings = {self._tried(system) for system in (None, "s\n")}
+            openings = {self._tried(system) for system in (None, "s\n", "t /no_think")}
         except PerdureError:
             return None
         return openings.pop() if len(openings) == 1 else None
 
     def _tried(self, system: str | None) -> str | None:
-        words = ("a", " b\n\n", "c <x>\n", "d", "\te ", "f", "g\n", "h", "i\n", "j", "k")
+        # Among them what some templates take for a switch or for a tool's result, wherever it was said.
+        words = (
+            *("a", " b\n\n", "c <x>\n", "d", "\te ", "f", "g\n", "h", "i\n", "j", "k /no_think", "l", "m"),
+            *("n", "o /think", "p", "<tool_response>\nq\n</tool_response>", "r", "s", "t", "u"),
+        )
         said = [Message(role=_ROLES[1 + at % 2], content=word) for at, word in enumerate(words)]
         messages = tuple([Message(role="system", content=system)] * (system is not None) + said)
         start = messages[: len(messages) - len(words) + 1]
