@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,10 +37,11 @@ def test_open_refuses_an_unknown_option_before_a_model_is_looked_for(name: str, 
     ],
 )
 def test_a_request_refuses_an_unknown_option(zoo_path: Callable[[str], Path], name: str, said: str) -> None:
+    unknown: dict[str, Any] = {name: 1}
     with perdure.open(zoo_path("llama"), n_ctx=64, slots=1, threads=1) as rt:
         with pytest.raises(InvalidInputError) as raised:
-            rt.generate("the man", **{name: 1})
+            rt.generate("the man", **unknown)
         assert said in str(raised.value)
         with pytest.raises(InvalidInputError) as raised:
-            rt.chat([{"role": "user", "content": "hi"}], **{name: 1})
+            rt.chat([{"role": "user", "content": "hi"}], **unknown)
         assert said in str(raised.value)

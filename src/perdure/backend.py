@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,11 +16,12 @@ from perdure import system
 from perdure.cache.prefix_cache import PrefixCache
 from perdure.cache.slot_cache import SlotCache
 from perdure.decode.embedding import EmbeddingQueue, Embeddings
-from perdure.decode.engine_loop import CHUNK, EngineLoop
+from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.job import Job
 from perdure.decode.request import Request
 from perdure.decode.sampling import Sampling
 from perdure.engine.contract import Model, Tokens, Vocabulary
+from perdure.engine.llama.model import Model as LlamaModel
 from perdure.errors import InvalidInputError
 from perdure.store.disk import DiskTier
 from perdure.store.records import Records
@@ -28,6 +29,14 @@ from perdure.store.writer import WriteBehind
 
 _ALIKE = ("threads", "flash", "rope_freq_base", "rope_freq_scale")
 """Settings of the context that embeddings are computed with too."""
+
+
+def load_model(
+    source: str | os.PathLike[str] | None, loading: Mapping[str, Any], *, n_ctx: int, slots: int
+) -> LlamaModel:
+    """A model file, loaded so that a context of so many requests fits beside it on the device."""
+    cells = n_ctx * slots if isinstance(n_ctx, int) and isinstance(slots, int) else 0
+    return LlamaModel(source, cells=max(0, cells), **loading)
 
 
 class Backend(Protocol):
@@ -69,6 +78,7 @@ class LocalBackend:
         slots: int = 4,
         exact: bool = False,
         queue: int = 256,
+        stall: float = STALL,
         cache: int | None = None,
         store: str | os.PathLike[str] | None = None,
         store_bytes: int = 16 << 30,
@@ -98,6 +108,7 @@ class LocalBackend:
                 exact=exact,
                 queue=queue,
                 chunk=chunk,
+                stall=stall,
                 slots=slot_cache if budget else None,
             )
             undo.callback(self.engine_loop.close)

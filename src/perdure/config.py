@@ -11,6 +11,7 @@ import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from perdure.errors import InvalidInputError
 
@@ -27,6 +28,9 @@ class Settings:
     """The CPU variant to load, such as `haswell`; else the best one that this CPU runs."""
     sessions: Path | None = None
     """A folder for the store, instead of the one under `home`."""
+
+    gpu_layers: int | Literal["auto"] = "auto"
+    """How many layers of a model go to the GPU, where there is one."""
 
     @property
     def models(self) -> Path:
@@ -80,6 +84,7 @@ SETTINGS = (
     Setting("port", int, "port that the server listens on"),
     Setting("slots", int, "requests that the server serves at once"),
     Setting("threads", int, "threads of the server's engine"),
+    Setting("gpu_layers", str, "layers on the GPU: a number, or auto for as many as fit"),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
@@ -95,7 +100,19 @@ def settings() -> Settings:
         llama=Path(llama).expanduser() if llama else None,
         llama_variant=os.environ.get("PERDURE_LLAMA_VARIANT") or None,
         sessions=Path(str(store.value)).expanduser() if store else None,
+        gpu_layers=_layers(chosen["gpu_layers"]) if "gpu_layers" in chosen else "auto",
     )
+
+
+def _layers(chosen: Choice) -> int | Literal["auto"]:
+    text = str(chosen.value)
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise InvalidInputError(
+            f'{chosen.origin}: gpu_layers is "auto" or a whole number from 0, got {chosen.value!r}'
+        )
+    return int(text)
 
 
 def choices() -> dict[str, Choice]:

@@ -10,26 +10,27 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, cast, overload
+from typing import Any, Literal, Never, TypeVar, Unpack, cast, overload
 
 import numpy as np
 
-from perdure.backend import Backend, LocalBackend
+from perdure.backend import Backend, LocalBackend, load_model
 from perdure.cache.prefix_cache import PrefixCache
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.job import ChatJob
+from perdure.chat.keywords import ChatKeywords, TurnKeywords
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.templates.template import Template
 from perdure.decode.choice import Choice, Normalisation, ranked
 from perdure.decode.embedding import Embeddings
 from perdure.decode.job import Job, result_of
+from perdure.decode.keywords import RequestKeywords
 from perdure.decode.prompt_size import check_prompt_size
 from perdure.decode.request import Delta, Reply, Request
 from perdure.decode.sampling import Sampling
 from perdure.engine.contract import Model as ModelContract
 from perdure.engine.contract import Tokens, Vocabulary
-from perdure.engine.llama.model import Model
 from perdure.errors import InvalidInputError, TokenError
 from perdure.option_names import unknown_options
 from perdure.sessions.memories import Memories
@@ -96,16 +97,16 @@ class Runtime:
     def memories(self) -> Memories:
         return self.sessions.memories
 
-    def submit(self, prompt: str | Sequence[int], **request: Any) -> Job:
+    def submit(self, prompt: str | Sequence[int], **request: Unpack[RequestKeywords]) -> Job:
         """Queue a request and return at once.
 
-        The keywords: `max_tokens`, `stop`, `schema`, `regex` or `grammar`, `n`, `logprobs`,
-        `prompt_logprobs`, `ignore_eos`, `processors`, `namespace`, `timeout`, and those of `Sampling`, or a
-        `sampling` as a whole.
+        The keywords are in `RequestKeywords`: `max_tokens`, `stop`, `schema`, `regex` or `grammar`, `n`,
+        `logprobs`, `prompt_logprobs`, `ignore_eos`, `processors`, `namespace`, `timeout`, and those of
+        `Sampling`, or a `sampling` as a whole.
         """
         return self.backend.submit(Request.of(self._prompt(prompt), **request))
 
-    def generate(self, prompt: str | Sequence[int], **request: Any) -> Reply:
+    def generate(self, prompt: str | Sequence[int], **request: Unpack[RequestKeywords]) -> Reply:
         """The reply to a prompt; the keywords are those of `submit`."""
         job = self.submit(prompt, **request)
         try:
@@ -113,11 +114,11 @@ class Runtime:
         finally:
             job.cancel()
 
-    def stream(self, prompt: str | Sequence[int], **request: Any) -> Iterator[Delta]:
+    def stream(self, prompt: str | Sequence[int], **request: Unpack[RequestKeywords]) -> Iterator[Delta]:
         """The reply piece by piece. It is queued at once; leaving the loop early cancels the rest."""
         return _deltas(self.submit(prompt, **request))
 
-    async def agenerate(self, prompt: str | Sequence[int], **request: Any) -> Reply:
+    async def agenerate(self, prompt: str | Sequence[int], **request: Unpack[RequestKeywords]) -> Reply:
         """Like `generate`, for asyncio."""
         job = await _submitted(lambda: self.submit(prompt, **request))
         try:
@@ -125,11 +126,15 @@ class Runtime:
         finally:
             job.cancel()
 
-    def astream(self, prompt: str | Sequence[int], **request: Any) -> AsyncIterator[Delta]:
+    def astream(
+        self, prompt: str | Sequence[int], **request: Unpack[RequestKeywords]
+    ) -> AsyncIterator[Delta]:
         """Like `stream`, for asyncio; it is queued when the loop begins."""
         return _adeltas(lambda: self.submit(prompt, **request))
 
-    def submit_chat(self, messages: Sequence[Message | Mapping[str, Any]], **settings: Any) -> ChatJob:
+    def submit_chat(
+        self, messages: Sequence[Message | Mapping[str, Any]], **settings: Unpack[ChatKeywords]
+    ) -> ChatJob:
         """Queue a reply to messages and return at once.
 
         The keywords are those of `submit` and: `tools`, `tool_choice`, `parallel_tool_calls`, `reasoning`
@@ -140,7 +145,9 @@ class Runtime:
             raise InvalidInputError("only a session can be folded: use rt.session(name), or drop_oldest")
         return self.chat_format.submit(messages, **settings)
 
-    def chat(self, messages: Sequence[Message | Mapping[str, Any]], **settings: Any) -> ChatReply:
+    def chat(
+        self, messages: Sequence[Message | Mapping[str, Any]], **settings: Unpack[ChatKeywords]
+    ) -> ChatReply:
         """The reply to messages; the keywords are those of `submit_chat`."""
         job = self.submit_chat(messages, **settings)
         try:
@@ -149,12 +156,14 @@ class Runtime:
             job.cancel()
 
     def chat_stream(
-        self, messages: Sequence[Message | Mapping[str, Any]], **settings: Any
+        self, messages: Sequence[Message | Mapping[str, Any]], **settings: Unpack[ChatKeywords]
     ) -> Iterator[ChatDelta]:
         """The reply piece by piece. It is queued at once; leaving the loop early cancels the rest."""
         return _deltas(self.submit_chat(messages, **settings))
 
-    async def achat(self, messages: Sequence[Message | Mapping[str, Any]], **settings: Any) -> ChatReply:
+    async def achat(
+        self, messages: Sequence[Message | Mapping[str, Any]], **settings: Unpack[ChatKeywords]
+    ) -> ChatReply:
         """Like `chat`, for asyncio."""
         job = await _submitted(lambda: self.submit_chat(messages, **settings))
         try:
@@ -163,7 +172,7 @@ class Runtime:
             job.cancel()
 
     def achat_stream(
-        self, messages: Sequence[Message | Mapping[str, Any]], **settings: Any
+        self, messages: Sequence[Message | Mapping[str, Any]], **settings: Unpack[ChatKeywords]
     ) -> AsyncIterator[ChatDelta]:
         """Like `chat_stream`, for asyncio; it is queued when the loop begins."""
         return _adeltas(lambda: self.submit_chat(messages, **settings))
@@ -175,19 +184,37 @@ class Runtime:
         system: str | None = None,
         namespace: str = "",
         create: bool = True,
-        **settings: Any,
+        **settings: Unpack[TurnKeywords],
     ) -> Session:
         """A conversation that lasts: the one of that name, or a new one.
 
         Further keywords are settings for each of its turns, as for `submit_chat`.
         """
         return self.sessions.open(
-            name, system=system, namespace=namespace, create=create, settings=settings or None
+            name, system=system, namespace=namespace, create=create, settings=dict(settings) or None
+        )
+
+    async def asession(
+        self,
+        name: str,
+        *,
+        system: str | None = None,
+        namespace: str = "",
+        create: bool = True,
+        **settings: Unpack[TurnKeywords],
+    ) -> Session:
+        """Like `session`, for asyncio: no event loop waits for the disk."""
+        return await asyncio.to_thread(
+            self.session, name, system=system, namespace=namespace, create=create, **settings
         )
 
     def score(self, prompt: str | Sequence[int], *, top: int = 0) -> Reply:
         """The log probabilities of a prompt's own tokens, and its perplexity."""
         return self.generate(prompt, prompt_logprobs=top, max_tokens=1, temperature=0)
+
+    async def ascore(self, prompt: str | Sequence[int], *, top: int = 0) -> Reply:
+        """Like `score`, for asyncio."""
+        return await self.agenerate(prompt, prompt_logprobs=top, max_tokens=1, temperature=0)
 
     def choose(
         self,
@@ -294,8 +321,20 @@ class Runtime:
         self.backend.close()
         self.sessions.close()
 
+    async def aclose(self) -> None:
+        """Like `close`, for asyncio."""
+        await asyncio.to_thread(self.close)
+
     def __enter__(self) -> Runtime:
         return self
+
+    async def __aenter__(self) -> Runtime:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -360,7 +399,7 @@ async def _adeltas(submit: Callable[[], Any]) -> AsyncIterator[Any]:
         job.cancel()
 
 
-_NOT_OPTIONS = {"self", "context", "model", "n_seq"}
+_NOT_OPTIONS = {"model", "unknown"}
 
 
 def open(  # noqa: A001
@@ -370,47 +409,102 @@ def open(  # noqa: A001
     slots: int = 4,
     exact: bool = False,
     queue: int = 256,
+    stall: float | None = None,
     cache: int | None = None,
     store: str | os.PathLike[str] | None = None,
+    store_bytes: int | None = None,
     template: str | os.PathLike[str] | Template | None = None,
     isolated: bool | RestartPolicy = False,
-    **context: Any,
+    gpu_layers: int | Literal["auto"] | None = None,
+    devices: Sequence[str] | None = None,
+    tensor_split: Sequence[float] | None = None,
+    kv_offload: bool | None = None,
+    threads: int | None = None,
+    n_batch: int | None = None,
+    shared: bool | None = None,
+    k_type: str | None = None,
+    v_type: str | None = None,
+    flash: bool | None = None,
+    swa_full: bool | None = None,
+    rope_freq_base: float | None = None,
+    rope_freq_scale: float | None = None,
+    **unknown: Never,
 ) -> Runtime:
     """A runtime on a model: a file, a name, a loaded model, or the default one.
 
-    `n_ctx` is what one request can hold, `slots` how many are served at once; up to `queue` more wait.
-    `cache` is how many bytes of state are kept between requests, 0 for none; `store` is a folder where that
-    state, and every session, outlives the process. `template` is a chat template to use instead of the
-    model's own: a name or a file. With `exact`, a reply does not depend in the last bit on who else is
-    served.
+    `n_ctx` is what one request can hold, `slots` how many are served at once; up to `queue` more wait. While
+    others wait, a prompt is computed in chunks of about `stall` seconds. `cache` is how many bytes of state
+    are kept between requests, 0 for none; `store` is a folder where that state, and every session, outlives
+    the process, and `store_bytes` bounds it. `template` is a chat template to use instead of the model's own:
+    a name or a file. With `exact`, a reply does not depend in the last bit on who else is served.
     With `isolated`, the engine is in a process of its own that may die and is started again; a
-    `RestartPolicy` says when and how. Further keywords are those of `Model.context`.
+    `RestartPolicy` says when and how. `gpu_layers`, `devices`, `tensor_split` and `kv_offload` are those of
+    `Model`; what follows them is as for `Model.context`. None is the default of whoever it is for.
     """
-    known = {*inspect.signature(open).parameters, *inspect.signature(Model.context).parameters, "store_bytes"}
-    if (unknown := unknown_options(context, known - _NOT_OPTIONS)) is not None:
+    if (
+        error := unknown_options(unknown, set(inspect.signature(open).parameters) - _NOT_OPTIONS)
+    ) is not None:
         # Before a model is fetched and loaded for nothing.
-        raise unknown
-    settings: dict[str, Any] = {"n_ctx": n_ctx, "slots": slots, "exact": exact, "queue": queue}
-    settings |= {"cache": cache, "store": store, **context}
+        raise error
+    loading = {
+        "gpu_layers": gpu_layers,
+        "devices": None if devices is None else tuple(devices),
+        "tensor_split": None if tensor_split is None else tuple(tensor_split),
+        "kv_offload": kv_offload,
+    }
+    loading = _given(loading)
+    settings: dict[str, Any] = {
+        "n_ctx": n_ctx,
+        "slots": slots,
+        "exact": exact,
+        "queue": queue,
+        "store": store,
+    }
+    settings |= _given(
+        {
+            "stall": stall,
+            "cache": cache,
+            "store_bytes": store_bytes,
+            "threads": threads,
+            "n_batch": n_batch,
+            "shared": shared,
+            "k_type": k_type,
+            "v_type": v_type,
+            "flash": flash,
+            "swa_full": swa_full,
+            "rope_freq_base": rope_freq_base,
+            "rope_freq_scale": rope_freq_scale,
+        }
+    )
+    loaded = model is not None and not isinstance(model, (str, os.PathLike))
+    if loaded and loading:
+        raise InvalidInputError(
+            f"this model is loaded already: give {', '.join(loading)} to perdure.Model, or name the file here"
+        )
+    backend: Backend
     if isolated:
-        if model is not None and not isinstance(model, (str, os.PathLike)):
+        if loaded:
             raise InvalidInputError(
                 "a loaded model cannot move to another process; give its file or its name"
             )
-        backend: Backend = RemoteBackend(
-            model, restart_policy=isolated if isinstance(isolated, RestartPolicy) else None, **settings
-        )
-    elif model is None or isinstance(model, (str, os.PathLike)):
-        loaded = Model(model)
-        try:
-            backend = LocalBackend(loaded, own_model=True, **settings)
-        except BaseException:
-            loaded.close()
-            raise
+        policy = isolated if isinstance(isolated, RestartPolicy) else None
+        backend = RemoteBackend(cast("str | None", model), restart_policy=policy, loading=loading, **settings)
+    elif loaded:
+        backend = LocalBackend(cast(ModelContract, model), **settings)
     else:
-        backend = LocalBackend(model, **settings)
+        own = load_model(cast("str | None", model), loading, n_ctx=n_ctx, slots=slots)
+        try:
+            backend = LocalBackend(own, own_model=True, **settings)
+        except BaseException:
+            own.close()
+            raise
     try:
         return Runtime(backend, store=store, template=template)
     except BaseException:
         backend.close()
         raise
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that were chosen."""
+    return {name: value for name, value in values.items() if value is not None}

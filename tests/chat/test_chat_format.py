@@ -21,6 +21,7 @@ from perdure import (
     Template,
     TemplateError,
 )
+from perdure.chat.overflow import Overflow
 from perdure.engine.toy import ToyModel
 from subjects import Subject
 
@@ -201,7 +202,7 @@ def test_a_message_that_is_too_long_is_an_error_before_any_work(subject: Subject
 
 
 @pytest.mark.parametrize("policy", ["error", "drop_oldest", "shift", "fold"])
-def test_thirty_turns_at_a_small_context_under_each_policy(policy: str) -> None:
+def test_thirty_turns_at_a_small_context_under_each_policy(policy: Overflow) -> None:
     """C4: dropping happens only by the policy that was asked for, and is said."""
     with toy(n_ctx=256) as rt:
         session = rt.session("alice", system="Be terse.", overflow=policy)

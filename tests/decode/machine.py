@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -64,8 +64,7 @@ class Life(RuleBasedStateMachine):
         self.rt = open_toy(
             self.kind, gate=self.gate, slots=slots, exact=self.exact, queue=QUEUE, cache=cache, n_batch=32
         )
-        loop = inside(self.rt).engine_loop
-        loop._budget = replace(loop._budget, chunk=CHUNK)
+        inside(self.rt).engine_loop._pace.chunk = CHUNK
         self.faults = 0
         self.asked: list[Asked] = []
 

@@ -70,7 +70,9 @@ def open_toy(
     faults: Faults | None = None,
     **settings: Any,
 ) -> Runtime:
-    return perdure.open(toy(kind, gate=gate, faults=faults), **{"n_ctx": 256, "slots": 2, **settings})
+    return perdure.open(
+        toy(kind, gate=gate, faults=faults), **{"n_ctx": 256, "slots": 2, "stall": 0, **settings}
+    )
 
 
 def core(rt: Runtime) -> ToyCore:

@@ -128,12 +128,15 @@ def test_a_bad_request_is_refused_where_the_stream_begins() -> None:
 
 
 def test_an_error_of_the_request_is_raised_where_it_is_awaited() -> None:
+    def broken(tokens: Any, logits: Any) -> Any:
+        return 1 / 0
+
     async def main() -> None:
         with open_toy() as rt:
             with pytest.raises(ZeroDivisionError):
-                await rt.agenerate("a", processors=[lambda tokens, logits: 1 / 0])
+                await rt.agenerate("a", processors=[broken])
             with pytest.raises(ZeroDivisionError):
-                async for _ in rt.astream("a", processors=[lambda tokens, logits: 1 / 0]):
+                async for _ in rt.astream("a", processors=[broken]):
                     pass
 
     run(main())

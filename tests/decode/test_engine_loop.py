@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -224,8 +223,7 @@ def test_the_count_would_show_a_prompt_that_is_not_cut(monkeypatch: pytest.Monke
     """The checks above have teeth: a chunk as long as the prompt is seen."""
     steps, gate = Steps(monkeypatch), Turnstile()
     with open_toy(gate=gate, n_ctx=1024, n_batch=1024) as rt:
-        loop = inside(rt).engine_loop
-        loop._budget = replace(loop._budget, chunk=1024)
+        inside(rt).engine_loop._pace.chunk = 1024
         draws = serve_with_a_long_prompt(rt, steps, gate)
     assert max(steps.sizes[draws[0] : draws[-1]]) > 10 * CHUNK
 

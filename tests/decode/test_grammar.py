@@ -147,7 +147,7 @@ def test_only_one_of_grammar_schema_and_regex_can_be_given(rt: Runtime) -> None:
     with pytest.raises(InvalidInputError, match="give one"):
         rt.submit("a", regex="a", schema={"type": "string"})
     with pytest.raises(InvalidInputError, match="Grammar"):
-        rt.submit("a", grammar="a+")
+        rt.submit("a", grammar="a+")  # type: ignore[arg-type]
 
 
 # Compiled once.

@@ -193,8 +193,8 @@ def test_ruling_out_every_token_is_refused_when_the_request_is_made(rt: Runtime)
 
 
 def test_a_setting_that_does_not_exist_is_refused_by_name(rt: Runtime) -> None:
-    with pytest.raises(InvalidInputError, match="temprature"):
-        rt.submit("a", temprature=1)
+    with pytest.raises(InvalidInputError, match="did you mean 'temperature'"):
+        rt.submit("a", temprature=1)  # type: ignore[call-arg]
     with pytest.raises(InvalidInputError, match="not both"):
         rt.submit("a", sampling=Sampling(), top_k=4)
 

@@ -20,6 +20,7 @@ from engine.shims import needs_compiler, shim
 from perdure import IncompatibleStateError, Model, ModelFileError, ModelLoadError
 from perdure.engine.llama import library, probe
 from perdure.engine.llama.backends import variants
+from perdure.engine.llama.devices import list_devices
 from perdure.identity import content_digest
 from zoo import Recipe, attention
 from zoo.attention import HEAD
@@ -86,6 +87,9 @@ def test_m3_state_without_extra_buffers_is_not_used(answer: Answer, tmp_path: Pa
     never_mixed(answer, tmp_path / "store", **change)
 
 
+@pytest.mark.skipif(
+    not any(each.offloads for each in list_devices(library.load())), reason="this machine has no GPU"
+)
 def test_m3_state_of_other_layers_on_the_gpu_is_not_used(answer: Answer, tmp_path: Path) -> None:
     never_mixed(answer, tmp_path / "store", gpu_layers=2)
 

@@ -132,7 +132,7 @@ def test_a_request_that_kills_every_engine_is_given_up(rt: Runtime) -> None:
 
 def test_samples_that_were_finished_at_a_death_stay_finished(rt: Runtime, hold: Hold) -> None:
     """C7: each sample has a true reason of its own."""
-    request = {"max_tokens": 30, "n": 3, "seed": 4}
+    request: dict[str, Any] = {"max_tokens": 30, "n": 3, "seed": 4}
     job = rt.submit([65, LATER + HOLD], **request)
     hold.reached()
     kill(rt)
@@ -374,8 +374,9 @@ def run_crowd(
             assert seen.reasons == [reply.finish_reason] == ["error"]
     assert told > 0, "the killer never struck anyone"
     assert not crowd.strikes
-    prompt, settings = plans[0][0]
-    assert rt.generate(prompt, **settings).tokens == answer(prompt, **settings)[0].tokens
+    prompt, chosen = plans[0][0]
+    repeated: dict[str, Any] = chosen
+    assert rt.generate(prompt, **repeated).tokens == answer(prompt, **repeated)[0].tokens
     assert rt.load == (0, 0)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perdure.cli import options
+from perdure.cli.offload import Devices, GpuLayers, KvOffload, TensorSplit, loading
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +54,10 @@ def chat(
     store: options.Store = None,
     system: options.SystemText = None,
     ctx: options.Ctx = 4096,
+    gpu_layers: GpuLayers = None,
+    device: Devices = None,
+    tensor_split: TensorSplit = None,
+    kv_offload: KvOffload = True,
     overflow: Annotated[
         Overflow,
         typer.Option(
@@ -95,11 +100,12 @@ def chat(
     system = prompt.system_text(system)
     folder = _folder(store, in_use=session is not None)
     watched = sys.stdin is not None and sys.stdin.isatty()
+    chosen = loading(gpu_layers, device, tensor_split, kv_offload)
     good = True
     with (
         terminal.leaving_in_order(),
         Conversation(
-            terminal.load(name),
+            terminal.load(name, cells=ctx, **chosen),
             session,
             system=system,
             settings=settings,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perdure.cli import options
+from perdure.cli.offload import Devices, GpuLayers, KvOffload, TensorSplit, loading
 
 if TYPE_CHECKING:
     from perdure import ChatReply, Grammar, Job, Model, Reply, Runtime, Session, TurnJob
@@ -39,6 +40,10 @@ def run(
         bool, typer.Option("--raw", help="Complete the text as it is, without the chat template.")
     ] = False,
     ctx: options.Ctx = 4096,
+    gpu_layers: GpuLayers = None,
+    device: Devices = None,
+    tensor_split: TensorSplit = None,
+    kv_offload: KvOffload = True,
     max_tokens: options.MaxTokens = None,
     stop: Annotated[
         list[str] | None,
@@ -170,6 +175,10 @@ def run(
             store=store,
             system=system,
             ctx=ctx,
+            gpu_layers=gpu_layers,
+            device=device,
+            tensor_split=tensor_split,
+            kv_offload=kv_offload,
             template=template,
             schema=schema,
             max_tokens=max_tokens,
@@ -193,7 +202,8 @@ def run(
     system = prompts.system_text(system)
     if go_on:
         session = _latest(store)
-    loaded = terminal.load(name)
+    chosen = loading(gpu_layers, device, tensor_split, kv_offload)
+    loaded = terminal.load(name, cells=ctx * min(samples, _SLOTS), **chosen)
     if not raw and template is None and not loaded.metadata.get("tokenizer.chat_template", "").strip():
         if session is not None or system is not None:
             raise InvalidInputError(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from perdure.cli.offload import Devices, GpuLayers, KvOffload, TensorSplit, loading
 
 if TYPE_CHECKING:
     from perdure.server.app_state import AppState
@@ -48,6 +50,10 @@ def serve(
         int | None,
         typer.Option("--threads", min=1, metavar="N", help="Threads of the engine.", rich_help_panel=_Engine),
     ] = None,
+    gpu_layers: GpuLayers = None,
+    device: Devices = None,
+    tensor_split: TensorSplit = None,
+    kv_offload: KvOffload = True,
     exact: Annotated[
         bool,
         typer.Option(
@@ -197,7 +203,9 @@ def serve(
     have_library()
     with fetching(model or "the default model") as progress:
         path = models.path(model, progress)
-    engine: dict[str, Any] = {} if threads is None else {"threads": threads}
+    engine = loading(gpu_layers, device, tensor_split, kv_offload)
+    if threads is not None:
+        engine["threads"] = threads
     if template is not None:
         engine["template"] = template
     with perdure.open(

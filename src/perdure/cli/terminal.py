@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.cells import cell_len
 
@@ -37,7 +37,7 @@ class Cancellable(Protocol):
     def cancel(self) -> None: ...
 
 
-def load(name: str | None) -> Model:
+def load(name: str | None, **loading: Any) -> Model:
     """The model of that name, or the default one: fetched if need be, with bars for whoever watches."""
     from perdure import Model, models
     from perdure.cli.progress import fetching
@@ -48,9 +48,11 @@ def load(name: str | None) -> Model:
     left = threading.Event()
     with _loading(path) as report, ThreadPoolExecutor(1) as loader:
         # Native code in the main thread would hold Ctrl-C back until it returns.
-        loading = loader.submit(Model, path, progress=lambda done: report(done) and not left.is_set())
+        loaded = loader.submit(
+            Model, path, progress=lambda done: report(done) and not left.is_set(), **loading
+        )
         try:
-            return loading.result()
+            return loaded.result()
         finally:
             left.set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from perdure.decode.executor import Executor
 from perdure.decode.grammar import Grammars
 from perdure.decode.group import SequenceGroup, make_group
 from perdure.decode.job import Job
+from perdure.decode.pace import Pace
 from perdure.decode.repetition import BreakerTable
 from perdure.decode.request import Request
 from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Scheduler, Step, admit
@@ -25,7 +27,9 @@ from perdure.errors import BusyError, ClosedError, EngineError, InvalidInputErro
 T = TypeVar("T")
 
 CHUNK = 64
-"""Prompt tokens a step while others wait: what a running reply can be held up by."""
+"""Prompt tokens a step while others wait, until it is known how long they take; in exact mode always."""
+STALL = 0.05
+"""Seconds for which a running reply may be held up by others' prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +57,22 @@ class EngineLoop:
         exact: bool = False,
         queue: int = 256,
         chunk: int = CHUNK,
+        stall: float = STALL,
         slots: Slots | None = None,
     ) -> None:
         for name, value, low in (("queue", queue, 0), ("chunk", chunk, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise InvalidInputError(f"{name} is a whole number from {low}, got {value!r}")
+        if isinstance(stall, bool) or not isinstance(stall, (int, float)) or not 0 <= stall < math.inf:
+            raise InvalidInputError(f"stall is a number of seconds, 0 for chunks of {CHUNK}, got {stall!r}")
         self._model = model
         self._context = context
         self._limit = queue
         self._scheduler: Scheduler = ExactScheduler() if exact else BatchScheduler()
-        self._budget = Budget(
-            tokens=context.n_batch,
-            rows=context.capabilities.max_outputs,
-            chunk=min(chunk, context.n_batch),
-        )
+        # Exact replies are cut at fixed places, however long that takes.
+        self._pace = Pace(chunk=chunk, largest=context.n_batch, stall=0 if exact else stall)
         self._slots = slots or FreshSlots(context)
-        self._executor = Executor(context, self._slots)
+        self._executor = Executor(context, self._slots, self._pace)
         self._grammars = Grammars(model)
         self._breakers = BreakerTable(model)
         self._changed = threading.Condition()
@@ -221,7 +225,9 @@ class EngineLoop:
 
     def _plan(self) -> list[Step]:
         self._turn += 1
-        return self._scheduler.plan(self._active, self._slots, self._budget, turn=self._turn)
+        context = self._context
+        budget = Budget(tokens=context.n_batch, rows=context.capabilities.max_outputs, chunk=self._pace.chunk)
+        return self._scheduler.plan(self._active, self._slots, budget, turn=self._turn)
 
     def _collect(self) -> None:
         """Hand the slots of finished sequences on, and finished requests back."""

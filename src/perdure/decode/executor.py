@@ -14,6 +14,7 @@ import numpy as np
 from perdure.decode.candidates import Candidates
 from perdure.decode.group import SequenceGroup
 from perdure.decode.output_queue import OutputQueue, notify
+from perdure.decode.pace import TIMED, Pace
 from perdure.decode.sampler import draw
 from perdure.decode.scheduler import Step
 from perdure.decode.sequence import TokenSequence
@@ -23,9 +24,6 @@ from perdure.engine.contract import Rows
 from perdure.errors import DecodeCancelled, InvalidInputError, PerdureError
 
 log = logging.getLogger("perdure.decode")
-
-_TIMED = 16
-"""Steps of so many tokens tell how fast prompts are computed; shorter ones are mostly overhead."""
 
 
 _Draw: TypeAlias = tuple[TokenSequence, Candidates]
@@ -39,9 +37,10 @@ class Executor:
     what its slot holds; no reader is waited for.
     """
 
-    def __init__(self, context: Context, slots: Slots) -> None:
+    def __init__(self, context: Context, slots: Slots, pace: Pace) -> None:
         self._context = context
         self._slots = slots
+        self._pace = pace
         # Reentrant: the garbage collector drops jobs, and so cancels requests, anywhere.
         self._lock = threading.RLock()
         self._in_flight: frozenset[int] = frozenset()
@@ -126,8 +125,10 @@ class Executor:
                 self.notify()
                 start = time.monotonic()
                 self._context.step(feeds)
-                if (count := sum(chunk.count for chunk in step)) >= _TIMED:
-                    self._slots.timed(count, time.monotonic() - start)
+                if (count := sum(chunk.count for chunk in step)) >= TIMED:
+                    seconds = time.monotonic() - start
+                    self._slots.timed(count, seconds)
+                    self._pace.observe(count, seconds)
         finally:
             with self._lock:
                 self._in_flight = frozenset()

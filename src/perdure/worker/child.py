@@ -19,13 +19,12 @@ from dataclasses import replace
 from typing import Any, cast
 
 from perdure import system
-from perdure.backend import LocalBackend
+from perdure.backend import LocalBackend, load_model
 from perdure.decode.embedding import Embeddings
 from perdure.decode.job import Job
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Reply
 from perdure.engine.contract import Model as ModelContract
-from perdure.engine.llama.model import Model
 from perdure.errors import ClosedError, EngineError, InvalidInputError
 from perdure.worker.connection import Connection, pack
 from perdure.worker.protocol import (
@@ -297,7 +296,12 @@ def main(fd: int) -> None:
 
 
 def _build(setup: Setup) -> LocalBackend:
-    model: ModelContract = _made(setup.model) if setup.factory else Model(setup.model)
+    model: ModelContract
+    if setup.factory:
+        model = _made(setup.model)
+    else:
+        room = {name: setup.settings.get(name, default) for name, default in (("n_ctx", 4096), ("slots", 4))}
+        model = load_model(setup.model, setup.loading, **room)
     try:
         return LocalBackend(model, own_model=True, **setup.settings)
     except BaseException:

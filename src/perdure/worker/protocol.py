@@ -28,6 +28,8 @@ class Setup:
     model: str
     factory: bool
     settings: Mapping[str, Any]
+    loading: Mapping[str, Any]
+    """How the file is loaded: layers on a GPU, and which."""
     paths: Sequence[str]
     """Where the parent finds its modules: a factory may be in any of them."""
     pulse: float

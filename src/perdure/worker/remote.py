@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
@@ -44,6 +44,7 @@ class RemoteBackend:
         *,
         restart_policy: RestartPolicy | None = None,
         store: str | os.PathLike[str] | None = None,
+        loading: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         system.require_child_pipes("an engine in a process of its own")
@@ -54,6 +55,7 @@ class RemoteBackend:
             model=model,
             factory=factory,
             settings={**settings, "store": None if store is None else os.path.abspath(store)},
+            loading=loading or {},
             paths=tuple(sys.path),
             pulse=1.0,
             log_level=logging.getLogger("perdure").getEffectiveLevel(),

@@ -5,19 +5,31 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
 from perdure import models, system
+from perdure.config import settings
 from perdure.engine.context import Context
 from perdure.engine.contract import Capabilities, Memory, MemoryKind
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.llama import library
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.core import LlamaCore
+from perdure.engine.llama.devices import list_devices
 from perdure.engine.llama.figures import check_figures, rope_factors, rope_limit
+from perdure.engine.llama.offload import (
+    CPU_ONLY,
+    GpuLayers,
+    ModelBytes,
+    Offload,
+    check_gpu_layers,
+    check_split,
+    choose_devices,
+    plan_offload,
+)
 from perdure.engine.llama.vocabulary import Vocabulary
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, InvalidInputError, ModelFileError, ModelLoadError, OutOfMemoryError
@@ -50,27 +62,62 @@ class Model:
         self,
         source: str | os.PathLike[str] | None = None,
         *,
-        gpu_layers: int = 0,
+        gpu_layers: GpuLayers | None = None,
+        devices: Sequence[str] | None = None,
+        tensor_split: Sequence[float] | None = None,
+        kv_offload: bool = True,
+        cells: int = 4096,
         progress: Callable[[float], bool] | None = None,
     ) -> None:
+        """Load a model: a file, a name, or the default one.
+
+        `gpu_layers` is how many layers go to the GPU: "auto" for as many as fit beside a context of `cells`
+        tokens; None for PERDURE_GPU_LAYERS, or "auto". `devices` names GPUs, `tensor_split` has a share for
+        each. Without `kv_offload` the K/V cache stays in the machine's own memory.
+        """
         self.path: Path = models.path(source)
         header = models.read_header(self.path)
         check_figures(header)
         self._files = [self.path.with_name(name) for name in part_names(self.path.name)]
         self._versions = [_version(file) for file in self._files]
-        weights = Weights(self.path, gpu_layers=gpu_layers, progress=progress)
         lib = library.load()
+        self._kv_offload = kv_offload
+        self._offload = self._plan(gpu_layers, devices, cells)
+        split = check_split(tensor_split, self._offload.devices)
+        weights = Weights(self.path, offload=self._offload, tensor_split=split, progress=progress)
         if not lib.llama_model_has_decoder(weights.handle) or lib.llama_model_has_encoder(weights.handle):
             raise ModelLoadError(f"{self.path.name} has an encoder; only decoder models can keep sessions")
         self._weights: Weights | None = weights
         self._words: Vocabulary | None = Vocabulary(weights)
         self.n_vocab = weights.n_vocab
-        self._gpu_layers = gpu_layers
+        self._split = split
         self._memory = _memory(lib, weights)
         self._rope_limit = rope_limit(header)
         self._said_trained = False
 
+    def _plan(self, gpu_layers: GpuLayers | None, devices: Sequence[str] | None, cells: int) -> Offload:
+        """What goes to the GPU. What does not fit is said here, before anything is loaded."""
+        asked = settings().gpu_layers if gpu_layers is None else check_gpu_layers(gpu_layers)
+        chosen = choose_devices(list_devices(library.load()), devices)
+        if not chosen or asked == 0:
+            if asked not in (0, "auto"):
+                raise InvalidInputError(
+                    f"{asked} layers were to go to a GPU, but the llama.cpp library in use has none: install "
+                    "one with a GPU backend (perdure engine install), or leave gpu_layers out"
+                )
+            return CPU_ONLY
+        needs = ModelBytes.of(models.read_parts(self.path), cells=cells, kv=self._kv_offload)
+        plan = plan_offload(asked, chosen, needs, self.path.name)
+        if plan.note:
+            log.warning("%s", plan.note)
+        return plan if plan.layers else CPU_ONLY
+
     # What it is.
+
+    @property
+    def gpu_layers(self) -> int:
+        """How many layers are on a GPU; one more than the model has where all are."""
+        return self._offload.layers
 
     @property
     def memory(self) -> Memory:
@@ -191,6 +238,7 @@ class Model:
         params.n_outputs_max = max(min(_ROWS, n_batch), n_seq)
         params.type_k, params.type_v = _TYPES[k_type], _TYPES[v_type]
         params.kv_unified = shared
+        params.offload_kqv = self._kv_offload
         params.swa_full = swa_full
         core = LlamaCore(weights, params, self._memory.kind, causal=weights.causal)
         memory = Memory(kind=self._memory.kind, window=self._memory.window, keeps_window=swa_full)
@@ -211,7 +259,7 @@ class Model:
                 layout=f"{streams} streams",
                 engine=engine.identity,
                 kernels=engine.kernels,
-                devices=f"{engine.devices}; {self._gpu_layers} layers on a GPU",
+                devices=f"{engine.devices}; {self._kernels()}",
             )
 
         return Context(
@@ -220,7 +268,7 @@ class Model:
             capabilities=Capabilities(
                 truncate=memory.cuts,
                 shift=core.can_shift(),
-                abort=self._gpu_layers == 0,
+                abort=self._offload.layers == 0,
                 shared=shared,
                 max_outputs=params.n_outputs_max,
             ),
@@ -307,15 +355,41 @@ class Model:
         lib = library.load()
         heads = max(1, lib.llama_model_n_head(handle))
         width = lib.llama_model_n_embd(handle) / heads * max(1, lib.llama_model_n_head_kv(handle))
-        if self._memory.kind is MemoryKind.RECURRENT or self._gpu_layers:
+        if self._memory.kind is MemoryKind.RECURRENT:
             return
-        needed = cells * lib.llama_model_n_layer(handle) * width * (_BITS[k_type] + _BITS[v_type]) / 8
+        layers = max(1, lib.llama_model_n_layer(handle))
+        needed = cells * layers * width * (_BITS[k_type] + _BITS[v_type]) / 8
+        if self._offload.layers and self._kv_offload:
+            away = needed * min(1.0, self._offload.layers / layers)
+            needed -= away
+            self._check_devices(away, cells)
         physical = system.physical_memory()
         if physical is not None and needed > physical:
             raise OutOfMemoryError(
                 f"{cells} cells need {needed / 2**30:.1f} GiB, this machine has {physical / 2**30:.1f}: "
                 "choose a smaller n_ctx, fewer sequences, or a smaller k_type and v_type"
             )
+
+    def _check_devices(self, needed: float, cells: int) -> None:
+        """Refuse a K/V cache that the devices have no room for now that the weights are there."""
+        names = {device.name for device in self._offload.devices}
+        now = [device for device in list_devices(library.load()) if device.name in names]
+        free = sum(device.free for device in now)
+        if needed > free:
+            raise OutOfMemoryError(
+                f"{cells} cells need {needed / 2**30:.1f} GiB on {' and '.join(map(str, now))}: about "
+                f"{int(cells * free / needed)} fit. Choose a smaller n_ctx, fewer slots, smaller k_type and "
+                "v_type, fewer gpu_layers, or kv_offload=False"
+            )
+
+    def _kernels(self) -> str:
+        """What computes besides the CPU, as far as it changes what state bytes mean."""
+        plan = self._offload
+        if not plan.layers:
+            return "0 layers on a GPU"
+        names = "+".join(f"{device.name} {device.description}" for device in plan.devices)
+        split = "" if self._split is None else f", split {self._split}"
+        return f"{plan.layers} layers on {names}{split}, cache {'there' if self._kv_offload else 'here'}"
 
 
 def _params(threads: int | None, flash: bool, rope_freq_base: float, rope_freq_scale: float) -> Any:

@@ -12,17 +12,35 @@ from typing import Any
 from perdure.engine.llama import library
 from perdure.engine.llama.declarations import ProgressCallback
 from perdure.engine.llama.log_sink import complaints
+from perdure.engine.llama.offload import Offload
 from perdure.errors import ModelLoadError
+
+_MAX_DEVICES = 128
+"""The library reads as many shares as it may have devices, which is fewer."""
 
 
 class Weights:
     """Owns one `llama_model`. Contexts hold it too, so it goes with the last of them."""
 
-    def __init__(self, path: Path, *, gpu_layers: int, progress: Callable[[float], bool] | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        offload: Offload,
+        tensor_split: tuple[float, ...] | None = None,
+        progress: Callable[[float], bool] | None,
+    ) -> None:
         self._lib = lib = library.load()
         self.handle: Any = None
         params = lib.llama_model_default_params()
-        params.n_gpu_layers = gpu_layers
+        params.n_gpu_layers = offload.layers
+        # Held here until the file is loaded: the library only gets pointers.
+        handles = (ctypes.c_void_p * (len(offload.devices) + 1))(*(each.handle for each in offload.devices))
+        shares = (ctypes.c_float * max(_MAX_DEVICES, len(offload.devices)))(*(tensor_split or ()))
+        # An empty list keeps the library from using a GPU at all.
+        params.devices = handles
+        if tensor_split is not None:
+            params.tensor_split = shares
         params.use_extra_bufts = library.loaded().extra_buffers
         callback = None
         if progress is not None:

@@ -1,0 +1,30 @@
+"""The keywords of a chat request, typed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from perdure.chat.message import Tool
+from perdure.chat.options import ToolChoice
+from perdure.chat.overflow import Overflow
+from perdure.chat.parsing.markers import ReasoningMode
+from perdure.decode.keywords import ReplyKeywords
+
+
+class TurnKeywords(ReplyKeywords, total=False):
+    """How a turn of a conversation is made."""
+
+    tools: Sequence[Tool | Mapping[str, Any]] | None
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool
+    reasoning: ReasoningMode
+    reasoning_budget: int | None
+    overflow: Overflow
+    variables: Mapping[str, Any] | None
+
+
+class ChatKeywords(TurnKeywords, total=False):
+    """What `chat` and its like take besides the messages."""
+
+    namespace: str

@@ -1,0 +1,75 @@
+"""Options of every command that loads a model: how much of it goes to a GPU."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+_GPU = "GPU"
+
+
+def _layers(text: str | None) -> str | None:
+    if text is not None and text != "auto" and not text.isdecimal():
+        raise typer.BadParameter(f"a whole number from 0, or auto; got {text}")
+    return text
+
+
+def _shares(text: str | None) -> str | None:
+    if text is None:
+        return None
+    try:
+        shares = [float(share) for share in text.split(",")]
+    except ValueError:
+        shares = [-1.0]
+    if min(shares) < 0 or not sum(shares):
+        raise typer.BadParameter(f"shares such as 3,1, none below 0; got {text}")
+    return text
+
+
+GpuLayers = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-layers",
+        metavar="N|auto",
+        callback=_layers,
+        help="Layers on the GPU; auto: as many as fit. Else PERDURE_GPU_LAYERS, or auto.",
+        rich_help_panel=_GPU,
+    ),
+]
+Devices = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--device", metavar="NAME", help="A GPU to use; may be given several times.", rich_help_panel=_GPU
+    ),
+]
+TensorSplit = Annotated[
+    str | None,
+    typer.Option(
+        "--tensor-split",
+        metavar="A,B",
+        callback=_shares,
+        help="The share of each GPU; else by its free memory.",
+        rich_help_panel=_GPU,
+    ),
+]
+KvOffload = Annotated[
+    bool,
+    typer.Option("--kv-offload/--no-kv-offload", help="The K/V cache on the GPU too.", rich_help_panel=_GPU),
+]
+
+
+def loading(
+    gpu_layers: str | None, devices: list[str] | None, tensor_split: str | None, kv_offload: bool
+) -> dict[str, Any]:
+    """What was chosen, as keywords of `perdure.Model` and `perdure.open`."""
+    found: dict[str, Any] = {}
+    if gpu_layers is not None:
+        found["gpu_layers"] = gpu_layers if gpu_layers == "auto" else int(gpu_layers)
+    if devices:
+        found["devices"] = tuple(devices)
+    if tensor_split is not None:
+        found["tensor_split"] = tuple(float(share) for share in tensor_split.split(","))
+    if not kv_offload:
+        found["kv_offload"] = False
+    return found
