@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from perdure.cache.block import BlockId
-from perdure.cache.siblings import Siblings, beginnings, closest, common, continuations, key_of
+from perdure.cache.block import Block, BlockId
+from perdure.cache.siblings import Siblings, beginnings, closest, common, continuations, key_of, merged
 
 ROOT = BlockId(bytes(32))
 TEXTS = st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=5), max_size=40)
@@ -91,3 +91,18 @@ def test_a_look_reads_as_many_of_ten_thousand_siblings_as_of_ten() -> None:
             shelf.siblings.remove(name)
         assert len(shelf.siblings) == count // 2
     assert looked[2] <= 50 * 5
+
+
+def test_what_both_tiers_hold_is_read_once_and_no_further_than_asked() -> None:
+    read = 0
+
+    def walk(count: int) -> Iterator[Block]:
+        nonlocal read
+        for number in range(count):
+            read += 1
+            yield Block.make(ROOT, 0, ids([number]), None, None)
+
+    found = merged(walk(10_000), walk(10_000), back=False)
+    assert [int(next(found).tokens[0]) for _ in range(3)] == [0, 1, 2]
+    assert read <= 8
+    assert len(list(merged(walk(50), walk(70), back=False))) == 70

@@ -6,6 +6,7 @@ would stand. So a look-up reads two neighbours, however many blocks follow the s
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
@@ -13,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import BlockId
+from perdure.cache.block import BlockId, Entry
 
 Ids = NDArray[np.int32]
 
@@ -27,6 +28,7 @@ class HasTokens(Protocol):
 
 
 E = TypeVar("E", bound=HasTokens, covariant=True)
+N = TypeVar("N", bound=Entry)
 V = TypeVar("V")
 
 
@@ -80,6 +82,15 @@ def continuations(source: Source[E], parent: BlockId, tokens: Ids) -> Iterator[E
         if common(entry.tokens, tokens) < len(tokens):
             return
         yield entry
+
+
+def merged(first: Iterator[N], second: Iterator[N], *, back: bool) -> Iterator[N]:
+    """Two sorted walks as one, read no further than asked; what is in both is taken from the first."""
+    last: BlockId | None = None
+    for entry in heapq.merge(first, second, key=lambda each: key_of(each.tokens), reverse=back):
+        if entry.id != last:
+            last = entry.id
+            yield entry
 
 
 class SortedKeys(Generic[V]):

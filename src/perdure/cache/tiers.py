@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from perdure.cache.block import Block, BlockId, Entry, chain
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.rates import Rates
-from perdure.cache.siblings import beginnings, closest, common, key_of
+from perdure.cache.siblings import beginnings, closest, common, merged
 from perdure.errors import CorruptStateError
 
 Ids = NDArray[np.int32]
@@ -213,9 +212,7 @@ class Tiers:
         here: Iterator[Entry] = self.memory.children(parent, start=start, back=back)
         if self.lower is None:
             return here
-        lower = self.lower.children(parent, start=start, back=back)
-        there = (entry for entry in lower if entry.id not in self.memory)
-        return heapq.merge(here, there, key=lambda entry: key_of(entry.tokens), reverse=back)
+        return merged(here, self.lower.children(parent, start=start, back=back), back=back)
 
     def drop(self, block: BlockId) -> None:
         self.memory.drop(block)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from perdure.cache.block import Block, BlockId
-from perdure.cache.siblings import Siblings, key_of
+from perdure.cache.siblings import Siblings, key_of, merged
 from perdure.errors import StoreError
 from perdure.store.disk import DiskTier, Entry
 
@@ -60,7 +59,7 @@ class WriteBehind:
         """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
         waiting: Iterator[Entry | Block] = self._waiting(parent, start, back)
         written: Iterator[Entry | Block] = self._written(parent, start, back)
-        return heapq.merge(waiting, written, key=lambda entry: key_of(entry.tokens), reverse=back)
+        return merged(waiting, written, back=back)
 
     def _waiting(self, parent: BlockId, start: bytes, back: bool) -> Iterator[Block]:
         with self._changed:
@@ -81,7 +80,7 @@ class WriteBehind:
         )
         while (entry := self._read(lambda: next(known, None), None)) is not None:
             with self._changed:
-                hidden = entry.id in self._pending or entry.id in self._damaged
+                hidden = entry.id in self._damaged
             if not hidden:
                 yield entry
 
