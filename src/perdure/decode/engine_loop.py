@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
@@ -45,8 +44,7 @@ class EngineLoop:
     """Serves requests on one context, from any thread: admit → plan → execute → deliver.
 
     Always holds: a running request has a slot of its own, with room for all that it may write; an error
-    ends only the request that it belongs to; no reader is ever waited for. In `exact` mode every native
-    step is of one request and cut at fixed places, so a reply never depends on who else is served.
+    ends only the request that it belongs to; no reader is ever waited for.
     """
 
     def __init__(
@@ -63,12 +61,11 @@ class EngineLoop:
         for name, value, low in (("queue", queue, 0), ("chunk", chunk, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise InvalidInputError(f"{name} is a whole number from {low}, got {value!r}")
-        if isinstance(stall, bool) or not isinstance(stall, (int, float)) or not 0 <= stall < math.inf:
-            raise InvalidInputError(f"stall is a number of seconds, 0 for chunks of {CHUNK}, got {stall!r}")
         self._model = model
         self._context = context
         self._limit = queue
         self._scheduler: Scheduler = ExactScheduler() if exact else BatchScheduler()
+        self._rows = context.capabilities.max_outputs
         # Exact replies are cut at fixed places, however long that takes.
         self._pace = Pace(chunk=chunk, largest=context.n_batch, stall=0 if exact else stall)
         self._slots = slots or FreshSlots(context)
@@ -192,9 +189,8 @@ class EngineLoop:
         for call in calls:
             with self._changed:
                 self._stop_call = call.stop
-                closing = self._closing and call.stop is not None
             try:
-                if closing:
+                if self._closing and call.stop is not None:
                     raise ClosedError("this runtime is closed")
                 result = call.function()
             except BaseException as error:
@@ -225,8 +221,7 @@ class EngineLoop:
 
     def _plan(self) -> list[Step]:
         self._turn += 1
-        context = self._context
-        budget = Budget(tokens=context.n_batch, rows=context.capabilities.max_outputs, chunk=self._pace.chunk)
+        budget = Budget(tokens=self._context.n_batch, rows=self._rows, chunk=self._pace.chunk)
         return self._scheduler.plan(self._active, self._slots, budget, turn=self._turn)
 
     def _collect(self) -> None:
@@ -251,10 +246,5 @@ class EngineLoop:
             call.answer.set_exception(ClosedError("this runtime is closed"))
         cause = None if error is None else EngineError(f"the engine thread ended: {error!r}")
         for group in groups:
-            if cause is None:
-                group.cancel()
-            else:
-                for sequence in group.sequences:
-                    if not sequence.done:
-                        sequence.finish("error", error=cause)
+            group.cancel() if cause is None else group.fail(cause)
             group.deliver()

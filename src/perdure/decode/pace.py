@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+from perdure.errors import InvalidInputError
+
 TIMED = 16
 """Steps of so many tokens tell how fast prompts are computed; shorter ones are mostly overhead."""
 
@@ -13,6 +17,8 @@ class Pace:
     """
 
     def __init__(self, *, chunk: int, largest: int, stall: float) -> None:
+        if isinstance(stall, bool) or not isinstance(stall, (int, float)) or not 0 <= stall < math.inf:
+            raise InvalidInputError(f"stall is a number of seconds, 0 for chunks of {chunk}, got {stall!r}")
         self.chunk = min(chunk, largest)
         self._largest = largest
         self._stall = stall
