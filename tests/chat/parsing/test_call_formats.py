@@ -7,11 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from perdure import Tool, ToolCall
-from perdure.chat.parsing.call_writer import TaggedText
+from perdure.chat.parsing.call_writer import ID, INDEX, TaggedText
 from perdure.chat.parsing.families import Family, family, names
 from perdure.chat.parsing.reply_parser import ReplyParser, gather
 
@@ -84,6 +84,7 @@ def test_any_arguments_are_read_back_as_they_were_written(name: str) -> None:
 
     @settings(max_examples=25, deadline=None)
     @given(st.lists(arguments(chosen), min_size=1, max_size=2), st.lists(st.integers(0, 2000), max_size=6))
+    @example([{"text": f"a{ID}b{INDEX}"}], [])
     def check(given_arguments: list[dict[str, Any]], cuts: list[int]) -> None:
         calls = [
             ToolCall(id="", name="do_it", arguments=json.dumps(each, ensure_ascii=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import jsonschema
@@ -162,8 +163,8 @@ def test_several_calls_may_be_written_where_they_are_allowed(name: str) -> None:
     chosen, model = family(name), ToyModel()
     assert chosen.calls is not None
     calls = [
-        ToolCall(id="", name="get_weather", arguments='{"city": "Söul"}'),
-        ToolCall(id="", name="search", arguments='{"n": 7, "on": true}'),
+        ToolCall(id="a1b2c3d4e5", name="get_weather", arguments='{"city": "Söul"}'),
+        ToolCall(id="zzzzzzzzz0", name="search", arguments='{"n": 7, "on": true}'),
     ]
     text = chosen.calls.writer.write(calls)
     matcher = Grammars(model).matcher(chosen.grammar(SMALL, parallel=True))
@@ -173,6 +174,24 @@ def test_several_calls_may_be_written_where_they_are_allowed(name: str) -> None:
     single = Grammars(model).matcher(chosen.grammar(SMALL, parallel=False))
     with pytest.raises(GrammarError):
         feed(single, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [
+        ("solar", [("a1b2c3d4e5", True), ("", False), ("a1b2c3d4e", False), ("A1B2C3D4E5", False)]),
+    ],
+)
+def test_ids_in_calls_are_as_the_template_asks_for_them(name: str, ids: list[tuple[str, bool]]) -> None:
+    """Solar's template says: ten small letters or digits."""
+    chosen = family(name)
+    for given, is_taken in ids:
+        text = chosen.writer.write([ToolCall(id=given, name="search", arguments='{"n": 7}')])
+        matcher = Grammars(ToyModel()).matcher(chosen.grammar(SMALL, parallel=False))
+        with nullcontext() if is_taken else pytest.raises(GrammarError):
+            feed(matcher, text)
+        (call,) = parse_reply(chosen, text, tools=SMALL).tool_calls
+        assert call.id == given or not given
 
 
 def test_control_tokens_are_asked_for_by_their_ids(rt: Runtime) -> None:

@@ -56,8 +56,9 @@ def test_its_grammar_takes_what_its_writer_writes(path: Path) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}}
     tools = [Tool.parse({"name": name, "parameters": schema}) for name in ("weather", "stop")]
     arguments = ('{"city": "Söul", "n": 7}', '{"city": "a"}')
+    beginning = "abcdefghi" if "Solar" in path.stem else "abcdefgh"
     calls = [
-        ToolCall(id=f"abcdefgh{index}", name=tool.name, arguments=arguments[index])
+        ToolCall(id=f"{beginning}{index}", name=tool.name, arguments=arguments[index])
         for index, tool in enumerate(tools)
     ]
     found = form(path)

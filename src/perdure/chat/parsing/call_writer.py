@@ -18,7 +18,8 @@ _COMBINING = frozenset(("additionalProperties", "patternProperties", "anyOf", "o
 _ANY_TEXT = "/(?s:.*)/"
 EMPTY = '""'
 ID, INDEX = "\ue010", "\ue011"
-"""In the pieces of a call: where its id stands, and where its number, which begins at `first_index`."""
+"""In the pieces of a call: where its id stands, and where its number, which begins at `first_index`. In
+names and arguments they are characters like any other."""
 _PLACES = re.compile(f"({ID}|{INDEX})")
 
 
@@ -47,9 +48,9 @@ class Rules:
             if part
         )
 
-    def piece(self, text: str) -> str:
+    def piece(self, text: str, id_pattern: str) -> str:
         """A literal with places for an id or a number."""
-        places = {ID: "/[a-zA-Z0-9]{9}/", INDEX: "/[0-9]+/"}
+        places = {ID: f"/{id_pattern}/", INDEX: "/[0-9]+/"}
         return " ".join(places.get(part) or self.literal(part) for part in _PLACES.split(text) if part)
 
     def words(self, text: str) -> str:
@@ -88,12 +89,11 @@ class CallWriter:
     between: str = ""
     end: str = ""
     first_index: int = 0
+    id_pattern: str = "[a-zA-Z0-9]{9}"
+    """What a model's own ids are like, for formats that have them; as Mistral wants them, unless told."""
 
     def write(self, calls: Iterable[ToolCall]) -> str:
-        written = (
-            self.call_text(call).replace(ID, call.id).replace(INDEX, str(self.first_index + number))
-            for number, call in enumerate(calls)
-        )
+        written = (self.call_text(call, number) for number, call in enumerate(calls, self.first_index))
         return self.start + self.between.join(written) + self.end
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool, control: Mapping[str, int]) -> Grammar:
@@ -102,7 +102,7 @@ class CallWriter:
         more = f"({rules.literal(self.between)} {call})*" if parallel else ""
         return rules.grammar(f"{rules.literal(self.start)} {call} {more} {rules.literal(self.end)}")
 
-    def call_text(self, call: ToolCall) -> str:
+    def call_text(self, call: ToolCall, number: int) -> str:
         raise NotImplementedError
 
     def call_rule(self, rules: Rules, tool: Tool) -> str:
@@ -117,11 +117,12 @@ class CallText(CallWriter):
     middle: str
     tail: str = ""
 
-    def call_text(self, call: ToolCall) -> str:
-        return self.head + call.name + self.middle + call.arguments + self.tail
+    def call_text(self, call: ToolCall, number: int) -> str:
+        head, middle, tail = (_filled(each, call, number) for each in (self.head, self.middle, self.tail))
+        return head + call.name + middle + call.arguments + tail
 
     def call_rule(self, rules: Rules, tool: Tool) -> str:
-        head, middle, tail = map(rules.piece, (self.head, self.middle, self.tail))
+        head, middle, tail = (rules.piece(e, self.id_pattern) for e in (self.head, self.middle, self.tail))
         return f"{head} {rules.words(tool.name)} {middle} {rules.json(strict(tool.parameters))} {tail}"
 
 
@@ -140,13 +141,14 @@ class TaggedText(CallWriter):
     name_end_bare: str | None = None
     """What ends a name without arguments, where that differs."""
 
-    def call_text(self, call: ToolCall) -> str:
+    def call_text(self, call: ToolCall, number: int) -> str:
         arguments = call.parsed
+        name_end = _filled(self._name_end(bool(arguments)), call, number)
         written = "".join(
             f"{self.key_head}{key}{self._key_end(value)}{_bare(value)}{self.value_end}"
             for key, value in arguments.items()
         )
-        return self.head + call.name + self._name_end(bool(arguments)) + written + self.tail
+        return self.head + call.name + name_end + written + self.tail
 
     def call_rule(self, rules: Rules, tool: Tool) -> str:
         schema, required = tool.parameters, tool.parameters.get("required") or ()
@@ -155,8 +157,8 @@ class TaggedText(CallWriter):
             for key, each in properties_of(schema).items()
         ]
         start = f"{rules.literal(self.head)} {rules.words(tool.name)}"
-        some = f"{rules.piece(self._name_end(True))} {rules.members(members, '')}"
-        none = rules.piece(self._name_end(False))
+        some = f"{rules.piece(self._name_end(True), self.id_pattern)} {rules.members(members, '')}"
+        none = rules.piece(self._name_end(False), self.id_pattern)
         if not members:
             some = none
         elif not any(required for _, required in members) and self.name_end_bare is not None:
@@ -205,6 +207,11 @@ def strict(schema: Mapping[str, Any]) -> dict[str, Any]:
         made["additionalProperties"] = False
         made.setdefault("properties", {})
     return made
+
+
+def _filled(piece: str, call: ToolCall, number: int) -> str:
+    """A piece of a call with its id and its number in their places."""
+    return _PLACES.sub(lambda place: call.id if place[0] == ID else str(number), piece)
 
 
 def _kind(value: Any) -> str:

@@ -155,7 +155,8 @@ class _Probe:
         if json_of not in rest:
             return None
         middle, _, behind = rest.partition(json_of)
-        made = CallText(head=before, middle=middle, tail=behind)
+        ids = self._family.writer.id_pattern
+        made = CallText(head=before, middle=middle, tail=behind, id_pattern=ids)
         if two is not None and two.count(json_of) == 2 and two.count(_NAMES[1]) == 1:
             between, _, rest = two.partition(json_of)[2].partition(_NAMES[1])
             plain, middle = middle, _indexed(middle, rest.partition(json_of)[0])

@@ -30,7 +30,7 @@ _ATOM = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]
 class _Gemma4Text(CallWriter):
     """`call:name{key:value,…}`."""
 
-    def call_text(self, call: ToolCall) -> str:
+    def call_text(self, call: ToolCall, number: int) -> str:
         return f"<|tool_call>call:{call.name}{_written(call.parsed)}{_CLOSE}"
 
     def call_rule(self, rules: Rules, tool: Tool) -> str:

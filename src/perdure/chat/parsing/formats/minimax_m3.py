@@ -37,7 +37,7 @@ class _MiniMaxText(CallWriter):
         start, end = rules.words("<tool_call>\n"), rules.words("</tool_call>")
         return rules.grammar(f"{mark} {start} {call} {more} {mark} {end}")
 
-    def call_text(self, call: ToolCall) -> str:
+    def call_text(self, call: ToolCall, number: int) -> str:
         inner = "".join(_written(key, value) for key, value in call.parsed.items())
         return f'{_MARK}<invoke name="{call.name}">{inner}{_MARK}</invoke>\n'
 

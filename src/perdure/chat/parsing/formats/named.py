@@ -206,5 +206,7 @@ SOLAR = NamedCalls(
         head=f"<|tool_call:begin|>{ID}<|tool_call:name|>",
         middle="<|tool_call:args|>",
         tail="<|tool_call:end|>",
+        id_pattern="[a-z0-9]{10}",
     ),
 )
+"""Solar: calls with ids, which the template asks for as ten small letters or digits."""

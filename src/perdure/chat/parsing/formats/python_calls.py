@@ -56,7 +56,7 @@ class PythonCalls(CallFormat):
 class PythonText(CallWriter):
     """A call with keywords, whose values are JSON: Python's own words for them are read, too."""
 
-    def call_text(self, call: ToolCall) -> str:
+    def call_text(self, call: ToolCall, number: int) -> str:
         written = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in call.parsed.items())
         return f"{call.name}({', '.join(written)})"
 

@@ -18,7 +18,7 @@ from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
 class _MuseText(CallWriter):
     """A message to each tool, with its call."""
 
-    def call_text(self, call: ToolCall) -> str:
+    def call_text(self, call: ToolCall, number: int) -> str:
         return f" to={call.name}<|message|>{ATEM.writer.write([call])}"
 
     def call_rule(self, rules: Rules, tool: Tool) -> str:
