@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -275,3 +276,10 @@ def test_damage_in_the_middle_is_found_by_a_check(path: Path) -> None:
 def test_a_sound_index_passes_its_check(path: Path) -> None:
     with closing(Index(path, readonly=False)) as index:
         index.check()
+
+
+def test_no_statement_numbers_its_parameters() -> None:
+    """Python 3.12 warns about numbered parameters that are given in order, and 3.14 refuses them."""
+    source = Path(index_module.__file__).parents[1]
+    numbered = [path.name for path in source.rglob("*.py") if re.search(r"\?\d", path.read_text("utf-8"))]
+    assert numbered == []

@@ -399,8 +399,8 @@ class DiskTier:
         self._count += not before
         self.nbytes += size - (_number(before[0][0]) if before else 0)
         self.index.run(
-            "INSERT OR REPLACE INTO block VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7,"
-            " NOT EXISTS (SELECT 1 FROM block WHERE parent = ?1))",
+            "INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?, ?, ?, ?,"
+            " NOT EXISTS (SELECT 1 FROM block WHERE parent = ?))",
             block.id,
             block.parent,
             block.start,
@@ -408,6 +408,7 @@ class DiskTier:
             block.has_tail_state,
             size,
             used,
+            block.id,
         )
         self.index.run("UPDATE block SET leaf = 0 WHERE id = ? AND leaf = 1", block.parent)
 
@@ -416,8 +417,9 @@ class DiskTier:
         for parent, nbytes in found:
             self.index.run("DELETE FROM block WHERE id = ?", block)
             self.index.run(
-                "UPDATE block SET leaf = 1 WHERE id = ?1 AND NOT EXISTS"
-                " (SELECT 1 FROM block WHERE parent = ?1)",
+                "UPDATE block SET leaf = 1 WHERE id = ? AND NOT EXISTS"
+                " (SELECT 1 FROM block WHERE parent = ?)",
+                parent,
                 parent,
             )
             self._count -= 1
