@@ -238,7 +238,7 @@ def test_while_another_process_writes_there_is_reading_only(run: Run, store: Pat
         assert holder.stdout.readline() == "ready\n"
         assert len(facts(run("stats", "--json"))["records"]) == 2
         for command in (["clear", "-l", "sea"], ["warm", TEXT, "--ctx", "256"]):
-            refused(run(*command), "close that one, or open the store for reading")
+            refused(run(*command), "close that one, choose another store, or open this one for reading")
         holder.send_signal(signal.SIGKILL)
         holder.wait()
     assert run("verify").returncode == 0

@@ -511,7 +511,7 @@ def test_a_second_process_is_told_who_writes_and_gets_in_when_the_first_is_gone(
     with perdure.open(subject.model, store=tmp_path, n_ctx=64, slots=1) as runtime:
         said = children.run(WRITE, tmp_path)
         assert str(tmp_path) in said
-        assert "close that one, or open the store for reading" in said
+        assert "close that one, choose another store, or open this one for reading" in said
         with pytest.raises(StoreLockedError):
             perdure.open(subject.model, store=tmp_path, n_ctx=64, slots=1)
         runtime.cache.warm("from here", labels=["here"])
