@@ -46,18 +46,15 @@ class Toy:
 
     def decode(self, tokens: list[int], *, start: int = 0, sequence: int = 0) -> Logits:
         """The logits after each of the tokens, one row each."""
-        batch = llama.llama_batch_init(len(tokens), 0, 1)
-        try:
-            for index, token in enumerate(tokens):
-                batch.token[index] = token
-                batch.pos[index] = start + index
-                batch.n_seq_id[index] = 1
-                batch.seq_id[index][0] = sequence
-                batch.logits[index] = 1
-            batch.n_tokens = len(tokens)
-            assert llama.llama_decode(self.context, batch) == 0
-        finally:
-            llama.llama_batch_free(batch)
+        count = len(tokens)
+        batch = declarations.Batch.of((ctypes.c_int32 * count)(*tokens))
+        batch.pos = (ctypes.c_int32 * count)(*range(start, start + count))
+        batch.n_seq_id = (ctypes.c_int32 * count)(*[1] * count)
+        batch.seq_id = (ctypes.POINTER(ctypes.c_int32) * count)(
+            *[ctypes.pointer(ctypes.c_int32(sequence)) for _ in tokens]
+        )
+        batch.logits = (ctypes.c_int8 * count)(*[1] * count)
+        assert llama.llama_decode(self.context, batch) == 0
         rows = (llama.llama_get_logits_ith(self.context, index) for index in range(len(tokens)))
         return np.stack([np.ctypeslib.as_array(row, (self.size,)).copy() for row in rows])
 

@@ -189,6 +189,15 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
 
 
+def lock_with_children(handle: int) -> bool:
+    """Lock an open file for this process and those that inherit the handle; False where another has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 def isolated_python(*arguments: str) -> list[str]:
     """The command that runs a module with this Python, and nothing out of the current folder."""
     return [sys.executable, "-P", *arguments]

@@ -204,7 +204,7 @@ def test_m2_a_library_with_one_more_field_is_refused_in_words(
         probe.choose()
 
 
-@pytest.mark.parametrize("version", ["0.4.9", "0.6.0", "1.0", "b4711", ""])
+@pytest.mark.parametrize("version", ["0.3.9", "0.6.0", "1.0", "b4711", ""])
 def test_m2_a_library_of_another_version_is_refused_in_words(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import perdure
 from perdure import MemoryKind
+from perdure.cache.record import LABEL_LENGTH
 from perdure.cache.slot_cache import SlotCache
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
@@ -377,11 +378,13 @@ def test_p3_a_record_comes_back_with_its_labels_after_a_restart(subject: Subject
 
 def test_p3_labels_can_be_any_text(find_subject: Callable[[str], Subject], tmp_path: Path) -> None:
     subject = find_subject("toy-full")
-    labels = ["", "ü 한국 🙂", "a\0b", "'; DROP TABLE label; --", "x" * 10_000]
+    labels = ["", "ü 한국 🙂", "a\0b", "'; DROP TABLE label; --", "x" * LABEL_LENGTH]
     with kept(subject, tmp_path) as runtime:
         runtime.cache.warm([1, 2, 3], labels=labels)
         with pytest.raises(InvalidInputError, match="Unicode"):
             runtime.cache.warm([1, 2, 3], labels=["\ud800"])
+        with pytest.raises(InvalidInputError, match=f"of {LABEL_LENGTH} characters"):
+            runtime.cache.warm([1, 2, 3], labels=["x" * (LABEL_LENGTH + 1)])
     with kept(subject, tmp_path) as runtime:
         assert [record.labels for record in runtime.cache.records()] == [set(labels)]
 

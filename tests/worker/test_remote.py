@@ -243,7 +243,7 @@ def test_what_is_wrong_with_the_settings_is_raised_by_open(tmp_path: Path) -> No
         isolated("no_memory")
     with pytest.raises(InvalidInputError, match="makes a model"):
         isolated("nothing_of_that_name")
-    with pytest.raises(TypeError, match="colour"):
+    with pytest.raises(InvalidInputError, match="no option 'colour'"):
         isolated("full", colour="red")
     with pytest.raises(InvalidInputError, match="plain data"):
         isolated("full", threads=lambda: 1)

@@ -157,14 +157,10 @@ def _claimed() -> Iterator[int]:
     from perdure.errors import PerdureError
 
     system.require_child_pipes("a server in the background")
-    import fcntl
-
     handle = os.open(_folder() / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise PerdureError("another `perdure start` is under way") from None
+        if not system.lock_with_children(handle):
+            raise PerdureError("another `perdure start` is under way")
         (_folder() / "server.json").unlink(missing_ok=True)
         yield handle
     finally:

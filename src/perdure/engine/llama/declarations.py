@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from ctypes import (
     CFUNCTYPE,
     POINTER,
+    Array,
     Structure,
     c_bool,
     c_char_p,
@@ -51,6 +52,11 @@ class Batch(Structure):
         ("seq_id", POINTER(POINTER(c_int32))),
         ("logits", POINTER(c_int8)),
     )
+
+    @classmethod
+    def of(cls, tokens: Array[c_int32]) -> Batch:
+        """A step that appends `tokens` to sequence 0 and gives one row, that of the last."""
+        return cls(n_tokens=len(tokens), token=ctypes.cast(tokens, POINTER(c_int32)))
 
 
 class ModelParams(Structure):
@@ -213,9 +219,6 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_detach_threadpool": (None, [c_void_p]),
     "llama_set_abort_callback": (None, [c_void_p, AbortCallback, c_void_p]),
     "llama_set_adapters_lora": (c_int32, [c_void_p, POINTER(Adapter), c_size_t, _FLOATS]),
-    "llama_batch_get_one": (Batch, [_TOKENS, c_int32]),
-    "llama_batch_init": (Batch, [c_int32, c_int32, c_int32]),
-    "llama_batch_free": (None, [Batch]),
     "llama_decode": (c_int32, [c_void_p, Batch]),
     "llama_get_logits_ith": (_FLOATS, [c_void_p, c_int32]),
     "llama_get_embeddings": (_FLOATS, [c_void_p]),

@@ -43,6 +43,8 @@ def main(job: dict[str, Any], models: Path) -> None:
 
 def run(library: Any, path: Path) -> None:
     """Decode steps of every size on one model, and all of them in one step: the rows must agree."""
+    from perdure.engine.llama.declarations import Batch
+
     lib = library.functions
     say(f"a {path.stem} model, loading")
     params = lib.llama_model_default_params()
@@ -61,7 +63,7 @@ def run(library: Any, path: Path) -> None:
         for size in steps:
             say(f"a {path.stem} model, a step of {size} tokens")
             tokens = (ctypes.c_int32 * size)(*TOKENS[at : at + size])
-            if lib.llama_decode(context, lib.llama_batch_get_one(tokens, size)):
+            if lib.llama_decode(context, Batch.of(tokens)):
                 raise SystemExit(f"it could not decode {size} tokens of a {path.stem} model")
             at += size
         rows.append(lib.llama_get_logits_ith(context, -1)[: lib.llama_vocab_n_tokens(vocab)])

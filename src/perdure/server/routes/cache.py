@@ -42,13 +42,11 @@ async def warm(asked: WarmRequest, app_state: AppStateDep, caller: CallerDep) ->
 async def clear(
     app_state: AppStateDep,
     caller: CallerDep,
-    label: Annotated[
-        list[str] | None, Query(description="May be given again; all of yours if left out")
-    ] = None,
+    label: Annotated[list[str], Query(description="May be given again; all of yours if left out")] = [],  # noqa: B006
 ) -> DeletedAnswer:
     """Drop your prefixes that carry one of the labels, wherever they are kept; or all of yours."""
     return DeletedAnswer(
-        deleted=await app_state.call(app_state.runtime.cache.clear, label, namespace=caller.namespace)
+        deleted=await app_state.call(app_state.runtime.cache.clear, label or None, namespace=caller.namespace)
     )
 
 
