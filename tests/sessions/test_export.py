@@ -62,6 +62,20 @@ def test_state_of_another_identity_is_not_taken(toy: Subject, tmp_path: Path) ->
         assert talk.say(s, "Go on").reuse.reused == 0
 
 
+def test_an_export_holds_nothing_of_a_conversation_that_began_alike(toy: Subject, tmp_path: Path) -> None:
+    """H5: blocks are shared by all that begin alike, and one may go on with another's words."""
+    with talking(toy, tmp_path / "store") as talk:
+        long, short = talk.session("long"), talk.session("short")
+        talk.say(long, "Hello", max_tokens=30)
+        talk.say(long, "a secret", max_tokens=30)
+        talk.say(short, "Hello", max_tokens=4)
+        path = short.export(tmp_path / "short.perdure")
+        held = [token for block in read_export(path).blocks() for token in block.tokens.tolist()]
+        assert held
+        assert held == list(short.tokens)[: len(held)]
+        assert talk.rt.sessions.import_(path, "again").left_out == {}
+
+
 def test_an_export_names_its_kind_and_no_path(toy: Subject, tmp_path: Path) -> None:
     """S7: the default is the record's own kind."""
     with talking(toy, tmp_path / "from") as talk:

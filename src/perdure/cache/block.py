@@ -101,6 +101,11 @@ class Block:
     def state_bytes(self) -> int:
         return sum(part.nbytes for part in (self.rows, self.tail_state) if part is not None)
 
+    def beginning(self, count: int) -> Block:
+        """A copy of its first `count` tokens. Only of a block whose whole state is rows."""
+        assert self.rows is not None
+        return Block.make(self.parent, self.start, self.tokens[:count].copy(), self.rows[:count].copy(), None)
+
     def verify(self) -> None:
         """Raise unless every byte is as it was when the block was made, its own name included."""
         if _checksum(self.id, self.start, self.rows, self.tail_state) != self.checksum:

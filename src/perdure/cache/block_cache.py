@@ -222,8 +222,13 @@ class BlockCache:
     # Moving elsewhere.
 
     def pack(self, tokens: Ids, namespace: str) -> list[Block]:
-        """The blocks that hold `tokens`, all of them verified."""
-        return list(self.load(self.lookup(tokens, namespace)).blocks)
+        """The blocks that hold `tokens` and nothing else, all of them verified."""
+        match = self.load(self.lookup(tokens, namespace))
+        blocks = list(match.blocks)
+        if blocks and blocks[-1].end > match.length:
+            # What follows there is of another conversation that began alike.
+            blocks[-1] = blocks[-1].beginning(match.length - blocks[-1].start)
+        return blocks
 
     def unpack(self, identity: Identity, blocks: Sequence[Block], namespace: str) -> int:
         """Take in copies of blocks of another archive, under names of this one. How many tokens, from the
@@ -275,9 +280,7 @@ class BlockCache:
             block = self.tiers.block(entry)
             if block is not None and block.rows is not None:
                 drop.append(entry.id)
-                count = length - block.start
-                rows = block.rows[:count].copy()
-                instead.append(Block.make(block.parent, block.start, block.tokens[:count].copy(), rows, None))
+                instead.append(block.beginning(length - block.start))
         return drop, instead
 
     def replace(self, gone: Iterable[BlockId], instead: Sequence[Block]) -> None:

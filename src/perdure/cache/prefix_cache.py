@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
-from perdure.cache.record import Record, RecordIndex
+from perdure.cache.record import Record, RecordIndex, check_labels
 from perdure.cache.slot_cache import SlotCache
 from perdure.decode.slots import Plan, ReuseReport
 from perdure.errors import TokenError
@@ -165,25 +165,33 @@ class PrefixCache:
 
     def _begin(self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str) -> int:
         kept, root = self._slots.store(ids, namespace)
-        if self._records.find(root, ids) is None:
-            # Before anything is computed for it.
-            self._records.check_room(len(ids), labels, namespace)
+        # Before anything is computed for it.
+        self._merged(root, ids, labels, namespace)
         return kept
 
     def _note(self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str) -> Record:
         kept, root = self._slots.store(ids, namespace)
-        known = self._records.find(root, ids)
-        if known is None:
-            self._records.check_room(len(ids), labels, namespace)
         record = Record(
             tokens=tuple(ids.tolist()),
             kept=kept,
-            labels=labels | (known.labels if known else frozenset()),
+            labels=self._merged(root, ids, labels, namespace),
             namespace=namespace,
             root=root,
         )
         self._records.put(record)
         return record
+
+    def _merged(
+        self, root: BlockId, ids: NDArray[np.int32], labels: frozenset[str], namespace: str
+    ) -> frozenset[str]:
+        """The labels of a prefix that gets `labels` too; raises where it may not carry or be all that."""
+        known = self._records.find(root, ids)
+        if known is None:
+            self._records.check_room(len(ids), namespace)
+        else:
+            labels |= known.labels
+        check_labels(labels)
+        return labels
 
     def _take_out(
         self, wanted: frozenset[str] | None, namespace: str

@@ -24,6 +24,20 @@ LABELS = 64
 LABEL_LENGTH = 256
 
 
+def check_labels(labels: frozenset[str]) -> None:
+    """Raise unless one record may carry all of `labels`."""
+    if len(labels) > LABELS or any(len(label) > LABEL_LENGTH for label in labels):
+        raise InvalidInputError(
+            f"a prefix carries at most {LABELS} labels of {LABEL_LENGTH} characters, got {len(labels)} "
+            f"of up to {max(map(len, labels))}"
+        )
+    for label in labels:
+        try:
+            label.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"a label must be valid Unicode text: {error}") from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """A prefix that was warmed: its tokens, how many of them are kept, and the labels it carries."""
@@ -86,13 +100,8 @@ class RecordIndex:
     def all(self) -> list[Record]:
         return [record for each in self._records.values() for record in each.values()]
 
-    def check_room(self, tokens: int, labels: frozenset[str], namespace: str) -> None:
+    def check_room(self, tokens: int, namespace: str) -> None:
         """Raise unless one more record of this size may be kept."""
-        if len(labels) > LABELS or any(len(label) > LABEL_LENGTH for label in labels):
-            raise InvalidInputError(
-                f"a prefix carries at most {LABELS} labels of {LABEL_LENGTH} characters, got {len(labels)} "
-                f"of up to {max(map(len, labels))}"
-            )
         held = len(self._records.get(namespace, ()))
         if held >= self._limit:
             raise StoreFullError(
