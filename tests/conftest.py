@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 import subjects
@@ -38,7 +39,9 @@ def zoo_path(pytestconfig: pytest.Config) -> Callable[[str], Path]:
 
     def path(name: str) -> Path:
         written = folder / f"{name}.gguf"
-        return written if written.exists() else zoo.write(name, folder)
+        # A worker may have loaded a file that another one would put anew in its place.
+        with FileLock(folder / "writing.lock"):
+            return written if written.exists() else zoo.write(name, folder)
 
     return path
 
