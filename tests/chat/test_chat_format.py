@@ -23,6 +23,7 @@ from perdure import (
 )
 from perdure.chat.overflow import Overflow
 from perdure.engine.toy import ToyModel
+from sessions.talking import TerseModel
 from subjects import Subject
 
 ASK: dict[str, Any] = {"max_tokens": 6, "temperature": 0}
@@ -204,7 +205,8 @@ def test_a_message_that_is_too_long_is_an_error_before_any_work(subject: Subject
 @pytest.mark.parametrize("policy", ["error", "drop_oldest", "shift", "fold"])
 def test_thirty_turns_at_a_small_context_under_each_policy(policy: Overflow) -> None:
     """C4: dropping happens only by the policy that was asked for, and is said."""
-    with toy(n_ctx=256) as rt:
+    # Only a summary that came to its end is taken, so the model must be one that ends.
+    with perdure.open(TerseModel(ending=1.5), n_ctx=256, slots=2) as rt:
         session = rt.session("alice", system="Be terse.", overflow=policy)
         dropped = 0
         for number in range(30):

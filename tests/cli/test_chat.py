@@ -153,17 +153,23 @@ def test_a_reply_that_the_context_cuts_off_is_told(environment: dict[str, str]) 
 
 
 @pytest.mark.parametrize(
-    ("policy", "line"),
+    ("policy", "model", "line"),
     [
-        ("drop_oldest", r"The oldest \d+ messages had to be left out of the prompt\."),
-        ("shift", r"The oldest \d+ (messages|tokens) had to be left out"),
-        ("fold", r"The conversation was full: a summary and its last turns stand for it now\."),
+        ("drop_oldest", "llama", r"The oldest \d+ messages had to be left out of the prompt\."),
+        ("shift", "llama", r"The oldest \d+ (messages|tokens) had to be left out"),
+        # Only a summary that came to its end is taken.
+        (
+            "fold",
+            "llama-brief",
+            r"The conversation was full: a summary and its last turns stand for it now\.",
+        ),
     ],
 )
 def test_a_policy_lets_a_conversation_go_on_and_says_what_it_did(
-    environment: dict[str, str], policy: str, line: str
+    environment: dict[str, str], zoo_path: Callable[[str], Path], policy: str, model: str, line: str
 ) -> None:
     """C4: thirty turns at 256 tokens."""
+    environment["PERDURE_MODEL"] = str(zoo_path(model))
     asked = ("chat", "--ctx", "256", "--overflow", policy, *GREEDY, "--max-tokens", "16")
     messages = "".join(f"tell me about number {number}\n" for number in range(30))
     done = piped(environment, messages, *asked, "--session", "long")
@@ -172,6 +178,24 @@ def test_a_policy_lets_a_conversation_go_on_and_says_what_it_did(
     assert done.stderr.count("\n") <= 30
     said = [turn for turn in shown(environment, "long")["history"] if turn["kind"] == "turn"]
     assert [turn["messages"][0]["content"] for turn in said] == messages.splitlines()
+
+
+def test_a_fold_without_a_whole_summary_is_told_with_what_to_do_and_loses_nothing(
+    environment: dict[str, str],
+) -> None:
+    """This model never comes to an end, so no summary of its is whole."""
+    asked = ("chat", "--ctx", "256", "--overflow", "fold", *GREEDY, "--max-tokens", "16")
+    messages = "".join(f"tell me about number {number}\n" for number in range(10))
+    done = piped(environment, messages, *asked, "--session", "long")
+    assert done.returncode == 1
+    assert "not finished within 32 tokens: nothing was folded, and nothing is lost." in done.stderr
+    assert "a larger context than 256 tokens" in done.stderr
+    assert "drop_oldest" in done.stderr
+    history = shown(environment, "long")["history"]
+    kept = [turn["messages"][0]["content"] for turn in history if turn["kind"] == "turn"]
+    assert kept
+    assert kept == messages.splitlines()[: len(kept)]
+    assert not any(turn["kind"] == "fold" for turn in history)
 
 
 def test_a_conversation_that_fills_up_is_refused_without_a_policy(environment: dict[str, str]) -> None:

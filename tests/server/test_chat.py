@@ -269,18 +269,44 @@ def test_a_stop_text_ends_a_reply_and_does_not_show(client: httpx.Client) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_usage_counts_the_tokens_of_reasoning_h6(stream: bool) -> None:
-    """H6."""
+    """H6. The model opens its reasoning itself, so that the regex holds all of the reply."""
+    thinking = Template("{{ messages[0].content }}{% if think %}<think>{% endif %}", name="may think")
+    written = "<think>let me see</think>fine"
+    with opened(toy(), template=thinking) as rt, live_server(rt) as server, server.client() as client:
+        usage, reasoning = reasoned(client, stream, max_tokens=40, perdure={"regex": written})
+    assert reasoning == "let me see"
+    # A toy's token is a byte; the last one of a mark begins the reasoning, and ends it.
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": len(">let me see</think")}
+    assert usage["completion_tokens"] == len(written)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_reasoning_that_the_prompt_opens_and_a_budget_ends_h6(stream: bool) -> None:
+    """H6. The regex holds the answer alone: the reasoning before it is free."""
     thinking = Template("{{ messages[0].content }}<think>", name="thinks")
     with opened(toy(), template=thinking) as rt, live_server(rt) as server, server.client() as client:
-        body = hello(max_tokens=40, perdure={"regex": "let me see</think>fine"})
-        if stream:
-            body |= {"stream_options": {"include_usage": True}}
-            usage = streamed(client, CHAT, body)[-1]["usage"]
-        else:
-            answer = client.post(CHAT, json=body).json()
-            assert answer["choices"][0]["message"]["reasoning_content"] == "let me see"
-            usage = answer["usage"]
-        # A toy's token is a byte; the mark's last one ends the reasoning.
-        counted = len("let me see</think")
-        assert usage["completion_tokens_details"] == {"reasoning_tokens": counted}
-        assert usage["completion_tokens"] == len("let me see</think>fine")
+        asked = {"regex": "fine", "reasoning_budget": 10}
+        # Without the new lines that may stand before an answer.
+        usage, reasoning = reasoned(
+            client, stream, max_tokens=40, perdure=asked, logit_bias={str(ord("\n")): -100}
+        )
+        closing = len(rt.model.tokenize("</think>", special=True, bos=False))
+    assert len(reasoning) == 10
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 10}
+    assert usage["completion_tokens"] == 10 + closing + len("fine")
+
+
+def reasoned(client: httpx.Client, stream: bool, **asked: Any) -> tuple[dict[str, Any], str]:
+    """The usage and the reasoning of a reply that says `fine`."""
+    if stream:
+        *chunks, last = streamed(client, CHAT, hello(stream_options={"include_usage": True}, **asked))
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        message = {
+            key: "".join(delta.get(key) or "" for delta in deltas) for key in ("content", "reasoning_content")
+        }
+        usage = last["usage"]
+    else:
+        answer = client.post(CHAT, json=hello(**asked)).json()
+        message, usage = answer["choices"][0]["message"], answer["usage"]
+    assert message["content"] == "fine"
+    return usage, message["reasoning_content"]

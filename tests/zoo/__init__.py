@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from . import attention, experts, recurrent, wide
+from . import attention, brief, experts, recurrent, wide
 from .recipe import Adapter, MemoryKind, Recipe
 
 __all__ = ["EXTRAS", "ZOO", "Adapter", "MemoryKind", "Recipe", "digest", "names", "write"]
@@ -38,6 +38,7 @@ EXTRAS: dict[str, Recipe | Adapter] = {
         vocabulary=wide.VOCABULARY,
         fill=wide.llama,
     ),
+    "llama-brief": Recipe(name="llama-brief", architecture="llama", memory="full", fill=brief.llama),
     "llama-lora": Adapter(
         name="llama-lora", base=ZOO["llama"], alpha=2.0 * attention.LORA_RANK, fill=attention.llama_lora
     ),

@@ -134,10 +134,6 @@ class Conversation:
         except PerdureError as error:
             terminal.note(str(error))
             return False
-        finally:
-            # Folding comes first, so a message that is refused may have been preceded by it.
-            if self._folds() > before:
-                terminal.tell("The conversation was full: a summary and its last turns stand for it now.")
         view = ReplyView(think=self.think)
         try:
             with (
@@ -156,6 +152,9 @@ class Conversation:
         finally:
             job.cancel()
         view.end()
+        # A fold is kept together with the reply it made room for, so it shows only now.
+        if self._folds() - before:
+            terminal.tell("The conversation was full: a summary and its last turns stand for it now.")
         self._tell(reply, view)
         if stopped.is_set() and not self.watched:
             raise typer.Exit(130)
@@ -192,8 +191,8 @@ class Conversation:
         limit = self.settings.get("max_tokens")
         return limit is not None and reply.usage.completion_tokens >= limit
 
-    def _folds(self) -> int:
-        return sum(turn.kind == "fold" for turn in self.session.history())
+    def _folds(self) -> set[bytes]:
+        return {turn.digest for turn in self.session.history() if turn.kind == "fold"}
 
     # Moving about.
 

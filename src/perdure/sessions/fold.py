@@ -98,7 +98,11 @@ def summarised(
         if text and reply.finish_reason == "stop":
             return fold_turn(turns, text, keep)
         why = f"not finished within {wanted['max_tokens']} tokens" if text else why
-    raise SessionError(f"the model's summary was {why}: nothing was folded. Give a summary, or fold later")
+    raise SessionError(
+        f"the model's summary was {why}: nothing was folded, and nothing is lost. Give a summary of your "
+        f"own, more room for one (max_tokens) or a larger context than {chat_format.n_ctx} tokens; or have "
+        "the oldest turns left out (drop_oldest) instead"
+    )
 
 
 def _said(turns: Sequence[Turn]) -> list[Turn]:
