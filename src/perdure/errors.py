@@ -8,7 +8,7 @@ PerdureError
 │   ├── SamplingError            a sampler setting out of its range
 │   ├── GrammarError             a schema, regex or grammar that does not compile
 │   └── TemplateError            a chat template that is missing, broken, or refuses the messages
-├── ContextOverflow          more tokens than fit (.needed, .fits)
+├── ContextOverflow          more tokens than fit (.needed, .fits, .at_least)
 ├── CannotRewindError        this kind of memory cannot go back that far (.asked, .reachable)
 ├── StaleViewError           a view of a step that is over
 ├── PinnedError              engine memory is borrowed; also a BufferError
@@ -86,12 +86,16 @@ class TemplateError(InvalidInputError):
 
 
 class ContextOverflow(PerdureError):
-    """More tokens than fit. Nothing was decoded."""
+    """More tokens than fit. Nothing was decoded.
 
-    def __init__(self, message: str, *, needed: int, fits: int) -> None:
+    With `at_least`, `needed` is a lower bound: a text that surely does not fit is not tokenised.
+    """
+
+    def __init__(self, message: str, *, needed: int, fits: int, at_least: bool = False) -> None:
         super().__init__(message)
         self.needed = needed
         self.fits = fits
+        self.at_least = at_least
 
 
 class CannotRewindError(PerdureError):

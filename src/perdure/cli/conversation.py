@@ -126,7 +126,7 @@ class Conversation:
             job = submit()
         except ContextOverflow as error:
             terminal.note(
-                f"with this message the conversation has {error.needed} tokens, but {error.fits} fit. It was "
+                f"with this message the conversation has {words.needed(error)}, but {error.fits} fit. It was "
                 f"not sent. /rewind goes back, /reset starts anew; a larger --ctx than {self._n_ctx} makes "
                 "more fit, and --overflow drop_oldest leaves out the oldest turns"
             )

@@ -408,13 +408,15 @@ def _shape(schema: Path | None, regex: str | None, grammar: Path | None) -> Gram
 def _advised(ctx: int) -> Iterator[None]:
     """While this is open, a prompt that is too long is told with the option that makes room."""
     from perdure import ContextOverflow
+    from perdure.cli import words
 
     try:
         yield
     except ContextOverflow as error:
         raise ContextOverflow(
-            f"the prompt has {error.needed} tokens, and {error.fits} fit into the context of {ctx}; a larger "
+            f"the prompt has {words.needed(error)}, and {error.fits} fit into the context of {ctx}; a larger "
             "--ctx makes room",
             needed=error.needed,
             fits=error.fits,
+            at_least=error.at_least,
         ) from None

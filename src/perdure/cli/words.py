@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.filesize import decimal
 
 if TYPE_CHECKING:
-    from perdure import ChatReply
+    from perdure import ChatReply, ContextOverflow
 
 _TIERS = {"slot": "still in the engine", "memory": "from memory", "disk": "from disk"}
 
@@ -19,6 +19,11 @@ size = decimal
 
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def needed(error: ContextOverflow) -> str:
+    """How many tokens were too many, as far as they were counted."""
+    return ("at least " if error.at_least else "") + count(error.needed, "token")
 
 
 def quoted(name: str) -> str:

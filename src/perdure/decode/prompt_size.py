@@ -30,4 +30,5 @@ def check_prompt_size(text: str, model: Vocabulary, n_ctx: int) -> None:
             f"a text of {len(text)} characters has at least {needed} tokens; {n_ctx} fit",
             needed=needed,
             fits=n_ctx,
+            at_least=True,
         )
