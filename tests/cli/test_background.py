@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cli.pty_user import piped
+from homes import new_home
 from perdure.store.holder import Holder, described, read_holder, write_holder
 
 httpx = pytest.importorskip("httpx")
@@ -20,7 +21,7 @@ pytest.importorskip("uvicorn")
 def environment(zoo_path: Callable[[str], Path], tmp_path: Path) -> Iterator[dict[str, str]]:
     found = {
         **os.environ,
-        "PERDURE_HOME": str(tmp_path / "home"),
+        "PERDURE_HOME": str(new_home(tmp_path / "home")),
         "PERDURE_MODEL": str(zoo_path("llama")),
         "OMP_NUM_THREADS": "1",
     }
@@ -32,7 +33,7 @@ def test_a_server_is_started_shown_and_stopped(environment: dict[str, str]) -> N
     done = piped(environment, "", "status")
     assert (done.returncode, "`perdure start` starts one" in done.stdout) == (1, True)
     assert piped(environment, "", "stop").stdout == "no server runs in the background\n"
-    done = piped(environment, "", "start", "--port", "0", "--ctx", "512")
+    done = piped(environment, "", "start", "-p", "0", "--ctx", "512", "--gpu-layers", "0")
     assert done.returncode == 0, done.stderr
     facts = json.loads(piped(environment, "", "ps", "--json").stdout)
     address = facts["server"]["address"]
@@ -64,7 +65,6 @@ def test_a_process_number_that_was_left_behind_is_not_believed(
 ) -> None:
     """What is written down about a server that is gone never leads to another process."""
     home = tmp_path / "home"
-    home.mkdir()
     (home / "server.lock").touch()
     (home / "server.json").write_text(
         json.dumps({"pid": os.getpid(), "address": "", "model": "", "store": "", "log": "", "since": 0.0})

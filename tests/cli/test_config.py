@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cli.pty_user import piped
+from homes import new_home
 from perdure.config import SETTINGS, choices, config_file, settings
 from perdure.errors import InvalidInputError
 
@@ -18,7 +20,7 @@ from perdure.errors import InvalidInputError
 def environment(zoo_path: Callable[[str], Path], tmp_path: Path) -> dict[str, str]:
     return {
         **os.environ,
-        "PERDURE_HOME": str(tmp_path),
+        "PERDURE_HOME": str(new_home(tmp_path)),
         "PERDURE_MODEL": str(zoo_path("llama")),
         "COLUMNS": "200",
         "OMP_NUM_THREADS": "1",
@@ -143,9 +145,15 @@ def test_a_shell_can_complete_commands(environment: dict[str, str], shell: str) 
     assert "_PERDURE_COMPLETE" in done.stdout
 
 
+def test_a_shell_is_told_the_commands_that_begin_with_a_word(environment: dict[str, str]) -> None:
+    asked = {"_PERDURE_COMPLETE": "complete_bash", "COMP_WORDS": "perdure se", "COMP_CWORD": "1"}
+    assert piped(environment | asked, "").stdout.split() == ["serve", "sessions"]
+
+
 def test_help_shows_the_defaults_of_sampling(environment: dict[str, str]) -> None:
     for command in ("run", "chat"):
         shown = piped(environment, "", command, "--help").stdout
         for option, default in (("--temperature", "0.8"), ("--top-k", "40"), ("--min-p", "0.05")):
-            [line] = [line for line in shown.splitlines() if f"{option} " in line]
-            assert f"[default: ({default})]" in line
+            # Long texts go on in the next lines, which are indented.
+            [text] = re.findall(rf"^  (?:-\w, )?{option} .*\n(?: {{10,}}.*\n)*", shown, re.MULTILINE)
+            assert f"[default: ({default})]" in " ".join(text.split())

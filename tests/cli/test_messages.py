@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli.pty_user import COMMAND, PATIENCE, piped
+from homes import new_home
 from perdure.cli.peer_options import advice_for, plain_options
 
 
@@ -19,7 +20,7 @@ from perdure.cli.peer_options import advice_for, plain_options
 def environment(zoo_path: Callable[[str], Path], tmp_path: Path) -> dict[str, str]:
     return {
         **os.environ,
-        "PERDURE_HOME": str(tmp_path / "home"),
+        "PERDURE_HOME": str(new_home(tmp_path / "home")),
         "PERDURE_MODEL": str(zoo_path("llama")),
         "COLUMNS": "200",
         "OMP_NUM_THREADS": "1",
@@ -105,8 +106,9 @@ def test_ctrl_c_during_the_start_leaves_without_a_traceback(environment: dict[st
         (["run", "--temp", "0", "hello"], "--temp is called --temperature here"),
         (["run", "--ctx-size=99", "hello"], "--ctx-size is called --ctx here"),
         (["run", "-p", "hello"], '-p: the prompt needs no option: perdure run "PROMPT"'),
-        (["chat", "-ngl", "99"], "-ngl: layers go to a GPU by the library that is used"),
+        (["chat", "-ngl", "99"], "-ngl is called --gpu-layers here"),
         (["serve", "-np", "4"], "-np is called --slots here"),
+        (["start", "-np", "4"], "-np is called --slots here"),
     ],
 )
 def test_options_of_other_programs_are_answered_with_ours(

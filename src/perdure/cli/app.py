@@ -96,11 +96,16 @@ app.command(name="doctor", rich_help_panel=_Machine)(doctor.doctor)
 def start(arguments: Sequence[str]) -> None:
     """Run a command."""
     plain = plain_options(arguments)
-    command: Any = typer.main.get_command(app)
+    group: Any = typer.main.get_command(app)
+    command = group
     for word in plain:
         command = getattr(command, "commands", {}).get(word, command)
+    if command.name == "start":
+        # What it is given goes to serve.
+        command = group.commands["serve"]
     known = frozenset(name for option in command.params for name in (*option.opts, *option.secondary_opts))
     if advice := advice_for(plain, known):
         typer.echo(f"perdure: {advice}", err=True)
         raise SystemExit(2)
-    app(plain)
+    # Shells complete `perdure`, also where it was started as a module.
+    app(plain, prog_name="perdure")

@@ -36,7 +36,7 @@ class Server:
 def start(context: typer.Context) -> None:
     """Start a server in the background. It takes the arguments of `perdure serve`.
 
-    It goes on when the terminal is closed, until `perdure stop`.
+    `perdure serve --help` shows them. It goes on when the terminal is closed, until `perdure stop`.
     """
     from perdure import system
     from perdure.cli import terminal

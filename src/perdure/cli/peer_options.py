@@ -27,6 +27,9 @@ _OURS = {
     "--num-parallel": "--slots",
     "--n-threads": "--threads",
     "--num-threads": "--threads",
+    "-ngl": "--gpu-layers",
+    "--n-gpu-layers": "--gpu-layers",
+    "--num-gpu": "--gpu-layers",
 }
 _INSTEAD = {
     "-p": 'the prompt needs no option: perdure run "PROMPT"',
@@ -37,10 +40,6 @@ _INSTEAD = {
     "-cnv": "a conversation in the terminal is perdure chat",
     "--conversation": "a conversation in the terminal is perdure chat",
     "--interactive": "a conversation in the terminal is perdure chat",
-    "-ngl": "layers go to a GPU by the library that is used: perdure doctor shows it",
-    "--n-gpu-layers": "layers go to a GPU by the library that is used: perdure doctor shows it",
-    "--gpu-layers": "layers go to a GPU by the library that is used: perdure doctor shows it",
-    "--num-gpu": "layers go to a GPU by the library that is used: perdure doctor shows it",
     "--api-key": "keys are in a file: perdure serve --keys FILE",
     "--keepalive": "the model is loaded as long as the command runs",
     "--format": "--schema FILE holds the reply to a JSON schema, --json prints all about it as JSON",
