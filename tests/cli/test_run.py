@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from cli.pty_user import terminal
+from homes import new_home
 
 COMMAND = [sys.executable, "-m", "perdure.cli", "run"]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -25,7 +26,7 @@ def environment(zoo_path: Callable[[str], Path], tmp_path: Path) -> dict[str, st
     return {
         **os.environ,
         "PERDURE_MODEL": str(zoo_path("llama")),
-        "PERDURE_HOME": str(tmp_path / "home"),
+        "PERDURE_HOME": str(new_home(tmp_path / "home")),
         "COLUMNS": "200",
         "OMP_NUM_THREADS": "1",
     }
@@ -224,6 +225,7 @@ def test_a_full_context_is_told(run: Run) -> None:
         (["x", "--schema", "/nowhere.json"], "/nowhere.json cannot be read: No such file or directory"),
         (["x", "--grammar", "/dev/null"], "/dev/null should end in .lark or .gbnf"),
         (["x" * 99, "--ctx", "20"], "19 fit into the context of 20; a larger --ctx makes room"),
+        (["x" * 999, "--ctx", "20"], "the prompt has at least "),
         (["x", "--model", "/nowhere.gguf"], "There is no file /nowhere.gguf"),
         ([""], "the prompt is empty"),
     ],
@@ -376,6 +378,11 @@ def test_in_a_terminal_a_model_alone_is_a_chat(environment: dict[str, str]) -> N
 
 
 ENDLESS = ["the man", "--ctx", "60000", "--regex", "[ab]{50000}"]
+TRAINED = (
+    "llama.gguf was trained on texts of up to 4096 tokens, and n_ctx is 60000: what it writes beyond that "
+    "may make no sense\n"
+)
+"""All that is said beside the text of these."""
 
 
 def test_ctrl_c_exits_with_130_and_the_text_so_far(environment: dict[str, str]) -> None:
@@ -391,7 +398,7 @@ def test_ctrl_c_exits_with_130_and_the_text_so_far(environment: dict[str, str]) 
         text = running.stdout.read(3)
         running.send_signal(signal.SIGINT)
         text += running.stdout.read()
-        assert running.stderr.read() == b""
+        assert running.stderr.read().decode() == TRAINED
         assert running.wait(60) == 130
     assert re.fullmatch(rb"[ab]+\n", text)
 
@@ -418,7 +425,7 @@ main()
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (130, "")
+    assert (done.returncode, done.stderr) == (130, TRAINED)
     found = json.loads(done.stdout)
     assert found["finish_reason"] == "cancelled"
     assert set(found["text"]) <= set("ab")
@@ -436,5 +443,5 @@ def test_a_reader_that_goes_away_ends_it_quietly(environment: dict[str, str]) ->
         assert running.stderr is not None
         running.stdout.read(3)
         running.stdout.close()
-        assert running.stderr.read() == b""
+        assert running.stderr.read().decode() == TRAINED
         assert running.wait(60) == 1
