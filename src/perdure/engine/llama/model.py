@@ -19,7 +19,6 @@ from perdure.engine.llama import library
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.devices import list_devices
-from perdure.engine.llama.figures import check_figures, rope_factors, rope_limit
 from perdure.engine.llama.offload import (
     CPU_ONLY,
     GpuLayers,
@@ -30,6 +29,7 @@ from perdure.engine.llama.offload import (
     choose_devices,
     plan_offload,
 )
+from perdure.engine.llama.preflight import check_header, rope_factors, rope_limit
 from perdure.engine.llama.vocabulary import Vocabulary
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, InvalidInputError, ModelFileError, ModelLoadError, OutOfMemoryError
@@ -77,7 +77,7 @@ class Model:
         """
         self.path: Path = models.path(source)
         header = models.read_header(self.path)
-        check_figures(header)
+        check_header(header)
         self._files = [self.path.with_name(name) for name in part_names(self.path.name)]
         self._versions = [_version(file) for file in self._files]
         lib = library.load()

@@ -1,4 +1,4 @@
-"""Figures in a model's file: those on which the library would end the process, and those it decides by."""
+"""Preflight check of a model's header: numbers on which the library would end the process, or decides by."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from perdure.models import Header, Strings
 MAX_LAYERS = 512
 
 
-def check_figures(header: Header) -> None:
+def check_header(header: Header) -> None:
     """Raise `ModelFileError` where the library is known to abort instead of refusing the file."""
     name = header.path.name
     architecture = header.text("general.architecture")
