@@ -28,7 +28,7 @@ def reuse(run: Run) -> Iterator[Figure]:
     found: dict[str, float] = {}
     with Watch() as watch:
         for kind in ("session", "stateless", "llama-cpp-python", "llama-server"):
-            with Child("bench.talkers", kind) as child:
+            with Child("bench.processes.talkers", kind) as child:
                 child.ask("open", path=model_path(), threads=THREADS)
                 before = reused = possible = 0
                 for turn in range(turns):
@@ -57,7 +57,7 @@ def outside(run: Run) -> Iterator[Figure]:
     near = 9
     for kind in ("session", "stateless"):
         with ExitStack() as held, Watch() as watch:
-            child = held.enter_context(Child("bench.talkers", kind))
+            child = held.enter_context(Child("bench.processes.talkers", kind))
             child.ask("open", path=model_path(), threads=THREADS)
             first = []
             for _ in range(near):

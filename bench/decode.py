@@ -31,7 +31,7 @@ class Side:
     """A writer in a process of its own."""
 
     def __init__(self, held: ExitStack, kind: str, **settings: Any) -> None:
-        self._child = held.enter_context(Child("bench.streams", kind))
+        self._child = held.enter_context(Child("bench.processes.streams", kind))
         self._settings = settings
         self._writers: dict[tuple[tuple[str, Any], ...], int] = {}
 

@@ -99,7 +99,7 @@ class Rows:
 
     def __init__(self, path: str) -> None:
         from perdure import Model
-        from perdure.engine.llama import library
+        from perdure.engine.llama.native import library
 
         self._lib = library.load()
         self._context = Model(path).context(n_ctx=256, n_batch=64, threads=THREADS)
@@ -161,7 +161,7 @@ def memory(run: Run) -> Iterator[Figure]:
     tokens = TOKENS[: run.pick(STEP, 128)]
 
     def growth(kind: str) -> float:
-        with Child("bench.loops", kind) as child:
+        with Child("bench.processes.loops", kind) as child:
             before = child.ask("resident")
             child.ask("open", path=model_path(), n_ctx=8192, threads=None, prompt=tokens)
             return float(child.ask("resident") - before) / MIB
@@ -200,7 +200,7 @@ def header(run: Run) -> Iterator[Figure]:
 def builds(run: Run) -> Iterator[Figure]:
     """The fetched library against the one that llama-cpp-python compiled here, both under our engine."""
     from perdure import libraries
-    from perdure.engine.llama.source import llama_cpp_python
+    from perdure.engine.llama.native.source import llama_cpp_python
 
     compiled = llama_cpp_python()
     if compiled is None:
@@ -232,7 +232,7 @@ def busy(run: Run) -> Iterator[Figure]:
     count = run.pick(32, 12)
     with ExitStack() as held:
         ours, peer = (_loop(held, kind) for kind in ("ours", "llama-cpp-python"))
-        held.enter_context(Child("bench.loops", "burn")).tell("burn")
+        held.enter_context(Child("bench.processes.loops", "burn")).tell("burn")
         yield run.compare(
             f"decode beside one busy process, {THREADS} threads",
             ours=_rate(ours, count, "decode", count=count),
@@ -249,7 +249,7 @@ main = Bench("engine", (decode, prefill, builds, view, fill, memory, header, bus
 
 
 def _loop(held: ExitStack, kind: str, **env: str) -> Child:
-    child = held.enter_context(Child("bench.loops", kind, env=env))
+    child = held.enter_context(Child("bench.processes.loops", kind, env=env))
     child.ask("open", path=model_path(), n_ctx=1024, threads=THREADS, prompt=PROMPT)
     return child
 

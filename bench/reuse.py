@@ -135,7 +135,7 @@ def unrelated(run: Run) -> Iterator[Figure]:
     with ExitStack() as held:
         sides = []
         for cache in (None, 0):
-            child = held.enter_context(Child("bench.conversations", "ours"))
+            child = held.enter_context(Child("bench.processes.conversations", "ours"))
             child.ask("open", path=model_path(), threads=THREADS, cache=cache)
             sides.append(child)
         ours, peer = (_reply(side, length, count) for side in sides)

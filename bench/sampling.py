@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from bench.harness import Bench, Figure, Gauge, Run, at_least
-from bench.library_sampler import LibrarySampler
+from bench.processes.library_sampler import LibrarySampler
 from perdure import Sampling
-from perdure.decode.sampler import Sampler, draw
+from perdure.decode.sampling.sampler import Sampler, draw
 
 VOCABULARIES = (49_152, 128_256)
 STREAMS = (1, 64)

@@ -22,7 +22,7 @@ from bench.child import Child
 from bench.engine import model_path
 from bench.harness import Bench, Figure, Gauge, Pairs, Run, at_least
 from bench.machine import Machine, Watch
-from bench.servers import SLOTS, Server
+from bench.processes.servers import SLOTS, Server
 
 PEERS = ("llama-server", "llama-cpp-python")
 TOPICS = ("the tides", "bees", "old maps", "bread", "glaciers", "sailing knots", "the moon", "violins")
@@ -91,9 +91,9 @@ def overhead(run: Run) -> Iterator[Figure]:
     """A step of one reply: with the engine in another process, and over HTTP, against the library."""
     count, repeats = run.pick((128, 11), (32, 5))
     with ExitStack() as held:
-        library = held.enter_context(Child("bench.servers", "library"))
+        library = held.enter_context(Child("bench.processes.servers", "library"))
         library.ask("open", path=model_path(), isolated=False)
-        worker = held.enter_context(Child("bench.servers", "library"))
+        worker = held.enter_context(Child("bench.processes.servers", "library"))
         worker.ask("open", path=model_path(), isolated=True)
         server = _sides(run.quick)[0]
         body = _body(_user("Tell me a long story about the sea."), count)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.child import Child
-from bench.conversations import SLOTS
 from bench.engine import model_path
 from bench.harness import Bench, Figure, Gauge, Pairs, Run, Target, at_least, at_most
 from bench.machine import Machine, Watch
+from bench.processes.conversations import SLOTS
 
 THREADS = 2
 FLOOR = at_least(0.91)
@@ -169,7 +169,7 @@ main = Bench("turns", (floor, peers, slowdown))
 
 
 def _side(held: ExitStack, kind: str, **settings: Any) -> Child:
-    child = held.enter_context(Child("bench.conversations", kind))
+    child = held.enter_context(Child("bench.processes.conversations", kind))
     child.ask("open", path=model_path(), threads=THREADS, **settings)
     # Like one that is running, not like its first turn.
     child.ask("reply", conversation=0, prompt=list(range(1000, 1016)), count=4)

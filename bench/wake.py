@@ -13,7 +13,7 @@ from bench.child import Child
 from bench.engine import model_path
 from bench.harness import Bench, Figure, Gauge, Pairs, Run, at_least, at_most
 from bench.machine import Watch
-from bench.sleepers import Folders, forget_pages, size
+from bench.processes.sleepers import Folders, forget_pages, size
 from bench.turns import SYSTEM
 
 THREADS = 2
@@ -25,11 +25,11 @@ def wake(run: Run) -> Iterator[Figure]:
     text = _SENTENCE * run.pick(102, 12)
     with _folders() as folders, ExitStack() as held:
         store = folders.new()
-        with Child("bench.sleepers", "ours") as child:
+        with Child("bench.processes.sleepers", "ours") as child:
             child.ask("open", path=model_path(), threads=THREADS, folder=str(store))
             tokens = child.ask("sleep", text=text)
             child.ask("close")
-        computing = held.enter_context(Child("bench.sleepers", "ours"))
+        computing = held.enter_context(Child("bench.processes.sleepers", "ours"))
         computing.ask("open", path=model_path(), threads=THREADS, folder=None)
         with Watch() as watch:
             afresh = computing.ask("compute", text=text) * 1e3
@@ -55,7 +55,7 @@ def peers(run: Run) -> Iterator[Figure]:
         stores = {}
         for kind in ("ours", "llama-cpp-python", "llama-server"):
             stores[kind] = folders.new()
-            with Child("bench.sleepers", kind) as child:
+            with Child("bench.processes.sleepers", kind) as child:
                 child.ask("open", path=model_path(), threads=THREADS, folder=str(stores[kind]))
                 child.ask("sleep", text=text)
                 child.ask("close")
@@ -86,7 +86,7 @@ def many(run: Run) -> Iterator[Figure]:
     prefix = (SYSTEM.format(number=1) + " ") * run.pick(5, 1) + _SENTENCE * run.pick(3, 0)
     with _folders() as folders:
         store = folders.new()
-        with Child("bench.sleepers", "ours") as child:
+        with Child("bench.processes.sleepers", "ours") as child:
             child.ask("open", path=model_path(), threads=THREADS, folder=str(store), n_ctx=1792)
             with Watch() as watch:
                 tokens = child.ask("many", prefix=prefix, count=count)["tokens"]
@@ -122,7 +122,7 @@ def durability(run: Run) -> Iterator[Figure]:
     with _folders() as folders, ExitStack() as held:
         sides = []
         for folder in (str(folders.new()), None):
-            child = held.enter_context(Child("bench.sleepers", "ours"))
+            child = held.enter_context(Child("bench.processes.sleepers", "ours"))
             child.ask("open", path=model_path(), threads=THREADS, folder=folder)
             child.ask("turn", number=0)
             sides.append(child)
@@ -150,7 +150,7 @@ def _folders() -> Folders:
 
 def _woken(kind: str, store: Path, text: str, *, cold: bool) -> float:
     """In a new process that has loaded the model, in ms."""
-    with Child("bench.sleepers", kind) as child:
+    with Child("bench.processes.sleepers", kind) as child:
         child.ask("open", path=model_path(), threads=THREADS, folder=str(store))
         if cold:
             forget_pages(store)
@@ -160,7 +160,7 @@ def _woken(kind: str, store: Path, text: str, *, cold: bool) -> float:
 
 
 def _found(store: Path, name: str) -> float:
-    from perdure.sessions.session_store import SessionStore
+    from perdure.sessions.storage.session_store import SessionStore
     from perdure.store.disk import DiskTier
 
     started = time.perf_counter()

@@ -12,7 +12,7 @@ from hypothesis import settings
 
 import subjects
 import zoo
-from perdure.engine.llama import probe
+from perdure.engine.llama.native import probe
 from subjects import Subject
 
 # Whoever starts the tests in the background may have them ignore Ctrl-C, and what they start would too.

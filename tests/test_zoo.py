@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import zoo
-from perdure.engine.llama import declarations, library
+from perdure.engine.llama.native import declarations, library
 from zoo import tokenizer
 
 Logits = npt.NDArray[np.float32]

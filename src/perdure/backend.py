@@ -19,7 +19,7 @@ from perdure.decode.embedding import EmbeddingQueue, Embeddings
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.job import Job
 from perdure.decode.request import Request
-from perdure.decode.sampling import Sampling
+from perdure.decode.sampling.settings import Sampling
 from perdure.engine.contract import Model, Tokens, Vocabulary
 from perdure.engine.llama.model import Model as LlamaModel
 from perdure.errors import InvalidInputError

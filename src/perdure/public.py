@@ -6,10 +6,10 @@ from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.chat.templates.template import Template
 from perdure.decode.choice import Choice
 from perdure.decode.embedding import Embeddings
-from perdure.decode.grammar import Grammar
 from perdure.decode.job import Job
 from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
-from perdure.decode.sampling import Sampling
+from perdure.decode.sampling.grammar import Grammar
+from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import Plan, ReuseReport
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Capabilities, Memory, MemoryKind

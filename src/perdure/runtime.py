@@ -28,7 +28,7 @@ from perdure.decode.job import Job, result_of
 from perdure.decode.keywords import RequestKeywords
 from perdure.decode.prompt_size import check_prompt_size
 from perdure.decode.request import Delta, Reply, Request
-from perdure.decode.sampling import Sampling
+from perdure.decode.sampling.settings import Sampling
 from perdure.engine.contract import Model as ModelContract
 from perdure.engine.contract import Tokens, Vocabulary
 from perdure.errors import InvalidInputError, TokenError

@@ -206,12 +206,15 @@ class TestChild:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-        with Child("bench.loops", "burn") as child:
+        with Child("bench.processes.loops", "burn") as child:
             assert child.ask("resident") > 0
             assert "GOMP_SPINCOUNT" not in child.ask("environment")
 
     def test_that_dies_says_why(self) -> None:
-        with Child("bench.loops", "no such kind") as child, pytest.raises(RuntimeError, match="no such kind"):
+        with (
+            Child("bench.processes.loops", "no such kind") as child,
+            pytest.raises(RuntimeError, match="no such kind"),
+        ):
             child.ask("resident")
 
 

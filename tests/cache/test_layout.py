@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import zoo
 from perdure import Context, MemoryKind
 from perdure.engine.llama.core import LlamaCore
-from perdure.engine.llama.layout import Layout, discover
+from perdure.engine.llama.native.layout import Layout, discover
 from subjects import NARROW, Subject, check
 
 from .served import BOUND, Served

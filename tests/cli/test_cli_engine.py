@@ -14,7 +14,7 @@ import pytest
 
 from engine.shims import needs_compiler, shim
 from homes import new_home
-from perdure.engine.llama import library
+from perdure.engine.llama.native import library
 from perdure.libraries import package_for
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

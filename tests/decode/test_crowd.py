@@ -23,7 +23,7 @@ from perdure import Job, LogitsView, Model, Reply, Runtime, models
 from perdure.decode.group import SequenceGroup
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Processor
-from perdure.decode.sampler import Sampler
+from perdure.decode.sampling.sampler import Sampler
 from perdure.decode.sequence import TokenSequence
 
 Row = NDArray[np.float32]

@@ -16,7 +16,7 @@ import pytest
 import perdure
 from decode.observed import check_delivery, outcome, read, trouble
 from perdure import Grammar, GrammarError, InvalidInputError, Model, Reply, Runtime, models
-from perdure.decode.grammar import Grammars, Matcher
+from perdure.decode.sampling.grammar import Grammars, Matcher
 from perdure.engine.toy import ToyModel
 
 SCHEMAS: dict[str, Any] = {

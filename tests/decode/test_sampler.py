@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench.library_sampler import LibrarySampler
+from bench.processes.library_sampler import LibrarySampler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from perdure import Model, Sampling
-from perdure.decode.candidates import masked, top
-from perdure.decode.repetition import BreakerTable
-from perdure.decode.sampler import NothingToDraw, RandomNumbers, Sampler, draw, weights
+from perdure.decode.sampling.candidates import masked, top
+from perdure.decode.sampling.repetition import BreakerTable
+from perdure.decode.sampling.sampler import NothingToDraw, RandomNumbers, Sampler, draw, weights
 
 Row = NDArray[np.float32]
 N_CTX = 256

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perdure.decode.grammar import Grammars
 from perdure.decode.group import SequenceGroup, make_group
-from perdure.decode.repetition import BreakerTable
 from perdure.decode.request import Request
+from perdure.decode.sampling.grammar import Grammars
+from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Step, admit
 from perdure.decode.slots import LATER, FreshSlots, Later, SlotAssignment, Slots
 from perdure.engine.context import Context

@@ -9,9 +9,9 @@ from typing import Any
 
 from perdure import Context
 from perdure.engine.contract import Outcome
-from perdure.engine.llama import library
 from perdure.engine.llama.core import LlamaCore
-from perdure.engine.llama.declarations import AbortCallback
+from perdure.engine.llama.native import library
+from perdure.engine.llama.native.declarations import AbortCallback
 from perdure.engine.toy import ToyCore
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import perdure
-from perdure.engine.llama import library
+from perdure.engine.llama.native import library
 
 PROMPT = [(7 * index * index + 3 * index + 11) % 380 for index in range(150)]
 

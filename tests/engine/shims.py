@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from perdure.engine.llama import library
-from perdure.engine.llama.backends import backends
-from perdure.engine.llama.source import LibrarySource
+from perdure.engine.llama.native import library
+from perdure.engine.llama.native.backends import backends
+from perdure.engine.llama.native.source import LibrarySource
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("gcc") is None or sys.platform != "linux", reason="needs gcc and Linux"

@@ -21,7 +21,7 @@ from perdure import (
     TokenError,
 )
 from perdure.engine.embedder import CHUNK
-from perdure.engine.llama import declarations, library
+from perdure.engine.llama.native import declarations, library
 from perdure.engine.toy import Faults, ToyModel
 from perdure.engine.toy.faults import Mishap
 from subjects import Row, Subject

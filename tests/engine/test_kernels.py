@@ -18,9 +18,9 @@ import pytest
 
 from engine.shims import needs_compiler, shim
 from perdure import IncompatibleStateError, Model, ModelFileError, ModelLoadError
-from perdure.engine.llama import library, probe
-from perdure.engine.llama.backends import variants
-from perdure.engine.llama.devices import list_devices
+from perdure.engine.llama.native import library, probe
+from perdure.engine.llama.native.backends import variants
+from perdure.engine.llama.native.devices import list_devices
 from perdure.identity import content_digest
 from zoo import Recipe, attention
 from zoo.attention import HEAD

@@ -11,8 +11,8 @@ import pytest
 import perdure
 from perdure import InvalidInputError, Model, OutOfMemoryError, models
 from perdure.config import settings
-from perdure.engine.llama import library
-from perdure.engine.llama.devices import Device, list_devices
+from perdure.engine.llama.native import library
+from perdure.engine.llama.native.devices import Device, list_devices
 from perdure.engine.llama.offload import ModelBytes, Offload, check_split, choose_devices, plan_offload
 
 GIB = 1 << 30

@@ -15,10 +15,10 @@ import pytest
 
 from engine.shims import cpu_variants, needs_compiler, shim
 from perdure import libraries
-from perdure.engine.llama import guard, library, probe, source
-from perdure.engine.llama.backends import BUILT_IN
-from perdure.engine.llama.declarations import Functions
-from perdure.engine.llama.source import LibrarySource
+from perdure.engine.llama.native import guard, library, probe, source
+from perdure.engine.llama.native.backends import BUILT_IN
+from perdure.engine.llama.native.declarations import Functions
+from perdure.engine.llama.native.source import LibrarySource
 from perdure.errors import EngineLibraryError
 
 pytestmark = needs_compiler

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from perdure import libraries
-from perdure.engine.llama import source
-from perdure.engine.llama.backends import backends
-from perdure.engine.llama.source import candidates, find_library, library_file, library_folder
+from perdure.engine.llama.native import source
+from perdure.engine.llama.native.backends import backends
+from perdure.engine.llama.native.source import candidates, find_library, library_file, library_folder
 from perdure.errors import EngineLibraryError
 
 

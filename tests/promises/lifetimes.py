@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from perdure import ClosedError, Context, Model, PerdureError
-from perdure.engine.llama import library
+from perdure.engine.llama.native import library
 from promises.kinds import prompt
 
 

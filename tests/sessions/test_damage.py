@@ -16,14 +16,14 @@ import pytest
 import perdure
 from perdure import CorruptStateError, SessionError, StateError, StoreDamagedError, StoreError
 from perdure.engine.toy import ToyModel
-from perdure.sessions import rows as rows_module
-from perdure.sessions import session_store as store_module
 from perdure.sessions.info import SessionInfo
-from perdure.sessions.repair import FOUND
-from perdure.sessions.schema import MIGRATIONS, seal
-from perdure.sessions.session_store import FILE, MARK, SessionStore
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.verify import Verification, verify
+from perdure.sessions.storage import rows as rows_module
+from perdure.sessions.storage import session_store as store_module
+from perdure.sessions.storage.repair import FOUND
+from perdure.sessions.storage.schema import MIGRATIONS, seal
+from perdure.sessions.storage.session_store import FILE, MARK, SessionStore
+from perdure.sessions.storage.verify import Verification, verify
 from sessions.talking import talking
 from store.conftest import folder_in_memory
 from subjects import Subject

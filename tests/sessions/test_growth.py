@@ -15,8 +15,8 @@ import pytest
 from perdure import Message
 from perdure.chat.transcript import Transcript
 from perdure.sessions import turn as turn_module
-from perdure.sessions.session_store import SessionStore
 from perdure.sessions.sessions import Sessions
+from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.turn import FIRST, Turn, transcript
 from perdure.store.index import Index
 from sessions.talking import ASK, talking

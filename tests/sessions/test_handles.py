@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from perdure import InvalidInputError, Session, SessionBusyError, SessionNotFoundError
-from perdure.sessions.session_store import SessionStore
+from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.turn import Turn
 from sessions.talking import ASK, said, talking
 from subjects import Subject

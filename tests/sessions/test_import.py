@@ -18,8 +18,8 @@ from perdure import CorruptStateError, InvalidInputError, Message, PerdureError
 from perdure.chat.transcript import Transcript
 from perdure.engine.toy import ToyModel
 from perdure.sessions.export import read_export, write_export
-from perdure.sessions.session_store import KEY
 from perdure.sessions.sessions import Sessions
+from perdure.sessions.storage.session_store import KEY
 from perdure.sessions.turn import FIRST, Turn
 from sessions.talking import said, talking
 from subjects import Subject

@@ -8,7 +8,7 @@ import pytest
 
 from perdure import AmbiguousError, CorruptStateError, InvalidInputError, SessionError, SessionNotFoundError
 from perdure.sessions.info import parse_address
-from perdure.sessions.schema import MEMORY_SEAL
+from perdure.sessions.storage.schema import MEMORY_SEAL
 from sessions.talking import ASK, said, talking, terse
 from subjects import Subject
 

@@ -29,7 +29,7 @@ from perdure import (
     StoreLockedError,
 )
 from perdure.engine.toy import Faults, ToyModel
-from perdure.sessions.session_store import SessionStore
+from perdure.sessions.storage.session_store import SessionStore
 from sessions.talking import ASK, Hold, said, talking
 from subjects import Noise, Subject
 

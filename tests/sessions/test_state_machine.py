@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 import subjects
 from perdure import CorruptStateError
 from perdure.sessions import turn as turn_module
-from perdure.sessions.session_store import SessionStore
+from perdure.sessions.storage.session_store import SessionStore
 from sessions.state_machine import life
 from subjects import NAMES, Subject
 

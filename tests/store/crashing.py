@@ -31,13 +31,13 @@ from perdure.cache.block import Block, BlockId
 from perdure.cache.record import Record
 from perdure.engine.toy import ToyModel
 from perdure.memory import MemoryKind
-from perdure.sessions.repair import repair
-from perdure.sessions.rows import turn_values
-from perdure.sessions.schema import MIGRATIONS as SESSION_MIGRATIONS
-from perdure.sessions.schema import seal
-from perdure.sessions.session_store import SessionStore
+from perdure.sessions.storage.repair import repair
+from perdure.sessions.storage.rows import turn_values
+from perdure.sessions.storage.schema import MIGRATIONS as SESSION_MIGRATIONS
+from perdure.sessions.storage.schema import seal
+from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.storage.verify import verify
 from perdure.sessions.turn import Turn
-from perdure.sessions.verify import verify
 from perdure.store import block_file
 from perdure.store import disk as disk_module
 from perdure.store.disk import DiskTier

@@ -18,7 +18,7 @@ from perdure.cache.record import LABEL_LENGTH
 from perdure.cache.slot_cache import SlotCache
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
-from perdure.decode.sampling import Sampling
+from perdure.decode.sampling.settings import Sampling
 from perdure.engine.batch import Batch
 from perdure.engine.contract import Outcome
 from perdure.engine.llama.core import LlamaCore

@@ -11,7 +11,19 @@ from typing import Annotated, Any
 import typer
 
 from perdure import __version__
-from perdure.cli import background, cache, chat, config, doctor, engine, inspect, models, run, serve, sessions
+from perdure.cli.commands import (
+    background,
+    cache,
+    chat,
+    config,
+    doctor,
+    engine,
+    inspect,
+    models,
+    run,
+    serve,
+    sessions,
+)
 from perdure.cli.peer_options import advice_for, plain_options
 from perdure.config import SETTINGS
 

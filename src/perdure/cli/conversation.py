@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from perdure.cli import progress, terminal, words
-from perdure.cli.reply_view import ReplyView
+from perdure.cli.output import progress, terminal, words
+from perdure.cli.output.reply_view import ReplyView
 from perdure.errors import ContextOverflow, PerdureError, SessionError, SessionNotFoundError
 
 if TYPE_CHECKING:

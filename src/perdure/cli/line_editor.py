@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from perdure.cli import terminal
+from perdure.cli.output import terminal
 
 _LINES = 1000
 """Of history that are kept."""

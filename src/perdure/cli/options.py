@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from perdure.decode.sampling import Sampling
+from perdure.decode.sampling.settings import Sampling
 
 _DEFAULT = Sampling()
 _Talk = "The conversation"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perdure.cli import terminal, words
-from perdure.decode.sampling import Sampling
+from perdure.cli.output import terminal, words
+from perdure.decode.sampling.settings import Sampling
 from perdure.errors import InvalidInputError, PerdureError, SessionError
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _save(chat: Conversation, file: str) -> None:
     if form == "markdown" or form == "jsonl":
         path.write_text(chat.session.transcript(form), encoding="utf-8")  # type: ignore[arg-type]
     else:
-        from perdure.cli.progress import working
+        from perdure.cli.output.progress import working
 
         with working(f"Writing {path.name}") as progress:
             chat.session.export(path, progress=progress)

@@ -1,8 +1,7 @@
 """Tokens in, tokens out.
 
-sampling      the settings of a draw, checked, as stages for the engine's sampler chain
+sampling/     settings, sampler, grammars: rows of logits in, tokens out
 text          bytes to text, piece by piece; stop strings
-grammar       structured output: schemas, regexes, grammars
 request       what is asked for, and what comes back
 output_queue  deltas for whoever listens: threads, asyncio, another process
 job           the caller's end of a request

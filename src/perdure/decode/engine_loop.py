@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from perdure.decode.executor import Executor
-from perdure.decode.grammar import Grammars
 from perdure.decode.group import SequenceGroup, make_group
 from perdure.decode.job import Job
 from perdure.decode.pace import Pace
-from perdure.decode.repetition import BreakerTable
 from perdure.decode.request import Request
+from perdure.decode.sampling.grammar import Grammars
+from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Scheduler, Step, admit
 from perdure.decode.slots import FreshSlots, Slots
 from perdure.engine.context import Context

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.decode.grammar import Grammars
 from perdure.decode.output_queue import OutputQueue
-from perdure.decode.repetition import BreakerTable
 from perdure.decode.request import Request
-from perdure.decode.sampler import Sampler
+from perdure.decode.sampling.grammar import Grammars
+from perdure.decode.sampling.repetition import BreakerTable
+from perdure.decode.sampling.sampler import Sampler
 from perdure.decode.sequence import TokenSequence
 from perdure.decode.slots import SlotAssignment
 from perdure.engine.context import Context

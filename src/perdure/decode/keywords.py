@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from perdure.decode.grammar import Grammar
-from perdure.decode.sampling import Sampling
+from perdure.decode.sampling.grammar import Grammar
+from perdure.decode.sampling.settings import Sampling
 
 if TYPE_CHECKING:
     from perdure.decode.request import Processor

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.decode.grammar import Grammar
-from perdure.decode.sampling import Sampling
+from perdure.decode.sampling.grammar import Grammar
+from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import ReuseReport
 from perdure.decode.text import TextStream
 from perdure.engine.logits import Candidate, LogitsView

@@ -12,10 +12,10 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.decode.candidates import Candidates
-from perdure.decode.grammar import Matcher
 from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
-from perdure.decode.sampler import NothingToDraw, Sampler
+from perdure.decode.sampling.candidates import Candidates
+from perdure.decode.sampling.grammar import Matcher
+from perdure.decode.sampling.sampler import NothingToDraw, Sampler
 from perdure.decode.slots import ReuseReport
 from perdure.decode.text import TextStream
 from perdure.engine.context import Context

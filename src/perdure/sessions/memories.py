@@ -7,7 +7,7 @@ from collections.abc import Callable
 from perdure.errors import AmbiguousError, SessionNotFoundError
 from perdure.sessions.info import Memory, parse_address
 from perdure.sessions.session import Session
-from perdure.sessions.session_store import SessionStore
+from perdure.sessions.storage.session_store import SessionStore
 
 _MANY = 20
 """How many addresses are told where one must be chosen."""

@@ -35,7 +35,7 @@ from perdure.sessions.export import write_export
 from perdure.sessions.fold import FoldingJob, TurnJob, fold_turn, summarised, written
 from perdure.sessions.history import History
 from perdure.sessions.info import Memory, SessionInfo
-from perdure.sessions.session_store import SessionStore
+from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.turn import Turn, added, context
 
 Said = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]]

@@ -20,7 +20,7 @@ from perdure.sessions.importing import ImportResult, check_settings, take_state,
 from perdure.sessions.info import Memory, SessionInfo
 from perdure.sessions.memories import Memories
 from perdure.sessions.session import Place, Session
-from perdure.sessions.session_store import SessionStore
+from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.turn import Turn, transcript, without_tokens
 
 _SAVED_AT_ONCE = 256

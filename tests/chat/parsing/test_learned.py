@@ -12,7 +12,7 @@ from perdure.chat.message import Tool, ToolCall
 from perdure.chat.parsing.families import detect
 from perdure.chat.parsing.learned import CallForm, learn
 from perdure.chat.support import table
-from perdure.decode.grammar import Grammars
+from perdure.decode.sampling.grammar import Grammars
 from perdure.engine.toy import ToyModel
 
 FOLDER = Path(__file__).parent.parent / "templates"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from perdure.chat.message import Tool
 from perdure.chat.parsing.call_parser import CallParser
 from perdure.chat.parsing.call_writer import CallWriter
-from perdure.decode.grammar import Grammar
+from perdure.decode.sampling.grammar import Grammar
 from perdure.errors import GrammarError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from perdure.chat.message import Tool, ToolCall
 from perdure.chat.parsing.values import kinds_of, properties_of, resolved
-from perdure.decode.grammar import Grammar
+from perdure.decode.sampling.grammar import Grammar
 
 _AS_TRAINED = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """The white space in which Python writes JSON, and so the templates that models were trained on."""

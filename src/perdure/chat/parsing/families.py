@@ -22,7 +22,7 @@ from perdure.chat.parsing.formats import (
     tagged,
 )
 from perdure.chat.parsing.markers import Markers, MarkerScanner, Meaning
-from perdure.decode.grammar import Grammar
+from perdure.decode.sampling.grammar import Grammar
 from perdure.errors import InvalidInputError
 
 

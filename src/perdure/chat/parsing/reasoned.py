@@ -7,7 +7,7 @@ from typing import Literal
 
 from perdure.chat.parsing.call_writer import Rules
 from perdure.chat.parsing.families import Family
-from perdure.decode.grammar import Grammar
+from perdure.decode.sampling.grammar import Grammar
 
 Thought = Literal["opened", "closed", "none"]
 """Whether the prompt has begun the reasoning, whether it was just ended, or neither."""

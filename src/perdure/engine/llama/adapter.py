@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from perdure.engine.llama import library
-from perdure.engine.llama.log_sink import complaints
+from perdure.engine.llama.native import library
+from perdure.engine.llama.native.log_sink import complaints
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ModelLoadError
 from perdure.identity import content_digest

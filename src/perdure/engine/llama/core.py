@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from perdure import system
 from perdure.engine.batch import Batch, Part
 from perdure.engine.contract import Adapter, Capture, Floats, MemoryKind, Outcome
-from perdure.engine.llama import declarations, layout, library
 from perdure.engine.llama.adapter import LlamaAdapter
-from perdure.engine.llama.log_sink import complaints
+from perdure.engine.llama.native import declarations, layout, library
+from perdure.engine.llama.native.log_sink import complaints
 from perdure.engine.llama.threadpool import Threadpool
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, EngineError, InvalidInputError, OutOfMemoryError

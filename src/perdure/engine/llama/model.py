@@ -15,10 +15,10 @@ from perdure.config import settings
 from perdure.engine.context import Context
 from perdure.engine.contract import Capabilities, Memory, MemoryKind
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
-from perdure.engine.llama import library
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.core import LlamaCore
-from perdure.engine.llama.devices import list_devices
+from perdure.engine.llama.native import library
+from perdure.engine.llama.native.devices import list_devices
 from perdure.engine.llama.offload import (
     CPU_ONLY,
     GpuLayers,

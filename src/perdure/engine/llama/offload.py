@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from perdure.engine.llama.devices import Device
+from perdure.engine.llama.native.devices import Device
 from perdure.errors import InvalidInputError, OutOfMemoryError
 from perdure.models.card import card_of
 from perdure.models.header import Header

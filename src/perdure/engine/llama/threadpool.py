@@ -8,7 +8,7 @@ from ctypes import byref
 from typing import Any
 
 from perdure import system
-from perdure.engine.llama.declarations import (
+from perdure.engine.llama.native.declarations import (
     MAX_THREADS,
     FreeThreadpool,
     Functions,

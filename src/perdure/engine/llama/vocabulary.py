@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from perdure.engine.llama import library
+from perdure.engine.llama.native import library
 from perdure.engine.llama.weights import Weights
 from perdure.errors import InvalidInputError, TokenError
 

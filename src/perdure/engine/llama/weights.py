@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from perdure.engine.llama import library
-from perdure.engine.llama.declarations import ProgressCallback
-from perdure.engine.llama.log_sink import complaints
+from perdure.engine.llama.native import library
+from perdure.engine.llama.native.declarations import ProgressCallback
+from perdure.engine.llama.native.log_sink import complaints
 from perdure.engine.llama.offload import Offload
 from perdure.errors import ModelLoadError
 

@@ -14,7 +14,7 @@ from perdure.chat.parsing.call_parser import CallParser
 from perdure.chat.parsing.call_writer import CallWriter, Rules, value_rule, within
 from perdure.chat.parsing.json_scanner import Malformed
 from perdure.chat.parsing.values import kinds_of, properties_of, resolved, typed
-from perdure.decode.grammar import Grammar
+from perdure.decode.sampling.grammar import Grammar
 
 _MARK = "]<]minimax[>["
 _INVOKE = re.compile(r'<invoke name="(?P<name>[^"<>\n]+)">')

@@ -1,0 +1,1 @@
+"""What is measured, one kind a process: ours, the bare library, and the peers."""

@@ -1,0 +1,202 @@
+"""`perdure start`, `stop`, `status` and `ps`: a server in the background."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perdure.cli.options import Json
+
+_POLL = 0.1
+"""Seconds between two looks at a server that is starting or stopping."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A server in the background: its process, where it listens and where it writes."""
+
+    pid: int
+    address: str
+    model: str
+    store: str
+    log: str
+    since: float
+
+
+def start(context: typer.Context) -> None:
+    """Start a server in the background. It takes the arguments of `perdure serve`.
+
+    `perdure serve --help` shows them. It goes on when the terminal is closed, until `perdure stop`.
+    """
+    from perdure import system
+    from perdure.cli.output import terminal
+    from perdure.errors import PerdureError
+
+    if (running := current()) is not None:
+        raise PerdureError(f"a server runs already, at {running.address}: `perdure stop` ends it")
+    folder = _folder()
+    log = folder / "server.log"
+    with _claimed() as claim, open(log, "w", encoding="utf-8", opener=_private) as output:
+        child = subprocess.Popen(
+            system.isolated_python("-m", "perdure.cli", "serve", *context.args),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # Whoever has this open is the server: what is written down about it is believed only then.
+            pass_fds=[claim],
+        )
+        terminal.tell(f"Starting; its log is {log}")
+        try:
+            shown = _until_listening(child, log)
+        except BaseException:
+            child.terminate()
+            raise
+    facts = dict(line.split(maxsplit=1) for line in shown.splitlines() if len(line.split(maxsplit=1)) == 2)
+    server = Server(
+        pid=child.pid,
+        address=facts.get("address", ""),
+        model=facts.get("model", ""),
+        store=facts.get("store", ""),
+        log=str(log),
+        since=time.time(),
+    )
+    with open(folder / "server.json", "w", encoding="utf-8", opener=_private) as file:
+        json.dump(asdict(server), file)
+    typer.echo(f"{server.address} serves {server.model}; `perdure stop` ends it")
+
+
+def stop(
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="S", help="How long to wait for replies to finish.")
+    ] = 60.0,
+) -> None:
+    """Stop the server in the background: replies that are being written are finished first."""
+    from perdure.errors import PerdureError
+
+    running = current()
+    if running is None:
+        typer.echo("no server runs in the background")
+        return
+    os.kill(running.pid, signal.SIGTERM)
+    ends = time.monotonic() + seconds
+    while current() is not None:
+        if time.monotonic() > ends:
+            raise PerdureError(
+                f"process {running.pid} has not ended within {seconds:g} seconds; see {running.log}"
+            )
+        time.sleep(_POLL)
+    typer.echo(f"stopped the server at {running.address}")
+
+
+def status(as_json: Json = False) -> None:
+    """Show the server in the background, and who uses the store. The exit code is 1 where no server runs."""
+    from perdure.cli.output import terminal, words
+    from perdure.config import settings
+    from perdure.store.holder import read_holder
+
+    running = current()
+    store = settings().store
+    locked = _is_locked(store / "sessions.lock")
+    holder = read_holder(store) if locked else None
+    if as_json:
+        facts = {
+            "server": asdict(running) if running else None,
+            "store": str(store),
+            "holder": asdict(holder) if holder else None,
+        }
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        if running is None:
+            terminal.write("server  none in the background; `perdure start` starts one\n")
+        else:
+            terminal.write(
+                f"server  {running.address}, {running.model}; process {running.pid}, "
+                f"since {words.moment(running.since)}\n"
+            )
+        used = f"in use by {holder}" if holder else "in use" if locked else "not in use"
+        terminal.write(f"store   {store}, {used}\n")
+    if running is None:
+        raise typer.Exit(1)
+
+
+def current() -> Server | None:
+    """The server that runs in the background, if one does."""
+
+    folder = _folder()
+    if not _is_locked(folder / "server.lock"):
+        return None
+    try:
+        return Server(**json.loads((folder / "server.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _folder() -> Path:
+    from perdure.config import settings
+
+    home = settings().home
+    home.mkdir(parents=True, exist_ok=True)
+    return home
+
+
+@contextmanager
+def _claimed() -> Iterator[int]:
+    """A lock that the server inherits and that the system drops with it, however it ends."""
+    from perdure import system
+    from perdure.errors import PerdureError
+
+    system.require_child_pipes("a server in the background")
+    handle = os.open(_folder() / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        if not system.lock_with_children(handle):
+            raise PerdureError("another `perdure start` is under way")
+        (_folder() / "server.json").unlink(missing_ok=True)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _private(path: str, flags: int) -> int:
+    """Opens a file for its owner alone."""
+    return os.open(path, flags, 0o600)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of that file."""
+    from filelock import FileLock, Timeout
+
+    if not path.exists():
+        return False
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    lock.release()
+    return False
+
+
+def _until_listening(child: subprocess.Popen[bytes], log: Path) -> str:
+    """What a server has said by the time it listens."""
+    from perdure.errors import PerdureError
+
+    while True:
+        ended = child.poll() is not None
+        shown = log.read_text(encoding="utf-8", errors="replace")
+        if "Ctrl-C stops it." in shown and not ended:
+            return shown
+        if ended:
+            last = shown.strip().splitlines()[-1:] or ["it said nothing"]
+            raise PerdureError(f"the server did not start: {last[0].removeprefix('perdure: ')}")
+        time.sleep(_POLL)

@@ -1,0 +1,193 @@
+"""`perdure cache`: stats, warm, clear, verify."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from perdure.cache.record import Record
+    from perdure.store.disk import DiskTier
+
+app = typer.Typer(help="State that is kept between runs.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Store = Annotated[
+    Path | None, typer.Option("--store", help="The folder of the store; else the one under PERDURE_HOME.")
+]
+Labels = Annotated[list[str] | None, typer.Option("--label", "-l", help="A label; may be given again.")]
+
+
+@app.command()
+def stats(store: Store = None, as_json: Json = False) -> None:
+    """Show what is kept, and under which labels."""
+    from perdure.store.records import Records
+
+    disk = _open(store, readonly=True)
+    try:
+        records = Records(disk).all()
+        facts = {
+            "store": str(disk.folder),
+            "blocks": len(disk),
+            "bytes": disk.nbytes,
+            "records": len(records),
+        }
+    finally:
+        disk.close()
+    if as_json:
+        typer.echo(json.dumps({**facts, "records": [_plain(record) for record in records]}, indent=2))
+    else:
+        _table(facts, records)
+
+
+@app.command()
+def warm(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to keep the state of; '-' or none reads standard input.")
+    ] = None,
+    labels: Labels = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="A model's name or file.")] = None,
+    ctx: Annotated[int, typer.Option("--ctx", help="Tokens that fit.", min=1)] = 4096,
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Compute the state of a text once, and keep it for every later run."""
+    from perdure.backend import LocalBackend
+    from perdure.cli.output.terminal import load
+    from perdure.config import settings
+
+    text = _piped() if prompt is None or prompt == "-" else prompt
+    folder = store or settings().store
+    with closing(LocalBackend(load(model), n_ctx=ctx, slots=1, store=folder, own_model=True)) as backend:
+        record = backend.cache.warm(text, labels=labels or ())
+        computed = backend.cache.stats().computed_tokens
+    if as_json:
+        typer.echo(json.dumps({**_plain(record), "computed": computed}, indent=2))
+    else:
+        how = f"{computed} computed" if computed else "nothing had to be computed"
+        typer.echo(f"{record.kept} of {len(record.tokens)} tokens are kept in {folder}; {how}")
+
+
+@app.command()
+def clear(
+    labels: Labels = None,
+    everything: Annotated[bool, typer.Option("--all", help="Drop everything.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    namespace: Annotated[
+        str, typer.Option("--namespace", help="Whose labels: a server keeps one namespace a key.")
+    ] = "",
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Drop what is kept under a label, or everything."""
+    from perdure.store.records import Records
+
+    if bool(labels) == everything:
+        raise typer.BadParameter("give labels, or --all")
+    disk = _open(store, readonly=False)
+    try:
+        records = Records(disk)
+        before = disk.nbytes
+        if everything:
+            if not yes:
+                typer.confirm(f"Drop all {before} bytes of {disk.folder}?", abort=True, err=True)
+            every = records.all()
+            records.remove(every, ())
+            disk.clear()
+            count = len(every)
+        else:
+            count = records.clear(labels or (), namespace=namespace)
+        freed = before - disk.nbytes
+    finally:
+        disk.close()
+    if as_json:
+        typer.echo(json.dumps({"records": count, "bytes": freed}))
+    else:
+        typer.echo(f"dropped {count} records and {freed} bytes")
+
+
+@app.command()
+def verify(store: Store = None, as_json: Json = False) -> None:
+    """Read everything that is kept, mend the index, and move damaged files aside.
+
+    The exit code is 1 if anything was wrong, and 0 when all is well.
+    """
+    import dataclasses
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    disk = _open(store, readonly=False, rebuild=True)
+    try:
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("Reading", total=None)
+            found = disk.verify(lambda done, total: bar.update(task, completed=done, total=total))
+    finally:
+        disk.close()
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+    else:
+        typer.echo(
+            f"{found.blocks} blocks, {found.nbytes} bytes: {found.missing} missing, {found.adopted} adopted, "
+            f"{found.mended} entries mended, {found.quarantined} damaged and moved aside, "
+            f"{found.leftovers} leftovers deleted"
+        )
+        if found.rebuilt:
+            typer.echo("the index was damaged and has been rebuilt; labels were lost with it")
+    if not found.sound:
+        raise typer.Exit(1)
+
+
+def _piped() -> str:
+    from perdure.errors import InvalidInputError
+
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        raise typer.BadParameter("give a text, or pipe one in", param_hint="PROMPT")
+    try:
+        text = sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"standard input is not UTF-8 text (byte {error.start})") from None
+    # The one newline that every pipe ends with is nobody's wish.
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _open(store: Path | None, *, readonly: bool, rebuild: bool = False) -> DiskTier:
+    from perdure.config import settings
+    from perdure.errors import StoreError
+    from perdure.store.disk import DiskTier
+
+    folder = store or settings().store
+    if not (folder / "blocks").is_dir():
+        raise StoreError(f"there is no store at {folder}: `perdure cache warm` makes one")
+    return DiskTier(folder, budget=16 << 30, readonly=readonly, rebuild=rebuild)
+
+
+def _plain(record: Record) -> dict[str, object]:
+    return {
+        "tokens": len(record.tokens),
+        "kept": record.kept,
+        "labels": sorted(record.labels),
+        "namespace": record.namespace,
+    }
+
+
+def _table(facts: dict[str, object], records: list[Record]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    for name, value in facts.items():
+        console.print(f"{name:<8} {value}", highlight=False, markup=False, soft_wrap=True)
+    if records:
+        table = Table("tokens", "kept", "labels")
+        for record in records:
+            labels = escape(", ".join(sorted(record.labels)))
+            table.add_row(str(len(record.tokens)), str(record.kept), labels)
+        console.print(table)

@@ -1,0 +1,190 @@
+"""`perdure chat`: a conversation in the terminal, or with a pipe, a line a message."""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perdure.cli import options
+from perdure.cli.offload import Devices, GpuLayers, KvOffload, TensorSplit, loading
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from perdure.cli.conversation import Conversation
+
+_Talk = "The conversation"
+
+
+class Overflow(enum.StrEnum):
+    """What happens when a conversation no longer fits."""
+
+    ERROR = "error"
+    DROP_OLDEST = "drop_oldest"
+    SHIFT = "shift"
+    FOLD = "fold"
+
+
+def chat(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MESSAGE",
+            show_default=False,
+            help="The model first, if you name one: a .gguf file, owner/repo on the Hugging Face hub, "
+            "hf.co/owner/repo, a URL, or a name that `perdure ls` shows. Then a first message, if you like.",
+        ),
+    ] = None,
+    model: options.Model = None,
+    session: Annotated[
+        str | None,
+        typer.Option(
+            "--session",
+            metavar="NAME",
+            help="Keep the conversation on disk under this name, or continue it. Without a name it is not "
+            "kept, unless you type /keep NAME.",
+            rich_help_panel=_Talk,
+        ),
+    ] = None,
+    store: options.Store = None,
+    system: options.SystemText = None,
+    ctx: options.Ctx = 4096,
+    gpu_layers: GpuLayers = None,
+    device: Devices = None,
+    tensor_split: TensorSplit = None,
+    kv_offload: KvOffload = True,
+    overflow: Annotated[
+        Overflow,
+        typer.Option(
+            "--overflow",
+            help="When the context is full: refuse the message; leave out the oldest turns; go on without "
+            "the oldest tokens; or go on from a summary.",
+            rich_help_panel=_Talk,
+        ),
+    ] = Overflow.ERROR,
+    template: options.Template = None,
+    schema: options.Schema = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repeat_penalty: options.RepeatPenalty = None,
+    seed: options.Seed = None,
+) -> None:
+    """Chat with a model in the terminal. /help there lists what can be typed besides messages.
+
+    From a pipe, each line is a message and each is answered.
+    """
+    from perdure.cli import prompt
+    from perdure.cli.conversation import Conversation
+    from perdure.cli.output import terminal
+
+    # Whatever is wrong with the request is told before a model is fetched or loaded.
+    name, first = prompt.split_model(words, model)
+    if store is not None and session is None:
+        raise typer.BadParameter("a store keeps sessions: give --session NAME too", param_hint="--store")
+    settings = _settings(schema, overflow, max_tokens if max_tokens or overflow != "shift" else ctx)
+    settings |= options.given(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repeat_penalty=repeat_penalty,
+        seed=seed,
+    )
+    system = prompt.system_text(system)
+    folder = _folder(store, in_use=session is not None)
+    watched = sys.stdin is not None and sys.stdin.isatty()
+    chosen = loading(gpu_layers, device, tensor_split, kv_offload)
+    good = True
+    with (
+        terminal.leaving_in_order(),
+        Conversation(
+            terminal.load(name, cells=ctx, **chosen),
+            session,
+            system=system,
+            settings=settings,
+            folder=folder,
+            n_ctx=ctx,
+            template=template,
+            watched=watched,
+        ) as talk,
+    ):
+        try:
+            if watched:
+                talk.greet()
+            if first:
+                good = talk.say(" ".join(first))
+            if watched:
+                _converse(talk)
+            else:
+                for message in _piped():
+                    good = talk.say(message) and good
+        except BrokenPipeError:
+            # Whoever read has gone. Python would complain once more when it closes the stream.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            good = False
+    if not good:
+        raise typer.Exit(1)
+
+
+def _converse(talk: Conversation) -> None:
+    from perdure.cli.line_editor import LineEditor
+    from perdure.cli.output import terminal
+    from perdure.cli.slash_commands import NAMES, obey
+    from perdure.config import settings
+
+    editor = LineEditor(settings().home / "chat.history", NAMES)
+    for message in editor.messages(lambda: talk.prompt):
+        try:
+            if message.startswith("//"):
+                talk.say(message[1:])
+            elif not message.startswith("/"):
+                talk.say(message)
+            elif not obey(talk, message):
+                break
+        except KeyboardInterrupt:
+            terminal.tell("\nStopped. Ctrl-D or /quit leaves.")
+    talk.offer_to_keep(editor.answer)
+
+
+def _piped() -> Iterator[str]:
+    if sys.stdin is None or sys.stdin.closed:
+        return
+    for line in sys.stdin.buffer:
+        text = line.decode("utf-8", "replace").strip()
+        if text:
+            yield text
+
+
+def _settings(schema: Path | None, overflow: Overflow, max_tokens: int | None) -> dict[str, Any]:
+    import json
+
+    from perdure import Grammar
+    from perdure.cli.prompt import read_text
+
+    found: dict[str, Any] = {"overflow": overflow.value, "max_tokens": max_tokens}
+    if schema is not None:
+        text = read_text(schema)
+        Grammar.json_schema(text)
+        # As a value, so that each turn can say what it was held to.
+        found["schema"] = json.loads(text)
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _folder(store: Path | None, *, in_use: bool) -> Path:
+    """Where sessions are kept. If it will be used, and somebody else writes to it, that is told before a
+    model is loaded."""
+    from perdure.config import settings
+    from perdure.sessions.storage.session_store import SessionStore
+
+    folder = store or settings().store
+    if in_use and (folder / "sessions.sqlite").exists():
+        SessionStore(folder).close()
+    return folder

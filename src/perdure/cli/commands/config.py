@@ -1,0 +1,106 @@
+"""`perdure config`: path, show, set, unset. And `perdure paths`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perdure.cli.options import Json
+
+app = typer.Typer(help="Defaults for the commands, in a file.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="A name that `perdure config show` lists.")]
+
+
+@app.command()
+def path() -> None:
+    """Print where the config file is."""
+    from perdure.config import config_file
+
+    typer.echo(config_file())
+
+
+@app.command()
+def show(as_json: Json = False) -> None:
+    """Show every setting, its value, and where it came from.
+
+    An option wins over the environment, the environment over the file, the file over the default.
+    """
+    from perdure.cli.output import terminal
+    from perdure.config import SETTINGS, choices
+
+    chosen = choices()
+    if as_json:
+        facts = {name: {"value": each.value, "origin": each.origin} for name, each in chosen.items()}
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    for setting in SETTINGS:
+        if each := chosen.get(setting.name):
+            terminal.write(f"{setting.name:<15} {each.value}  (from {each.origin})\n")
+        else:
+            terminal.write(f"{setting.name:<15} default  ({setting.about}; {setting.variable})\n")
+
+
+@app.command(name="set")
+def set_(name: Name, value: Annotated[str, typer.Argument(help="Its value from now on.")]) -> None:
+    """Write a setting into the config file."""
+    from perdure.config import config_file, parse_setting, read_config
+
+    file = config_file()
+    # A file that cannot be read is not written over.
+    read_config(file)
+    parsed = parse_setting(name, value, "perdure config set")
+    _rewrite(file, name, f"{name} = {json.dumps(parsed, ensure_ascii=False)}")
+    typer.echo(f"{name} is {parsed} from now on, by {file}")
+
+
+@app.command()
+def unset(name: Name) -> None:
+    """Remove a setting from the config file, so that its default holds again."""
+    from perdure.config import config_file, read_config
+    from perdure.errors import InvalidInputError
+
+    file = config_file()
+    if name not in read_config(file):
+        raise InvalidInputError(f"{file} does not set {name!r}")
+    _rewrite(file, name, None)
+    typer.echo(f"{name} has its default again")
+
+
+def paths(as_json: Json = False) -> None:
+    """Print the folders and files that perdure uses."""
+    from perdure.cli.output import terminal
+    from perdure.config import config_file, settings
+
+    now = settings()
+    found = {
+        "config": config_file(),
+        "home": now.home,
+        "models": now.models,
+        "engines": now.engines,
+        "store": now.store,
+        "history": now.home / "chat.history",
+    }
+    if as_json:
+        typer.echo(json.dumps({name: str(place) for name, place in found.items()}, indent=2))
+        return
+    for name, place in found.items():
+        terminal.write(f"{name:<8} {place}{'' if place.exists() else '  (not there yet)'}\n")
+
+
+def _rewrite(file: Path, name: str, line: str | None) -> None:
+    """Replace the line of a setting, and leave every other line as it is."""
+    from perdure.models.atomic import appearing
+
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    own = re.compile(rf"""\s*["']?{re.escape(name)}["']?\s*=""")
+    kept = [each for each in lines if not own.match(each)]
+    place = next((at for at, each in enumerate(lines) if own.match(each)), len(kept))
+    if line is not None:
+        kept.insert(place, line)
+    with appearing(file) as written:
+        written.write("".join(f"{each}\n" for each in kept).encode())

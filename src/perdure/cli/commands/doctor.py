@@ -1,0 +1,225 @@
+"""`perdure doctor`: whether this machine is set up well, and what to change."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from perdure import system
+
+_WRITTEN = 64 << 20
+_SLOW_DISK = 50
+"""MiB a second below which waking from disk is slower than it should be."""
+_SAMPLE = 200
+"""Blocks of a store that are read."""
+_SLOWER = "it works, perhaps slower; `perdure engine install` or a build of your own may do better"
+_WANTED = ("AVX2", "FMA", "F16C", "AVX512", "NEON", "DOTPROD", "SVE")
+"""What llama.cpp gains most from, where a processor has it."""
+_FLAGS = {
+    "AVX2": "avx2",
+    "FMA": "fma",
+    "F16C": "f16c",
+    "AVX512": "avx512f",
+    "NEON": "asimd",
+    "DOTPROD": "asimddp",
+    "SVE": "sve",
+}
+"""The same, as the kernel calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. `advice` says what to do where it is not all right."""
+
+    name: str
+    state: Literal["ok", "warn", "bad"]
+    found: str
+    advice: str = ""
+
+
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="A model that must fit; else the default one, if it is here."),
+    ] = None,
+    store: Annotated[
+        Path | None, typer.Option("--store", help="The folder of the store; else the one under PERDURE_HOME.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Look at the library, the processor, memory, disk and store, and say what to change.
+
+    The exit code is 1 if something is bad. Nothing is changed.
+    """
+    from perdure.config import settings
+
+    folder = store or settings().store
+    findings = [*_library(), *_threads(), *_memory(model), *_disk(folder), *_store(folder)]
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            typer.echo(f"{finding.state:<5} {finding.name:<10} {finding.found}")
+            if finding.advice:
+                typer.echo(f"{'':<16} → {finding.advice}")
+    if any(finding.state == "bad" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _library() -> Iterator[Finding]:
+    """Which library is used and why, and what died on the way to it. Nothing is fetched by looking."""
+    from perdure import libraries
+    from perdure.engine.llama.native import library, probe
+    from perdure.engine.llama.native.source import candidates
+    from perdure.errors import EngineLibraryError
+
+    try:
+        if not any(candidates()):
+            package = libraries.package_for()
+            found = f"there is no llama.cpp library yet; {package} is fetched when it is first needed"
+            yield Finding("engine", "ok", found)
+            return
+        choice = probe.choose()
+        lib = library.load()
+    except EngineLibraryError as error:
+        yield Finding("engine", "bad", str(error), "`perdure engine install` fetches one that was tested")
+        return
+    for failed in choice.passed:
+        yield Finding("engine", "warn", f"a library cannot run here: {failed}", "`perdure engine list`")
+    deaths = "; ".join(map(str, choice.verdict.deaths))
+    if deaths:
+        used = f"used instead: {choice.verdict.attempts[-1]}"
+        yield Finding("engine", "warn", f"{library.build()}. {deaths}; {used}", _SLOWER)
+    else:
+        yield Finding("engine", "ok", f"{library.build()} at {choice.source.folder}")
+    yield _features(lib.llama_print_system_info().decode(), system.cpu_flags())
+
+
+def _features(text: str, processor: frozenset[str]) -> Finding:
+    """What the library was compiled for, against what the processor can do."""
+    compiled = {name for name, value in re.findall(r"(\w+) = (\d)", text) if value == "1"}
+    able = [name for name in _WANTED if _FLAGS[name] in processor]
+    missing = [name for name in able if name not in compiled]
+    shown = ", ".join(sorted(compiled)) or "none"
+    if missing:
+        return Finding(
+            "features",
+            "warn",
+            f"compiled for {shown}; this processor also has {', '.join(missing)}",
+            "`perdure engine install` fetches a library with a variant for this processor",
+        )
+    return Finding("features", "ok", shown)
+
+
+def _threads() -> Iterator[Finding]:
+    usable, there = system.usable_cores(), os.cpu_count() or 1
+    load = system.busy_cores() or 0.0
+    found = f"{usable} of {there} cores may be used, {load:.1f} are busy"
+    if load > usable:
+        yield Finding("threads", "warn", found, "other programs take the cores; replies will be slow")
+    else:
+        yield Finding("threads", "ok", found)
+
+
+def _memory(model: str | None) -> Iterator[Finding]:
+    from perdure.config import settings
+    from perdure.errors import ModelError
+    from perdure.models import read_parts, resolve
+    from perdure.models.local_models import locate
+    from perdure.models.registry import DEFAULT
+
+    total, free = system.physical_memory(), system.available_memory()
+    if total is None or free is None:
+        found = "this system does not tell how much there is"
+    else:
+        found = f"{_size(free)} of {_size(total)} are free"
+    name = model or settings().model or DEFAULT
+    try:
+        # Nothing is fetched by looking.
+        path = locate(resolve(name))
+        parts = read_parts(path) if path is not None else []
+    except ModelError as error:
+        yield Finding("memory", "ok", found)
+        yield Finding("model", "bad", str(error), "`perdure models list` shows what is here")
+        return
+    if not parts:
+        yield Finding("memory", "ok", found)
+        yield Finding("model", "ok", f"{name} is not here yet; it is fetched when it is first used")
+        return
+    needed = sum(part.path.stat().st_size for part in parts)
+    if free is not None and needed > free:
+        advice = "close other programs, or take a smaller quantisation"
+        yield Finding("memory", "bad", f"{found}, {name} needs {_size(needed)}", advice)
+    else:
+        yield Finding("memory", "ok", f"{found}, {name} needs {_size(needed)} and its contexts")
+
+
+def _disk(folder: Path) -> Iterator[Finding]:
+    place = next((each for each in (folder, *folder.parents) if each.is_dir()), None)
+    if place is None or not os.access(place, os.W_OK):
+        yield Finding("disk", "bad", f"{folder} cannot be written", "choose another folder with --store")
+        return
+    data = os.urandom(1 << 20)
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            started = time.perf_counter()
+            for _ in range(_WRITTEN >> 20):
+                file.write(data)
+            file.flush()
+            system.sync(file.fileno())
+            speed = (_WRITTEN >> 20) / (time.perf_counter() - started)
+            started = time.perf_counter()
+            system.sync(file.fileno())
+            wait = time.perf_counter() - started
+    except OSError as error:
+        yield Finding(
+            "disk", "bad", f"{place}: {error.strerror}", "free some space, or choose another folder"
+        )
+        return
+    found = f"{speed:,.0f} MiB/s written to {place}, {wait * 1e3:.1f} ms to make sure"
+    if speed < _SLOW_DISK:
+        yield Finding("disk", "warn", found, "a faster disk for --store makes sleeping and waking faster")
+    else:
+        yield Finding("disk", "ok", found)
+
+
+def _store(folder: Path) -> Iterator[Finding]:
+    from perdure.errors import PerdureError
+    from perdure.store.disk import DiskTier
+
+    if not (folder / "blocks").is_dir():
+        yield Finding("store", "ok", f"there is none at {folder} yet")
+        return
+    try:
+        disk = DiskTier(folder, budget=16 << 30, readonly=True)
+        try:
+            disk.index.check()
+            count, sample, damaged = len(disk), 0, 0
+            for (block,) in disk.index.rows("SELECT id FROM block LIMIT ?", _SAMPLE):
+                sample += 1
+                damaged += disk.get(block) is None
+            found = (
+                f"{count} blocks, {_size(disk.nbytes)} at {folder}; {sample} were read, {damaged} are damaged"
+            )
+        finally:
+            disk.close()
+    except PerdureError as error:
+        yield Finding("store", "bad", str(error), f"perdure cache verify --store {folder}")
+        return
+    if damaged:
+        yield Finding("store", "warn", found, f"perdure cache verify --store {folder}")
+    else:
+        yield Finding("store", "ok", found)
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"

@@ -1,0 +1,306 @@
+"""`perdure engine`: list, install, remove, test."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from perdure.engine.llama.native.probe import Choice, Verdict
+    from perdure.engine.llama.native.source import LibrarySource
+    from perdure.libraries import Installed
+
+app = typer.Typer(help="The llama.cpp library that runs models.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Name = Annotated[str, typer.Argument(help="A name or a backend, as `perdure engine list` shows it.")]
+
+_WHY = {
+    "own": "PERDURE_LLAMA names it",
+    "installed": "the last one installed",
+    "llama-cpp-python": "no other is installed, and this Python has llama-cpp-python",
+    "fetched": "no other is here",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the list: a library that is here, or the one that would be fetched."""
+
+    name: str
+    backend: str
+    version: str
+    origin: str
+    licence: str
+    nbytes: int | None
+    """On disk, or to fetch."""
+    folder: str | None
+    used: bool
+    why: str
+    """Why it is used, or why not."""
+    variant: str | None = None
+    devices: tuple[str, ...] = ()
+
+
+@app.command(name="list")
+def list_(as_json: Json = False) -> None:
+    """Show the libraries that are here, which one is used and why, and what can be installed."""
+    rows = _rows()
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        for row in rows:
+            _show(row)
+
+
+@app.command()
+def install(
+    backend: Annotated[
+        str | None,
+        typer.Argument(
+            help="cpu, vulkan, cuda or metal; else the usual one for this machine.", metavar="[BACKEND]"
+        ),
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", help="A folder with a build of llama.cpp, or a package's .tgz; nothing is fetched."
+        ),
+    ] = None,
+) -> None:
+    """Fetch and install a prebuilt llama.cpp, or install a build of your own. It is used from then on."""
+    from perdure import libraries
+    from perdure.cli.output.progress import fetching
+
+    if source is not None and backend is not None:
+        raise typer.BadParameter("give a backend or --from, not both", param_hint="BACKEND")
+    if backend is not None and backend not in libraries.BACKENDS:
+        raise typer.BadParameter(
+            f"{backend} is none of {', '.join(libraries.BACKENDS)}", param_hint="BACKEND"
+        )
+    if source is None:
+        with fetching("the engine") as progress:
+            entry = libraries.install(backend, progress)
+    elif source.is_file():
+        entry = libraries.install_file(source)
+    else:
+        from perdure.engine.llama.native.source import library_folder
+
+        entry = libraries.install_folder(library_folder(source) or source)
+    typer.echo(entry.folder)
+    found = _probe(entry.name)
+    _report(found)
+    if not found.usable:
+        raise typer.Exit(1)
+
+
+@app.command()
+def remove(
+    name: Name,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete an installed library."""
+    from rich.filesize import decimal
+
+    from perdure import libraries
+
+    entry = libraries.find(name)
+    size = decimal(entry.nbytes)
+    if not yes:
+        typer.confirm(f"Delete {entry.folder} ({size})?", abort=True)
+    libraries.remove(entry.name)
+    typer.echo(f"Deleted {entry.folder} ({size})")
+
+
+@app.command(name="test")
+def check(
+    name: Annotated[
+        str | None, typer.Argument(help="An installed library by its name; else the one that is used.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a library's files, then run toy models on it in a process that may die.
+
+    The exit code is 1 if it cannot be used. What was found is remembered.
+    """
+    from perdure import libraries
+
+    found = _probe(name)
+    damaged = [
+        f"{entry.name}: {file}"
+        for entry in libraries.installed()
+        if str(entry.folder) == found.folder
+        for file in libraries.damaged(entry)
+    ]
+    if as_json:
+        typer.echo(json.dumps({**asdict(found), "usable": found.usable, "damaged": damaged}, indent=2))
+    else:
+        _report(found)
+        for file in damaged:
+            typer.echo(f"{file} is not as it was installed: install it again")
+    if damaged or not found.usable:
+        raise typer.Exit(1)
+
+
+def _probe(name: str | None) -> Verdict:
+    from perdure.cli.output.progress import fetching
+    from perdure.engine.llama.native import probe
+    from perdure.engine.llama.native.source import LibrarySource, find_library
+    from perdure.libraries import find
+
+    if name is None:
+        with fetching("the engine") as progress:
+            return probe.test(find_library(progress))
+    # Also where PERDURE_LLAMA hides it.
+    entry = find(name)
+    return probe.test(LibrarySource(kind="installed", folder=entry.folder, version=entry.name))
+
+
+def _report(verdict: Verdict) -> None:
+    for attempt in verdict.attempts:
+        typer.echo(str(attempt))
+
+
+def _rows() -> list[Row]:
+    from perdure import libraries
+    from perdure.engine.llama.native import probe
+    from perdure.engine.llama.native.source import candidates
+    from perdure.errors import EngineLibraryError
+
+    here = list(candidates())
+    try:
+        choice = probe.choose() if here else None
+    except EngineLibraryError:
+        choice = None
+    passed = {verdict.folder: verdict for verdict in choice.passed} if choice else {}
+    rows = [_row(source, choice, passed.get(str(source.folder))) for source in here]
+    # PERDURE_LLAMA hides what is installed.
+    shown = {row.folder for row in rows}
+    rows += [
+        _entry_row(entry, why="PERDURE_LLAMA names another")
+        for entry in libraries.installed()
+        if str(entry.folder) not in shown
+    ]
+    rows += _absent({row.origin for row in rows}, used=not here)
+    return rows
+
+
+def _row(source: LibrarySource, choice: Choice | None, failed: Verdict | None) -> Row:
+    from dataclasses import replace
+
+    from perdure import libraries
+
+    used = choice is not None and choice.source == source
+    if used:
+        assert choice is not None
+        why = _WHY[source.kind]
+        if choice.passed:
+            why = f"the first that runs here ({'; '.join(map(str, choice.passed))})"
+        if choice.verdict.deaths:
+            why += f"; {'; '.join(map(str, choice.verdict.attempts))}"
+    elif failed is not None or choice is None:
+        why = f"it cannot run here: {failed}" if failed else "it cannot run here"
+    else:
+        why = "another comes first"
+    entry = next((each for each in libraries.installed() if each.folder == source.folder), None)
+    row = (
+        _entry_row(entry, why=why)
+        if entry is not None
+        else Row(
+            name=source.kind,
+            backend="",
+            version=source.version,
+            origin=source.kind,
+            licence="MIT" if source.kind == "llama-cpp-python" else "",
+            nbytes=None,
+            folder=str(source.folder),
+            used=False,
+            why=why,
+        )
+    )
+    if not used:
+        return row
+    variant, version, devices = _loaded()
+    return replace(row, used=True, variant=variant, version=version, devices=devices)
+
+
+def _entry_row(entry: Installed, *, why: str) -> Row:
+    return Row(
+        name=entry.name,
+        backend=entry.backend,
+        version=entry.version,
+        origin=entry.origin,
+        licence=entry.licence,
+        nbytes=entry.nbytes,
+        folder=str(entry.folder),
+        used=False,
+        why=why,
+    )
+
+
+def _absent(there: set[str], *, used: bool) -> list[Row]:
+    """What can be fetched for this machine and is not here."""
+    from perdure import libraries
+    from perdure.errors import LibraryFetchError
+
+    rows = []
+    for backend in libraries.BACKENDS:
+        try:
+            package = libraries.package_for(backend)
+        except LibraryFetchError:
+            continue
+        if package.spec not in there:
+            usual = used and backend == libraries.default_backend()
+            rows.append(
+                Row(
+                    name=package.folder,
+                    backend=backend,
+                    version=package.llama,
+                    origin=package.spec,
+                    licence=package.licence,
+                    nbytes=package.size,
+                    folder=None,
+                    used=False,
+                    why="fetched when it is first needed" if usual else f"perdure engine install {backend}",
+                )
+            )
+    return rows
+
+
+def _loaded() -> tuple[str, str, tuple[str, ...]]:
+    """The CPU variant, version and devices of the library in use."""
+    from perdure.engine.llama.native.library import loaded
+
+    library = loaded()
+    lib = library.functions
+    devices = [lib.ggml_backend_dev_get(index) for index in range(lib.ggml_backend_dev_count())]
+    names = tuple(
+        " ".join(
+            call(each).decode().strip()
+            for call in (lib.ggml_backend_dev_name, lib.ggml_backend_dev_description)
+        )
+        for each in devices
+    )
+    return library.variant, library.version, names
+
+
+def _show(row: Row) -> None:
+    from rich.filesize import decimal
+
+    about = [
+        f"llama.cpp {row.version}" if row.version else "",
+        f"CPU variant {row.variant}" if row.variant else "",
+    ]
+    about += [
+        decimal(row.nbytes) if row.nbytes is not None else "",
+        f"licence {row.licence}" if row.licence else "",
+    ]
+    typer.echo(f"{'*' if row.used else ' '} {row.name:<18} {', '.join(filter(None, about))}")
+    typer.echo(f"{'':<20} {'from' if row.folder else 'can be had from'} {row.origin}")
+    if row.devices:
+        typer.echo(f"{'':<20} devices: {', '.join(row.devices)}")
+    typer.echo(f"{'':<20} {'used: ' if row.used else ''}{row.why}")

@@ -1,0 +1,91 @@
+"""`perdure models`: list, pull, rm."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from perdure.models import Entry
+
+app = typer.Typer(help="The models of this machine.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command(name="list")
+def list_(as_json: Json = False) -> None:
+    """Show the models that have a name, and those that were fetched."""
+    from perdure import models
+
+    entries = models.entries()
+    if as_json:
+        typer.echo(json.dumps([_plain(entry) for entry in entries], indent=2))
+    else:
+        _table(entries)
+
+
+@app.command()
+def pull(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="A name, owner/repo, owner/repo:Q4_K_M or hf:owner/repo/file.gguf; else the default."
+        ),
+    ] = None,
+) -> None:
+    """Fetch a model. What is here already is not fetched again."""
+    from perdure import models
+    from perdure.cli.output.progress import fetching
+
+    with fetching(name or "the default model") as progress:
+        path = models.pull(name, progress)
+    typer.echo(path)
+
+
+@app.command()
+def rm(
+    name: Annotated[str, typer.Argument(help="A name as `perdure models list` shows it.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete a model that was fetched."""
+    from rich.filesize import decimal
+
+    from perdure.models.local_models import files_of, remove
+
+    files = files_of(name)
+    size = decimal(sum(file.stat().st_size for file in files if file.exists()))
+    if not yes:
+        typer.confirm(f"Delete {files[0]} ({size})?", abort=True)
+    remove(name)
+    typer.echo(f"Deleted {files[0]} ({size})")
+
+
+def _plain(entry: Entry) -> dict[str, object]:
+    return {
+        "name": entry.name,
+        "aliases": list(entry.aliases),
+        "source": entry.source,
+        "present": entry.present,
+        "path": str(entry.path) if entry.path else None,
+        "bytes": entry.size,
+    }
+
+
+def _table(entries: list[Entry]) -> None:
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    table.add_column("name", overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("here", no_wrap=True)
+    table.add_column("where", overflow="fold")
+    for entry in entries:
+        name = entry.name + (f" ({', '.join(entry.aliases)})" if entry.aliases else "")
+        size = decimal(entry.size) if entry.size is not None else ""
+        table.add_row(name, size, "yes" if entry.present else "no", str(entry.path or entry.source))
+    Console().print(table, markup=False)

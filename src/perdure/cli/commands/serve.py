@@ -1,0 +1,275 @@
+"""`perdure serve`: a model for many, over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from perdure.cli.offload import Devices, GpuLayers, KvOffload, TensorSplit, loading
+
+if TYPE_CHECKING:
+    from perdure.server.app_state import AppState
+    from perdure.server.keys import Keys
+
+_Engine = "Engine"
+_Access = "Access"
+_Limits = "Limits"
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A .gguf file, or any name that `models pull` takes."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Where to listen. Other than loopback needs --keys.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0 takes a free one.")] = 8080,
+    name: Annotated[
+        str | None, typer.Option("--name", help="What the model is called in answers; else its file's name.")
+    ] = None,
+    ctx: Annotated[
+        int,
+        typer.Option(
+            "--ctx", min=1, metavar="N", help="Tokens that one request may have.", rich_help_panel=_Engine
+        ),
+    ] = 4096,
+    slots: Annotated[
+        int,
+        typer.Option(
+            "--slots", min=1, metavar="N", help="Requests that are served at once.", rich_help_panel=_Engine
+        ),
+    ] = 4,
+    queue: Annotated[
+        int,
+        typer.Option("--queue", min=0, metavar="N", help="Requests that may wait.", rich_help_panel=_Engine),
+    ] = 256,
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", min=1, metavar="N", help="Threads of the engine.", rich_help_panel=_Engine),
+    ] = None,
+    gpu_layers: GpuLayers = None,
+    device: Devices = None,
+    tensor_split: TensorSplit = None,
+    kv_offload: KvOffload = True,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Decode each reply alone, so that it never depends on others.",
+            rich_help_panel=_Engine,
+        ),
+    ] = False,
+    template: Annotated[
+        str | None,
+        typer.Option(
+            "--template",
+            metavar="NAME",
+            help="A chat template, by its name or as a file; else the model's own.",
+            rich_help_panel=_Engine,
+        ),
+    ] = None,
+    isolated: Annotated[
+        bool,
+        typer.Option(
+            "--isolated/--in-process",
+            help="The engine in a process of its own, which may die and is started again.",
+            rich_help_panel=_Engine,
+        ),
+    ] = True,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            "--store",
+            metavar="FOLDER",
+            help="Where sessions and state outlive the server; else the one under PERDURE_HOME.",
+            rich_help_panel=_Engine,
+        ),
+    ] = None,
+    no_store: Annotated[
+        bool, typer.Option("--no-store", help="Keep nothing after the end.", rich_help_panel=_Engine)
+    ] = False,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            "--keys",
+            metavar="FILE",
+            help="Who may come in: lines of `namespace:sha256`, or TOML.",
+            rich_help_panel=_Access,
+        ),
+    ] = None,
+    new_key: Annotated[
+        str | None,
+        typer.Option(
+            "--new-key",
+            metavar="NAMESPACE",
+            help="Print a fresh key and its line for the file, and exit.",
+            rich_help_panel=_Access,
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-host",
+            metavar="NAME",
+            help="A further name under which the server may be asked; can be given again.",
+            rich_help_panel=_Access,
+        ),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse fields that nobody knows.", rich_help_panel=_Access)
+    ] = False,
+    log_text: Annotated[
+        bool,
+        typer.Option("--log-text", help="Put messages and replies into the log.", rich_help_panel=_Access),
+    ] = False,
+    body_bytes: Annotated[
+        int,
+        typer.Option("--body-bytes", min=1, metavar="N", help="Of one request.", rich_help_panel=_Limits),
+    ] = 16 << 20,
+    messages: Annotated[
+        int,
+        typer.Option("--messages", min=1, metavar="N", help="Of one request.", rich_help_panel=_Limits),
+    ] = 4096,
+    requests: Annotated[
+        int,
+        typer.Option("--requests", min=1, metavar="N", help="In flight at once.", rich_help_panel=_Limits),
+    ] = 512,
+    request_seconds: Annotated[
+        float,
+        typer.Option(
+            "--request-seconds", metavar="S", help="That one request may take.", rich_help_panel=_Limits
+        ),
+    ] = 900.0,
+    body_seconds: Annotated[
+        float,
+        typer.Option(
+            "--body-seconds", metavar="S", help="That a body may take to come.", rich_help_panel=_Limits
+        ),
+    ] = 60.0,
+    grace: Annotated[
+        float,
+        typer.Option(
+            "--grace",
+            metavar="S",
+            help="For replies to finish when the server is told to stop.",
+            rich_help_panel=_Limits,
+        ),
+    ] = 20.0,
+) -> None:
+    """Serve a model over HTTP: OpenAI's routes, and sessions as resources.
+
+    The exit code is 0 when it was told to stop, and 2 when it was told something impossible.
+    """
+    import perdure
+    from perdure import InvalidInputError, models
+    from perdure.cli.output.progress import fetching
+    from perdure.cli.output.terminal import have_library, note
+    from perdure.config import settings
+
+    if new_key is not None:
+        _print_key(new_key)
+        return
+    try:
+        from perdure.server.app_state import AppState
+        from perdure.server.http_server import bind, check_address
+        from perdure.server.keys import Keys
+        from perdure.server.limits import Limits
+        from perdure.server.middleware.host_check import AllowedHosts
+    except ModuleNotFoundError as error:
+        note(f"{error.name} is not installed: pip install 'perdure[server]'")
+        raise typer.Exit(1) from None
+    try:
+        limits = Limits(
+            body_bytes=body_bytes,
+            messages=messages,
+            requests=requests,
+            request_seconds=request_seconds,
+            body_seconds=body_seconds,
+            grace_seconds=grace,
+        )
+        known = Keys.read(keys) if keys is not None else Keys()
+        check_address(host, len(known))
+        hosts = AllowedHosts(host, allow_host or ()) if allow_host or not len(known) else None
+        if store is not None and no_store:
+            raise InvalidInputError("--store and --no-store cannot both be meant")
+        listening = bind(host, port)
+    except InvalidInputError as error:
+        note(str(error))
+        raise typer.Exit(2) from None
+    folder = None if no_store else store or settings().store
+    have_library()
+    with fetching(model or "the default model") as progress:
+        path = models.path(model, progress)
+    engine = loading(gpu_layers, device, tensor_split, kv_offload)
+    if threads is not None:
+        engine["threads"] = threads
+    if template is not None:
+        engine["template"] = template
+    with perdure.open(
+        path, n_ctx=ctx, slots=slots, queue=queue, exact=exact, store=folder, isolated=isolated, **engine
+    ) as runtime:
+        app_state = AppState(
+            runtime=runtime,
+            name=name or path.stem,
+            limits=limits,
+            keys=known,
+            hosts=hosts,
+            strict=strict,
+            log_text=log_text,
+        )
+        _listen(app_state, listening, folder, isolated)
+
+
+def _listen(app_state: AppState, listening: object, folder: Path | None, isolated: bool) -> None:
+    import logging
+    import socket
+    import sys
+
+    from perdure.server.http_server import HttpServer, address
+    from perdure.server.middleware.access_log import JsonLines
+
+    assert isinstance(listening, socket.socket)
+    logging.getLogger().addHandler(JsonLines(sys.stderr))
+    logging.getLogger("perdure").setLevel(logging.INFO)
+    # What the engine has to say below this is for those who build it, and that clients leave is no news.
+    for name in ("perdure.llama", "uvicorn.error", "asyncio"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    listening.listen(2048)
+    runtime = app_state.runtime
+    state = "in a process of its own" if isolated else "in this process"
+    for title, value in (
+        ("address", address(listening)),
+        ("model", f"{app_state.name}, {state}"),
+        ("context", f"{runtime.n_ctx} tokens a request"),
+        ("slots", f"{runtime.slots} requests at once"),
+        ("store", str(folder) if folder else "none: sessions end with the server"),
+        ("keys", _state(app_state.keys)),
+    ):
+        typer.echo(f"{title:<8} {value}")
+    typer.echo("Ctrl-C stops it.")
+    sys.stdout.flush()
+    HttpServer(app_state).run(sockets=[listening])
+
+
+def _state(keys: Keys) -> str:
+    if not len(keys):
+        return "none: everybody on this machine may use it"
+    return f"{len(keys)}, of {', '.join(keys.namespaces)}"
+
+
+def _print_key(namespace: str) -> None:
+    from perdure import InvalidInputError
+    from perdure.cli.output.terminal import note
+    from perdure.server.keys import new_key
+
+    try:
+        secret, key = new_key(namespace)
+    except InvalidInputError as error:
+        note(str(error))
+        raise typer.Exit(2) from None
+    typer.echo(f"key   {secret}")
+    typer.echo(f"line  {key.line}")
+    note("the key is shown this once; put the line into the file that --keys names")

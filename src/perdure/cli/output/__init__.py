@@ -1,0 +1,1 @@
+"""What commands print: text for a terminal or a pipe, progress, replies, JSON."""

@@ -1,0 +1,225 @@
+"""What the commands that run a model share: opening it, and text for a terminal or a pipe."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.cells import cell_len
+
+from perdure import system
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from perdure import Model
+
+_PATIENCE = 0.5
+"""Seconds of loading that need no bar."""
+_INSISTENCE = 2.0
+"""Seconds after which a second Ctrl-C means that the first did not help."""
+_CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")}, "\ufffd")
+
+
+class Cancellable(Protocol):
+    """A job of any kind."""
+
+    def cancel(self) -> None: ...
+
+
+def load(name: str | None, **loading: Any) -> Model:
+    """The model of that name, or the default one: fetched if need be, with bars for whoever watches."""
+    from perdure import Model, models
+    from perdure.cli.output.progress import fetching
+
+    have_library()
+    with fetching(name or "the default model") as progress:
+        path = models.path(name, progress)
+    left = threading.Event()
+    with _loading(path) as report, ThreadPoolExecutor(1) as loader:
+        # Native code in the main thread would hold Ctrl-C back until it returns.
+        loaded = loader.submit(
+            Model, path, progress=lambda done: report(done) and not left.is_set(), **loading
+        )
+        try:
+            return loaded.result()
+        finally:
+            left.set()
+
+
+def have_library() -> None:
+    """Fetch the llama.cpp library if there is none yet, with a bar for whoever watches."""
+    from perdure.cli.output.progress import fetching
+    from perdure.engine.llama.native.source import find_library
+
+    with fetching("the engine") as progress:
+        find_library(progress)
+
+
+@contextmanager
+def stopped_by_ctrl_c(job: Cancellable) -> Iterator[threading.Event]:
+    """While this is open, Ctrl-C cancels `job` and sets the event; one much later is as usual.
+
+    An exception could strike between taking a piece of text and showing it, and lose it.
+    """
+    pressed = threading.Event()
+    since = 0.0
+
+    def press(number: int, frame: FrameType | None) -> None:
+        nonlocal since
+        if not pressed.is_set():
+            since = time.monotonic()
+            pressed.set()
+            job.cancel()
+        elif time.monotonic() - since > _INSISTENCE:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def leaving_in_order() -> Iterator[None]:
+    """While this is open, a closed window or a plain kill ends the process as an error would: what is open
+    is closed, and nothing that was meant to end with it is left behind. The exit code tells the signal."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in system.ending_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def keys_held_back() -> Iterator[None]:
+    """While this is open, keys are not shown; what is typed waits for whoever reads next. Ctrl-C works."""
+    try:
+        import termios
+    except ImportError:
+        # This system has no such terminals.
+        yield
+        return
+    try:
+        keys = sys.stdin.fileno()
+        before = termios.tcgetattr(keys)
+    except (termios.error, AttributeError, OSError, ValueError):
+        yield
+        return
+    held = list(before)
+    held[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(keys, termios.TCSANOW, held)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keys, termios.TCSANOW, before)
+
+
+def write(text: str) -> None:
+    """Put a model's text on standard output at once. A terminal sees none of its control characters."""
+    emit(harmless(text) if sys.stdout.isatty() else text)
+
+
+def emit(text: str) -> None:
+    """Put text on standard output at once, as it is."""
+    out = sys.stdout
+    try:
+        out.write(text)
+    except UnicodeEncodeError:
+        out.write(text.encode(out.encoding, "replace").decode(out.encoding))
+    out.flush()
+
+
+def harmless(text: str) -> str:
+    """Text without characters that a terminal would obey."""
+    return text.translate(_CONTROLS)
+
+
+def styled() -> bool:
+    """Whether standard output is a terminal that shows colours, and nobody asked for none."""
+    from rich.console import Console
+
+    console = Console()
+    return sys.stdout.isatty() and not console.no_color and not console.is_dumb_terminal
+
+
+def note(text: str) -> None:
+    """A line on standard error, as errors are told."""
+    tell(f"perdure: {text}")
+
+
+def tell(text: str) -> None:
+    """A line on standard error, for whoever watches."""
+    # Standard error replaces what it cannot encode by itself.
+    print(wrapped(text), file=sys.stderr, flush=True)
+
+
+def wrapped(text: str) -> str:
+    """Text with its lines broken between words, if standard error is a terminal that is too narrow."""
+    import textwrap
+
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        return text
+    lines = text.split("\n")
+    if not columns or all(cell_len(line) < columns for line in lines):
+        return text
+    # A table's second column stays one.
+    hangs = [re.match(r"\S.*?  +(?=\S)|", line) for line in lines]
+    return "\n".join(
+        textwrap.fill(
+            line,
+            columns - 1,
+            subsequent_indent=" " * (len(hang[0]) if hang else 0),
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+            drop_whitespace=True,
+        )
+        if cell_len(line) >= columns
+        else line
+        for line, hang in zip(lines, hangs, strict=True)
+    )
+
+
+@contextmanager
+def _loading(path: Path) -> Iterator[Callable[[float], bool]]:
+    from rich import progress as rich_progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    bar = rich_progress.Progress("Loading {task.description}", rich_progress.BarColumn(), console=console)
+    started = time.monotonic()
+    task: rich_progress.TaskID | None = None
+
+    def report(done: float) -> bool:
+        nonlocal task
+        if task is not None:
+            bar.update(task, completed=100 * done)
+        elif console.is_terminal and time.monotonic() - started > _PATIENCE:
+            bar.start()
+            task = bar.add_task(path.name, total=100, completed=int(100 * done))
+        return True
+
+    try:
+        yield report
+    finally:
+        if task is not None:
+            bar.stop()

@@ -1,0 +1,93 @@
+"""The backends of a library that loads them at run time: one for the CPU, chosen by score, and any GPU's."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.engine.llama.native.declarations import Functions
+from perdure.errors import EngineLibraryError
+
+log = logging.getLogger("perdure.llama")
+
+_BACKEND = re.compile(r"(?:lib)?ggml-(?P<kind>[a-z0-9]+)(?:-(?P<variant>[A-Za-z0-9_.]+))?\.(?:so|dylib|dll)")
+_NOT_BACKENDS = frozenset({"base"})
+BUILT_IN = "built in"
+"""The variant of a library whose CPU code was compiled into it."""
+_ONLY = "default"
+"""The variant of a CPU backend that comes in one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One backend's file: `cpu` in a variant, or `cuda`, `vulkan`, `metal`, …"""
+
+    kind: str
+    variant: str
+    path: Path
+
+
+def backends(folder: Path) -> list[Backend]:
+    """The backends whose files lie in `folder`, in a fixed order."""
+    found = []
+    for entry in sorted(folder.iterdir()):
+        match = _BACKEND.fullmatch(entry.name)
+        if match and match["kind"] not in _NOT_BACKENDS:
+            found.append(Backend(match["kind"], match["variant"] or _ONLY, entry))
+    return found
+
+
+def variants(folder: Path) -> dict[str, int]:
+    """The CPU variants in `folder` with their scores on this CPU, the best first; 0 cannot run here.
+
+    Asking opens each file, so that it belongs into a process that may die.
+    """
+    scores = {each.variant: _score(each.path) for each in backends(folder) if each.kind == "cpu"}
+    return dict(sorted(scores.items(), key=lambda item: (-item[1], item[0])))
+
+
+def load_backends(lib: Functions, folder: Path, variant: str | None, *, gpu: bool = True) -> str:
+    """Load what `folder` has into `lib`, and return the CPU variant in use.
+
+    `variant` names one; else the best for this CPU is taken. Without `gpu`, only the CPU's is loaded.
+    """
+    if lib.ggml_backend_reg_count():
+        if variant not in (None, BUILT_IN):
+            raise EngineLibraryError(
+                f"the CPU variant {variant} was asked for, but the library at {folder} has no variants: "
+                "its CPU code is built in"
+            )
+        return BUILT_IN
+    here = backends(folder)
+    # A GPU comes first: the library offers devices in the order of their backends.
+    for backend in here:
+        if gpu and backend.kind != "cpu" and not _load(lib, backend.path):
+            log.debug("the %s backend at %s cannot be used here", backend.kind, backend.path)
+    if variant is None:
+        variant = next((name for name, score in variants(folder).items() if score), None)
+    chosen = next((each for each in here if each.kind == "cpu" and each.variant == variant), None)
+    known = ", ".join(each.variant for each in here if each.kind == "cpu") or "none"
+    if chosen is None:
+        raise EngineLibraryError(f"{folder} has no CPU variant {variant or 'for this CPU'}; it has {known}")
+    if not _load(lib, chosen.path):
+        raise EngineLibraryError(f"the CPU variant {variant} cannot run on this CPU; {folder} has {known}")
+    return chosen.variant
+
+
+def _load(lib: Functions, path: Path) -> bool:
+    return bool(lib.ggml_backend_load(os.fsencode(path)))
+
+
+def _score(path: Path) -> int:
+    try:
+        handle = ctypes.CDLL(str(path))
+        # A library with one variant gives no score.
+        score = getattr(handle, "ggml_backend_score", None)
+    except OSError as error:
+        log.debug("%s cannot be opened: %s", path, error)
+        return 0
+    return int(score()) if score is not None else 1

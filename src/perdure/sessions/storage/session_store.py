@@ -1,0 +1,458 @@
+"""Sessions, turns and memories, in SQLite."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from perdure.errors import (
+    CorruptStateError,
+    InvalidInputError,
+    SessionError,
+    SessionExistsError,
+    SessionNotFoundError,
+    StoreDamagedError,
+    StoreLockedError,
+)
+from perdure.sessions.info import Memory, SessionInfo
+from perdure.sessions.storage.rows import (
+    INSERT_TURN,
+    MEMORY,
+    SESSION,
+    TURN,
+    read_memory,
+    read_session,
+    read_turn,
+    turn_values,
+)
+from perdure.sessions.storage.schema import MEMORY_SEAL, MIGRATIONS, SESSION_SEAL, TURN_SEAL, Value, seal
+from perdure.sessions.turn import FIRST, Turn
+from perdure.store.durable import explained, make_folder, sync_folder, write_file
+from perdure.store.holder import described, write_holder
+from perdure.store.index import Index
+
+FILE, MARK, MENDED, KEY = "sessions.sqlite", "sessions.id", "sessions.mended", "sessions.key"
+"""The database; whose it is; what a repair that was interrupted has left; what seals exports."""
+ADVICE = "`perdure sessions verify` keeps what can be proved and puts the rest aside"
+
+
+class SessionStore:
+    """The durable part of sessions. For any thread.
+
+    Always holds: a turn is written once and whole, after the one before it; a session names a turn that is
+    there; turns that nothing leads to any more go with what last led to them. Each row is proved when it is
+    read, and one that is not what it was is refused. Numbers of sessions, turns and memories are never
+    given out again, and a change of a session checks its number, namespace and name.
+    """
+
+    def __init__(self, folder: Path | None, *, readonly: bool = False) -> None:
+        """In `folder`, or without one in memory."""
+        self.readonly = readonly
+        self.folder = folder
+        with ExitStack() as held:
+            known = ""
+            if folder is not None:
+                if not readonly:
+                    make_folder(folder)
+                    held.callback(locked(folder).release)
+                known = mark(folder)
+                _check_there(folder, known)
+            self.index = Index(
+                folder / FILE if folder is not None else None,
+                readonly=readonly,
+                migrations=MIGRATIONS,
+                functions={"seal": seal},
+                advice=f"{ADVICE}; else restore it from a copy",
+            )
+            held.callback(self.index.close)
+            # So that none of them is missed: what is found through an index is all there is.
+            for table in ("session", "memory", "register", "counter"):
+                self.index.check(table)
+            if folder is not None:
+                self._check_own(folder, known)
+            self.key = _key(folder, readonly=readonly)
+            """What seals exports, so that the state in them is known again. None where it may not be made."""
+            self._held = held.pop_all()
+
+    def close(self) -> None:
+        self._held.close()
+
+    # Sessions.
+
+    def create(
+        self,
+        namespace: str,
+        name: str,
+        turns: Sequence[Turn] = (),
+        *,
+        head: int | None = None,
+        digest: bytes = FIRST,
+        kind: str = "session",
+        settings: Mapping[str, Any] | None = None,
+        origin: Mapping[str, Any] | None = None,
+    ) -> SessionInfo:
+        """A new session: at a turn that is there and has that digest, followed by turns that are not yet."""
+        now = time.time()
+        with self._writing():
+            if self._find(namespace, name) is not None:
+                raise SessionExistsError(
+                    f"there is a session {name!r} already: choose another name, or delete it"
+                )
+            if head is not None:
+                self._check_turn(head, digest)
+            for turn in turns:
+                head = self._add(head, turn)
+            number = self._next("session")
+            self.index.run(
+                f"INSERT INTO session ({', '.join(SESSION_SEAL)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                number,
+                namespace,
+                name,
+                kind,
+                head,
+                json.dumps(dict(settings or {})),
+                json.dumps(dict(origin or {})),
+                now,
+                now,
+            )
+            self._seal(number)
+            info = self._find(namespace, name)
+            assert info is not None
+            return info
+
+    def find(self, namespace: str, name: str) -> SessionInfo:
+        found = self._find(namespace, name)
+        if found is None:
+            raise SessionNotFoundError(f"there is no session {name!r}")
+        return found
+
+    def has(self, namespace: str, name: str) -> bool:
+        return self._find(namespace, name) is not None
+
+    def list(
+        self, namespace: str | None = None, *, limit: int | None = None, after: SessionInfo | None = None
+    ) -> list[SessionInfo]:
+        """The latest first: those of a namespace or all, up to `limit`, of those that come behind `after`."""
+        where, values = ["1"], builtins.list[Value]()
+        if namespace is not None:
+            where.append("s.namespace = ?")
+            values.append(namespace)
+        if after is not None:
+            where.append("(s.updated, s.number) < (?, ?)")
+            values += [after.updated, after.number]
+        rows = self._rows(
+            f"{SESSION} WHERE {' AND '.join(where)} ORDER BY s.updated DESC, s.number DESC LIMIT ?",
+            *values,
+            _limit(limit),
+        )
+        return [self._read(row) for row in rows]
+
+    def chain(self, head: int, name: str = "") -> tuple[Sequence[int], Sequence[Turn]]:
+        """The turns that lead to `head`, with it, each proved by its digest. `name` is whose they are."""
+        rows = self.index.rows(
+            "WITH RECURSIVE up (number, parent, level) AS ("
+            " SELECT number, parent, 0 FROM turn WHERE number = ?"
+            # A turn is younger than the one before it: whatever was damaged, this ends.
+            " UNION ALL SELECT t.number, t.parent, level + 1 FROM turn t JOIN up ON t.number = up.parent"
+            " WHERE t.number < up.number"
+            f") SELECT {TURN} FROM up JOIN turn t ON t.number = up.number ORDER BY up.level DESC",
+            head,
+        )
+        of = f"of session {name!r}" if name else "of a session"
+        numbers: builtins.list[int] = []
+        turns: builtins.list[Turn] = []
+        before = FIRST
+        for row in rows:
+            try:
+                turn = read_turn(row, before)
+            except CorruptStateError as error:
+                raise CorruptStateError(f"turn {len(turns)} {of} {error}: {ADVICE}") from error
+            numbers.append(int(row[0]))
+            turns.append(turn)
+            before = turn.digest
+        if not turns or turns[0].kind != "start":
+            raise CorruptStateError(f"the turns {of} do not lead back to its start: {ADVICE}")
+        return numbers, turns
+
+    def add(
+        self, session: SessionInfo, turns: Sequence[Turn], *, parent: int, expected: int
+    ) -> Sequence[int]:
+        """Make turns the latest of a session, behind turn number `parent`: all of them or none.
+
+        Refused where the session does not stand at turn number `expected` any more.
+        """
+        with self._writing():
+            before = self._standing(session, expected)
+            numbers: builtins.list[int] = []
+            for turn in turns:
+                parent = self._add(parent, turn)
+                numbers.append(parent)
+            self._move(before, parent)
+            return numbers
+
+    def move(self, session: SessionInfo, head: int, *, digest: bytes, expected: int) -> None:
+        """Let a session stand at another turn. Refused as `add` is."""
+        with self._writing():
+            before = self._standing(session, expected)
+            self._check_turn(head, digest)
+            self._move(before, head)
+
+    def delete(self, session: SessionInfo) -> None:
+        with self._writing():
+            found = self._standing(session)
+            self.index.run("DELETE FROM session WHERE number = ?", found.number)
+            self._prune(found.head)
+
+    def exists(self, session: SessionInfo) -> bool:
+        """Whether that very session is still there, and not another one of its name."""
+        found = self._find(session.namespace, session.name)
+        return found is not None and found.number == session.number
+
+    # Memories.
+
+    def label(
+        self, session: SessionInfo, turn: int, depth: int, digest: bytes, label: str, kind: str, note: str
+    ) -> Memory:
+        """Remember turn number `turn` of a session, which must have that digest."""
+        with self._writing():
+            self._standing(session)
+            self._check_turn(turn, digest)
+            key = (session.namespace, session.name, depth, label)
+            there = "namespace = ? AND session = ? AND depth = ? AND label = ?"
+            before = self.index.rows(f"SELECT number, turn FROM memory WHERE {there}", *key)
+            for number, _ in before:
+                self.index.run("DELETE FROM memory WHERE number = ?", number)
+            said: builtins.list[Value] = [self._next("memory"), session.namespace, session.name, turn]
+            said += [depth, label, kind, note, digest, time.time()]
+            self.index.run(
+                f"INSERT INTO memory ({', '.join(MEMORY_SEAL)}, seal)"
+                f" VALUES ({', '.join('?' * len(MEMORY_SEAL))}, ?)",
+                *said,
+                seal(*said),
+            )
+            for _, last in before:
+                self._prune(last)
+            return read_memory([*said, seal(*said)])
+
+    def memories(self, where: str, *values: Value, limit: int | None = None) -> builtins.list[Memory]:
+        """Those that fit, the oldest first. `m` is the memory and `t` its turn."""
+        rows = self._rows(f"{MEMORY} WHERE {where} ORDER BY m.number LIMIT ?", *values, _limit(limit))
+        try:
+            return [read_memory(row) for row in rows]
+        except CorruptStateError as error:
+            raise CorruptStateError(f"{error}: {ADVICE}") from error
+
+    def chain_of(self, memory: Memory) -> tuple[Sequence[int], Sequence[Turn]]:
+        """The turns that lead to a memory, if they are those that were remembered."""
+        rows = self._rows(
+            "SELECT turn FROM memory WHERE number = ? AND namespace = ? AND session = ? AND label = ?",
+            memory.number,
+            memory.namespace,
+            memory.session,
+            memory.label,
+        )
+        if not rows:
+            raise SessionNotFoundError(f"the memory at {memory.address} is gone")
+        numbers, turns = self.chain(rows[0][0], memory.session)
+        if turns[-1].digest != memory.digest:
+            raise CorruptStateError(
+                f"what lies at {memory.address} is not what was remembered: its digest differs; "
+                "nothing was woken"
+            )
+        return numbers, turns
+
+    def forget(self, memory: Memory) -> None:
+        with self._writing():
+            found = self.index.rows(
+                "SELECT turn FROM memory WHERE number = ? AND namespace = ? AND session = ? AND label = ?",
+                memory.number,
+                memory.namespace,
+                memory.session,
+                memory.label,
+            )
+            if not found:
+                raise SessionNotFoundError(f"the memory at {memory.address} is gone")
+            self.index.run("DELETE FROM memory WHERE number = ?", memory.number)
+            self._prune(found[0][0])
+
+    # Inside.
+
+    def _check_own(self, folder: Path, known: str) -> None:
+        """A database of another store is not taken for this one's."""
+        own = next((row[0] for row in self.index.rows("SELECT id FROM register")), None)
+        if not isinstance(own, str) or not own or (known and own != known):
+            raise StoreDamagedError(
+                f"{folder / FILE} is not the one that was here: restore it from a copy, or if it is to take "
+                f"its place, delete {MARK} beside it"
+            )
+        if not known and not self.readonly:
+            write_file(folder / MARK, [own.encode()])
+            sync_folder(folder)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with self.index.writing():
+                yield
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"this is not valid Unicode text: {error}") from None
+
+    def _rows(self, query: str, *values: Value) -> builtins.list[tuple[Any, ...]]:
+        """Rows found by what a caller gave."""
+        try:
+            return self.index.rows(query, *values)
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"this is not valid Unicode text: {error}") from None
+
+    def _find(self, namespace: str, name: str) -> SessionInfo | None:
+        rows = self._rows(f"{SESSION} WHERE s.namespace = ? AND s.name = ?", namespace, name)
+        return self._read(rows[0]) if rows else None
+
+    def _read(self, row: tuple[Any, ...]) -> SessionInfo:
+        try:
+            return read_session(row)
+        except CorruptStateError as error:
+            raise CorruptStateError(f"{error}: {ADVICE}") from error
+
+    def _standing(self, session: SessionInfo, expected: int | None = None) -> SessionInfo:
+        """That very session as it is now."""
+        found = self.index.rows(
+            f"{SESSION} WHERE s.number = ? AND s.namespace = ? AND s.name = ?",
+            session.number,
+            session.namespace,
+            session.name,
+        )
+        if not found:
+            raise SessionNotFoundError(f"session {session.name!r} was deleted")
+        now = self._read(found[0])
+        if expected is not None and now.head != expected:
+            raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
+        return now
+
+    def _check_turn(self, number: int, digest: bytes) -> int:
+        """The depth of a turn, which must be there and be that very one."""
+        found = self.index.rows(f"SELECT {', '.join(TURN_SEAL)}, seal FROM turn WHERE number = ?", number)
+        if not found:
+            raise SessionNotFoundError("the turn to go on from was deleted")
+        if seal(*found[0][:-1]) != found[0][-1] or found[0][3] != digest:
+            raise CorruptStateError(f"the turn that this one goes on from is damaged: {ADVICE}")
+        return int(found[0][2])
+
+    def _add(self, parent: int | None, turn: Turn) -> int:
+        depth = 0 if parent is None else self._check_turn(parent, turn.before) + 1
+        number = self._next("turn")
+        self.index.run(INSERT_TURN, *turn_values(number, parent, depth, turn))
+        return number
+
+    def _move(self, session: SessionInfo, head: int) -> None:
+        # Later than before, whatever the clock says: lists are in this order.
+        now = max(time.time(), session.updated)
+        self.index.run("UPDATE session SET head = ?, updated = ? WHERE number = ?", head, now, session.number)
+        self._seal(session.number)
+        self._prune(session.head)
+
+    def _next(self, table: str) -> int:
+        """A number that nothing in `table` has or ever had."""
+        rows = self.index.rows("SELECT last, seal FROM counter WHERE name = ?", table)
+        if not rows or seal(table, rows[0][0]) != rows[0][1]:
+            raise CorruptStateError(f"the last number of a {table} is damaged: {ADVICE}")
+        number = int(rows[0][0]) + 1
+        self.index.run(
+            "UPDATE counter SET last = ?, seal = ? WHERE name = ?", number, seal(table, number), table
+        )
+        return number
+
+    def _seal(self, session: int) -> None:
+        """After a change."""
+        [(*said, _)] = self.index.rows(f"{SESSION} WHERE s.number = ?", session)
+        self.index.run("UPDATE session SET seal = ? WHERE number = ?", seal(*said), session)
+
+    def _prune(self, turn: int | None) -> None:
+        """Delete a turn that nothing leads to any more, and then what led only to it."""
+        while turn is not None:
+            [(needed,)] = self.index.rows(
+                "SELECT EXISTS (SELECT 1 FROM turn WHERE parent = ?)"
+                " OR EXISTS (SELECT 1 FROM session WHERE head = ?)"
+                " OR EXISTS (SELECT 1 FROM memory WHERE turn = ?)",
+                *(turn,) * 3,
+            )
+            if needed:
+                return
+            found = self.index.rows("SELECT parent FROM turn WHERE number = ?", turn)
+            self.index.run("DELETE FROM turn WHERE number = ?", turn)
+            turn = found[0][0] if found else None
+
+
+def _limit(limit: int | None) -> int:
+    if limit is None:
+        return -1
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 0 < limit < 2**31:
+        raise InvalidInputError(f"limit is None or a number from 1, got {limit!r}")
+    return limit
+
+
+def _key(folder: Path | None, *, readonly: bool) -> bytes | None:
+    """The store's own secret: it never leaves the folder."""
+    if folder is None:
+        return secrets.token_bytes(32)
+    path = folder / KEY
+    with explained(path):
+        try:
+            found = path.read_bytes()
+        except FileNotFoundError:
+            found = b""
+    if len(found) == 32:
+        return found
+    if readonly:
+        return None
+    # Without it, or if it was damaged, older exports are still read, but their state is not known again.
+    made = secrets.token_bytes(32)
+    write_file(path, [made])
+    sync_folder(folder)
+    return made
+
+
+def mark(folder: Path) -> str:
+    """Whose the database in `folder` must be; nothing is known of one that is new."""
+    with explained(folder / MARK):
+        try:
+            return (folder / MARK).read_text("utf-8", "replace").strip()
+        except FileNotFoundError:
+            return ""
+
+
+def _check_there(folder: Path, known: str) -> None:
+    if (folder / MENDED).exists():
+        raise StoreDamagedError(
+            f"a repair of the sessions in {folder} was interrupted: `perdure sessions verify` ends it"
+        )
+    file = folder / FILE
+    with explained(file):
+        gone = known and not (file.exists() and file.stat().st_size)
+    if gone:
+        raise StoreDamagedError(
+            f"{file} is gone: restore it from a copy, or delete {MARK} beside it to begin without any session"
+        )
+
+
+def locked(folder: Path) -> FileLock:
+    """Held by the one who writes."""
+    lock = FileLock(folder / "sessions.lock", thread_local=False, mode=0o600)
+    with explained(folder):
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise StoreLockedError(
+                f"the sessions in {folder} are in use by {described(folder)}: close that one, choose another "
+                "store, or open this one for reading"
+            ) from None
+    write_holder(folder)
+    return lock
