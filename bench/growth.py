@@ -28,7 +28,7 @@ from perdure.cache.record import Record, RecordIndex, doomed
 from perdure.cache.slot_cache import SlotCache
 from perdure.cache.tiers import Tiers
 from perdure.engine.toy import ToyModel
-from perdure.memory import MemoryKind
+from perdure.memory import FullAttention
 from perdure.store.disk import DiskTier
 
 Operation = Callable[[], Any]
@@ -117,7 +117,7 @@ def memory(run: Run) -> Iterator[Figure]:
 
 def slots(run: Run) -> Iterator[Figure]:
     def admit(size: int, cleanup: ExitStack) -> Operation:
-        context = cleanup.enter_context(ToyModel(MemoryKind.FULL).context(n_ctx=256, n_seq=size))
+        context = cleanup.enter_context(ToyModel(FullAttention).context(n_ctx=256, n_seq=size))
         cache = SlotCache(context, budget=1 << 30)
 
         def burst() -> None:
@@ -215,7 +215,7 @@ def sessions(run: Run) -> Iterator[Figure]:
         folder = Path(tempfile.mkdtemp(prefix="perdure-growth-", dir=_fast()))
         cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
         return cleanup.enter_context(
-            perdure.open(ToyModel(MemoryKind.FULL), store=folder, n_ctx=512, slots=2, template="chatml")
+            perdure.open(ToyModel(FullAttention), store=folder, n_ctx=512, slots=2, template="chatml")
         )
 
     def talked(size: int, cleanup: ExitStack) -> perdure.Runtime:

@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import zoo
-from perdure import Context, MemoryKind, Model
+from perdure import Context, Model
 from perdure.engine.toy import ToyModel
+from perdure.memory import MEMORY_KINDS, MemorySpec
 
 Row = NDArray[np.float32]
 
-TOYS = {f"toy-{kind.value}": kind for kind in MemoryKind}
+TOYS = {f"toy-{kind.name}": kind for kind in MEMORY_KINDS}
 NAMES = [*TOYS, *zoo.names()]
 
 # With these the engine rounds least: no half-precision sums over cells, whose order then hardly matters.
@@ -144,7 +145,7 @@ class Subject:
         return self.name in ("qwen3moe", "deepseek2")
 
     @property
-    def kind(self) -> MemoryKind:
+    def kind(self) -> type[MemorySpec]:
         return self.model.memory.kind
 
     @property

@@ -12,7 +12,7 @@ from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import Plan, ReuseReport
 from perdure.engine.context import Context, Feed
-from perdure.engine.contract import Capabilities, Memory, MemoryKind
+from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import Embedder, Pooling
 from perdure.engine.llama.model import Model
 from perdure.engine.logits import Candidate, LogitsView
@@ -61,11 +61,11 @@ from perdure.errors import (
     UnsupportedSystemError,
 )
 from perdure.identity import Identity
+from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.runtime import Runtime, open  # noqa: A004
 from perdure.sessions.fold import TurnJob
 from perdure.sessions.importing import ImportResult
-from perdure.sessions.info import Memory as SessionMemory
-from perdure.sessions.info import SessionInfo
+from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.session import Session
 from perdure.sessions.turn import Turn
 
@@ -95,8 +95,10 @@ __all__ = [
     "EngineLibraryError",
     "Feed",
     "FetchError",
+    "FullAttention",
     "Grammar",
     "GrammarError",
+    "Hybrid",
     "Identity",
     "ImportResult",
     "IncompatibleStateError",
@@ -104,8 +106,7 @@ __all__ = [
     "Job",
     "LibraryFetchError",
     "LogitsView",
-    "Memory",
-    "MemoryKind",
+    "MemorySpec",
     "Message",
     "Model",
     "ModelError",
@@ -117,6 +118,7 @@ __all__ = [
     "PinnedError",
     "Plan",
     "Pooling",
+    "Recurrent",
     "Reply",
     "ReuseReport",
     "RowError",
@@ -131,6 +133,7 @@ __all__ = [
     "SessionInfo",
     "SessionMemory",
     "SessionNotFoundError",
+    "SlidingWindow",
     "StaleViewError",
     "StateError",
     "StoreDamagedError",

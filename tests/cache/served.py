@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure import Context, Job, LogitsView, MemoryKind, Reply, Sampling
+from perdure import Context, Job, LogitsView, Reply, Sampling
 from perdure.cache.prefix_cache import PrefixCache
 from perdure.cache.slot_cache import SlotCache
 from perdure.decode.engine_loop import CHUNK, EngineLoop
 from perdure.decode.request import Request
+from perdure.memory import SlidingWindow
 from subjects import NARROW, Compared, Row, Subject, check
 
 BLOCK = 8
@@ -78,7 +79,7 @@ class Served:
         self.subject = subject
         # In a pool, and in a window that is not kept, other cells round otherwise.
         elsewhere = settings.get("shared") or (
-            subject.kind is MemoryKind.SLIDING and not settings.get("swa_full", True)
+            subject.kind is SlidingWindow and not settings.get("swa_full", True)
         )
         # In exact mode the shapes of steps are those of a fresh context that reads in the same steps.
         narrow = subject.narrow if not exact and settings.get("n_batch", NARROW) <= NARROW else Compared()

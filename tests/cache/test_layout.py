@@ -13,9 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 import zoo
-from perdure import Context, MemoryKind
+from perdure import Context
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.native.layout import Layout, discover
+from perdure.memory import FullAttention
 from subjects import NARROW, Subject, check
 
 from .served import BOUND, Served
@@ -61,7 +62,7 @@ def core_of(ctx: Context) -> LlamaCore:
 def sample_of(ctx: Context, seq: int) -> Sample:
     core = core_of(ctx)
     rest = None
-    if ctx.memory.kind is not MemoryKind.FULL:
+    if ctx.memory.kind is not FullAttention:
         rest = core.read(seq, partial=True)[OPENING:]
     return Sample(ctx, core, seq, ctx.tokens(seq), core.read(seq, partial=False), rest, core._n_streams)
 
@@ -117,7 +118,7 @@ def test_rows_belong_to_a_token_wherever_it_lies(sample: Sample) -> None:
     assert rows is not None
     whole = rows.cut(0, len(rows))
     keep = len(rows) - 7
-    if sample.ctx.memory.kind is MemoryKind.FULL:
+    if sample.ctx.memory.kind is FullAttention:
         sample.ctx.truncate(keep, sample.seq)
         shorter = layout.rows(sample.core.read(sample.seq, partial=False))
         assert shorter is not None

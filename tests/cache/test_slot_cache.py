@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perdure import EngineError, IncompatibleStateError, MemoryKind, PerdureError, TokenError
+from perdure import EngineError, IncompatibleStateError, PerdureError, TokenError
 from perdure.cache.block import Block
 from perdure.engine.toy import Faults, Gate, ToyCore, ToyModel
+from perdure.memory import FullAttention, SlidingWindow
 from subjects import Subject
 
 from .served import BLOCK, SPACING, Answer, Served
@@ -231,7 +232,7 @@ def test_k1_k2_going_back_restores_a_checkpoint_or_computes_and_says_which(
         answer = served.say([*text[:keep], *subject.tokens(5, 77)])
         new = answer.prompt[:-1]
         shared = next((at for at, (a, b) in enumerate(zip(new, text, strict=False)) if a != b), len(new))
-        if subject.kind is MemoryKind.FULL:
+        if subject.kind is FullAttention:
             assert answer.reused == shared
         else:
             # Never further back than the last place where a checkpoint was taken.
@@ -243,15 +244,14 @@ def test_k1_k2_going_back_restores_a_checkpoint_or_computes_and_says_which(
 
 
 def test_k2_without_a_checkpoint_all_is_computed_and_the_reply_says_so(toy: Subject) -> None:
-    if toy.kind is MemoryKind.FULL:
+    if toy.kind is FullAttention:
         pytest.skip("can be cut anywhere")
     with Served(toy, slots=1, budget=1, swa_full=False) as served:
         text = served.say(toy.tokens(45)).tokens
         answer = served.say([*text[:20], 1, 2, 3])
         assert answer.reused == 0
         assert answer.why == (
-            f"a {toy.kind.value} memory has no checkpoint at token 20: "
-            "nothing before it is left to go back to"
+            f"a {toy.kind.name} memory has no checkpoint at token 20: nothing before it is left to go back to"
         )
 
 
@@ -263,10 +263,10 @@ def test_k2_a_conversation_that_was_swapped_out_can_still_go_back(subject: Subje
         served.say(subject.tokens(30, 50))
         answer = served.say([*text[:40], 1, 2, 3])
         assert answer.tiers.keys() == {"memory"}
-        assert answer.reused == (40 if subject.kind is MemoryKind.FULL else 2 * SPACING)
+        assert answer.reused == (40 if subject.kind is FullAttention else 2 * SPACING)
         # And once more, from the slot that it was put back into.
         again = served.say([*text[:35], 1, 2, 3])
-        assert again.reused in ({35} if subject.kind is MemoryKind.FULL else {35, 2 * SPACING})
+        assert again.reused in ({35} if subject.kind is FullAttention else {35, 2 * SPACING})
 
 
 def test_a_prompt_of_one_token_has_nothing_to_reuse(subject: Subject) -> None:
@@ -560,7 +560,7 @@ def test_w5_exact_mode_reuses_the_whole_steps_of_a_prompt_bit_for_bit(subject: S
         assert again.reply.tokens == longer.reply.tokens
         # A part of a step is not the work of a step.
         parted = served.say([*longer.prompt[: 2 * step - 1], *subject.tokens(9, 3)])
-        assert parted.reused == (step if subject.kind is MemoryKind.FULL else 0)
+        assert parted.reused == (step if subject.kind is FullAttention else 0)
 
 
 def test_w5_what_was_computed_otherwise_is_not_found_in_exact_mode(toy: Subject) -> None:
@@ -670,7 +670,7 @@ def test_a_fork_that_fails_is_computed_instead(toy: Subject) -> None:
 
 
 def test_a_checkpoint_that_fails_costs_going_back_and_nothing_else(toy: Subject) -> None:
-    if toy.kind in (MemoryKind.FULL, MemoryKind.SLIDING):
+    if toy.kind in (FullAttention, SlidingWindow):
         pytest.skip("goes back without")
     with Served(toy, slots=1) as served:
         core = served.context._core

@@ -16,13 +16,13 @@ from perdure import (
     ContextOverflow,
     InvalidInputError,
     LogitsView,
-    MemoryKind,
     Runtime,
     Template,
     TemplateError,
 )
 from perdure.chat.overflow import Overflow
 from perdure.engine.toy import ToyModel
+from perdure.memory import MEMORY_KINDS, MemorySpec
 from sessions.talking import TerseModel
 from subjects import Subject
 
@@ -94,9 +94,9 @@ def test_a_client_that_sends_its_history_is_served_as_a_session_is(subject: Subj
         assert reply.reuse.reused > 60
 
 
-@pytest.mark.parametrize("kind", MemoryKind)
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
 def test_of_a_history_that_is_sent_again_only_the_end_is_rendered(
-    kind: MemoryKind, monkeypatch: pytest.MonkeyPatch
+    kind: type[MemorySpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the next prompt is rendered ahead, to know where a state must be kept."""
     rendered: list[int] = []

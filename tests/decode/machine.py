@@ -13,9 +13,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from decode.observed import Clock, Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
 from inside import inside
-from perdure import BusyError, ContextOverflow, Delta, EngineError, Job, MemoryKind, Reply, Runtime
+from perdure import BusyError, ContextOverflow, Delta, EngineError, Job, Reply, Runtime
 from perdure.decode import engine_loop as module
 from perdure.engine.contract import Outcome
+from perdure.memory import MemorySpec
 
 PROMPTS = [
     "a",
@@ -49,7 +50,7 @@ class Life(RuleBasedStateMachine):
     The engine is held in the middle of its steps, so that everything happens there too.
     """
 
-    kind: MemoryKind
+    kind: type[MemorySpec]
     exact: bool
     known: dict[str, list[Reply]] = {}  # noqa: RUF012
 
@@ -218,6 +219,6 @@ def _waited_for(rt: Runtime) -> Iterator[None]:
     yield
 
 
-def life(kind: MemoryKind, *, exact: bool) -> type[Life]:
-    name = f"{kind.value}_{'exact' if exact else 'default'}"
+def life(kind: type[MemorySpec], *, exact: bool) -> type[Life]:
+    name = f"{kind.name}_{'exact' if exact else 'default'}"
     return type(name, (Life,), {"kind": kind, "exact": exact, "known": {}})

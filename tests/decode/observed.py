@@ -11,11 +11,12 @@ import numpy as np
 
 import perdure
 from inside import inside
-from perdure import Delta, Job, MemoryKind, Reply, Runtime
+from perdure import Delta, Job, Reply, Runtime
 from perdure.decode.slots import SlotAssignment
 from perdure.decode.text import TextStream
 from perdure.engine.toy import Faults, Gate, ToyCore, ToyModel
 from perdure.engine.toy.faults import Trouble
+from perdure.memory import FullAttention, MemorySpec
 
 
 class Turnstile(Gate):
@@ -58,13 +59,13 @@ class Clock:
 
 
 def toy(
-    kind: MemoryKind = MemoryKind.FULL, *, gate: Gate | None = None, faults: Faults | None = None
+    kind: type[MemorySpec] = FullAttention, *, gate: Gate | None = None, faults: Faults | None = None
 ) -> ToyModel:
     return ToyModel(kind, faults=faults or Faults(gate=gate))
 
 
 def open_toy(
-    kind: MemoryKind = MemoryKind.FULL,
+    kind: type[MemorySpec] = FullAttention,
     *,
     gate: Gate | None = None,
     faults: Faults | None = None,
@@ -173,7 +174,7 @@ def check_ledger(rt: Runtime) -> None:
             assert [base._at[pos].token for pos in sorted(base._at)] == tokens
 
 
-def alone(kind: MemoryKind, prompt: str | Sequence[int], **request: Any) -> list[Reply]:
+def alone(kind: type[MemorySpec], prompt: str | Sequence[int], **request: Any) -> list[Reply]:
     """What a fresh engine that keeps nothing answers to this request and no other."""
     with open_toy(kind, slots=1, cache=0) as rt:
         return rt.submit(prompt, **request).replies()

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import pytest
 
 from decode.observed import Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
-from perdure import BusyError, InvalidInputError, MemoryKind
+from perdure import BusyError, InvalidInputError
+from perdure.memory import FullAttention
 
 T = TypeVar("T")
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -28,7 +29,7 @@ def test_awaiting_gives_what_waiting_gives() -> None:
     async def main() -> None:
         with open_toy() as rt:
             reply = await rt.agenerate("hello", max_tokens=20, **GREEDY)
-            assert reply.tokens == alone(MemoryKind.FULL, "hello", max_tokens=20, **GREEDY)[0].tokens
+            assert reply.tokens == alone(FullAttention, "hello", max_tokens=20, **GREEDY)[0].tokens
             job = rt.submit("hello", max_tokens=20, n=2, seed=1)
             deltas = [delta async for delta in job]
             check_delivery(deltas, await job.areplies(), rt.model)
@@ -44,7 +45,7 @@ def test_many_tasks_on_one_loop_each_get_their_own() -> None:
                 *(rt.agenerate(f"prompt {at}", max_tokens=10, **GREEDY) for at in range(20))
             )
         for at, reply in enumerate(replies):
-            assert reply.tokens == alone(MemoryKind.FULL, f"prompt {at}", max_tokens=10, **GREEDY)[0].tokens
+            assert reply.tokens == alone(FullAttention, f"prompt {at}", max_tokens=10, **GREEDY)[0].tokens
 
     run(main())
 
@@ -176,7 +177,7 @@ def test_two_loops_in_two_threads_share_a_runtime() -> None:
             thread.join()
         for at in range(2):
             assert found[at] == [
-                alone(MemoryKind.FULL, f"loop {at} task {task}", max_tokens=8, **GREEDY)[0].tokens
+                alone(FullAttention, f"loop {at} task {task}", max_tokens=8, **GREEDY)[0].tokens
                 for task in range(6)
             ]
         check_idle(rt)

@@ -21,7 +21,6 @@ from perdure import (
     ContextOverflow,
     DecodeError,
     InvalidInputError,
-    MemoryKind,
     OutOfMemoryError,
     Runtime,
     TokenError,
@@ -31,6 +30,7 @@ from perdure.engine.contract import Outcome
 from perdure.engine.embedder import CHUNK
 from perdure.engine.toy import Faults
 from perdure.engine.toy.faults import Mishap
+from perdure.memory import MEMORY_KINDS, MemorySpec
 from zoo import Recipe, attention
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -102,8 +102,8 @@ def test_bits_depend_on_the_text_alone(zoo_path: Callable[[str], Path]) -> None:
         np.testing.assert_array_equal(rt.embed(TEXTS).vectors, quiet)
 
 
-@pytest.mark.parametrize("kind", list(MemoryKind))
-def test_replies_and_embeddings_do_not_show_in_each_other(kind: MemoryKind) -> None:
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+def test_replies_and_embeddings_do_not_show_in_each_other(kind: type[MemorySpec]) -> None:
     with open_toy(kind) as rt:
         expected = rt.embed(TEXTS).vectors
         job = rt.submit("hello", max_tokens=60, **GREEDY)

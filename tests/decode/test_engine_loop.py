@@ -31,7 +31,6 @@ from perdure import (
     EngineError,
     InvalidInputError,
     LogitsView,
-    MemoryKind,
     Runtime,
     TokenError,
 )
@@ -40,9 +39,10 @@ from perdure.decode.engine_loop import CHUNK, EngineLoop
 from perdure.decode.request import MAX_SAMPLES, Request
 from perdure.engine.contract import Outcome
 from perdure.engine.toy import Faults, Mishap, ToyCore, ToyModel
+from perdure.memory import MEMORY_KINDS, MemorySpec
 
-KINDS = list(MemoryKind)
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)
+KINDS = MEMORY_KINDS
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 both_modes = pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
@@ -256,7 +256,7 @@ def test_long_prompts_take_turns_so_that_a_short_one_behind_them_is_soon_done(
 @both_modes
 @pytest.mark.parametrize("slots", [1, 2, 5])
 def test_samples_of_one_prompt_are_what_each_seed_gives_alone(
-    kind: MemoryKind, exact: bool, slots: int
+    kind: type[MemorySpec], exact: bool, slots: int
 ) -> None:
     """n below, at and above the number of sequences; the prompt is read once."""
     settings: dict[str, Any] = {"max_tokens": 9, "temperature": 1.0}
@@ -296,7 +296,7 @@ def test_samples_stay_in_the_namespace_of_their_request() -> None:
 @both_modes
 @pytest.mark.parametrize("result", [Outcome.FAILED, Outcome.ABORTED, Outcome.FULL, Outcome.REJECTED])
 def test_a_step_that_fails_for_all_is_done_again_for_each(
-    kind: MemoryKind, exact: bool, result: Outcome
+    kind: type[MemorySpec], exact: bool, result: Outcome
 ) -> None:
     """One failure in a crowd costs nobody anything; alone it is an honest error (B6)."""
     gate = Turnstile()
@@ -322,7 +322,7 @@ def test_a_step_that_fails_for_all_is_done_again_for_each(
 
 
 @every_kind
-def test_a_fault_that_persists_ends_the_one_it_hits_and_no_other(kind: MemoryKind) -> None:
+def test_a_fault_that_persists_ends_the_one_it_hits_and_no_other(kind: type[MemorySpec]) -> None:
     gate = Turnstile()
     with open_toy(kind, gate=gate, slots=3, cache=0) as rt:
         jobs = [rt.submit(f"p{at}", max_tokens=8, **GREEDY) for at in range(3)]
@@ -341,7 +341,7 @@ def test_a_fault_that_persists_ends_the_one_it_hits_and_no_other(kind: MemoryKin
 
 @every_kind
 @both_modes
-def test_an_error_while_the_prompt_is_read_ends_all_its_samples(kind: MemoryKind, exact: bool) -> None:
+def test_an_error_while_the_prompt_is_read_ends_all_its_samples(kind: type[MemorySpec], exact: bool) -> None:
     faults = Faults(decodes={2: Mishap(Outcome.FAILED, 1)})
     with open_toy(kind, faults=faults, slots=2, exact=exact, n_batch=8, cache=0) as rt:
         job = rt.submit([1] * 20, n=4, max_tokens=3, **GREEDY)
@@ -355,7 +355,7 @@ def test_an_error_while_the_prompt_is_read_ends_all_its_samples(kind: MemoryKind
 @every_kind
 @pytest.mark.parametrize("cache", [0, 1 << 20])
 def test_whatever_native_call_fails_each_reply_is_right_or_says_error(
-    kind: MemoryKind, cache: int, monkeypatch: pytest.MonkeyPatch
+    kind: type[MemorySpec], cache: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B6: a fault at every single native call in turn, with samples that fork, checkpoint and restore."""
     monkeypatch.setattr(ToyCore, "remove", _remove)

@@ -25,17 +25,19 @@ from decode.observed import (
     read,
     trouble,
 )
-from perdure import MemoryKind
 from perdure.cache.slot_cache import SlotCache
 from perdure.decode.executor import Executor
 from perdure.decode.sequence import TokenSequence
 from perdure.decode.slots import FreshSlots
+from perdure.memory import MEMORY_KINDS, MemorySpec, Recurrent
 
-every_kind = pytest.mark.parametrize("kind", list(MemoryKind), ids=lambda kind: kind.value)
+every_kind = pytest.mark.parametrize("kind", MEMORY_KINDS, ids=lambda kind: kind.name)
 both_modes = pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
 
 
-def live(kind: MemoryKind, *, exact: bool, examples: int, steps: int = 40, derandomize: bool = False) -> None:
+def live(
+    kind: type[MemorySpec], *, exact: bool, examples: int, steps: int = 40, derandomize: bool = False
+) -> None:
     run_state_machine_as_test(
         life(kind, exact=exact),
         settings=settings(
@@ -50,14 +52,16 @@ def live(kind: MemoryKind, *, exact: bool, examples: int, steps: int = 40, deran
 
 @every_kind
 @both_modes
-def test_whatever_happens_each_reply_is_what_it_is_alone(kind: MemoryKind, exact: bool) -> None:
+def test_whatever_happens_each_reply_is_what_it_is_alone(kind: type[MemorySpec], exact: bool) -> None:
     live(kind, exact=exact, examples=30)
 
 
 @pytest.mark.soak
 @every_kind
 @both_modes
-def test_whatever_happens_for_long_each_reply_is_what_it_is_alone(kind: MemoryKind, exact: bool) -> None:
+def test_whatever_happens_for_long_each_reply_is_what_it_is_alone(
+    kind: type[MemorySpec], exact: bool
+) -> None:
     live(kind, exact=exact, examples=600, steps=80)
 
 
@@ -105,12 +109,12 @@ def test_state_that_is_believed_after_a_failed_step_is_seen(monkeypatch: pytest.
 
     def survives() -> bool:
         gate = Turnstile()
-        with open_toy(MemoryKind.RECURRENT, gate=gate, cache=0) as rt:
+        with open_toy(Recurrent, gate=gate, cache=0) as rt:
             jobs = [rt.submit(prompt, **settings) for prompt in ("one", "two")]
             gate.pass_through(10)
             trouble(rt).fail_decode(after=1)
             gate.open()
-            return outcome(jobs[0])[0].tokens == alone(MemoryKind.RECURRENT, "one", **settings)[0].tokens
+            return outcome(jobs[0])[0].tokens == alone(Recurrent, "one", **settings)[0].tokens
 
     assert survives()
     monkeypatch.setattr(Executor, "_recount", lambda self, active: None)

@@ -18,9 +18,9 @@ from perdure import (
     EngineError,
     Feed,
     IncompatibleStateError,
-    MemoryKind,
 )
 from perdure.engine.contract import Outcome, Rows
+from perdure.memory import FullAttention, Recurrent, SlidingWindow
 from subjects import NARROW, Row, Subject, check
 
 from .failures import failing_decode, refused_write
@@ -80,7 +80,7 @@ class ContextMachine(RuleBasedStateMachine):
     def open(self, shared: bool, swa_full: bool, n_batch: int, fine: bool, fill: tuple[int, ...]) -> None:
         # A window that is put back lies in other cells. Flash attention sums over cells in their order,
         # which stays the same until the window wraps around; without it, the places count too.
-        moves = not self.subject.toy and self.subject.kind is MemoryKind.SLIDING and (fine or self.prefix > 0)
+        moves = not self.subject.toy and self.subject.kind is SlidingWindow and (fine or self.prefix > 0)
         exact = not shared and n_batch == NARROW and not moves
         fine = fine or (self.subject.routes and not exact)
         self.settings: dict[str, Any] = {
@@ -204,7 +204,7 @@ class ContextMachine(RuleBasedStateMachine):
     def truncate(self, seq: int, back: int, probe: bool) -> None:
         length = max(0, len(self.held[seq]) - back)
         if length and length < self.ctx.shortest_cut(seq):
-            assert self.ctx.memory.kind is not MemoryKind.FULL
+            assert self.ctx.memory.kind is not FullAttention
             with pytest.raises(CannotRewindError, match=f"can reach {self.ctx.shortest_cut(seq)}"):
                 self.ctx.truncate(length, seq)
         else:
@@ -282,7 +282,7 @@ class ContextMachine(RuleBasedStateMachine):
     def go_back(self, kept: Kept, seq: int) -> None:
         assert isinstance(kept.what, Checkpoint)
         starts = self.held[seq][: len(kept.tokens)] == kept.tokens
-        if starts or self.ctx.memory.kind is MemoryKind.RECURRENT:
+        if starts or self.ctx.memory.kind is Recurrent:
             self.ctx.restore(kept.what, seq)
             self.held[seq] = [*kept.tokens]
         else:

@@ -15,11 +15,11 @@ from perdure import (
     DecodeError,
     Feed,
     InvalidInputError,
-    MemoryKind,
     RowError,
     SequenceError,
     TokenError,
 )
+from perdure.memory import FullAttention, SlidingWindow
 from subjects import NARROW, Row, Subject, check
 
 from .failures import failing_decode
@@ -359,7 +359,7 @@ def test_b6_after_a_failed_step_of_sequences_apart_tokens_go_where_they_would_ha
     subject: Subject,
 ) -> None:
     """Without flash attention the places of cells count, to the last bit."""
-    if not subject.toy and subject.kind is not MemoryKind.FULL:
+    if not subject.toy and subject.kind is not FullAttention:
         pytest.skip("its cells have no places of their own, or lose them")
     texts = [subject.tokens(45, seq) for seq in range(3)]
     with subject.context(n_batch=NARROW, fine=True) as ctx:
@@ -419,7 +419,7 @@ def test_b6_a_failed_decode_into_an_empty_sequence_leaves_it_empty(
 
 def test_capabilities_say_what_the_memory_can_do(subject: Subject) -> None:
     with subject.context(shared=True) as ctx:
-        assert ctx.capabilities.truncate == (ctx.memory.kind in (MemoryKind.FULL, MemoryKind.SLIDING))
+        assert ctx.capabilities.truncate == (ctx.memory.kind in (FullAttention, SlidingWindow))
         assert ctx.capabilities.shared
         assert ctx.capabilities.max_outputs >= ctx.n_seq
         assert ctx.n_vocab == subject.model.n_vocab

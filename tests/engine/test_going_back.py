@@ -15,10 +15,10 @@ from perdure import (
     EngineError,
     IncompatibleStateError,
     InvalidInputError,
-    MemoryKind,
     RowError,
     SequenceError,
 )
+from perdure.memory import FullAttention, Recurrent, SlidingWindow
 from subjects import NARROW, Row, Subject, check
 
 LENGTH = 70
@@ -76,7 +76,7 @@ def test_k4_a_cut_leaves_exactly_the_tokens_it_says_or_is_refused(
             ctx.truncate(LENGTH - back)
             go_on(subject, ctx, tokens[: LENGTH - back])
             return
-        assert subject.kind is not MemoryKind.FULL
+        assert subject.kind is not FullAttention
         with pytest.raises(CannotRewindError) as caught:
             ctx.truncate(LENGTH - back)
         assert (caught.value.asked, caught.value.reachable) == (LENGTH - back, reachable)
@@ -125,7 +125,7 @@ def test_forks_go_their_own_ways(subject: Subject, shared: bool, swa_full: bool)
 
 def test_forks_of_a_long_sequence_all_have_room(subject: Subject) -> None:
     """In one pool, the engine never gives up a cell of the window that two sequences share."""
-    if subject.kind is not MemoryKind.SLIDING:
+    if subject.kind is not SlidingWindow:
         pytest.skip("no window")
     tokens = subject.tokens(250)
     with opened(subject, n_ctx=330, shared=True, swa_full=False) as ctx:
@@ -234,7 +234,7 @@ def test_k1_a_loaded_sequence_can_be_cut_only_as_far_as_its_window_goes(subject:
             ctx.truncate(50 - back)
             go_on(subject, ctx, tokens[: 50 - back])
         else:
-            assert subject.kind is not MemoryKind.FULL
+            assert subject.kind is not FullAttention
             with pytest.raises(CannotRewindError):
                 ctx.truncate(50 - back)
             go_on(subject, ctx, tokens)
@@ -326,7 +326,7 @@ def test_k2_a_checkpoint_brings_back_a_window_that_is_gone(
     subject: Subject, length: int, shared: bool
 ) -> None:
     """The engine gives up cells of a window only past 256, where it starts again in the first cell."""
-    if subject.kind is not MemoryKind.SLIDING:
+    if subject.kind is not SlidingWindow:
         pytest.skip("no window")
     tokens = subject.tokens(length)
     with opened(subject, n_ctx=700, swa_full=False, shared=shared) as ctx:
@@ -350,7 +350,7 @@ def test_a_checkpoint_of_a_memory_that_can_be_cut_is_small(subject: Subject) -> 
     with opened(subject) as ctx:
         ctx.decode(subject.tokens(90))
         point = ctx.checkpoint()
-        if subject.kind is MemoryKind.FULL:
+        if subject.kind is FullAttention:
             assert point.state is None
         else:
             assert point.state is not None
@@ -377,7 +377,7 @@ def test_a_checkpoint_of_other_tokens_is_refused_where_it_needs_them(subject: Su
         point = ctx.checkpoint()
         ctx.clear(0)
         ctx.decode([*tokens[:29], 255 - tokens[29], 3])
-        if subject.kind is MemoryKind.RECURRENT:
+        if subject.kind is Recurrent:
             ctx.restore(point)
             go_on(subject, ctx, tokens)
             ctx.restore(point, 1)

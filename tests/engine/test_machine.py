@@ -9,11 +9,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from perdure import EngineError, Memory
+from perdure import EngineError
 from perdure.engine import state
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.toy import ToyCore
 from perdure.engine.undo import Undo
+from perdure.memory import MemorySpec
 from subjects import Subject
 
 from .machine import ContextMachine
@@ -86,8 +87,8 @@ def on(*names: str) -> pytest.MarkDecorator:
 def test_the_checker_notices_a_cut_through_a_lost_window(
     name: str, find_subject: Find, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(Memory, "can_cut", lambda *_: True)
-    monkeypatch.setattr(Memory, "shortest_cut", lambda *_: 1)
+    monkeypatch.setattr(MemorySpec, "can_cut", lambda *_: True)
+    monkeypatch.setattr(MemorySpec, "shortest_cut", lambda *_: 1)
     found_in(find_subject(name), "warm is not cold|was expected")
 
 

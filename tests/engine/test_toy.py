@@ -16,7 +16,6 @@ from perdure import (
     DecodeError,
     EngineError,
     Feed,
-    MemoryKind,
     OutOfMemoryError,
     PerdureError,
     TokenError,
@@ -24,10 +23,11 @@ from perdure import (
 from perdure.engine.batch import Batch, Part
 from perdure.engine.contract import Model, Outcome
 from perdure.engine.toy import Faults, Gate, Mishap, ToyAbort, ToyCore, ToyModel
+from perdure.memory import MEMORY_KINDS, FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from subjects import Row
 
-every_kind = pytest.mark.parametrize("kind", MemoryKind)
-rolling = pytest.mark.parametrize("kind", [MemoryKind.RECURRENT, MemoryKind.HYBRID])
+every_kind = pytest.mark.parametrize("kind", MEMORY_KINDS)
+rolling = pytest.mark.parametrize("kind", [Recurrent, Hybrid])
 
 
 def core_of(ctx: Context) -> ToyCore:
@@ -36,7 +36,7 @@ def core_of(ctx: Context) -> ToyCore:
     return core
 
 
-def bare(kind: MemoryKind, **settings: bool) -> ToyCore:
+def bare(kind: type[MemorySpec], **settings: bool) -> ToyCore:
     """A core with nothing between it and the test."""
     return core_of(ToyModel(kind).context(n_ctx=64, n_seq=3, n_batch=32, **settings))
 
@@ -61,24 +61,24 @@ TEXT = list(range(30))
 
 
 def test_a_cut_through_a_lost_window_looks_fine_and_is_wrong() -> None:
-    core = bare(MemoryKind.SLIDING, swa_full=False)
+    core = bare(SlidingWindow, swa_full=False)
     for at in range(0, 30, 10):
         feed(core, TEXT[at : at + 10], at)
     core.remove(0, 18)
     assert core.newest(0) == 17
     warm = said(core, [7], 18)
-    assert (warm != said(bare(MemoryKind.SLIDING), [*TEXT[:18], 7])).any()
+    assert (warm != said(bare(SlidingWindow), [*TEXT[:18], 7])).any()
 
 
 def test_a_kept_window_can_be_cut() -> None:
-    core = bare(MemoryKind.SLIDING, swa_full=True)
+    core = bare(SlidingWindow, swa_full=True)
     feed(core, TEXT)
     core.remove(0, 22)
-    assert (said(core, [7], 22) == said(bare(MemoryKind.SLIDING), [*TEXT[:22], 7])).all()
+    assert (said(core, [7], 22) == said(bare(SlidingWindow), [*TEXT[:22], 7])).all()
 
 
 @rolling
-def test_a_rolling_state_ignores_a_partial_cut(kind: MemoryKind) -> None:
+def test_a_rolling_state_ignores_a_partial_cut(kind: type[MemorySpec]) -> None:
     core = bare(kind)
     feed(core, TEXT)
     core.remove(0, 20)
@@ -88,7 +88,7 @@ def test_a_rolling_state_ignores_a_partial_cut(kind: MemoryKind) -> None:
 
 
 @rolling
-def test_a_failed_decode_poisons_a_rolling_state_at_an_advanced_position(kind: MemoryKind) -> None:
+def test_a_failed_decode_poisons_a_rolling_state_at_an_advanced_position(kind: type[MemorySpec]) -> None:
     core = bare(kind)
     feed(core, TEXT[:20])
     core.faults.fail_decode(after=4)
@@ -98,14 +98,14 @@ def test_a_failed_decode_poisons_a_rolling_state_at_an_advanced_position(kind: M
 
 
 def test_a_failed_decode_leaves_the_tokens_before_it() -> None:
-    core = bare(MemoryKind.FULL)
+    core = bare(FullAttention)
     core.faults.fail_decode(after=4)
     assert feed(core, TEXT) is Outcome.FAILED
     assert core.newest(0) == 3
 
 
 @every_kind
-def test_state_is_believed_whatever_it_says(kind: MemoryKind) -> None:
+def test_state_is_believed_whatever_it_says(kind: type[MemorySpec]) -> None:
     core = bare(kind)
     feed(core, TEXT)
     state = core.read(0, partial=False).copy()
@@ -118,7 +118,7 @@ def test_state_is_believed_whatever_it_says(kind: MemoryKind) -> None:
 
 
 def test_rows_lie_in_one_buffer_that_is_overwritten_and_moved() -> None:
-    core = bare(MemoryKind.FULL)
+    core = bare(FullAttention)
     before = said(core, TEXT)
     live = core.row(29)
     said(core, [1], 30)
@@ -132,7 +132,7 @@ def test_rows_lie_in_one_buffer_that_is_overwritten_and_moved() -> None:
 
 
 def test_what_would_end_the_process_raises_here() -> None:
-    core = bare(MemoryKind.FULL)
+    core = bare(FullAttention)
     for call in (
         lambda: core.newest(3),
         lambda: core.copy(0, 5),
@@ -147,7 +147,7 @@ def test_what_would_end_the_process_raises_here() -> None:
 
 
 def test_a_gap_in_positions_is_refused_but_an_empty_sequence_may_start_anywhere() -> None:
-    core = bare(MemoryKind.FULL)
+    core = bare(FullAttention)
     assert feed(core, [1, 2], 5) is Outcome.DONE
     assert feed(core, [1], 9) is Outcome.REJECTED
     assert core.newest(0) == 6
@@ -227,7 +227,7 @@ def test_a_slow_decode_honours_a_stop() -> None:
 
 @every_kind
 @pytest.mark.parametrize("shared", [False, True])
-def test_b6_whichever_native_call_fails_the_ledger_stays_true(kind: MemoryKind, shared: bool) -> None:
+def test_b6_whichever_native_call_fails_the_ledger_stays_true(kind: type[MemorySpec], shared: bool) -> None:
     """Every call of a long history fails once, each in a run of its own."""
     model = ToyModel(kind)
     calls, number = 1, 0
@@ -280,9 +280,9 @@ def live_through(ctx: Context) -> None:
 
 def test_it_is_a_model_by_the_contract() -> None:
     model: Model = ToyModel()
-    assert model.memory.kind is MemoryKind.FULL
+    assert model.memory.kind is FullAttention
     assert "im_start" in model.metadata["tokenizer.chat_template"]
-    assert model.digest != ToyModel(seed=1).digest != ToyModel(MemoryKind.SLIDING, seed=1).digest
+    assert model.digest != ToyModel(seed=1).digest != ToyModel(SlidingWindow, seed=1).digest
 
 
 @pytest.mark.parametrize("special", [False, True])

@@ -13,7 +13,7 @@ import pytest
 
 import gguf_bytes as g
 import zoo
-from perdure.engine.contract import MemoryKind
+from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.models import Card, read_card
 from perdure.models.card import HYBRID, RECURRENT, SLIDING
 
@@ -44,7 +44,7 @@ def test_a_card_has_what_the_file_says(tmp_path: Path) -> None:
     assert (tiny.architecture, tiny.name, tiny.layers, tiny.context_length) == ("llama", "Tiny", 2, 128)
     assert (tiny.heads, tiny.kv_heads, tiny.vocabulary, tiny.parameters) == (4, 2, 3, 64)
     assert tiny.chat_template == "{{ messages }}"
-    assert tiny.memory is MemoryKind.FULL
+    assert tiny.memory is FullAttention
     assert tiny.quantisation == "F32"
     assert [(share.type, share.tensors, share.bytes) for share in tiny.types] == [("F32", 2, 256)]
     # 2 layers x (K and V) x 2 heads x 4 values x 2 bytes
@@ -66,23 +66,27 @@ def test_values_of_the_wrong_type_are_not_figures(card: Callable[..., Card]) -> 
 @pytest.mark.parametrize(
     ("architecture", "window", "kind", "effective"),
     [
-        ("llama", None, MemoryKind.FULL, None),
-        ("llama", 4096, MemoryKind.FULL, None),
-        ("phi3", 2047, MemoryKind.FULL, None),
-        ("gemma3", 512, MemoryKind.SLIDING, 512),
-        ("gemma3", 0, MemoryKind.FULL, None),
-        ("gemma2", None, MemoryKind.SLIDING, 4096),
-        ("llama4", None, MemoryKind.SLIDING, 8192),
-        ("llama4", 0, MemoryKind.FULL, None),
-        ("gpt-oss", 128, MemoryKind.SLIDING, 128),
-        ("mamba", None, MemoryKind.RECURRENT, None),
-        ("rwkv7", None, MemoryKind.RECURRENT, None),
-        ("jamba", None, MemoryKind.HYBRID, None),
-        ("lfm2", None, MemoryKind.HYBRID, None),
+        ("llama", None, FullAttention, None),
+        ("llama", 4096, FullAttention, None),
+        ("phi3", 2047, FullAttention, None),
+        ("gemma3", 512, SlidingWindow, 512),
+        ("gemma3", 0, FullAttention, None),
+        ("gemma2", None, SlidingWindow, 4096),
+        ("llama4", None, SlidingWindow, 8192),
+        ("llama4", 0, FullAttention, None),
+        ("gpt-oss", 128, SlidingWindow, 128),
+        ("mamba", None, Recurrent, None),
+        ("rwkv7", None, Recurrent, None),
+        ("jamba", None, Hybrid, None),
+        ("lfm2", None, Hybrid, None),
     ],
 )
 def test_the_kind_of_memory_is_the_engines(
-    architecture: str, window: int | None, kind: MemoryKind, effective: int | None, card: Callable[..., Card]
+    architecture: str,
+    window: int | None,
+    kind: type[MemorySpec],
+    effective: int | None,
+    card: Callable[..., Card],
 ) -> None:
     pairs = [] if window is None else [g.u32(f"{architecture}.attention.sliding_window", window)]
     made = card(architecture, pairs)
@@ -161,11 +165,11 @@ def test_cards_agree_with_the_engine(zoo_path: Callable[[str], Path]) -> None:
     )
     for path, line in zip(paths, asked.stdout.splitlines(), strict=True):
         made = read_card(path)
-        attends = made.memory in (MemoryKind.FULL, MemoryKind.SLIDING)
+        attends = made.memory in (FullAttention, SlidingWindow)
         said = json.loads(line)
         assert said == {
-            "recurrent": made.memory is MemoryKind.RECURRENT,
-            "hybrid": made.memory is MemoryKind.HYBRID,
+            "recurrent": made.memory is Recurrent,
+            "hybrid": made.memory is Hybrid,
             "window": (made.window or 0) if attends else said["window"],
             "parameters": made.parameters,
             "bytes": sum(share.bytes for share in made.types),

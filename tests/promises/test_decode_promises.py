@@ -31,20 +31,20 @@ from perdure import (
     InvalidInputError,
     Job,
     LogitsView,
-    MemoryKind,
     Model,
     Runtime,
 )
 from perdure.decode import engine_loop as module
 from perdure.decode.request import Processor
 from perdure.engine.contract import Outcome
+from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 
 OpenModel = Callable[[str], Model]
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 SEEDED: dict[str, Any] = {"temperature": 0.8, "repeat_penalty": 1.3, "seed": 7, "ignore_eos": True}
 HARD = "é 한국어 각 🙂 👩‍👩‍👧‍👦 🇳🇱 e\u0301 \u200b ffi naïve \r\n\t \ufffd end"
 
-every_kind = pytest.mark.parametrize("kind_", list(MemoryKind), ids=lambda kind: kind.value)
+every_kind = pytest.mark.parametrize("kind_", MEMORY_KINDS, ids=lambda kind: kind.name)
 every_model = pytest.mark.parametrize("name", zoo.names())
 
 
@@ -187,7 +187,7 @@ def test_c10_answers_do_not_depend_on_who_else_is_served(name: str, open_model: 
 
 
 @every_kind
-def test_c10_a_new_request_never_ends_another(kind_: MemoryKind) -> None:
+def test_c10_a_new_request_never_ends_another(kind_: type[MemorySpec]) -> None:
     """C10 in the default mode, on an engine that does not round: all tokens, and the same ones."""
     gate = Turnstile()
     with open_toy(kind_, gate=gate, slots=2) as rt:
@@ -204,7 +204,7 @@ def test_c10_a_new_request_never_ends_another(kind_: MemoryKind) -> None:
 
 
 @every_kind
-def test_k3_the_same_prompt_four_times_is_one_answer(kind_: MemoryKind) -> None:
+def test_k3_the_same_prompt_four_times_is_one_answer(kind_: type[MemorySpec]) -> None:
     """K3: from the second time on all but the last token is reused, and the row is its own."""
     with open_toy(kind_) as rt:
         replies = [rt.generate("the same prompt again", max_tokens=20, **GREEDY) for _ in range(4)]
@@ -230,7 +230,7 @@ def test_k3_holds_on_every_architecture(name: str, exact: bool, open_model: Open
 
 
 @every_kind
-def test_k5_penalty_and_seed_give_the_same_tokens_warm_and_cold(kind_: MemoryKind) -> None:
+def test_k5_penalty_and_seed_give_the_same_tokens_warm_and_cold(kind_: type[MemorySpec]) -> None:
     """K5: fresh, on a used runtime, from the cache, in a crowd, and as one of several samples."""
     prompt = "penalties look back at this prompt, look back at this prompt"
     cold = alone(kind_, prompt, max_tokens=30, **SEEDED)[0].tokens
@@ -309,7 +309,7 @@ def test_b5_eight_threads_get_what_one_would(llama: Model, exact: bool) -> None:
 @pytest.mark.parametrize("cache", [0, 1 << 20])
 @pytest.mark.parametrize("result", [Outcome.FAILED, Outcome.FULL])
 def test_b6_a_prompt_that_fails_at_any_chunk_is_answered_right_the_next_time(
-    kind_: MemoryKind, cache: int, result: Outcome
+    kind_: type[MemorySpec], cache: int, result: Outcome
 ) -> None:
     """B6: fail at chunk k of n for every k, then ask again and ask for more of the same."""
     prompt = "a prompt of several chunks, each of which fails in its turn"
@@ -332,7 +332,7 @@ def test_b6_a_prompt_that_fails_at_any_chunk_is_answered_right_the_next_time(
 class Phases:
     """A request held in one of its phases, ready to be ended there."""
 
-    def __init__(self, kind: MemoryKind, *, exact: bool) -> None:
+    def __init__(self, kind: type[MemorySpec], *, exact: bool) -> None:
         self.gate = Turnstile()
         self.rt = open_toy(kind, gate=self.gate, slots=1, exact=exact, n_batch=16)
         self.other: Job | None = None
@@ -372,7 +372,7 @@ PHASES = {
 @pytest.mark.parametrize("by", ["user", "deadline", "drop"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_h7_a_request_can_be_ended_in_each_phase_within_one_step(
-    kind_: MemoryKind, exact: bool, by: str, phase: str, monkeypatch: pytest.MonkeyPatch
+    kind_: type[MemorySpec], exact: bool, by: str, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """H7, library side: a step in flight for nobody else is stopped in the middle."""
     clock = Clock()
@@ -413,7 +413,7 @@ def test_h7_the_one_who_is_not_cancelled_loses_nothing() -> None:
         reasons = [outcome(job)[0].finish_reason for job in jobs]
         assert reasons == ["length", "cancelled", "length"]
         for at in (0, 2):
-            right = alone(MemoryKind.FULL, f"request {at}", max_tokens=20, **GREEDY)[0].tokens
+            right = alone(FullAttention, f"request {at}", max_tokens=20, **GREEDY)[0].tokens
             assert jobs[at].reply().tokens == right
         check_idle(rt)
 

@@ -470,7 +470,7 @@ def test_b6_on_the_default_model(real_model: Model) -> None:
 
 
 def test_the_kinds_of_memory_are_all_there(open_model: Callable[[str], Model]) -> None:
-    assert {open_model(kind.name).memory.kind.value for kind in KINDS} == {
+    assert {open_model(kind.name).memory.kind.name for kind in KINDS} == {
         "full",
         "sliding",
         "recurrent",

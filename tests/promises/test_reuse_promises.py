@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 import perdure
 from cache.served import BOUND
 from inside import inside
-from perdure import LogitsView, Memory, MemoryKind, Model, Reply, Runtime
+from perdure import LogitsView, Model, Reply, Runtime
 from perdure.cache import slot_cache
 from perdure.cache.block import Block, BlockId
 from perdure.cache.block_cache import BlockCache
@@ -28,10 +28,11 @@ from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.tiers import Tiers
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.toy import ToyCore, ToyModel
+from perdure.memory import MEMORY_KINDS, FullAttention, Hybrid, MemorySpec, SlidingWindow
 from promises.kinds import FULL, KINDS, WINDOW, Kind, Row, positions, prompt
 from subjects import NARROW, check, compared
 
-TOYS = {kind.value: kind for kind in MemoryKind}
+TOYS = {kind.name: kind for kind in MEMORY_KINDS}
 
 
 @dataclass
@@ -148,12 +149,12 @@ def test_k1_the_checker_notices_a_lie_about_the_window(
     liar: str, open_model: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if liar == "memory":
-        monkeypatch.setattr(Memory, "can_cut", lambda *_: True)
-        monkeypatch.setattr(Memory, "shortest_cut", lambda *_: 1)
+        monkeypatch.setattr(MemorySpec, "can_cut", lambda *_: True)
+        monkeypatch.setattr(MemorySpec, "shortest_cut", lambda *_: 1)
     else:
         monkeypatch.setattr(LlamaCore, "oldest", lambda *_: 0)
         monkeypatch.setattr(ToyCore, "oldest", lambda *_: 0)
-    for model in (open_model(WINDOW.name), ToyModel(MemoryKind.SLIDING)):
+    for model in (open_model(WINDOW.name), ToyModel(SlidingWindow)):
         with (
             Desk(model, dict(WINDOW.settings), noise_of(WINDOW)) as desk,
             pytest.raises(AssertionError, match="warm is not cold"),
@@ -170,7 +171,7 @@ def test_k2_going_back_says_what_it_went_back_to_and_why(desk: Desk, back: int |
         desk.ask(base)
         keep = 330 - steps.get(str(back), back if isinstance(back, int) else 0)
         reply = desk.ask([*base[:keep], 377, 378, 379])
-        can_cut = desk.model.memory.kind in (MemoryKind.FULL, MemoryKind.SLIDING)
+        can_cut = desk.model.memory.kind in (FullAttention, SlidingWindow)
         if can_cut or keep == 0:
             assert reply.reuse.reused == keep
             assert reply.reuse.why == (
@@ -180,7 +181,7 @@ def test_k2_going_back_says_what_it_went_back_to_and_why(desk: Desk, back: int |
             # Checkpoints lie at multiples of 256, and before the last token of a prompt.
             assert reply.reuse.reused == (329 if keep == 329 else 256)
             if keep != 329:
-                kind = desk.model.memory.kind.value
+                kind = desk.model.memory.kind.name
                 assert (
                     reply.reuse.why
                     == f"a {kind} memory has no checkpoint at token {keep}: it went back to 256"
@@ -443,7 +444,7 @@ def test_p2_a_dropped_block_costs_a_computation(desk: Desk) -> None:
         assert len(whole) == 1
         desk.raw(lambda: desk.tier.drop(whole[0]))
         reply = desk.ask([*base, 5])
-        assert reply.reuse.reused == (64 if desk.model.memory.kind is MemoryKind.FULL else 0)
+        assert reply.reuse.reused == (64 if desk.model.memory.kind is FullAttention else 0)
 
 
 def test_p4_clearing_a_label_clears_just_that(desk: Desk) -> None:
@@ -522,14 +523,14 @@ def test_p7_another_block_size_or_mode_is_a_miss(llama: Model) -> None:
             assert BlockCache(ctx, Tiers(tier), block_size=size).lookup(tokens, "").length == 0
         assert BlockCache(ctx, Tiers(tier), block_size=4, exact=True).lookup(tokens, "").length == 0
         other = BlockCache(ctx, Tiers(tier), block_size=4)
-        other._context = _Seen(ctx, dataclasses.replace(ctx.memory, kind=MemoryKind.HYBRID))  # type: ignore[assignment]
+        other._context = _Seen(ctx, Hybrid())  # type: ignore[assignment]
         assert other.lookup(tokens, "").length == 0
 
 
 class _Seen:
     """A context as one of another kind of memory would be seen."""
 
-    def __init__(self, ctx: Any, memory: Memory) -> None:
+    def __init__(self, ctx: Any, memory: MemorySpec) -> None:
         self.identity = ctx.identity
         self.memory = memory
 

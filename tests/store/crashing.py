@@ -30,7 +30,7 @@ import perdure
 from perdure.cache.block import Block, BlockId
 from perdure.cache.record import Record
 from perdure.engine.toy import ToyModel
-from perdure.memory import MemoryKind
+from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 from perdure.sessions.storage.repair import repair
 from perdure.sessions.storage.rows import turn_values
 from perdure.sessions.storage.schema import MIGRATIONS as SESSION_MIGRATIONS
@@ -342,12 +342,12 @@ def rebuild_check(folder: Path, acks: set[str]) -> None:
 PROMPT, CONTINUED = "a prefix that is kept " * 9, "a prefix that is kept " * 9 + "and goes on"
 
 
-def cold(kind: MemoryKind) -> list[int]:
+def cold(kind: type[MemorySpec]) -> list[int]:
     with perdure.open(ToyModel(kind), n_ctx=512, slots=2) as runtime:
         return list(runtime.generate(CONTINUED, max_tokens=6, temperature=0, ignore_eos=True).tokens)
 
 
-def life(kind: MemoryKind) -> Scenario:
+def life(kind: type[MemorySpec]) -> Scenario:
     def prepare(folder: Path) -> None:
         pass
 
@@ -385,15 +385,18 @@ SAID = [f"message {word}, which is long enough to fill more than one block of to
 
 
 @contextmanager
-def talking(kind: MemoryKind, folder: Path | None, **settings: Any) -> Iterator[perdure.Runtime]:
+def talking(kind: type[MemorySpec], folder: Path | None, **settings: Any) -> Iterator[perdure.Runtime]:
     with perdure.open(ToyModel(kind), n_ctx=768, slots=1, store=folder, **settings) as runtime:
         yield runtime
 
 
+_KINDS = {kind.name: kind for kind in MEMORY_KINDS}
+
+
 @functools.cache
-def replies(kind: MemoryKind, *said: str) -> list[str]:
+def replies(kind: str, *said: str) -> list[str]:
     """What a fresh runtime answers, with nothing kept."""
-    with talking(kind, None, cache=0) as runtime:
+    with talking(_KINDS[kind], None, cache=0) as runtime:
         session = runtime.session("fresh", system="Be terse.")
         return [session.say(text, **SAY).text for text in said]
 
@@ -404,12 +407,12 @@ def check_session(runtime: perdure.Runtime, name: str, told: int, possible: Sequ
     said = [str(turn.messages[-1].content) for turn in session.history()]
     assert said == list(possible[: len(said)])
     assert len(said) >= told
-    kind = runtime.model.memory.kind
+    kind = runtime.model.memory.name
     assert [turn.text for turn in session.history()] == replies(kind, *said)
     assert session.say("and now", **SAY).text == replies(kind, *said, "and now")[-1]
 
 
-def turns(kind: MemoryKind, **settings: Any) -> Scenario:
+def turns(kind: type[MemorySpec], **settings: Any) -> Scenario:
     def prepare(folder: Path) -> None:
         pass
 
@@ -439,7 +442,7 @@ def turns(kind: MemoryKind, **settings: Any) -> Scenario:
     return Scenario(prepare, act, check)
 
 
-def branches(kind: MemoryKind) -> Scenario:
+def branches(kind: type[MemorySpec]) -> Scenario:
     def prepare(folder: Path) -> None:
         with talking(kind, folder) as runtime:
             session = runtime.session("alice", system="Be terse.")
@@ -558,12 +561,12 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
     "record": partial(Scenario, record_prepare, record_act, record_check),
     "mend": partial(Scenario, mend_prepare, mend_act, mend_check),
     "rebuild": partial(Scenario, rebuild_prepare, rebuild_act, rebuild_check),
-    **{f"runtime {kind.value}": partial(life, kind) for kind in MemoryKind},
+    **{f"runtime {kind.name}": partial(life, kind) for kind in MEMORY_KINDS},
     **{f"session version {n}": partial(older_sessions, n) for n in range(len(SESSION_MIGRATIONS))},
     "session repair": partial(Scenario, damaged_prepare, damaged_act, damaged_check),
-    **{f"session turns {kind.value}": partial(turns, kind) for kind in MemoryKind},
-    **{f"session branches {kind.value}": partial(branches, kind) for kind in MemoryKind},
-    "session eviction": partial(turns, MemoryKind.FULL, store_bytes=6000),
+    **{f"session turns {kind.name}": partial(turns, kind) for kind in MEMORY_KINDS},
+    **{f"session branches {kind.name}": partial(branches, kind) for kind in MEMORY_KINDS},
+    "session eviction": partial(turns, FullAttention, store_bytes=6000),
 }
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import perdure
-from perdure import MemoryKind
 from perdure.cache.record import LABEL_LENGTH
 from perdure.cache.slot_cache import SlotCache
 from perdure.decode.engine_loop import EngineLoop
@@ -27,6 +26,7 @@ from perdure.errors import (
     StoreDamagedError,
     StoreLockedError,
 )
+from perdure.memory import FullAttention
 from perdure.store.disk import DiskTier
 from perdure.store.writer import WriteBehind
 from store import children
@@ -291,7 +291,7 @@ def test_p7_another_number_of_slots_changes_nothing_that_lasts_by_token(
     for slots in (1, 3):
         with kept(subject, tmp_path / "store", slots=slots) as runtime:
             answer = runtime.say([*tokens, slots])
-            if subject.kind is MemoryKind.FULL:
+            if subject.kind is FullAttention:
                 assert answer.from_disk >= len(tokens) - 1
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perdure import Context, Embedder, MemoryKind, Runtime
+from perdure import Context, Embedder, Runtime
 from perdure import open as open_runtime
 from perdure.engine.batch import Batch
 from perdure.engine.contract import Outcome
 from perdure.engine.toy import Faults, ToyModel
+from perdure.memory import FullAttention, Hybrid, Recurrent, SlidingWindow
 from perdure.worker.remote import RemoteBackend
 from perdure.worker.restart_policy import RestartPolicy
 
@@ -37,19 +38,19 @@ QUICK = RestartPolicy(backoff=0.01, backoff_limit=0.05)
 
 
 def full() -> ToyModel:
-    return ToyModel(MemoryKind.FULL)
+    return ToyModel(FullAttention)
 
 
 def sliding() -> ToyModel:
-    return ToyModel(MemoryKind.SLIDING)
+    return ToyModel(SlidingWindow)
 
 
 def recurrent() -> ToyModel:
-    return ToyModel(MemoryKind.RECURRENT)
+    return ToyModel(Recurrent)
 
 
 def hybrid() -> ToyModel:
-    return ToyModel(MemoryKind.HYBRID)
+    return ToyModel(Hybrid)
 
 
 def slow() -> ToyModel:

@@ -15,7 +15,8 @@ import pytest
 
 import perdure
 from decode.observed import Seen, alone, check_delivery, outcome, read
-from perdure import BusyError, EngineDiedError, EngineError, GrammarError, Job, MemoryKind, Reply, Runtime
+from perdure import BusyError, EngineDiedError, EngineError, GrammarError, Job, Reply, Runtime
+from perdure.memory import FullAttention
 from worker.engines import (
     ABORT,
     ABORT_ONCE,
@@ -39,7 +40,7 @@ LONG: dict[str, Any] = {"max_tokens": 30, **GREEDY}
 
 
 def toy_alone(prompt: str | list[int], **request: Any) -> Reply:
-    return alone(MemoryKind.FULL, prompt, **request)[0]
+    return alone(FullAttention, prompt, **request)[0]
 
 
 def check_serves(rt: Runtime) -> None:
@@ -102,7 +103,7 @@ def test_a_request_of_which_nothing_had_come_is_tried_again_unseen(
     deltas = list(job)
     replies = job.replies()
     assert [reply.tokens for reply in replies] == [
-        reply.tokens for reply in alone(MemoryKind.FULL, prompt, **request_)
+        reply.tokens for reply in alone(FullAttention, prompt, **request_)
     ]
     check_delivery(deltas, replies, rt.model)
     assert remote(rt).health().restarts == 1
@@ -139,7 +140,7 @@ def test_samples_that_were_finished_at_a_death_stay_finished(rt: Runtime, hold: 
     seen, replies = read(job), outcome(job)
     assert isinstance(seen.error, EngineDiedError)
     check_delivery(seen.deltas, replies, rt.model)
-    for reply, whole in zip(replies, alone(MemoryKind.FULL, [65, LATER + HOLD], **request), strict=True):
+    for reply, whole in zip(replies, alone(FullAttention, [65, LATER + HOLD], **request), strict=True):
         assert reply.tokens == whole.tokens[: len(reply.tokens)]
         if reply.finish_reason != "error":
             assert reply.tokens == whole.tokens
@@ -383,7 +384,7 @@ def run_crowd(
 def test_kills_at_any_moment_cost_an_honest_error_at_most() -> None:
     """H4, C10: kill -9 under load; each reply is right or says what happened, and service is back."""
     with isolated("full", slots=4) as rt:
-        run_crowd(rt, lambda *a, **k: alone(MemoryKind.FULL, *a, **k), readers=6, each=5, strikes=4)
+        run_crowd(rt, lambda *a, **k: alone(FullAttention, *a, **k), readers=6, each=5, strikes=4)
         assert 1 <= remote(rt).health().restarts <= 4
 
 

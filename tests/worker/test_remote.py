@@ -23,7 +23,6 @@ from perdure import (
     ContextOverflow,
     GrammarError,
     InvalidInputError,
-    MemoryKind,
     OutOfMemoryError,
     Reply,
     Runtime,
@@ -31,6 +30,7 @@ from perdure import (
     TokenError,
 )
 from perdure.engine.toy import ToyModel
+from perdure.memory import MEMORY_KINDS, MemorySpec
 from perdure.worker import remote as module
 from perdure.worker.restart_policy import RestartPolicy
 from worker.engines import HOLD, LATER, QUICK, Hold, isolated, pid, remote
@@ -59,10 +59,10 @@ def same(one: list[Reply], other: list[Reply]) -> bool:
     return untimed(one) == [replace(reply, timings=one[0].timings) for reply in other]
 
 
-@pytest.mark.parametrize("kind", MemoryKind, ids=lambda kind: kind.value)
-def test_replies_are_equal_to_those_in_process_whatever_is_asked(kind: MemoryKind) -> None:
+@pytest.mark.parametrize("kind", MEMORY_KINDS, ids=lambda kind: kind.name)
+def test_replies_are_equal_to_those_in_process_whatever_is_asked(kind: type[MemorySpec]) -> None:
     """C10, K5: text, tokens, reasons, log probabilities, usage, reuse and seeds, one after the other."""
-    with isolated(kind.value) as there, open_toy(kind) as here:
+    with isolated(kind.name) as there, open_toy(kind) as here:
         for request in REQUESTS.values():
             prompt = "Once upon a time"
             job = there.submit(prompt, **request)

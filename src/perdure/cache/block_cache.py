@@ -15,7 +15,7 @@ from perdure.cache.record import Record, RecordIndex, doomed
 from perdure.cache.siblings import beginnings, closest
 from perdure.cache.tiers import Found, Match, Tiers
 from perdure.engine.context import Context
-from perdure.engine.contract import Capture, MemoryKind
+from perdure.engine.contract import Capture
 from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.identity import Identity
 
@@ -33,7 +33,7 @@ class BlockCache:
         """With `exact`, a block is the work of one step of `block_size` tokens, kept and put back whole."""
         self.tiers = tiers
         self._exact = exact
-        self.needs_checkpoint = context.memory.kind is not MemoryKind.FULL
+        self.needs_checkpoint = context.memory.needs_checkpoint
         """Whether a sequence can be put back only to where a block has a tail state."""
         self._context = context
         self._size = block_size
@@ -75,7 +75,7 @@ class BlockCache:
         """Make the blocks of `seq` that are not in memory, and put them there as far as there is room."""
         memory, lower = self.tiers.memory, self.tiers.lower
         capture = self._capture(seq)
-        if capture.rows is None and self._context.memory.kind is not MemoryKind.RECURRENT:
+        if capture.rows is None and self._context.memory.has_rows:
             # The state comes in one piece, of which a checkpoint is only a part.
             points.clear()
         if capture.tail_state is not None and len(tokens) == self._context.length(seq):
@@ -143,7 +143,7 @@ class BlockCache:
 
     def _root_of(self, identity: Identity, namespace: str) -> BlockId:
         # What was computed in steps of other sizes is other bits.
-        mode = self._context.memory.kind.value + ("/exact" if self._exact else "")
+        mode = self._context.memory.name + ("/exact" if self._exact else "")
         return _root_id(identity, self._size, mode, namespace, by_token=not self.needs_checkpoint)
 
     def lookup(self, tokens: Ids, namespace: str) -> Found:

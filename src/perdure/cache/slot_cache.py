@@ -19,7 +19,6 @@ from perdure.cache.slot_index import SlotIndex
 from perdure.cache.tiers import Found, LowerTier, Match, Tiers
 from perdure.decode.slots import LATER, Later, Plan, ReuseReport, SlotAssignment
 from perdure.engine.context import Context
-from perdure.engine.contract import MemoryKind
 from perdure.engine.state import Checkpoint
 from perdure.errors import EngineError, PerdureError
 from perdure.identity import Identity
@@ -69,7 +68,7 @@ class SlotCache:
         self._inexact = None if exact is None else _why_not_exact(context)
         if exact is not None:
             block_size, spacing = exact, max(1, spacing // exact) * exact
-        self._cuts = context.memory.kind is MemoryKind.FULL
+        self._cuts = not context.memory.needs_checkpoint
         self.budget = budget
         # A memory that cannot be cut has checkpoints besides blocks: both keep to one budget.
         self._points_budget = 0 if self._cuts else budget // 4
@@ -358,9 +357,7 @@ class SlotCache:
             for seq in np.flatnonzero(reach):
                 reach[seq] = self._cut(self._slots[seq], int(reach[seq]), int(held[seq]))
         memory, pool = self._context.memory, self._context.capabilities.shared
-        # In a pool the cells of a lost window can be used again only while one sequence has them: two
-        # copies would keep each other from going on.
-        copies = not pool or memory.keeps_window or memory.kind is not MemoryKind.SLIDING
+        copies = not pool or memory.forks_in_pool
         # A copy between streams moves all their cells, whatever they hold; in a pool it moves none.
         copy = 0.0 if pool else self._context.n_ctx * PUT_BACK
         # Whether reading beats computing is for the measured rates to say.
@@ -511,7 +508,7 @@ class SlotCache:
             return "all but the last token, whose logits are needed"
         if reach > reused:
             return f"moving {reach} tokens from elsewhere costs more than computing them"
-        kind = self._context.memory.kind.value
+        kind = self._context.memory.name
         if shared > reused and self._exact is not None:
             return (
                 f"exact mode goes on where a step of {self._exact} prompt tokens ended: what came after "
@@ -535,7 +532,7 @@ def _why_not_exact(context: Context) -> str | None:
         return "exact mode reuses nothing in a pool of cells: what follows depends on where they lie"
     if context.identity.attention == "plain":
         return "exact mode reuses nothing without flash attention: what follows depends on where cells lie"
-    if context.memory.kind is MemoryKind.SLIDING and not context.memory.keeps_window:
+    if not context.memory.restores_bits:
         return "exact mode reuses nothing of a window that is not kept: it comes back in another order"
     return None
 

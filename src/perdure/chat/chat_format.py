@@ -27,7 +27,6 @@ from perdure.chat.transcript_cache import TranscriptCache
 from perdure.decode.job import Job
 from perdure.decode.prompt_size import check_prompt_size
 from perdure.decode.request import Request, take_deadline
-from perdure.engine.contract import MemoryKind
 from perdure.errors import ContextOverflow, InvalidInputError, PerdureError
 
 
@@ -67,7 +66,7 @@ class ChatFormat:
             template, Guard(self.tokenizer.guard_field, self.tokenizer.guard_name)
         )
         self._rendering_cache = RenderingCache()
-        self._returns = backend.model.memory.kind is not MemoryKind.FULL
+        self._returns = backend.model.memory.needs_checkpoint
 
     @classmethod
     def of(cls, backend: Backend, chosen: str | os.PathLike[str] | Template | None = None) -> ChatFormat:

@@ -24,8 +24,6 @@ from perdure.engine.contract import (
     Capture,
     Core,
     Floats,
-    Memory,
-    MemoryKind,
     Outcome,
     Rows,
     Tokens,
@@ -50,6 +48,7 @@ from perdure.errors import (
     TokenError,
 )
 from perdure.identity import Identity
+from perdure.memory import MemorySpec
 
 T = TypeVar("T")
 
@@ -85,7 +84,7 @@ class Context:
         self,
         core: Core,
         *,
-        memory: Memory,
+        memory: MemorySpec,
         capabilities: Capabilities,
         identity: Callable[[str], Identity],
         n_ctx: int,
@@ -317,7 +316,7 @@ class Context:
             if 0 < length < held and not self.memory.can_cut(length, oldest := self._core.oldest(seq)):
                 reachable = self.memory.shortest_cut(held, oldest)
                 raise CannotRewindError(
-                    f"a {self.memory.kind.value} memory cannot go from {held} tokens back to {length}; "
+                    f"a {self.memory.name} memory cannot go from {held} tokens back to {length}; "
                     f"it can reach {reachable}. Restore a checkpoint, or clear and decode again",
                     asked=length,
                     reachable=reachable,
@@ -413,7 +412,7 @@ class Context:
         with self._turn(seq):
             tokens = self._held(seq)
             part = None
-            if self.memory.kind is not MemoryKind.FULL:
+            if self.memory.needs_checkpoint:
                 part = self._core.read(seq, partial=True)
             return Checkpoint(self.identity.digest, tokens, part)
 
@@ -427,7 +426,7 @@ class Context:
         with self._turn(seq):
             if checkpoint.identity != self.identity.digest:
                 raise IncompatibleStateError("this checkpoint is of another model, build or layout")
-            alone = self.memory.kind is MemoryKind.RECURRENT
+            alone = not self.memory.has_rows
             if not alone and not self._ledger.starts_with(seq, checkpoint.tokens):
                 raise IncompatibleStateError(
                     f"sequence {seq} no longer starts with the {checkpoint.length} tokens of the checkpoint; "

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Literal, NewType, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.memory import Memory as Memory
-from perdure.memory import MemoryKind as MemoryKind
+from perdure.memory import MemorySpec
 
 if TYPE_CHECKING:
     from perdure.engine.batch import Batch
@@ -178,7 +177,7 @@ class Vocabulary(Protocol):
     @property
     def n_vocab(self) -> int: ...
     @property
-    def memory(self) -> Memory: ...
+    def memory(self) -> MemorySpec: ...
     @property
     def metadata(self) -> Mapping[str, str]: ...
     @property

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.engine.contract import Core, Memory, MemoryKind
+from perdure.engine.contract import Core
 from perdure.engine.ledger import Ledger
 from perdure.engine.rows import StepRows
+from perdure.memory import MemorySpec
 
 
 class Mark(NamedTuple):
@@ -29,7 +30,7 @@ class Undo:
     Always holds: after `carry_out` the ledger says what is in the cache, whatever happened before it.
     """
 
-    def __init__(self, core: Core, memory: Memory, ledger: Ledger, rows: StepRows) -> None:
+    def __init__(self, core: Core, memory: MemorySpec, ledger: Ledger, rows: StepRows) -> None:
         self._core = core
         self._memory = memory
         self._ledger = ledger
@@ -40,12 +41,9 @@ class Undo:
     def mark(self, seq: int, count: int, *, steps: int = 1) -> Mark:
         """Where `seq` stands, with what it takes to come back after `count` tokens went wrong."""
         length = self._ledger.length(seq)
-        memory = self._memory
-        if not length or memory.kind is MemoryKind.FULL:
+        if not length or not self._memory.loses(count, steps):
             return Mark(length)
-        # One step of a sliding window only overwrites what no later token sees; several lose it.
-        loses = count > 1 if not memory.cuts else steps > 1 and not memory.keeps_window
-        return Mark(length, self._core.read(seq, partial=True)) if loses else Mark(length)
+        return Mark(length, self._core.read(seq, partial=True))
 
     def doubt_all(self) -> None:
         """Plan to empty every sequence, but for those whose state was kept before the step."""

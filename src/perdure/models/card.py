@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from perdure.memory import MemoryKind
+from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.models.header import Header
 from perdure.models.parts import read_parts
 from perdure.models.quants import FILE_TYPES
@@ -107,7 +107,7 @@ class Card:
     experts: int | None
     vocabulary: int | None
     tokenizer: str | None
-    memory: MemoryKind
+    memory: type[MemorySpec]
     window: int | None
     kv_bytes_per_token: int | None
     """Bytes that one token adds to the K/V cache in f16; 0 for a recurrent model."""
@@ -180,20 +180,20 @@ class _Facts:
         tokens = self._header.metadata.get("tokenizer.ggml.tokens")
         return len(tokens) if isinstance(tokens, Strings) else self.integer("vocab_size")
 
-    def memory(self) -> tuple[MemoryKind, int | None]:
+    def memory(self) -> tuple[type[MemorySpec], int | None]:
         window = self.largest("attention.sliding_window")
         if self._architecture in RECURRENT:
-            return MemoryKind.RECURRENT, None
+            return Recurrent, None
         if self._architecture in HYBRID:
-            return MemoryKind.HYBRID, window or None
+            return Hybrid, window or None
         if self._architecture in SLIDING:
             effective = SLIDING[self._architecture] if window is None else window
             if effective > 0:
-                return MemoryKind.SLIDING, effective
-        return MemoryKind.FULL, None
+                return SlidingWindow, effective
+        return FullAttention, None
 
-    def kv_bytes_per_token(self, memory: MemoryKind) -> int | None:
-        if memory is MemoryKind.RECURRENT:
+    def kv_bytes_per_token(self, memory: type[MemorySpec]) -> int | None:
+        if not memory.has_rows:
             return 0
         layers = self.integer("block_count")
         if layers is None or not 0 <= layers <= len(self._header.tensors):

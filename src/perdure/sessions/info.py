@@ -33,7 +33,7 @@ class SessionInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class SessionMemory:
     """A labelled turn of a session that somebody wants to come back to. `digest` proves what led there."""
 
     session: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from perdure.errors import AmbiguousError, SessionNotFoundError
-from perdure.sessions.info import Memory, parse_address
+from perdure.sessions.info import SessionMemory, parse_address
 from perdure.sessions.session import Session
 from perdure.sessions.storage.session_store import SessionStore
 
@@ -16,7 +16,7 @@ _MANY = 20
 class Memories:
     """The index of memories. Safe from any thread."""
 
-    def __init__(self, store: SessionStore, wake: Callable[[Memory, str], Session]) -> None:
+    def __init__(self, store: SessionStore, wake: Callable[[SessionMemory, str], Session]) -> None:
         self._store = store
         self._wake = wake
 
@@ -30,7 +30,7 @@ class Memories:
         namespace: str = "",
         limit: int | None = None,
         after: str | None = None,
-    ) -> list[Memory]:
+    ) -> list[SessionMemory]:
         """Those that fit everything given, the oldest first; `text` is looked for in notes and in what was
         said. Up to `limit` of them, behind the one with the address `after`."""
         where, values = ["m.namespace = ?"], [namespace]
@@ -45,7 +45,7 @@ class Memories:
             where.append(f"m.number > {self.get(after, namespace).number}")
         return self._store.memories(" AND ".join(where), *values, limit=limit)
 
-    def get(self, address: str, namespace: str = "") -> Memory:
+    def get(self, address: str, namespace: str = "") -> SessionMemory:
         name, turn, label = parse_address(address)
         found = self._store.memories(
             "m.namespace = ? AND m.session = ? AND m.depth = ? AND m.label = ?", namespace, name, turn, label
@@ -63,7 +63,7 @@ class Memories:
     def forget(self, address: str, namespace: str = "") -> None:
         self._store.forget(self.get(address, namespace))
 
-    def _only(self, namespace: str) -> Memory:
+    def _only(self, namespace: str) -> SessionMemory:
         found = self.search(namespace=namespace, limit=_MANY)
         if not found:
             raise SessionNotFoundError("there is no memory yet: label a turn of a session first")

@@ -34,7 +34,7 @@ from perdure.errors import (
 from perdure.sessions.export import write_export
 from perdure.sessions.fold import FoldingJob, TurnJob, fold_turn, summarised, written
 from perdure.sessions.history import History
-from perdure.sessions.info import Memory, SessionInfo
+from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.turn import Turn, added, context
 
@@ -268,7 +268,9 @@ class Session:
             self._host.store.move(self._info, then.head, digest=then.last.digest, expected=now.head)
             self._loaded = then
 
-    def label(self, label: str, *, kind: str = "memory", turn: int | None = None, note: str = "") -> Memory:
+    def label(
+        self, label: str, *, kind: str = "memory", turn: int | None = None, note: str = ""
+    ) -> SessionMemory:
         """Mark a turn of this session, so that it can be woken by its address."""
         for name, value in (("label", label), ("kind", kind)):
             if not isinstance(value, str) or not value:

@@ -17,7 +17,7 @@ from perdure.chat.message import Message
 from perdure.errors import InvalidInputError, PerdureError, SessionError, TemplateError
 from perdure.sessions.export import read_export
 from perdure.sessions.importing import ImportResult, check_settings, take_state, why_not_tokens
-from perdure.sessions.info import Memory, SessionInfo
+from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.memories import Memories
 from perdure.sessions.session import Place, Session
 from perdure.sessions.storage.session_store import SessionStore
@@ -260,7 +260,7 @@ class Sessions:
 
     # Inside.
 
-    def _wake_at(self, memory: Memory, name: str) -> Session:
+    def _wake_at(self, memory: SessionMemory, name: str) -> Session:
         _check_name(name)
         numbers, turns = self.store.chain_of(memory)
         with self._lock:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NewType, TypeAlias
 
 from perdure.decode.request import FinishReason, Reply, Request, TokenLogprob
-from perdure.memory import Memory
+from perdure.memory import MemorySpec
 
 RequestId = NewType("RequestId", int)
 """Names a request or a call. Never used twice, so that a late answer is nobody else's."""
@@ -72,7 +72,7 @@ class Ready:
     n_ctx: int
     slots: int
     n_vocab: int
-    memory: Memory
+    memory: MemorySpec
     metadata: Mapping[str, str]
     digest: str
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from perdure.engine.contract import Memory
 from perdure.errors import TokenError
+from perdure.memory import MemorySpec
 from perdure.worker.protocol import Ready, Tables, Target
 
 Asked = Callable[..., Any]
@@ -23,7 +23,7 @@ class RemoteVocabulary:
 
     def __init__(self, about: Ready, ask: Callable[[Target, str], Asked]) -> None:
         self.n_vocab = about.n_vocab
-        self.memory: Memory = about.memory
+        self.memory: MemorySpec = about.memory
         self.metadata: Mapping[str, str] = MappingProxyType(dict(about.metadata))
         self.digest = about.digest
         self._ask = ask

@@ -42,7 +42,7 @@ def inspect(
 def _plain(card: Card, header: Header) -> dict[str, Any]:
     plain = dataclasses.asdict(card)
     plain["path"] = str(card.path)
-    plain["memory"] = card.memory.value
+    plain["memory"] = card.memory.name
     plain["metadata"] = {key: _json(value) for key, value in header.metadata.items()}
     return plain
 
@@ -100,7 +100,7 @@ def _show(card: Card, metadata: Mapping[str, Value]) -> None:
 def _figures(card: Card) -> dict[str, str]:
     from rich.filesize import decimal
 
-    memory = card.memory.value + (f", window of {card.window:,} tokens" if card.window else "")
+    memory = card.memory.name + (f", window of {card.window:,} tokens" if card.window else "")
     heads = f"{card.heads} ({card.kv_heads} for K/V)" if card.heads else ""
     per_token = card.kv_bytes_per_token
     given = {

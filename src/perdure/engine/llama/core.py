@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from perdure import system
 from perdure.engine.batch import Batch, Part
-from perdure.engine.contract import Adapter, Capture, Floats, MemoryKind, Outcome
+from perdure.engine.contract import Adapter, Capture, Floats, Outcome
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.native import declarations, layout, library
 from perdure.engine.llama.native.log_sink import complaints
 from perdure.engine.llama.threadpool import Threadpool
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, EngineError, InvalidInputError, OutOfMemoryError
+from perdure.memory import MemorySpec
 
 _BEYOND = 1 << 30
 """A position that no token has."""
@@ -32,7 +33,7 @@ _OPENING = 8
 class LlamaCore:
     """Owns one `llama_context`, and keeps the weights it uses alive."""
 
-    def __init__(self, weights: Weights, params: Any, kind: MemoryKind, *, causal: bool) -> None:
+    def __init__(self, weights: Weights, params: Any, memory: MemorySpec, *, causal: bool) -> None:
         self._lib = library.load()
         self._log_sink = library.log_sink()
         self._weights = weights
@@ -67,7 +68,7 @@ class LlamaCore:
         # A window takes the cells of tokens that it has left behind, wherever the search starts.
         self._settles = bool(self._streams and not slides and self._memory and self.can_shift())
         self._n_streams = params.n_seq_max if self._streams else 1
-        self._kind = kind
+        self._memory_spec = memory
         self._layout: layout.Layout | None = None
         self._layout_known = False
         self._longest = params.n_ctx // params.n_seq_max if self._streams else params.n_ctx
@@ -178,10 +179,10 @@ class LlamaCore:
 
     def capture(self, seq: int) -> Capture:
         state = self._read_into_scratch(seq)
-        if self._kind is MemoryKind.RECURRENT:
+        if not self._memory_spec.has_rows:
             return Capture(None, state.copy())
         rest = None
-        if self._kind is not MemoryKind.FULL:
+        if self._memory_spec.needs_checkpoint:
             rest = self.read(seq, partial=True)
         if not self._layout_known:
             # Nothing is cut before the layout has been proved on real bytes of this very context.

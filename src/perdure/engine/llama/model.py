@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -13,7 +14,7 @@ from typing import Any
 from perdure import models, system
 from perdure.config import settings
 from perdure.engine.context import Context
-from perdure.engine.contract import Capabilities, Memory, MemoryKind
+from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.core import LlamaCore
@@ -34,6 +35,7 @@ from perdure.engine.llama.vocabulary import Vocabulary
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, InvalidInputError, ModelFileError, ModelLoadError, OutOfMemoryError
 from perdure.identity import Identity, content_digest, file_version
+from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.models.parts import part_names
 
 log = logging.getLogger("perdure.engine")
@@ -120,7 +122,7 @@ class Model:
         return self._offload.layers
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> MemorySpec:
         return self._memory
 
     @functools.cached_property
@@ -240,8 +242,8 @@ class Model:
         params.kv_unified = shared
         params.offload_kqv = self._kv_offload
         params.swa_full = swa_full
-        core = LlamaCore(weights, params, self._memory.kind, causal=weights.causal)
-        memory = Memory(kind=self._memory.kind, window=self._memory.window, keeps_window=swa_full)
+        core = LlamaCore(weights, params, self._memory, causal=weights.causal)
+        memory = dataclasses.replace(self._memory, keeps_window=swa_full)
         streams = 1 if shared else n_seq
         engine = library.loaded()
 
@@ -255,7 +257,7 @@ class Model:
                 v_type=v_type,
                 attention="flash" if flash else "plain",
                 rope=f"{rope_freq_base}/{rope_freq_scale}/{rope_factors(self._rope_limit, core.n_ctx_seq)}",
-                window=f"{memory.kind.value}/{memory.window}/{'all' if swa_full else 'window'}",
+                window=memory.identity,
                 layout=f"{streams} streams",
                 engine=engine.identity,
                 kernels=engine.kernels,
@@ -303,14 +305,14 @@ class Model:
         params.n_seq_max = 1
         chunk = min(CHUNK, n_ctx)
         params.n_batch = params.n_ubatch = params.n_outputs_max = chunk
-        core = LlamaCore(weights, params, self._memory.kind, causal=weights.causal)
+        core = LlamaCore(weights, params, self._memory, causal=weights.causal)
         if not core.reads_on:
             core.close()
             # The library reserves a row of logits for every token, though such a model has none.
             rows = (system.physical_memory() or _ASSUMED_MEMORY) // 4 // (4 * self.n_vocab)
             chunk = n_ctx = max(1, min(n_ctx, self.n_ctx_train, rows))
             params.n_batch = params.n_ubatch = params.n_outputs_max = chunk
-            core = LlamaCore(weights, params, self._memory.kind, causal=weights.causal)
+            core = LlamaCore(weights, params, self._memory, causal=weights.causal)
         return Embedder(core, pooling=pooling, n_ctx=n_ctx, chunk=chunk)
 
     def close(self) -> None:
@@ -355,7 +357,7 @@ class Model:
         lib = library.load()
         heads = max(1, lib.llama_model_n_head(handle))
         width = lib.llama_model_n_embd(handle) / heads * max(1, lib.llama_model_n_head_kv(handle))
-        if self._memory.kind is MemoryKind.RECURRENT:
+        if not self._memory.has_rows:
             return
         layers = max(1, lib.llama_model_n_layer(handle))
         needed = cells * layers * width * (_BITS[k_type] + _BITS[v_type]) / 8
@@ -408,15 +410,13 @@ def _params(threads: int | None, flash: bool, rope_freq_base: float, rope_freq_s
     return params
 
 
-def _memory(lib: Any, weights: Weights) -> Memory:
+def _memory(lib: Any, weights: Weights) -> MemorySpec:
     window = int(lib.llama_model_n_swa(weights.handle)) or None
     if lib.llama_model_is_recurrent(weights.handle):
-        kind = MemoryKind.RECURRENT
-    elif lib.llama_model_is_hybrid(weights.handle):
-        kind = MemoryKind.HYBRID
-    else:
-        kind = MemoryKind.SLIDING if window else MemoryKind.FULL
-    return Memory(kind=kind, window=window)
+        return Recurrent(window=window)
+    if lib.llama_model_is_hybrid(weights.handle):
+        return Hybrid(window=window)
+    return SlidingWindow(window=window) if window else FullAttention()
 
 
 def _version(file: Path) -> tuple[int, ...] | None:

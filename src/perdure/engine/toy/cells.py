@@ -8,6 +8,7 @@ that comes after it.
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.engine.contract import Capture, Memory, MemoryKind
+from perdure.engine.contract import Capture
+from perdure.memory import MemorySpec
 
 _MASK = (1 << 64) - 1
 _POISON = 0xBADC0FFEE0DDF00D
@@ -126,16 +128,15 @@ class Rolling:
 class Held:
     """The state of one sequence, in the parts that its kind of memory has.
 
-    full: `base`; sliding: `base` and `window`; recurrent: `rolling`; hybrid: `base` and `rolling`.
+    `base` where it has rows, `window` where it has one, `rolling` where it has a recurrent state.
     """
 
-    def __init__(self, memory: Memory) -> None:
-        kind = memory.kind
+    def __init__(self, memory: MemorySpec) -> None:
         self._memory = memory
         self._reach = memory.window or 0
-        self.base = None if kind is MemoryKind.RECURRENT else Cells()
-        self.window = Cells() if kind is MemoryKind.SLIDING else None
-        self.rolling = Rolling() if kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID) else None
+        self.base = Cells() if memory.has_rows else None
+        self.window = Cells() if memory.has_window else None
+        self.rolling = Rolling() if memory.has_recurrent_state else None
 
     # Positions, as the parts have them.
 
@@ -205,7 +206,7 @@ class Held:
     # Bytes: a mark, what kind they are of, and the parts. Nothing in them is checked for sense.
 
     def pack(self, *, partial: bool) -> bytes:
-        whole = not partial or self._memory.kind is MemoryKind.FULL
+        whole = not partial or not self._memory.needs_checkpoint
         parts = [self._head()]
         if self.base is not None and whole:
             parts.append(self.base.pack())
@@ -217,7 +218,7 @@ class Held:
 
     def unpack(self, data: memoryview, *, partial: bool) -> bool:
         """Take over what `data` says. False: its shape is wrong, and this is then half replaced."""
-        whole = not partial or self._memory.kind is MemoryKind.FULL
+        whole = not partial or not self._memory.needs_checkpoint
         try:
             if data[: _HEAD.size] != self._head():
                 return False
@@ -240,7 +241,7 @@ class Held:
     def capture(self) -> Capture:
         """The base cells as rows; the window or the rolling state as the rest."""
         rest = None
-        if self._memory.kind is not MemoryKind.FULL:
+        if self._memory.needs_checkpoint:
             rest = np.frombuffer(self.pack(partial=True), np.uint8)
         return Capture(None if self.base is None else CellRows(self.base.pack()[4:]), rest)
 
@@ -254,4 +255,4 @@ class Held:
         return self.unpack(memoryview(b"".join(parts)), partial=False)
 
     def _head(self) -> bytes:
-        return _HEAD.pack(_MAGIC, list(MemoryKind).index(self._memory.kind), self._reach)
+        return _HEAD.pack(_MAGIC, zlib.crc32(self._memory.name.encode()), self._reach)

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.batch import Batch
-from perdure.engine.contract import Adapter, Capture, Floats, Memory, Outcome
+from perdure.engine.contract import Adapter, Capture, Floats, Outcome
 from perdure.engine.toy.cells import Held, mix
 from perdure.engine.toy.faults import Faults, Mishap, Trouble
 from perdure.errors import EngineError
+from perdure.memory import MemorySpec
 
 WIDTH = 16
 """Numbers of a hidden state."""
@@ -43,7 +44,7 @@ class ToyCore:
     def __init__(
         self,
         *,
-        memory: Memory,
+        memory: MemorySpec,
         weights: str,
         bias: Floats,
         n_seq: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
@@ -10,12 +11,13 @@ from types import MappingProxyType, TracebackType
 import numpy as np
 
 from perdure.engine.context import Context
-from perdure.engine.contract import Capabilities, Memory, MemoryKind
+from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.toy.core import ToyAdapter, ToyCore
 from perdure.engine.toy.faults import Faults
 from perdure.errors import ClosedError, InvalidInputError, OutOfMemoryError, TokenError
 from perdure.identity import Identity
+from perdure.memory import FullAttention, MemorySpec
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 CHATML = (
@@ -39,7 +41,7 @@ class ToyModel:
 
     def __init__(
         self,
-        kind: MemoryKind = MemoryKind.FULL,
+        kind: type[MemorySpec] = FullAttention,
         *,
         window: int = _WINDOW,
         seed: int = 0,
@@ -47,8 +49,8 @@ class ToyModel:
     ) -> None:
         if window < 1:
             raise InvalidInputError(f"a window holds at least 1 token, got {window}")
-        self._memory = Memory(kind=kind, window=window if kind is MemoryKind.SLIDING else None)
-        words = f"toy/{kind.value}/{self._memory.window}/{seed}"
+        self._memory = kind(window=window if kind.has_window else None)
+        words = f"toy/{kind.name}/{self._memory.window}/{seed}"
         self._digest = hashlib.sha256(words.encode()).hexdigest()
         self._faults = faults or Faults()
         self._closed = False
@@ -60,7 +62,7 @@ class ToyModel:
     # What it is.
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> MemorySpec:
         return self._memory
 
     @property
@@ -69,7 +71,7 @@ class ToyModel:
         return MappingProxyType(
             {
                 "general.architecture": "toy",
-                "general.name": f"toy {self._memory.kind.value}",
+                "general.name": f"toy {self._memory.name}",
                 "tokenizer.chat_template": CHATML,
             }
         )
@@ -155,7 +157,7 @@ class ToyModel:
         _check_counts(n_ctx=n_ctx, n_seq=n_seq, n_batch=n_batch)
         n_batch = max(min(n_batch, n_ctx), n_seq)
         rows = max(min(_ROWS, n_batch), n_seq)
-        memory = Memory(kind=self._memory.kind, window=self._memory.window, keeps_window=swa_full)
+        memory = dataclasses.replace(self._memory, keeps_window=swa_full)
         cells = n_ctx * n_seq if shared else n_ctx
         core = self._core(memory, n_seq=n_seq, n_batch=n_batch, cells=cells, max_outputs=rows, shared=shared)
 
@@ -169,7 +171,7 @@ class ToyModel:
                 v_type="token",
                 attention="toy",
                 rope="none",
-                window=f"{memory.kind.value}/{memory.window}/{'all' if swa_full else 'window'}",
+                window=memory.identity,
                 layout="cells",
                 engine="toy 1",
                 kernels="python",
@@ -209,9 +211,9 @@ class ToyModel:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<ToyModel {self._memory.kind.value}{', closed' if self._closed else ''}>"
+        return f"<ToyModel {self._memory.name}{', closed' if self._closed else ''}>"
 
-    def _core(self, memory: Memory, *, n_seq: int, cells: int, shared: bool, **sizes: int) -> ToyCore:
+    def _core(self, memory: MemorySpec, *, n_seq: int, cells: int, shared: bool, **sizes: int) -> ToyCore:
         if self._faults.no_memory:
             total = cells if shared else cells * n_seq
             raise OutOfMemoryError(

@@ -11,7 +11,7 @@ from perdure.decode.slots import Plan
 from perdure.server.schemas.base import Items, Name, RequestSchema, ResponseSchema
 from perdure.server.schemas.chat import ChatMessage, ChatOptionsSchema
 from perdure.sessions.importing import ImportResult
-from perdure.sessions.info import Memory, SessionInfo
+from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.session import Session
 from perdure.sessions.turn import Turn
 
@@ -230,7 +230,7 @@ class MemoryAnswer(ResponseSchema):
     created: float
 
     @classmethod
-    def of(cls, memory: Memory) -> MemoryAnswer:
+    def of(cls, memory: SessionMemory) -> MemoryAnswer:
         return cls(
             address=memory.address,
             session=memory.session,

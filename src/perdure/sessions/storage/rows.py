@@ -10,7 +10,7 @@ from typing import Any
 from perdure.chat.message import Message
 from perdure.chat.transcript import Transcript
 from perdure.errors import CorruptStateError, InvalidInputError
-from perdure.sessions.info import Memory, SessionInfo
+from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.storage.schema import MEMORY_SEAL, SESSION_SEAL, Value, seal
 from perdure.sessions.turn import Turn, pack_tokens
 
@@ -58,13 +58,13 @@ def read_session(row: Sequence[Value]) -> SessionInfo:
     )
 
 
-def read_memory(row: Sequence[Any]) -> Memory:
+def read_memory(row: Sequence[Any]) -> SessionMemory:
     """The memory in a row of `MEMORY`, if it is what its seal says."""
     said = dict(zip(MEMORY_SEAL, row, strict=False))
     if seal(*row[:-1]) != row[-1]:
         raise CorruptStateError(f"the memory {said['label']!r} of session {said['session']!r} is damaged")
     del said["turn"]
-    return Memory(turn=said.pop("depth"), **said)
+    return SessionMemory(turn=said.pop("depth"), **said)
 
 
 def read_turn(row: Sequence[Any], before: bytes) -> Turn:

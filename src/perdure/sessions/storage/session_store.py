@@ -22,7 +22,7 @@ from perdure.errors import (
     StoreDamagedError,
     StoreLockedError,
 )
-from perdure.sessions.info import Memory, SessionInfo
+from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.storage.rows import (
     INSERT_TURN,
     MEMORY,
@@ -220,7 +220,7 @@ class SessionStore:
 
     def label(
         self, session: SessionInfo, turn: int, depth: int, digest: bytes, label: str, kind: str, note: str
-    ) -> Memory:
+    ) -> SessionMemory:
         """Remember turn number `turn` of a session, which must have that digest."""
         with self._writing():
             self._standing(session)
@@ -242,7 +242,7 @@ class SessionStore:
                 self._prune(last)
             return read_memory([*said, seal(*said)])
 
-    def memories(self, where: str, *values: Value, limit: int | None = None) -> builtins.list[Memory]:
+    def memories(self, where: str, *values: Value, limit: int | None = None) -> builtins.list[SessionMemory]:
         """Those that fit, the oldest first. `m` is the memory and `t` its turn."""
         rows = self._rows(f"{MEMORY} WHERE {where} ORDER BY m.number LIMIT ?", *values, _limit(limit))
         try:
@@ -250,7 +250,7 @@ class SessionStore:
         except CorruptStateError as error:
             raise CorruptStateError(f"{error}: {ADVICE}") from error
 
-    def chain_of(self, memory: Memory) -> tuple[Sequence[int], Sequence[Turn]]:
+    def chain_of(self, memory: SessionMemory) -> tuple[Sequence[int], Sequence[Turn]]:
         """The turns that lead to a memory, if they are those that were remembered."""
         rows = self._rows(
             "SELECT turn FROM memory WHERE number = ? AND namespace = ? AND session = ? AND label = ?",
@@ -269,7 +269,7 @@ class SessionStore:
             )
         return numbers, turns
 
-    def forget(self, memory: Memory) -> None:
+    def forget(self, memory: SessionMemory) -> None:
         with self._writing():
             found = self.index.rows(
                 "SELECT turn FROM memory WHERE number = ? AND namespace = ? AND session = ? AND label = ?",
