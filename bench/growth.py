@@ -94,7 +94,7 @@ def memory(run: Run) -> Iterator[Figure]:
     def tiers(size: int) -> Tiers:
         tier = MemoryTier(1 << 40)
         for _ in range(size):
-            tier.put(block())
+            tier.store(block())
         return Tiers(tier)
 
     def lookup(size: int, _: ExitStack) -> Operation:
@@ -103,12 +103,12 @@ def memory(run: Run) -> Iterator[Figure]:
 
     def keep(size: int, _: ExitStack) -> Operation:
         here = tiers(size)
-        return lambda: here.memory.put(block())
+        return lambda: here.memory.store(block())
 
     def evict(size: int, _: ExitStack) -> Operation:
         here = tiers(size)
         here.memory.budget = here.memory.nbytes
-        return lambda: here.memory.put(block())
+        return lambda: here.memory.store(block())
 
     yield growing(run, "look-up in memory, siblings", lookup, small=run.pick(1000, 100))
     yield growing(run, "keeping a block in memory, siblings", keep, small=run.pick(1000, 100))
@@ -137,7 +137,7 @@ def records(run: Run) -> Iterator[Figure]:
 
         def record() -> Record:
             made = block()
-            tier.put(made)
+            tier.store(made)
             return Record(tokens=tuple(made.tokens.tolist()), kept=SIZE, labels=frozenset("a"), root=ROOT)
 
         for _number in range(size):
@@ -173,12 +173,12 @@ def store(run: Run) -> Iterator[Figure]:
 
     def keep(size: int, cleanup: ExitStack) -> Operation:
         disk = filled(size, cleanup)
-        return lambda: disk.put([block()])
+        return lambda: disk.store([block()])
 
     def replace_oldest(size: int, cleanup: ExitStack) -> Operation:
         disk = filled(size, cleanup)
         disk.budget = disk.nbytes
-        return lambda: disk.put([block()])
+        return lambda: disk.store([block()])
 
     def opening(size: int, cleanup: ExitStack) -> Operation:
         disk = filled(size, cleanup)

@@ -66,7 +66,7 @@ def chain(*parts: Sequence[int]) -> list[Block]:
 
 def put_all(tier: MemoryTier, blocks: Sequence[Block]) -> None:
     for each in blocks:
-        assert tier.put(each)
+        assert tier.store(each)
 
 
 COST = block([0] * SIZE).nbytes
@@ -82,7 +82,7 @@ def distinct(number: int) -> list[int]:
 def test_p6_ten_times_the_budget_goes_through_without_passing_it_for_a_moment() -> None:
     tier = Watched(10 * COST)
     for number in range(100):
-        assert tier.put(block(distinct(number)))
+        assert tier.store(block(distinct(number)))
         assert tier.nbytes == sum(each.nbytes for each in tier.children(ROOT))
     assert max(tier.seen) <= tier.budget
     assert len(tier) == 10
@@ -102,13 +102,13 @@ def test_p6_room_is_made_before_it_is_needed() -> None:
 def test_p6_what_can_never_fit_evicts_nobody() -> None:
     tier = MemoryTier(3 * COST)
     put_all(tier, [block(distinct(number)) for number in (1, 20, 40)])
-    assert not tier.put(block(range(SIZE), tail_state=4 * COST))
+    assert not tier.store(block(range(SIZE), tail_state=4 * COST))
     assert len(tier) == 3
 
 
 def test_p6_a_budget_of_nothing_keeps_nothing() -> None:
     tier = MemoryTier(0)
-    assert not tier.put(block(distinct(1)))
+    assert not tier.store(block(distinct(1)))
     assert (len(tier), tier.nbytes) == (0, 0)
 
 
@@ -116,15 +116,15 @@ def test_p6_more_state_for_a_kept_block_counts_too() -> None:
     tier = Watched(3 * COST)
     first, second, third = (block(distinct(number)) for number in (1, 20, 40))
     put_all(tier, [first, second, third])
-    assert tier.put(block(distinct(40), tail_state=50))
-    found = tier.get(third.id)
+    assert tier.store(block(distinct(40), tail_state=50))
+    found = tier.lookup(third.id)
     assert found is not None
     assert found.tail_state is not None
     assert first.id not in tier
     assert max(tier.seen) <= tier.budget
     # Less state than is kept changes nothing.
-    assert tier.put(third)
-    assert tier.get(third.id) is found
+    assert tier.store(third)
+    assert tier.lookup(third.id) is found
 
 
 # Who goes.
@@ -135,9 +135,9 @@ def test_p6_leaves_go_first_oldest_first() -> None:
     first, second, third = chain(distinct(1), distinct(2), distinct(3))
     other = block(distinct(90))
     put_all(tier, [first, second, third, other])
-    assert tier.put(block(distinct(91)))
+    assert tier.store(block(distinct(91)))
     assert third.id not in tier
-    assert tier.put(block(distinct(92)))
+    assert tier.store(block(distinct(92)))
     # The second became a leaf, and was used before the others.
     assert second.id not in tier
     assert tier.was_evicted(second.id)
@@ -149,8 +149,8 @@ def test_p6_what_is_asked_for_is_no_longer_the_oldest() -> None:
     tier = MemoryTier(2 * COST)
     first, second = block(distinct(1)), block(distinct(20))
     put_all(tier, [first, second])
-    assert tier.get(first.id) is first
-    assert tier.put(block(distinct(40)))
+    assert tier.lookup(first.id) is first
+    assert tier.store(block(distinct(40)))
     assert first.id in tier
     assert second.id not in tier
 
@@ -161,7 +161,7 @@ def test_p6_a_block_in_use_is_never_evicted() -> None:
     put_all(tier, used)
     tier.pin(used)
     for number in range(10, 60):
-        tier.put(block(distinct(number)))
+        tier.store(block(distinct(number)))
         assert all(each.id in tier for each in used)
     tier.unpin(used)
     put_all(tier, [block(distinct(number)) for number in (100, 200, 300)])
@@ -173,7 +173,7 @@ def test_p6_where_all_is_in_use_there_is_no_room() -> None:
     used = [block(distinct(1)), block(distinct(20))]
     put_all(tier, used)
     tier.pin(used)
-    assert not tier.put(block(distinct(40)))
+    assert not tier.store(block(distinct(40)))
     assert len(tier) == 2
 
 
@@ -184,23 +184,23 @@ def test_p6_two_users_of_one_block_both_hold_it() -> None:
     tier.pin(used)
     tier.pin(used)
     tier.unpin(used)
-    assert not tier.put(block(distinct(40)))
+    assert not tier.store(block(distinct(40)))
     tier.unpin(used)
-    assert tier.put(block(distinct(40)))
+    assert tier.store(block(distinct(40)))
 
 
 def test_a_parent_is_not_evicted_for_its_child() -> None:
     tier = MemoryTier(COST)
     first, second = chain(distinct(1), distinct(2))
-    assert tier.put(first)
-    assert not tier.put(second)
+    assert tier.store(first)
+    assert not tier.store(second)
     assert first.id in tier
 
 
 def test_a_block_without_its_parent_is_not_kept() -> None:
     tier = MemoryTier(9 * COST)
     _, second = chain(distinct(1), distinct(2))
-    assert not tier.put(second)
+    assert not tier.store(second)
     assert len(tier) == 0
 
 
@@ -224,7 +224,7 @@ def test_a_dropped_block_takes_along_what_follows_it_however_long() -> None:
     blocks = chain(*(distinct(number) for number in range(3_000)))
     put_all(tier, blocks)
     other = block(distinct(9_000))
-    assert tier.put(other)
+    assert tier.store(other)
     tier.drop(blocks[0].id)
     assert len(tier) == 1
     assert tier.nbytes == other.nbytes
@@ -236,7 +236,7 @@ def test_a_tail_that_a_longer_block_covers_is_kept_once() -> None:
     for order in ([2, 3, 4], [4, 3, 2], [3, 4, 2]):
         tier = MemoryTier(9 * COST)
         for count in order:
-            assert tier.put(block(distinct(1)[:count]))
+            assert tier.store(block(distinct(1)[:count]))
         assert [len(each.tokens) for each in tier.children(ROOT)] == [4]
         assert tier.covers(ROOT, ids(distinct(1)[:3]))
         assert not tier.covers(ROOT, ids([1, 3]))
@@ -254,9 +254,9 @@ def test_a_tail_with_a_rest_of_its_own_is_kept_beside_a_longer_block() -> None:
 def test_a_tail_in_use_is_not_dropped_for_a_longer_block() -> None:
     tier = MemoryTier(9 * COST)
     tail = block([1, 2])
-    assert tier.put(tail)
+    assert tier.store(tail)
     tier.pin([tail])
-    assert tier.put(block(distinct(1)))
+    assert tier.store(block(distinct(1)))
     assert tail.id in tier
 
 
@@ -264,7 +264,7 @@ def test_looking_for_what_is_not_there_leaves_nothing_behind() -> None:
     tier = MemoryTier(9 * COST)
     for number in range(100):
         nobody = BlockId(number.to_bytes(32, "little"))
-        assert tier.get(nobody) is None
+        assert tier.lookup(nobody) is None
         assert list(tier.children(nobody)) == []
         tier.drop(nobody)
     assert not tier._roots
@@ -277,7 +277,7 @@ def test_looking_for_what_is_not_there_leaves_nothing_behind() -> None:
 def test_clearing_forgets_all_figures_too() -> None:
     tier = MemoryTier(2 * COST)
     for number in range(9):
-        assert tier.put(block(distinct(number)))
+        assert tier.store(block(distinct(number)))
     tier.clear()
     assert (len(tier), tier.nbytes, tier.state_bytes, tier.evicted) == (0, 0, 0, 0)
     assert not tier.was_evicted(block(distinct(0)).id)
@@ -306,7 +306,7 @@ def test_p2_a_damaged_header_breaks_no_tree(field: str) -> None:
     assert match.length == SIZE
     # What follows a damaged block went with it, and all of it can be kept again.
     for each in blocks:
-        tier.put(each)
+        tier.store(each)
     tier.drop(blocks[0].id)
     assert (len(tier), tier.nbytes, tier.state_bytes) == (0, 0, 0)
     assert not tier._roots
@@ -358,7 +358,7 @@ class TierMachine(RuleBasedStateMachine):
         return self.put(block(tokens, parent, tail_state=tail_state))
 
     def put(self, new: Block) -> Block:
-        kept = self.tier.put(new)
+        kept = self.tier.store(new)
         siblings = [each for each in self.held.values() if each.parent == new.parent and each.id != new.id]
         covering = [each for each in siblings if _starts_with(each, new)]
         if new.id in self.held:
@@ -388,7 +388,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(name=known)
     def get(self, name: Block) -> None:
-        assert self.tier.get(name.id) is self.held.get(name.id)
+        assert self.tier.lookup(name.id) is self.held.get(name.id)
         if name.id in self.held:
             self.use(name.id)
 
@@ -442,6 +442,6 @@ def test_p6_any_history_keeps_what_a_plain_dictionary_would() -> None:
 def test_names_are_what_a_tier_finds_by() -> None:
     tier = MemoryTier(9 * COST)
     kept = block(distinct(1))
-    assert tier.put(kept)
-    assert tier.get(block_id(ROOT, ids(distinct(1)))) is kept
-    assert tier.get(block_id(ROOT, ids(distinct(2)))) is None
+    assert tier.store(kept)
+    assert tier.lookup(block_id(ROOT, ids(distinct(1)))) is kept
+    assert tier.lookup(block_id(ROOT, ids(distinct(2)))) is None

@@ -630,7 +630,7 @@ def test_s6_a_kept_block_of_another_row_width_is_dropped_and_computed(
         assert served.say(text).reused <= ours[which].block.start
         assert (
             ours[which].id not in served.slot_cache.tier
-            or served.slot_cache.tier.get(ours[which].id) is not None
+            or served.slot_cache.tier.lookup(ours[which].id) is not None
         )
         # It is mended: the next one finds it all.
         served.say(subject.tokens(30, 2))

@@ -69,9 +69,9 @@ def whole(disk: DiskTier, *candidates: Block) -> set[BlockId]:
         versions.setdefault(candidate.id, []).append(candidate)
     there = {BlockId(row[0]) for row in disk.index.rows("SELECT id FROM block")}
     for name in there:
-        found = disk.get(name)
+        found = disk.load(name)
         assert any(same(found, version) for version in versions[name]), name.hex()
-        entry = disk.entry(name)
+        entry = disk.lookup(name)
         assert entry is not None
         assert found is not None
         assert found.has_tail_state >= entry.has_tail_state
@@ -117,7 +117,7 @@ def older(version: int) -> Scenario:
     def act(folder: Path, ack: Ack) -> None:
         with opened(folder) as disk:
             ack("opened")
-            disk.put(chain([1, 2]))
+            disk.store(chain([1, 2]))
             ack("put")
 
     def check(folder: Path, acks: set[str]) -> None:
@@ -142,16 +142,16 @@ BARE, FULL = chain([1, 2, 3], "grows"), chain([1, 2, 3], "grows", tail_state=70)
 
 def put_prepare(folder: Path) -> None:
     with opened(folder) as disk:
-        disk.put([*OLD, *BARE])
+        disk.store([*OLD, *BARE])
 
 
 def put_act(folder: Path, ack: Ack) -> None:
     with opened(folder) as disk:
-        disk.put(NEW)
+        disk.store(NEW)
         ack("new")
-        disk.put(FULL)
+        disk.store(FULL)
         ack("full")
-        disk.put(MORE)
+        disk.store(MORE)
         ack("more")
     ack("closed")
 
@@ -162,7 +162,7 @@ def put_check(folder: Path, acks: set[str]) -> None:
         assert there >= names(*OLD, *BARE)
         assert there >= names(*NEW) or "new" not in acks
         assert there >= names(*MORE) or "more" not in acks
-        grown = disk.entry(FULL[0].id)
+        grown = disk.lookup(FULL[0].id)
         assert grown is not None
         assert grown.has_tail_state or "full" not in acks
 
@@ -176,15 +176,15 @@ TIGHT = size(HELD)
 
 def evict_prepare(folder: Path) -> None:
     with opened(folder, TIGHT) as disk:
-        disk.put(HELD)
+        disk.store(HELD)
 
 
 def evict_act(folder: Path, ack: Ack) -> None:
     with opened(folder, TIGHT) as disk:
-        disk.get(HELD[1].id)
-        disk.put(COMING[:2])
+        disk.load(HELD[1].id)
+        disk.store(COMING[:2])
         ack("some")
-        disk.put(COMING[2:])
+        disk.store(COMING[2:])
         ack("all")
     ack("closed")
 
@@ -208,7 +208,7 @@ ASIDE = chain(list(range(8)), "aside")
 
 def drop_prepare(folder: Path) -> None:
     with opened(folder) as disk:
-        disk.put([*STEM, *SHOOTS, *ASIDE])
+        disk.store([*STEM, *SHOOTS, *ASIDE])
 
 
 def drop_act(folder: Path, ack: Ack) -> None:
@@ -250,16 +250,16 @@ FIRST_BLOCKS, SECOND_BLOCKS = chain(FIRST, "records"), chain(SECOND, "records")
 
 def record_prepare(folder: Path) -> None:
     with opened(folder) as disk:
-        disk.put([*FIRST_BLOCKS, *SECOND_BLOCKS])
-        Records(disk).put(record(SECOND, "b"))
+        disk.store([*FIRST_BLOCKS, *SECOND_BLOCKS])
+        Records(disk).store(record(SECOND, "b"))
 
 
 def record_act(folder: Path, ack: Ack) -> None:
     with opened(folder) as disk:
         records = Records(disk)
-        records.put(record(FIRST, "a", "both"))
+        records.store(record(FIRST, "a", "both"))
         ack("first")
-        records.put(record(SECOND, "both"))
+        records.store(record(SECOND, "both"))
         ack("label")
         records.clear(["a"])
         ack("cleared")
@@ -289,7 +289,7 @@ def record_check(folder: Path, acks: set[str]) -> None:
 
 def mend_prepare(folder: Path) -> None:
     with opened(folder) as disk:
-        disk.put([*OLD, *NEW, *MORE])
+        disk.store([*OLD, *NEW, *MORE])
         with disk.index.writing():
             disk.index.run("DELETE FROM block WHERE id = ?", MORE[-1].id)
             disk.index.run("UPDATE block SET nbytes = 3 WHERE id = ?", MORE[0].id)
@@ -578,7 +578,7 @@ def write_in_place() -> None:
 
 
 def enter_first() -> None:
-    put, write = DiskTier.put, DiskTier._write
+    put, write = DiskTier.store, DiskTier._write
 
     def wrong(self: DiskTier, blocks: Sequence[Block]) -> int:
         with patch.object(DiskTier, "_write"):
@@ -586,7 +586,7 @@ def enter_first() -> None:
         write(self, blocks)
         return count
 
-    DiskTier.put = wrong  # type: ignore[method-assign]
+    DiskTier.store = wrong  # type: ignore[method-assign]
 
 
 def unlink_first() -> None:

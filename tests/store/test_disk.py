@@ -51,8 +51,8 @@ def check(disk: DiskTier, blocks: list[Block]) -> None:
     assert kept(disk) == names(blocks)
     assert len(disk) == len(names(blocks))
     for each in blocks:
-        assert same(disk.get(each.id), each)
-        entry = disk.entry(each.id)
+        assert same(disk.load(each.id), each)
+        entry = disk.lookup(each.id)
         assert entry is not None
         assert (entry.parent, entry.start, entry.end) == (each.parent, each.start, each.end)
         assert (entry.has_tail_state, entry.tokens.tolist()) == (each.has_tail_state, each.tokens.tolist())
@@ -89,8 +89,8 @@ def sound(disk: DiskTier, **found: int | bool) -> None:
 def test_what_was_put_is_there_now_and_after_reopening(tmp_path: Path) -> None:
     one, other = chain(list(range(10))), chain(list(range(50, 57)), "elsewhere", tail_state=30)
     with opened(tmp_path) as disk:
-        assert disk.put(one) == len(one)
-        assert disk.put(other) == len(other)
+        assert disk.store(one) == len(one)
+        assert disk.store(other) == len(other)
         check(disk, one + other)
     with opened(tmp_path) as disk:
         check(disk, one + other)
@@ -102,28 +102,28 @@ def test_what_was_put_is_there_now_and_after_reopening(tmp_path: Path) -> None:
 def test_a_block_that_gained_a_rest_takes_the_place_of_the_one_without(tmp_path: Path) -> None:
     bare, full = block([1, 2, 3]), block([1, 2, 3], tail_state=99)
     with opened(tmp_path) as disk:
-        disk.put([bare])
-        disk.put([full])
+        disk.store([bare])
+        disk.store([full])
         check(disk, [full])
 
 
 def test_a_block_without_its_parent_is_left_out(tmp_path: Path) -> None:
     first, second, third = chain(list(range(12)))
     with opened(tmp_path) as disk:
-        assert disk.put([second, third]) == 0
-        assert disk.put([first, third]) == 1
+        assert disk.store([second, third]) == 0
+        assert disk.store([first, third]) == 1
         check(disk, [first])
-        assert disk.put([second, third]) == 2
+        assert disk.store([second, third]) == 2
         check(disk, [first, second, third])
 
 
 def test_nothing_can_be_put_into_a_store_opened_for_reading(tmp_path: Path) -> None:
     blocks = chain(list(range(8)))
     with opened(tmp_path) as disk:
-        disk.put(blocks)
+        disk.store(blocks)
     with opened(tmp_path, readonly=True) as disk:
         for change in (
-            lambda: disk.put(chain([9])),
+            lambda: disk.store(chain([9])),
             lambda: disk.drop([blocks[0].id]),
             disk.clear,
             disk.verify,
@@ -143,7 +143,7 @@ def test_p6_the_budget_holds_before_anything_is_written(tmp_path: Path) -> None:
     budget = 10 * each + each // 2
     with opened(tmp_path, budget) as disk:
         for number in range(100):
-            assert disk.put(chain([number] * SIZE, str(number))) == 1
+            assert disk.store(chain([number] * SIZE, str(number))) == 1
             assert disk.nbytes <= budget
             assert sum(path.stat().st_size for path in files(tmp_path)) == disk.nbytes
         assert len(disk) == 10
@@ -152,13 +152,13 @@ def test_p6_the_budget_holds_before_anything_is_written(tmp_path: Path) -> None:
 def test_p6_leaves_go_first_and_of_them_the_longest_unused(tmp_path: Path) -> None:
     old, middle = chain(list(range(12)), "old"), chain(list(range(12)), "middle")
     with opened(tmp_path, size(old + middle)) as disk:
-        disk.put(old)
-        disk.put(middle)
-        disk.put(chain([1], "new"))
+        disk.store(old)
+        disk.store(middle)
+        disk.store(chain([1], "new"))
         assert kept(disk) == names(old[:-1] + middle + chain([1], "new"))
         # What was read is not old any more, though nothing has been written since.
-        assert disk.get(old[1].id) is not None
-        disk.put(chain([2], "newer"))
+        assert disk.load(old[1].id) is not None
+        disk.store(chain([2], "newer"))
         assert kept(disk) == names(old[:2] + middle[:-1] + chain([1], "new") + chain([2], "newer"))
         sound(disk)
 
@@ -166,45 +166,45 @@ def test_p6_leaves_go_first_and_of_them_the_longest_unused(tmp_path: Path) -> No
 def test_p6_use_is_remembered_over_a_restart(tmp_path: Path) -> None:
     first, second, third = (chain([number] * SIZE, str(number)) for number in range(3))
     with opened(tmp_path) as disk:
-        disk.put(first)
-        disk.put(second)
-        disk.get(first[0].id)
+        disk.store(first)
+        disk.store(second)
+        disk.load(first[0].id)
     with opened(tmp_path, size(first + second)) as disk:
-        disk.put(third)
+        disk.store(third)
         check(disk, first + third)
 
 
 def test_p6_what_is_being_put_is_not_evicted_for_itself(tmp_path: Path) -> None:
     long = chain(list(range(10 * SIZE)))
     with opened(tmp_path, size(long[:6])) as disk:
-        assert disk.put(long[:2]) == 2
-        assert disk.put(long[2:]) == 4
+        assert disk.store(long[:2]) == 2
+        assert disk.store(long[2:]) == 4
         check(disk, long[:6])
 
 
 def test_p6_a_block_larger_than_the_budget_costs_the_others_nothing(tmp_path: Path) -> None:
     small, huge = chain(list(range(8))), block([7], row_bytes=10_000)
     with opened(tmp_path, 5_000) as disk:
-        disk.put(small)
-        assert disk.put([huge]) == 0
+        disk.store(small)
+        assert disk.store([huge]) == 0
         check(disk, small)
 
 
 def test_p6_putting_again_what_is_there_evicts_nothing(tmp_path: Path) -> None:
     blocks = chain(list(range(20)))
     with opened(tmp_path, size(blocks)) as disk:
-        disk.put(blocks)
-        assert disk.put(blocks) == len(blocks)
+        disk.store(blocks)
+        assert disk.store(blocks) == len(blocks)
         check(disk, blocks)
 
 
 def test_p6_a_smaller_budget_takes_hold_with_the_next_write(tmp_path: Path) -> None:
     blocks = chain(list(range(40)))
     with opened(tmp_path) as disk:
-        disk.put(blocks)
+        disk.store(blocks)
     new = chain([99], "new")
     with opened(tmp_path, size(blocks[:3] + new)) as disk:
-        assert disk.put(new) == 1
+        assert disk.store(new) == 1
         check(disk, blocks[:3] + new)
 
 
@@ -216,7 +216,7 @@ def test_a_dropped_block_takes_along_all_that_follow_it(tmp_path: Path) -> None:
     left, right = block([1, 1], stem[-1]), block([2, 2], stem[-1])
     leaf = block([3], left)
     with opened(tmp_path) as disk:
-        disk.put([*stem, left, right, leaf])
+        disk.store([*stem, left, right, leaf])
         disk.drop([left.id])
         check(disk, [*stem, right])
         disk.drop([left.id, BlockId(bytes(32))])
@@ -228,7 +228,7 @@ def test_a_dropped_block_takes_along_all_that_follow_it(tmp_path: Path) -> None:
 def test_p4_clear_leaves_nothing_whatever_lay_about(tmp_path: Path) -> None:
     blocks = chain(list(range(12)))
     with opened(tmp_path) as disk:
-        disk.put(blocks)
+        disk.store(blocks)
         file_of(tmp_path, blocks[0]).unlink()
         disk.forget([blocks[0].id])
         damage(file_of(tmp_path, blocks[1]))
@@ -243,7 +243,7 @@ def test_p4_clear_leaves_nothing_whatever_lay_about(tmp_path: Path) -> None:
 def test_p4_dropping_reaches_a_damaged_file_that_was_moved_aside(tmp_path: Path) -> None:
     blocks = chain(list(range(8)))
     with opened(tmp_path) as disk:
-        disk.put(blocks)
+        disk.store(blocks)
         damage(file_of(tmp_path, blocks[1]))
         disk.verify()
         assert (tmp_path / "quarantine" / blocks[1].id.hex()).exists()
@@ -260,14 +260,14 @@ def damage(path: Path, place: int = -1) -> None:
 def test_p2_a_damaged_or_missing_file_is_a_miss_and_what_follows_it_waits_for_it(tmp_path: Path) -> None:
     blocks = chain(list(range(16)))
     with opened(tmp_path) as disk:
-        disk.put(blocks)
+        disk.store(blocks)
         damage(file_of(tmp_path, blocks[1]))
         file_of(tmp_path, blocks[2]).unlink()
-        assert disk.get(blocks[1].id) is None
-        assert disk.get(blocks[2].id) is None
+        assert disk.load(blocks[1].id) is None
+        assert disk.load(blocks[2].id) is None
         disk.forget(names(blocks))
         assert kept(disk) == names([blocks[0], blocks[3]])
-        disk.put(blocks[1:3])
+        disk.store(blocks[1:3])
         check(disk, blocks)
         sound(disk)
 
@@ -275,10 +275,10 @@ def test_p2_a_damaged_or_missing_file_is_a_miss_and_what_follows_it_waits_for_it
 def test_p2_another_block_under_this_name_is_a_miss(tmp_path: Path) -> None:
     one, other = chain(list(range(4)), "one"), chain(list(range(4)), "other")
     with opened(tmp_path) as disk:
-        disk.put(one + other)
+        disk.store(one + other)
         shutil.copy(file_of(tmp_path, other[0]), file_of(tmp_path, one[0]))
-        assert disk.get(one[0].id) is None
-        assert same(disk.get(other[0].id), other[0])
+        assert disk.load(one[0].id) is None
+        assert same(disk.load(other[0].id), other[0])
         sound(disk, quarantined=1, missing=1)
         check(disk, other)
 
@@ -299,7 +299,7 @@ def test_p2_another_block_under_this_name_is_a_miss(tmp_path: Path) -> None:
 def test_p2_an_entry_that_does_not_prove_itself_is_a_miss_and_is_mended(tmp_path: Path, change: str) -> None:
     blocks = chain(list(range(8)))
     with opened(tmp_path) as disk:
-        disk.put(blocks)
+        disk.store(blocks)
     with closing(sqlite3.connect(tmp_path / "index.sqlite")) as db:
         db.execute("PRAGMA writable_schema = 1")
         db.execute("UPDATE sqlite_master SET sql = replace(sql, 'NOT NULL', '')")
@@ -308,9 +308,9 @@ def test_p2_an_entry_that_does_not_prove_itself_is_a_miss_and_is_mended(tmp_path
         db.execute(f"UPDATE block SET {change} WHERE id = ?", (blocks[1].id,))
         db.commit()
     with opened(tmp_path) as disk:
-        assert disk.entry(blocks[1].id) is None
+        assert disk.lookup(blocks[1].id) is None
         assert list(disk.children(blocks[0].id)) == []
-        assert disk.entry(blocks[0].id) is not None
+        assert disk.lookup(blocks[0].id) is not None
         sound(disk, mended=1)
         check(disk, blocks)
 
@@ -319,7 +319,7 @@ def test_p2_an_entry_that_does_not_prove_itself_is_a_miss_and_is_mended(tmp_path
 def test_an_entry_that_misjudges_its_file_is_mended(tmp_path: Path, change: str) -> None:
     blocks = chain(list(range(8)))
     with opened(tmp_path) as disk:
-        disk.put(blocks)
+        disk.store(blocks)
         with disk.index.writing():
             disk.index.run(f"UPDATE block SET {change} WHERE id = ?", blocks[1].id)
         sound(disk, mended=1)
@@ -332,9 +332,9 @@ def test_an_entry_that_misjudges_its_file_is_mended(tmp_path: Path, change: str)
 def test_verify_finds_each_kind_of_trouble_and_counts_it(tmp_path: Path) -> None:
     blocks = chain(list(range(40)))
     with opened(tmp_path) as disk:
-        disk.put(blocks)
+        disk.store(blocks)
         adopted = chain([1, 2, 3], "adopted")
-        disk.put(adopted)
+        disk.store(adopted)
         with disk.index.writing():
             disk.index.run("DELETE FROM block WHERE id = ?", adopted[0].id)
         file_of(tmp_path, blocks[9]).unlink()
@@ -359,7 +359,7 @@ def test_verify_finds_each_kind_of_trouble_and_counts_it(tmp_path: Path) -> None
 def test_a_whole_file_in_the_wrong_folder_is_not_entered(tmp_path: Path) -> None:
     [mine] = chain([1, 2])
     with opened(tmp_path) as disk:
-        disk.put([mine])
+        disk.store([mine])
         wrong = tmp_path / "blocks" / "zz"
         wrong.mkdir()
         file_of(tmp_path, mine).rename(wrong / mine.id.hex())
@@ -370,10 +370,10 @@ def test_a_whole_file_in_the_wrong_folder_is_not_entered(tmp_path: Path) -> None
 def test_a_folder_where_a_file_should_be_is_moved_aside(tmp_path: Path) -> None:
     [mine] = chain([1, 2])
     with opened(tmp_path) as disk:
-        disk.put([mine])
+        disk.store([mine])
         file_of(tmp_path, mine).unlink()
         file_of(tmp_path, mine).mkdir()
-        assert disk.get(mine.id) is None
+        assert disk.load(mine.id) is None
         sound(disk, missing=1, quarantined=1)
 
 
@@ -384,7 +384,7 @@ def test_a_folder_where_a_file_should_be_is_moved_aside(tmp_path: Path) -> None:
 def test_a_deleted_index_is_made_anew_from_the_files(tmp_path: Path, log: bool) -> None:
     blocks = chain(list(range(20)), tail_state=7)
     with opened(tmp_path) as disk:
-        disk.put(blocks)
+        disk.store(blocks)
         if log:
             (tmp_path / "kept-log").write_bytes((tmp_path / "index.sqlite-wal").read_bytes())
     (tmp_path / "index.sqlite").unlink()
@@ -408,14 +408,14 @@ GARBAGE: dict[str, Callable[[bytes], bytes]] = {
 def read_entries(folder: Path, blocks: list[Block]) -> None:
     with opened(folder) as disk:
         for each in blocks:
-            disk.entry(each.id)
+            disk.lookup(each.id)
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
 def test_a_damaged_index_is_refused_and_rebuilt_on_request(tmp_path: Path, kind: str) -> None:
     blocks = chain(list(range(400)))
     with opened(tmp_path) as disk:
-        disk.put(blocks)
+        disk.store(blocks)
     index = tmp_path / "index.sqlite"
     bad = GARBAGE[kind](index.read_bytes())
     index.write_bytes(bad)
@@ -451,7 +451,7 @@ def test_p2_any_flip_in_the_index_costs_blocks_or_says_so_but_never_lies(tmp_pat
     """Every page of the index, 120 flips in all: what an opened store gives is always the block asked for."""
     blocks = chain(list(range(120)), "a") + chain(list(range(60)), "b", tail_state=9)
     with opened(tmp_path) as disk:
-        disk.put(blocks)
+        disk.store(blocks)
     index = tmp_path / "index.sqlite"
     good = index.read_bytes()
     dice = np.random.default_rng(seed)
@@ -463,12 +463,12 @@ def test_p2_any_flip_in_the_index_costs_blocks_or_says_so_but_never_lies(tmp_pat
         try:
             with opened(tmp_path) as disk:
                 for each in blocks:
-                    entry = disk.entry(each.id)
+                    entry = disk.lookup(each.id)
                     assert entry is None or entry.tokens.tolist() == each.tokens.tolist()
                     for child in disk.children(each.id):
                         assert child.tokens.tolist() == wanted[child.id].tokens.tolist()
                         assert wanted[child.id].parent == each.id
-                    assert same(disk.get(each.id), each)
+                    assert same(disk.load(each.id), each)
         except StoreError:
             pass
         refused = ""
@@ -500,7 +500,7 @@ disk.close()
 def test_one_process_writes_and_its_death_by_any_means_lets_the_next_one_in(tmp_path: Path) -> None:
     blocks = chain(list(range(8)))
     with opened(tmp_path) as disk:
-        disk.put(blocks)
+        disk.store(blocks)
     with children.holding(OPEN, tmp_path) as holder:
         with pytest.raises(StoreLockedError, match="choose another store, or open this one for reading"):
             DiskTier(tmp_path, budget=PLENTY)
@@ -565,10 +565,10 @@ print(rounds, seen, gone, len(disk))
 def test_readers_in_another_process_see_whole_blocks_while_one_writes(tmp_path: Path) -> None:
     each = size(chain([1] * SIZE))
     with opened(tmp_path, 20 * each) as disk:
-        disk.put(chain([0] * SIZE, "first"))
+        disk.store(chain([0] * SIZE, "first"))
         with children.holding(READ, tmp_path) as reader:
             for number in range(150):
-                disk.put(chain([number] * SIZE, str(number)))
+                disk.store(chain([number] * SIZE, str(number)))
             out, err = reader.communicate("\n")
         assert reader.returncode == 0, err
         rounds, seen, _, left = map(int, out.split())
@@ -600,15 +600,15 @@ def test_a_full_disk_is_told_and_costs_nothing_that_was_kept(small_disk: Path) -
     blocks = chain(list(range(12)))
     huge = [block([number], root(f"huge {number}"), row_bytes=100_000) for number in range(9)]
     with opened(small_disk) as disk:
-        disk.put(blocks)
+        disk.store(blocks)
         with pytest.raises(StoreFullError, match="free some space") as raised:
-            disk.put(huge)
+            disk.store(huge)
         assert raised.value.needed >= 100_000
         check(disk, blocks)
         # Once more, and there is as much room as before: nothing was left lying about.
         with pytest.raises(StoreFullError):
-            disk.put(huge)
-        assert disk.put(huge[:1]) == 1
+            disk.store(huge)
+        assert disk.store(huge[:1]) == 1
         check(disk, blocks + huge[:1])
         sound(disk)
     with opened(small_disk) as disk:
@@ -624,20 +624,20 @@ def fill(path: Path) -> None:
 def put_many(disk: DiskTier, added: list[Block]) -> None:
     for number in range(1000):
         added += chain([number], str(number))
-        disk.put(added[-1:])
+        disk.store(added[-1:])
 
 
 def test_a_disk_too_full_for_the_index_is_told_and_costs_nothing_that_was_kept(small_disk: Path) -> None:
     blocks = chain(list(range(12)))
     with opened(small_disk) as disk:
-        disk.put(blocks)
+        disk.store(blocks)
         added: list[Block] = []
         fill(small_disk / "ballast")
         with pytest.raises(StoreFullError):
             put_many(disk, added)
         check(disk, blocks + added[:-1])
         (small_disk / "ballast").unlink()
-        disk.put(added[-1:])
+        disk.store(added[-1:])
         check(disk, blocks + added)
         sound(disk)
 

@@ -93,12 +93,12 @@ class Life(RuleBasedStateMachine):
     @rule(wanted=st.lists(blocks, min_size=1, max_size=4, unique_by=lambda each: each.id))
     def put(self, wanted: list[Block]) -> None:
         wanted = sorted(wanted, key=lambda each: each.start)
-        assert self.disk.put(wanted) == self.expect_put(wanted)
+        assert self.disk.store(wanted) == self.expect_put(wanted)
 
     @rule(wanted=blocks)
     def get(self, wanted: Block) -> None:
         known = self.known.get(wanted.id)
-        found = self.disk.get(wanted.id)
+        found = self.disk.load(wanted.id)
         assert (found is None) == (known is None)
         if known is not None:
             assert same(found, known)
@@ -139,7 +139,7 @@ class Life(RuleBasedStateMachine):
         self.disk = DiskTier(self.folder, budget=self.budget)
         # Nobody knows any more what was used when; from here on it counts anew.
         for each in sorted(self.known.values(), key=lambda each: each.id):
-            self.disk.get(each.id)
+            self.disk.load(each.id)
             self.touch(each.id)
 
     # Always.
@@ -150,7 +150,7 @@ class Life(RuleBasedStateMachine):
             return
         assert len(self.disk) == len(self.known)
         for each in self.known.values():
-            entry = self.disk.entry(each.id)
+            entry = self.disk.lookup(each.id)
             assert entry is not None
             assert entry.tokens.tolist() == each.tokens.tolist()
             assert (entry.has_tail_state, entry.nbytes) == (each.has_tail_state, block_file.size(each))

@@ -32,11 +32,11 @@ class Gated(DiskTier):
         self.reached = threading.Event()
         self.batches: list[list[BlockId]] = []
 
-    def put(self, blocks: Sequence[Block]) -> int:
+    def store(self, blocks: Sequence[Block]) -> int:
         self.batches.append([each.id for each in blocks])
         self.reached.set()
         self.gate.wait()
-        return super().put(blocks)
+        return super().store(blocks)
 
 
 class Failing(DiskTier):
@@ -47,15 +47,15 @@ class Failing(DiskTier):
         self.error = error
         self.reading = reading
 
-    def put(self, blocks: Sequence[Block]) -> int:
+    def store(self, blocks: Sequence[Block]) -> int:
         if self.error is not None:
             raise self.error
-        return super().put(blocks)
+        return super().store(blocks)
 
-    def entry(self, block: BlockId) -> Entry | None:
+    def lookup(self, block: BlockId) -> Entry | None:
         if self.reading and self.error is not None:
             raise self.error
-        return super().entry(block)
+        return super().lookup(block)
 
     def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Entry]:
         if self.reading and self.error is not None:
@@ -78,12 +78,12 @@ def test_what_waits_to_be_written_can_be_read(tmp_path: Path) -> None:
     blocks = chain(list(range(12)))
     disk = Gated(tmp_path)
     with behind(disk) as writer:
-        writer.offer(blocks)
+        writer.store(blocks)
         assert disk.reached.wait(60)
         assert files(tmp_path) == []
         for each in blocks:
-            assert writer.get(each.id) is each
-            assert writer.entry(each.id) is each
+            assert writer.load(each.id) is each
+            assert writer.lookup(each.id) is each
             assert [child.id for child in writer.children(each.parent)] == [each.id]
 
 
@@ -91,12 +91,12 @@ def test_flush_returns_when_everything_is_on_the_disk(tmp_path: Path) -> None:
     blocks = chain(list(range(40)))
     with behind(DiskTier(tmp_path, budget=PLENTY)) as writer:
         for each in blocks:
-            writer.offer([each])
+            writer.store([each])
         writer.flush()
         with closing(DiskTier(tmp_path, budget=0, readonly=True)) as reader:
-            assert all(same(reader.get(each.id), each) for each in blocks)
+            assert all(same(reader.load(each.id), each) for each in blocks)
         for each in blocks:
-            found = writer.entry(each.id)
+            found = writer.lookup(each.id)
             assert isinstance(found, Entry)
             assert [child.id for child in writer.children(each.parent)] == [each.id]
 
@@ -105,7 +105,7 @@ def test_flush_waits_for_what_was_there_and_not_for_what_comes_after(tmp_path: P
     first, second = chain([1, 2]), chain([3, 4])
     disk = Gated(tmp_path)
     with behind(disk) as writer:
-        writer.offer(first)
+        writer.store(first)
         flushed = threading.Thread(target=writer.flush)
         flushed.start()
         assert disk.reached.wait(60)
@@ -114,18 +114,18 @@ def test_flush_waits_for_what_was_there_and_not_for_what_comes_after(tmp_path: P
         flushed.join(60)
         disk.gate.clear()
         disk.reached.clear()
-        writer.offer(second)
+        writer.store(second)
         assert disk.reached.wait(60)
-        assert same(disk.get(first[0].id), first[0])
+        assert same(disk.load(first[0].id), first[0])
 
 
 def test_closing_writes_what_was_offered_first(tmp_path: Path) -> None:
     blocks = chain(list(range(40)))
     with behind(DiskTier(tmp_path, budget=PLENTY)) as writer:
-        writer.offer(blocks)
+        writer.store(blocks)
     with closing(DiskTier(tmp_path, budget=PLENTY)) as disk:
         assert len(disk) == len(blocks)
-    writer.offer(chain([9]))
+    writer.store(chain([9]))
     assert writer.turned_down == 1
 
 
@@ -134,13 +134,13 @@ def test_over_the_limit_offers_are_turned_down_with_all_that_follow_them(tmp_pat
     short = block([1], blocks[-1])
     disk = Gated(tmp_path)
     with behind(disk, limit=3 * blocks[0].nbytes) as writer:
-        writer.offer([*blocks, short])
+        writer.store([*blocks, short])
         assert disk.reached.wait(60)
         assert writer.turned_down == 1
-        assert [writer.entry(each.id) for each in [*blocks, short]] == blocks[:3] + [None] * 8
+        assert [writer.lookup(each.id) for each in [*blocks, short]] == blocks[:3] + [None] * 8
         disk.gate.set()
         writer.flush()
-        writer.offer([*blocks, short])
+        writer.store([*blocks, short])
         writer.flush()
         assert len(disk) == 6
         assert disk.batches[-1] == [each.id for each in blocks[3:6]]
@@ -151,9 +151,9 @@ def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
     disk = Gated(tmp_path)
     with behind(disk) as writer:
         disk.gate.set()
-        writer.offer(blocks)
+        writer.store(blocks)
         writer.flush()
-        writer.offer([*blocks, *chain([5])])
+        writer.store([*blocks, *chain([5])])
         writer.flush()
         assert [name for batch in disk.batches for name in batch] == [
             *(each.id for each in blocks),
@@ -169,50 +169,50 @@ def test_a_block_that_gained_a_rest_is_written_with_it_whatever_happens_to_the_f
     other = chain([8, 8])
     disk = Gated(tmp_path)
     with behind(disk) as writer:
-        writer.offer(other if when == "waiting" else [bare])
+        writer.store(other if when == "waiting" else [bare])
         assert disk.reached.wait(60)
         if when == "waiting":
-            writer.offer([bare])
+            writer.store([bare])
         if when == "written":
             disk.gate.set()
             writer.flush()
-        writer.offer([full])
-        writer.offer([bare])
-        assert writer.get(full.id) is full
+        writer.store([full])
+        writer.store([bare])
+        assert writer.load(full.id) is full
         disk.gate.set()
         writer.flush()
-        assert same(disk.get(full.id), full)
+        assert same(disk.load(full.id), full)
         writer.flush()
 
 
 def test_dropping_and_clearing_reach_what_still_waits(tmp_path: Path) -> None:
     blocks, others = chain(list(range(12))), chain(list(range(12)), "others")
     with behind(DiskTier(tmp_path, budget=PLENTY)) as writer:
-        writer.offer(blocks + others)
+        writer.store(blocks + others)
         writer.drop([blocks[1].id])
-        assert writer.get(blocks[1].id) is None
-        assert writer.get(blocks[2].id) is None
-        assert writer.get(others[2].id) is not None
-        writer.offer(chain([7]))
+        assert writer.load(blocks[1].id) is None
+        assert writer.load(blocks[2].id) is None
+        assert writer.load(others[2].id) is not None
+        writer.store(chain([7]))
         writer.clear()
         assert files(tmp_path) == []
-        assert writer.entry(chain([7])[0].id) is None
+        assert writer.lookup(chain([7])[0].id) is None
 
 
 def test_s4_a_damaged_block_is_forgotten_and_can_be_written_again(tmp_path: Path) -> None:
     blocks = chain(list(range(16)))
     with behind(DiskTier(tmp_path, budget=PLENTY)) as writer:
-        writer.offer(blocks)
+        writer.store(blocks)
         writer.flush()
         file_of(tmp_path, blocks[1]).write_bytes(b"damaged")
         file_of(tmp_path, blocks[2]).unlink()
-        assert writer.get(blocks[1].id) is None
-        assert writer.get(blocks[2].id) is None
-        assert writer.entry(blocks[1].id) is None
+        assert writer.load(blocks[1].id) is None
+        assert writer.load(blocks[2].id) is None
+        assert writer.lookup(blocks[1].id) is None
         assert list(writer.children(blocks[0].id)) == []
-        writer.offer(blocks[:3])
+        writer.store(blocks[:3])
         writer.flush()
-        assert all(same(writer.disk.get(each.id), each) for each in blocks)
+        assert all(same(writer.disk.load(each.id), each) for each in blocks)
         assert writer.disk.verify().sound
 
 
@@ -224,30 +224,30 @@ def test_c6_an_error_of_the_disk_ends_neither_the_caller_nor_the_writer(
     disk = Failing(tmp_path, error)
     with caplog.at_level(logging.WARNING, "perdure.store"), behind(disk) as writer:
         for _ in range(3):
-            writer.offer(blocks)
+            writer.store(blocks)
             writer.flush()
             assert writer.error is error
-            assert writer.get(blocks[0].id) is None
+            assert writer.load(blocks[0].id) is None
         assert [record.getMessage() for record in caplog.records] == [f"blocks could not be kept: {error}"]
         disk.error = None
-        writer.offer(blocks)
+        writer.store(blocks)
         writer.flush()
         assert writer.error is None
-        assert same(writer.get(blocks[0].id), blocks[0])
+        assert same(writer.load(blocks[0].id), blocks[0])
 
 
 def test_c6_an_index_that_cannot_be_read_is_like_one_that_has_nothing(tmp_path: Path) -> None:
     blocks = chain(list(range(12)))
     disk = Failing(tmp_path, None, reading=True)
     with behind(disk) as writer:
-        writer.offer(blocks)
+        writer.store(blocks)
         writer.flush()
         disk.error = StoreError("gone")
-        assert writer.entry(blocks[0].id) is None
+        assert writer.lookup(blocks[0].id) is None
         assert list(writer.children(blocks[0].parent)) == []
         assert writer.error is disk.error
         disk.error = None
-        assert writer.entry(blocks[0].id) is not None
+        assert writer.lookup(blocks[0].id) is not None
 
 
 # With a runtime in front.

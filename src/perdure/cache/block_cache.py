@@ -66,8 +66,8 @@ class BlockCache:
             names = [
                 block_id(parent, tokens[a:b]) for parent, a, b in self._ranges(namespace, tokens, points)
             ]
-            held = [new.get(name) or self.tiers.memory.get(name) for name in names]
-            self.tiers.lower.offer([block for block in held if block is not None])
+            held = [new.get(name) or self.tiers.memory.lookup(name) for name in names]
+            self.tiers.lower.store([block for block in held if block is not None])
 
     def _copy(
         self, seq: int, namespace: str, tokens: Ids, points: dict[int, NDArray[np.uint8]]
@@ -94,7 +94,7 @@ class BlockCache:
                 continue
             rows = None if capture.rows is None else capture.rows.cut(start, end)
             block = Block.make(parent, start, ids.copy(), rows, tail_state)
-            memory.put(block)
+            memory.store(block)
             yield block
 
     def _capture(self, seq: int) -> Capture:
@@ -129,7 +129,7 @@ class BlockCache:
 
     def _has(self, parent: BlockId, tokens: Ids, *, needs_tail: bool) -> bool:
         memory = self.tiers.memory
-        known = memory.get(block_id(parent, tokens))
+        known = memory.lookup(block_id(parent, tokens))
         if known is None:
             return not needs_tail and len(tokens) < self._size and memory.covers(parent, tokens)
         return known.has_tail_state or not needs_tail
@@ -262,12 +262,12 @@ class BlockCache:
                 None if part is None else part.copy() for part in (block.rows, block.tail_state)
             )
             made = Block.make(parent, end, block.tokens.copy(), rows, tail_state)
-            if not self.tiers.memory.put(made) and self.tiers.lower is None:
+            if not self.tiers.memory.store(made) and self.tiers.lower is None:
                 break
             taken.append(made)
             parent, end = made.id, made.end
         if self.tiers.lower is not None:
-            self.tiers.lower.offer(taken)
+            self.tiers.lower.store(taken)
         return end
 
     # Forgetting.
@@ -277,7 +277,7 @@ class BlockCache:
         found = doomed(self.tiers, gone, needs, needs_checkpoint=self.needs_checkpoint)
         drop, instead = list(found.drop), []
         for entry, length in found.shorten:
-            block = self.tiers.block(entry)
+            block = self.tiers.load_block(entry)
             if block is not None and block.rows is not None:
                 drop.append(entry.id)
                 instead.append(block.beginning(length - block.start))
@@ -288,9 +288,9 @@ class BlockCache:
         for name in gone:
             self.tiers.memory.drop(name)
         for block in instead:
-            self.tiers.memory.put(block)
+            self.tiers.memory.store(block)
         if self.tiers.lower is not None and instead:
-            self.tiers.lower.offer(instead)
+            self.tiers.lower.store(instead)
 
 
 @functools.lru_cache(maxsize=1024)

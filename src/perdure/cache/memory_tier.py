@@ -57,7 +57,7 @@ class MemoryTier:
     def __contains__(self, block: BlockId) -> bool:
         return block in self._nodes
 
-    def get(self, block: BlockId) -> Block | None:
+    def lookup(self, block: BlockId) -> Block | None:
         found = self._sound(block)
         if found is not None:
             self._touch(self._nodes[block])
@@ -80,7 +80,7 @@ class MemoryTier:
                 return True
         return False
 
-    def put(self, block: Block) -> bool:
+    def store(self, block: Block) -> bool:
         """Keep a block whose parent is kept, or which starts a chain. False: there is no room for it."""
         known = self._nodes.get(block.id)
         if known is not None:

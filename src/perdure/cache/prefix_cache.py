@@ -39,15 +39,15 @@ class RecordStore(Protocol):
     """Where records outlive the process."""
 
     def flush(self) -> None:
-        """Return when all that was offered is on the disk; raise where it could not be put there."""
+        """Return when all that was stored is on the disk; raise where it could not be put there."""
         ...
 
     def all(self) -> list[Record]: ...
-    def put(self, record: Record) -> None:
+    def store(self, record: Record) -> None:
         """Return when the record and its state will outlive the process."""
         ...
 
-    def remove(self, records: Iterable[Record], blocks: Iterable[BlockId]) -> None:
+    def drop(self, records: Iterable[Record], blocks: Iterable[BlockId]) -> None:
         """Drop records and blocks, with all that follow those, in one transaction."""
         ...
 
@@ -87,7 +87,7 @@ class PrefixCache:
             with self._keeping:
                 latest = self._call(lambda: self._records.get(record))
                 if latest is not None:
-                    self._record_store.put(latest)
+                    self._record_store.store(latest)
         return record
 
     def records(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> list[Record]:
@@ -106,7 +106,7 @@ class PrefixCache:
             try:
                 if self._record_store is not None:
                     # Here, not in the engine thread: nobody's reply waits for the disk.
-                    self._record_store.remove(gone, blocks)
+                    self._record_store.drop(gone, blocks)
             except BaseException:
                 self._call(lambda: self._put_back(gone))
                 raise
@@ -117,7 +117,7 @@ class PrefixCache:
     def _clear_all(self) -> int:
         gone: list[Record] = self._call(self._records.all)
         if self._record_store is not None:
-            self._record_store.remove(gone, ())
+            self._record_store.drop(gone, ())
 
         def clear() -> None:
             self._records.clear()
@@ -210,7 +210,7 @@ class PrefixCache:
 
     def _drop(self, gone: Sequence[Record], blocks: Sequence[BlockId], instead: Sequence[Block]) -> None:
         self._slots.drop(gone, self._records, blocks)
-        self._slots.keep(instead)
+        self._slots.store_blocks(instead)
 
     def _stats(self) -> CacheStats:
         tier, lower = self._slots.tier, self._slots.tiers.lower

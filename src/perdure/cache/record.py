@@ -169,7 +169,7 @@ class RecordIndex:
 class Blocks(Source[Entry], Protocol):
     """Where blocks are found."""
 
-    def entry(self, block: BlockId) -> Entry | None: ...
+    def lookup(self, block: BlockId) -> Entry | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +234,6 @@ def _needed(
     if not needs_checkpoint:
         for length in needs.ends_within(root, so_far, len(prefix)):
             # It may be kept to its end without this one.
-            if blocks.entry(block_id(entry.parent, entry.tokens[: length - len(prefix)])) is None:
+            if blocks.lookup(block_id(entry.parent, entry.tokens[: length - len(prefix)])) is None:
                 return length
     return 0

@@ -236,7 +236,7 @@ class SlotCache:
         if lower is None:
             return
         for block in reversed(self._blocks.along(tokens, namespace)):
-            if next(self.tier.children(block.id), None) is None and lower.entry(block.id) is not None:
+            if next(self.tier.children(block.id), None) is None and lower.lookup(block.id) is not None:
                 self.tier.drop(block.id)
 
     def store(self, tokens: Ids, namespace: str) -> tuple[int, BlockId]:
@@ -247,7 +247,7 @@ class SlotCache:
                 self._store(slot)
         found = self._blocks.lookup(tokens, namespace)
         if self.tiers.lower is not None:
-            self.tiers.lower.offer([entry for entry in found.entries if isinstance(entry, Block)])
+            self.tiers.lower.store([entry for entry in found.entries if isinstance(entry, Block)])
         return found.length, self._blocks.root(namespace)
 
     def store_all(self) -> None:
@@ -283,7 +283,7 @@ class SlotCache:
             if leads and needs.longest_beginning(root, self._context.token_array(slot.seq)) < max(leads):
                 self._forget(slot)
 
-    def keep(self, blocks: Sequence[Block]) -> None:
+    def store_blocks(self, blocks: Sequence[Block]) -> None:
         """Keep blocks that are made of others."""
         self._blocks.replace((), blocks)
 

@@ -33,16 +33,16 @@ class LowerTier(Protocol):
         """What it keeps now; what waits to be written is not in it."""
         ...
 
-    def entry(self, block: BlockId) -> Entry | None: ...
+    def lookup(self, block: BlockId) -> Entry | None: ...
     def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Entry]:
         """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
         ...
 
-    def get(self, block: BlockId) -> Block | None:
+    def load(self, block: BlockId) -> Block | None:
         """The block, all of it verified; None where it is missing or damaged, and is then forgotten."""
         ...
 
-    def offer(self, blocks: Sequence[Block]) -> None:
+    def store(self, blocks: Sequence[Block]) -> None:
         """Take blocks, parents before children, to be kept. It never waits."""
         ...
 
@@ -124,7 +124,7 @@ class Tiers:
         """The whole blocks that are kept, one after the other."""
         path: list[Entry] = []
         for name in chain(root, tokens, size):
-            entry = self.entry(name)
+            entry = self.lookup(name)
             if entry is None:
                 break
             path.append(entry)
@@ -159,7 +159,7 @@ class Tiers:
         lower = 0
         read = self._read([entry for entry in found.entries if not isinstance(entry, Block)])
         for entry in found.entries:
-            block = read[entry.id] if entry.id in read else self.block(entry)
+            block = read[entry.id] if entry.id in read else self.load_block(entry)
             if block is not None and fits is not None and not fits(block):
                 self.drop(block.id)
                 block = None
@@ -170,14 +170,14 @@ class Tiers:
                 return Match(tuple(blocks), len(blocks[-1].tokens) if blocks else 0, min(lower, end))
             if block is not entry:
                 lower += len(block.tokens) if entry is not found.entries[-1] else found.keep
-                self.memory.put(block)
+                self.memory.store(block)
             blocks.append(block)
         return Match(tuple(blocks), found.keep, lower)
 
-    def entry(self, block: BlockId) -> Entry | None:
-        return self.memory.get(block) or (self.lower.entry(block) if self.lower else None)
+    def lookup(self, block: BlockId) -> Entry | None:
+        return self.memory.lookup(block) or (self.lower.lookup(block) if self.lower else None)
 
-    def block(self, entry: Entry) -> Block | None:
+    def load_block(self, entry: Entry) -> Block | None:
         """The block of `entry`, verified; None where it is damaged or gone, and is then dropped."""
         if not isinstance(entry, Block):
             return self._read([entry])[entry.id]
@@ -195,10 +195,10 @@ class Tiers:
         start = time.perf_counter()
         names = [entry.id for entry in entries]
         if len(names) == 1:
-            found = [self.lower.get(names[0])]
+            found = [self.lower.load(names[0])]
         else:
             with ThreadPoolExecutor(_READERS, thread_name_prefix="perdure-read") as readers:
-                found = list(readers.map(self.lower.get, names))
+                found = list(readers.map(self.lower.load, names))
         nbytes = sum(block.nbytes for block in found if block is not None)
         self.rates.read(nbytes, time.perf_counter() - start)
         # What an index says of a block may be wrong; the block itself is verified.
@@ -233,5 +233,5 @@ class Tiers:
         else:
             best, found = closest(self, parent, tokens)
         if found is not None:
-            self.memory.get(found.id)
+            self.memory.lookup(found.id)
         return best, found

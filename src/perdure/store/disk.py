@@ -120,7 +120,7 @@ class DiskTier:
 
     # Reading.
 
-    def entry(self, block: BlockId) -> Entry | None:
+    def lookup(self, block: BlockId) -> Entry | None:
         return next(_entries(self.index.rows(f"{_SELECT} WHERE id = ?", block)), None)
 
     def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Entry]:
@@ -135,7 +135,7 @@ class DiskTier:
             # Who wants more than the first wants perhaps all.
             within, start, limit = within[0], rows[-1][3], 64
 
-    def get(self, block: BlockId) -> Block | None:
+    def load(self, block: BlockId) -> Block | None:
         """A block from its file, all of it verified; None where it is missing or damaged."""
         try:
             found = self._read(self._path(block))
@@ -147,7 +147,7 @@ class DiskTier:
 
     # Writing.
 
-    def put(self, blocks: Sequence[Block]) -> int:
+    def store(self, blocks: Sequence[Block]) -> int:
         """Make blocks durable, parents before children; how many are now kept.
 
         When this returns they are on the disk. Left out are those that no longer fit the budget, and those
@@ -158,7 +158,7 @@ class DiskTier:
             fitting = self._make_room(self._rooted(blocks))
             if not fitting:
                 return 0
-            new = {block.id for block in fitting if self.entry(block.id) is None}
+            new = {block.id for block in fitting if self.lookup(block.id) is None}
             try:
                 self._write(fitting)
                 with self._writing():
@@ -436,7 +436,7 @@ class DiskTier:
         coming: set[BlockId] = set()
         rooted = []
         for block in blocks:
-            if not block.start or block.parent in coming or self.entry(block.parent) is not None:
+            if not block.start or block.parent in coming or self.lookup(block.parent) is not None:
                 coming.add(block.id)
                 rooted.append(block)
         return rooted
@@ -445,7 +445,7 @@ class DiskTier:
         """The blocks, from the first on, for which there is room once old leaves are gone."""
         needed, ends = 0, []
         for block in blocks:
-            known = self.entry(block.id)
+            known = self.lookup(block.id)
             needed += block_file.size(block) - (known.nbytes if known else 0)
             ends.append(needed)
         if not blocks or self.nbytes + max(ends) <= self.budget:

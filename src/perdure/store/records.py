@@ -50,13 +50,13 @@ class Records:
         return found
 
     def flush(self) -> None:
-        """Return when all that was offered is on the disk; raise where it could not be put there."""
+        """Return when all that was stored is on the disk; raise where it could not be put there."""
         if self._behind is not None:
             self._behind.flush()
             if self._behind.error is not None:
                 raise self._behind.error
 
-    def put(self, record: Record) -> None:
+    def store(self, record: Record) -> None:
         """Make a record durable, after its blocks."""
         if self._behind is not None:
             self._behind.flush()
@@ -78,7 +78,7 @@ class Records:
         except UnicodeEncodeError as error:
             raise InvalidInputError(f"a label must be valid Unicode text: {error}") from None
 
-    def remove(self, records: Iterable[Record], blocks: Iterable[BlockId]) -> None:
+    def drop(self, records: Iterable[Record], blocks: Iterable[BlockId]) -> None:
         """Drop records and blocks, with all that follow those, in one transaction."""
         if self._behind is not None:
             self._behind.flush()
@@ -100,7 +100,7 @@ class Records:
         gone = needs.of(wanted, namespace)
         for record in gone:
             needs.remove(record)
-        self.remove(gone, doomed(self._disk, gone, needs, needs_checkpoint=False).drop)
+        self.drop(gone, doomed(self._disk, gone, needs, needs_checkpoint=False).drop)
         return len(gone)
 
     def _path(self, root: BlockId, tokens: NDArray[np.int32]) -> list[Entry]:

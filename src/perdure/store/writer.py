@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class WriteBehind:
-    """A disk tier whose writes happen in a thread of their own, in the order in which they were offered.
+    """A disk tier whose writes happen in a thread of their own, in the order in which they came.
 
-    What waits to be written can be read already. Past `limit` bytes, offers are turned down instead of
+    What waits to be written can be read already. Past `limit` bytes, blocks are turned down instead of
     waited for: they cost a computation later, not a pause now. A store that fails costs a computation too,
     never a reply: reading then finds nothing, and `error` says why.
     """
@@ -48,12 +48,12 @@ class WriteBehind:
     def nbytes(self) -> int:
         return self.disk.nbytes
 
-    def entry(self, block: BlockId) -> Entry | Block | None:
+    def lookup(self, block: BlockId) -> Entry | Block | None:
         with self._changed:
             waiting = self._pending.get(block)
             if waiting is not None or block in self._damaged:
                 return waiting
-        return self._read(lambda: self.disk.entry(block), None)
+        return self._read(lambda: self.disk.lookup(block), None)
 
     def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Entry | Block]:
         """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
@@ -84,14 +84,14 @@ class WriteBehind:
             if not hidden:
                 yield entry
 
-    def get(self, block: BlockId) -> Block | None:
+    def load(self, block: BlockId) -> Block | None:
         """The block, all of it verified. One that is damaged or gone is forgotten, and the blocks behind it
         are looked at."""
         with self._changed:
             waiting = self._pending.get(block)
         if waiting is not None:
             return waiting
-        found = self.disk.get(block)
+        found = self.disk.load(block)
         if found is None:
             with self._changed:
                 if not self._closing:
@@ -99,9 +99,9 @@ class WriteBehind:
                     self._changed.notify_all()
         return found
 
-    def offer(self, blocks: Sequence[Block]) -> None:
+    def store(self, blocks: Sequence[Block]) -> None:
         """Take these in for writing, all at once: the thread finds them together."""
-        known = {block.id: self.entry(block.id) for block in blocks}
+        known = {block.id: self.lookup(block.id) for block in blocks}
         with self._changed:
             for block in blocks:
                 before = self._pending.get(block.id)
@@ -131,7 +131,7 @@ class WriteBehind:
     # Durability.
 
     def flush(self) -> None:
-        """Return when all that was offered is on the disk, or could not be put there (see `error`)."""
+        """Return when all that was stored is on the disk, or could not be put there (see `error`)."""
         with self._changed:
             blocks, damaged = dict(self._pending), set(self._damaged)
             self._changed.wait_for(
@@ -173,7 +173,7 @@ class WriteBehind:
                 return
             try:
                 self.disk.forget(damaged)
-                self.disk.put(batch)
+                self.disk.store(batch)
                 self.error = None
             except Exception as error:
                 # The state is still in memory, and the tokens with whoever asked: nothing is lost but time.

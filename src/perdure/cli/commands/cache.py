@@ -97,7 +97,7 @@ def clear(
             if not yes:
                 typer.confirm(f"Drop all {before} bytes of {disk.folder}?", abort=True, err=True)
             every = records.all()
-            records.remove(every, ())
+            records.drop(every, ())
             disk.clear()
             count = len(every)
         else:

@@ -206,7 +206,7 @@ def _store(folder: Path) -> Iterator[Finding]:
             count, sample, damaged = len(disk), 0, 0
             for (block,) in disk.index.rows("SELECT id FROM block LIMIT ?", _SAMPLE):
                 sample += 1
-                damaged += disk.get(block) is None
+                damaged += disk.load(block) is None
             found = (
                 f"{count} blocks, {_size(disk.nbytes)} at {folder}; {sample} were read, {damaged} are damaged"
             )
