@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 
 import numpy as np
@@ -51,6 +52,47 @@ def test_what_is_packed_comes_back_in_every_byte(shape: str) -> None:
             assert np.array_equal(one, other)
     assert after.checksum == before.checksum
     after.verify()
+
+
+class CountedHash:
+    """XXH3-128 that counts the bytes which it is given."""
+
+    counted = 0
+
+    def __init__(self, data: bytes | memoryview = b"") -> None:
+        self._hash = _XXH3(data)
+        CountedHash.counted += memoryview(data).nbytes
+
+    def update(self, data: bytes | memoryview) -> None:
+        self._hash.update(data)
+        CountedHash.counted += memoryview(data).nbytes
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+_XXH3 = xxhash.xxh3_128
+
+
+def test_a_block_is_hashed_once_when_it_is_read_and_not_again_when_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = block([1, 2, 3], row_bytes=4096, tail_state=5000)
+    monkeypatch.setattr(xxhash, "xxh3_128", CountedHash)
+    CountedHash.counted = 0
+    data = packed(before)
+    assert CountedHash.counted == 0
+    block_file.unpack(data, before.id)
+    assert CountedHash.counted == len(data) - 16
+
+
+def test_p2_what_was_damaged_in_memory_before_it_was_written_is_refused_when_it_is_read() -> None:
+    rows = block([1, 2, 3]).rows
+    assert rows is not None
+    wrong = rows.copy()
+    wrong[1, 1] ^= 4
+    with pytest.raises(CorruptStateError, match="checksum"):
+        block_file.unpack(packed(dataclasses.replace(block([1, 2, 3]), rows=wrong)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -116,6 +158,7 @@ def test_p2_another_whole_block_under_this_name_is_refused() -> None:
         ("start", 2**63),
         ("start", 2**64 - 1),
         ("row_bytes", 2**63),
+        ("rows", 2),
         ("tail_state", 2**64 - 2),
         ("id", bytes(32)),
         ("parent", bytes(32)),

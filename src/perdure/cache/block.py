@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NewType, Protocol
@@ -18,6 +20,11 @@ BlockId = NewType("BlockId", bytes)
 
 BLOCK = 64
 """Tokens in a whole block."""
+NO_TAIL = 2**64 - 1
+"""In place of the tail state's length, where there is none."""
+HEADER = struct.Struct("<8sIIQQBQ32s32s")
+MAGIC = b"PERDBLK\x00"
+VERSION = 1
 _OVERHEAD = 512
 """What a block costs besides its bytes: objects, table entries."""
 
@@ -81,8 +88,8 @@ class Block:
         rows: NDArray[np.uint8] | None,
         tail_state: NDArray[np.uint8] | None,
     ) -> Block:
-        name = block_id(parent, tokens)
-        return cls(name, parent, start, tokens, rows, tail_state, _checksum(name, start, rows, tail_state))
+        made = cls(block_id(parent, tokens), parent, start, tokens, rows, tail_state, b"")
+        return dataclasses.replace(made, checksum=made.digest())
 
     @property
     def end(self) -> int:
@@ -106,9 +113,39 @@ class Block:
         assert self.rows is not None
         return Block.make(self.parent, self.start, self.tokens[:count].copy(), self.rows[:count].copy(), None)
 
+    def header(self) -> bytes:
+        """What its file begins with, and its checksum covers first: its shape, its name, its parent."""
+        return HEADER.pack(
+            MAGIC,
+            VERSION,
+            len(self.tokens),
+            # Damaged in memory, it may be anything: the checksum then tells.
+            self.start % 2**64,
+            0 if self.rows is None else self.rows.nbytes // max(1, len(self.tokens)),
+            self.rows is not None,
+            NO_TAIL if self.tail_state is None else self.tail_state.nbytes,
+            self.id,
+            self.parent,
+        )
+
+    def parts(self) -> Iterator[bytes | memoryview]:
+        """What follows the header in its file: tokens, rows, tail state."""
+        yield self.tokens.astype("<i4").tobytes()
+        for part in (self.rows, self.tail_state):
+            if part is not None:
+                yield part.reshape(-1).data
+
+    def digest(self) -> bytes:
+        """The checksum of what it holds now. It is the one of its file: a block is hashed once when it is
+        made or read, and its file not again when it is written."""
+        digest = xxhash.xxh3_128(self.header())
+        for part in self.parts():
+            digest.update(part)
+        return digest.digest()
+
     def verify(self) -> None:
         """Raise unless every byte is as it was when the block was made, its own name included."""
-        if _checksum(self.id, self.start, self.rows, self.tail_state) != self.checksum:
+        if self.digest() != self.checksum:
             raise CorruptStateError(f"the state of tokens {self.start} to {self.end} is damaged")
         if block_id(self.parent, self.tokens) != self.id:
             raise CorruptStateError(f"the block of tokens {self.start} to {self.end} is not what it is named")
@@ -131,15 +168,3 @@ class Entry(Protocol):
     def has_tail_state(self) -> bool: ...
     @property
     def nbytes(self) -> int: ...
-
-
-def _checksum(
-    name: BlockId, start: int, rows: NDArray[np.uint8] | None, tail_state: NDArray[np.uint8] | None
-) -> bytes:
-    # The name is in it, so that whole bytes under another block's name do not pass either.
-    digest = xxhash.xxh3_128(name + start.to_bytes(8, "little", signed=True))
-    for part in (rows, tail_state):
-        digest.update(b"\0" if part is None else b"\1" + part.nbytes.to_bytes(8, "little"))
-        if part is not None:
-            digest.update(part.data)
-    return digest.digest()
