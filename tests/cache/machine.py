@@ -112,8 +112,9 @@ class RuntimeMachine(RuleBasedStateMachine):
     @property
     def loose(self) -> float:
         """What another number of rows a step may make of a row."""
-        wide = self.served.exact is not None and self.served.exact > NARROW and not self.subject.toy
-        return BOUND[self.subject.name] if wide else self.served.bound
+        rounds = self.served.exact is not None and not self.subject.toy
+        alike = self.subject.narrow.bound == 0 and (self.served.exact or 0) <= NARROW
+        return BOUND[self.subject.name] if rounds and not alike else self.served.bound
 
     def cold(self, prompt: list[int], said: list[int]) -> Row:
         served = self.served

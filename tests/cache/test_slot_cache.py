@@ -575,6 +575,15 @@ def test_w5_what_was_computed_otherwise_is_not_found_in_exact_mode(toy: Subject)
         assert served.say(tokens).reused == 0
 
 
+def test_w5_what_another_number_of_threads_computed_is_not_found_in_exact_mode(find_subject: Find) -> None:
+    def root(threads: int, *, exact: bool) -> bytes:
+        with Served(find_subject("llama"), exact=exact, threads=threads) as served:
+            return served.slot_cache._blocks.root("")
+
+    assert root(1, exact=True) == root(1, exact=True) != root(2, exact=True)
+    assert root(1, exact=False) == root(2, exact=False)
+
+
 @pytest.mark.parametrize("settings", [{"shared": True}, {"flash": False}, {"swa_full": False}])
 def test_w5_where_cells_could_lie_elsewhere_exact_mode_reuses_nothing_and_says_why(
     settings: dict[str, Any], find_subject: Find

@@ -149,8 +149,8 @@ def test_k1_the_checker_notices_a_lie_about_the_window(
     liar: str, open_model: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if liar == "memory":
-        monkeypatch.setattr(MemorySpec, "can_cut", lambda *_: True)
-        monkeypatch.setattr(MemorySpec, "shortest_cut", lambda *_: 1)
+        monkeypatch.setattr(SlidingWindow, "can_cut", lambda *_: True)
+        monkeypatch.setattr(SlidingWindow, "shortest_cut", lambda *_: 1)
     else:
         monkeypatch.setattr(LlamaCore, "oldest", lambda *_: 0)
         monkeypatch.setattr(ToyCore, "oldest", lambda *_: 0)
@@ -532,6 +532,7 @@ class _Seen:
 
     def __init__(self, ctx: Any, memory: MemorySpec) -> None:
         self.identity = ctx.identity
+        self.capabilities = ctx.capabilities
         self.memory = memory
 
 

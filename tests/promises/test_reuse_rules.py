@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from perdure import CannotRewindError, Checkpoint, Context, Feed, Model
-from perdure.memory import FullAttention, MemorySpec
+from perdure.memory import FullAttention, SlidingWindow
 from promises.kinds import KINDS, WINDOW, Kind, Row, positions, prompt, row_after
 
 # The engine rounds a window of 32 up to 256 cells: past that, what lies before the window is gone.
@@ -192,7 +192,7 @@ def test_k1_the_check_sees_a_window_that_is_gone(
     open_model: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: a rule that believes the engine, which says yes to every cut."""
-    monkeypatch.setattr(MemorySpec, "can_cut", lambda self, keep, oldest: True)
+    monkeypatch.setattr(SlidingWindow, "can_cut", lambda self, keep, oldest: True)
     model = open_model("gemma3")
     with WINDOW.open(model, **LENGTHS) as ctx:
         ((tokens, warm),) = _back(250)(Reuse(ctx), LONG)

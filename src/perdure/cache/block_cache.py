@@ -142,8 +142,9 @@ class BlockCache:
         return self._root_of(identity, namespace)
 
     def _root_of(self, identity: Identity, namespace: str) -> BlockId:
-        # What was computed in steps of other sizes is other bits.
-        mode = self._context.memory.name + ("/exact" if self._exact else "")
+        # What was computed in steps of other sizes, or by another number of threads, is other bits.
+        threads = self._context.capabilities.threads
+        mode = self._context.memory.name + (f"/exact by {threads}" if self._exact else "")
         return _root_id(identity, self._size, mode, namespace, by_token=not self.needs_checkpoint)
 
     def lookup(self, tokens: Ids, namespace: str) -> Found:

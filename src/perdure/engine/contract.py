@@ -39,6 +39,8 @@ class Capabilities:
     """Forks share cells (one pool) instead of copying them (one stream a sequence)."""
     max_outputs: int
     """The most rows of logits that one native step can give."""
+    threads: int = 1
+    """Among how many threads a step is divided: another number sums in another order, in the last bits."""
 
 
 class Outcome(enum.Enum):

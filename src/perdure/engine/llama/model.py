@@ -273,6 +273,7 @@ class Model:
                 abort=self._offload.layers == 0,
                 shared=shared,
                 max_outputs=params.n_outputs_max,
+                threads=params.n_threads,
             ),
             identity=identity,
             n_ctx=n_ctx,

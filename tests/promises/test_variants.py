@@ -1,0 +1,65 @@
+"""Every promise holds on another CPU variant too, with bounds measured on it (M4)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perdure.engine.llama.native import library
+from perdure.engine.llama.native.backends import variants
+
+TESTS = Path(__file__).parents[1]
+USED = "from perdure.engine.llama.native import library; print(library.loaded().variant)"
+
+PROMISES = [
+    "promises/test_decode_promises.py",
+    "promises/test_reuse_rules.py",
+    "engine/test_going_back.py",
+    "cache/test_machine.py",
+    pytest.param("promises/test_reuse_promises.py", marks=pytest.mark.soak),
+    pytest.param("store/test_runtime_store.py", marks=pytest.mark.soak),
+]
+"""The files whose tests compare what the engine computes, each run whole on the other variant."""
+
+
+@pytest.fixture(scope="module")
+def other() -> dict[str, str]:
+    """The environment of a process on the plainest CPU variant that runs here: the furthest from ours."""
+    ours = library.loaded()
+    others = [name for name, score in variants(ours.source.folder).items() if score and name != ours.variant]
+    if not others:
+        pytest.skip("this library has one CPU variant that runs here")
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return outside | {"PERDURE_LLAMA_VARIANT": others[-1]}
+
+
+def test_m4_a_named_variant_is_the_one_that_computes(other: dict[str, str]) -> None:
+    done = subprocess.run([sys.executable, "-c", USED], env=other, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == other["PERDURE_LLAMA_VARIANT"]
+
+
+@pytest.mark.parametrize("file", PROMISES)
+def test_m4_promises_hold_on_another_cpu_variant(file: str, other: dict[str, str]) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-m",
+            "not soak and not model",
+            file,
+        ],
+        cwd=TESTS,
+        env=other,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
