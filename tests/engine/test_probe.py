@@ -225,3 +225,18 @@ def test_m2_a_file_that_is_no_library_is_refused_in_words(
     (tmp_path / "libllama.so").write_bytes(b"\x7fELF" + os.urandom(100))
     monkeypatch.setenv("PERDURE_LLAMA", str(tmp_path))
     assert "cannot be loaded" in use()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not tell what is loaded")
+def test_a_process_opens_the_one_cpu_variant_that_it_uses() -> None:
+    """Asking the others for their scores is the probe's: one of them could die of it, and all stay loaded."""
+    if len(cpu_variants(library.loaded().source)) < 2:
+        pytest.skip("this library has no CPU variants")
+    program = """
+import re
+from perdure.engine.llama.native import library
+library.loaded()
+print(*sorted(set(re.findall("libggml-cpu-[^ ]*[.]so", open("/proc/self/maps").read()))))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [f"libggml-cpu-{library.loaded().variant}.so"]

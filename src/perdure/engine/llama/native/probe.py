@@ -29,7 +29,7 @@ from perdure.identity import content_digest
 
 log = logging.getLogger("perdure.engine")
 
-_PROBE = 1
+_PROBE = 2
 """Raised when the probe itself changes: older verdicts are then forgotten."""
 _SECONDS = 120
 _LIBRARIES = re.compile(r"(?:lib)?(?:llama|ggml)[^/]*\.(?:so|dylib|dll)(?:\.[0-9]+)*")
@@ -40,7 +40,7 @@ class Attempt:
     """One way to use a library, and how it ended: `died` is empty where all went well."""
 
     variant: str | None
-    """The CPU variant; None is the best one for this CPU."""
+    """The CPU variant that was used; None is the best one for this CPU, where it died before it was known."""
     extra_buffers: bool
     gpu: bool
     died: str = ""
@@ -194,11 +194,11 @@ class _Runs:
             "extra_buffers": extra_buffers,
             "gpu": gpu,
         }
-        died = self._died(json.dumps(job))
-        return Attempt(variant=variant, extra_buffers=extra_buffers, gpu=gpu, died=died)
+        died, used = self._ended(json.dumps(job))
+        return Attempt(variant=used or variant, extra_buffers=extra_buffers, gpu=gpu, died=died)
 
-    def _died(self, job: str) -> str:
-        """How a child that was given `job` failed; empty where it did not."""
+    def _ended(self, job: str) -> tuple[str, str | None]:
+        """How a child that was given `job` failed, or "" and the CPU variant that it used."""
         child = Path(__file__).with_name("probe_child.py")
         try:
             # Nothing of the current folder is run, and an abort calls up no debugger.
@@ -211,15 +211,17 @@ class _Runs:
                 check=False,
             )
         except subprocess.TimeoutExpired as expired:
-            return f"no end after {_SECONDS} s at {_report(expired.stdout or b'')['doing']}"
+            return f"no end after {_SECONDS} s at {_report(expired.stdout or b'')['doing']}", None
         report = _report(ended.stdout)
         self.variants = report.get("variants", self.variants)
         if ended.returncode < 0:
-            return f"{_signal_name(-ended.returncode)} at {report['doing']}"
+            return f"{_signal_name(-ended.returncode)} at {report['doing']}", None
         if "done" in report:
-            return ""
+            return "", report["done"]
         complaint = ended.stderr.decode("utf-8", "replace").strip().rsplit("\n", 1)[-1]
-        return str(report.get("refused") or complaint or f"exit code {ended.returncode} at {report['doing']}")
+        return str(
+            report.get("refused") or complaint or f"exit code {ended.returncode} at {report['doing']}"
+        ), None
 
 
 def _report(output: bytes) -> dict[str, Any]:
