@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from decode.unexpected import ERRORS, PLACES, plant
 from perdure import Context, Embedder, Runtime
 from perdure import open as open_runtime
 from perdure.engine.batch import Batch
@@ -33,6 +36,9 @@ DELAY = 10
 FOLDER = "PERDURE_TEST_FOLDER"
 """Where tests and rigged engines meet: two pipes, and a mark that something happened before."""
 MEAL = 600 << 20
+
+SENDING = {"sending": "_taken", "sending a step": "StepOutput"}
+"""What else the engine thread of a child does, and the function that does it."""
 
 QUICK = RestartPolicy(backoff=0.01, backoff_limit=0.05)
 
@@ -80,6 +86,22 @@ def short_of_threads() -> ToyModel:
         start(thread)
 
     threading.Thread.start = starved  # type: ignore[method-assign, assignment]
+    return ToyModel()
+
+
+def failing() -> ToyModel:
+    """In a process where what the mark names fails, once, as the mark says."""
+
+    def wanted(place: str) -> Exception | None:
+        if not mark().exists() or mark().read_text().partition(": ")[0] != place:
+            return None
+        kind = mark().read_text().partition(": ")[2]
+        mark().unlink()
+        return ERRORS[kind]
+
+    child = sys.modules["__main__"]
+    for place, (owner, name) in {**PLACES, **{each: (child, SENDING[each]) for each in SENDING}}.items():
+        plant(owner, name, functools.partial(wanted, place), setattr)
     return ToyModel()
 
 

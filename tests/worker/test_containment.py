@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from decode.observed import outcome
+from decode.unexpected import ERRORS, PLACES
 from perdure import PerdureError
-from worker.engines import Hold, isolated, mark, pid, remote
+from worker.engines import SENDING, Hold, isolated, mark, pid, remote
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
 
@@ -43,6 +45,25 @@ def test_a_thread_that_cannot_be_started_costs_one_request_s6(hold: Hold) -> Non
         mark().unlink()
         assert rt.cache.stats()
         assert rt.generate("a", regex="[ab]{4}", **GREEDY).text
+        assert (pid(rt), remote(rt).health().restarts) == (before, 0)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("place", [*PLACES, *SENDING])
+def test_an_unexpected_error_costs_one_request_and_no_process_s6(hold: Hold, place: str, kind: str) -> None:
+    """S6: also MemoryError, in what the engine thread does and in what it sends."""
+    with isolated("failing") as rt:
+        before = pid(rt)
+        expected = rt.generate("Somebody else", **GREEDY).tokens
+        mark().write_text(f"{place}: {kind}")
+        for reply in outcome(rt.submit("Hello", n=3 if "samples" in place else 1, **GREEDY)):
+            # Where there is none, only state was lost, or nothing.
+            assert str(reply.error) == str(ERRORS[kind]) if reply.error else len(reply.tokens) == 4
+        assert not mark().exists(), "it happened"
+        # As many as have slots, and then as many again.
+        jobs = [rt.submit(f"another prompt, number {number}", **GREEDY) for number in range(2 * rt.slots)]
+        assert [len(job.reply(timeout=60).tokens) for job in jobs] == [4] * len(jobs)
+        assert rt.generate("Somebody else", **GREEDY).tokens == expected
         assert (pid(rt), remote(rt).health().restarts) == (before, 0)
 
 

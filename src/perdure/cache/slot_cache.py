@@ -20,7 +20,7 @@ from perdure.cache.tiers import Found, LowerTier, Match, Tiers
 from perdure.decode.slots import LATER, Later, Plan, ReuseReport, SlotAssignment
 from perdure.engine.context import Context
 from perdure.engine.state import Checkpoint
-from perdure.errors import EngineError, PerdureError
+from perdure.errors import EngineError
 from perdure.identity import Identity
 
 Ids = NDArray[np.int32]
@@ -117,13 +117,18 @@ class SlotCache:
         reused = sum(tiers.values())
         slot.busy, slot.namespace, slot.passed = True, namespace, None
         self._idle[slot.seq] = False
-        slot.exact = self.keepable(len(wanted))
-        self._touch(slot)
-        self._index.put(slot.seq, namespace, tokens)
-        if reused:
-            with suppress(EngineError):
-                self.reached(slot.seq, reused, {len(tokens)})
-        why = refusal or trouble or self._why_not_more(tokens, namespace, reused, choice.reach, anywhere)
+        try:
+            slot.exact = self.keepable(len(wanted))
+            self._touch(slot)
+            self._index.put(slot.seq, namespace, tokens)
+            if reused:
+                with suppress(EngineError):
+                    self.reached(slot.seq, reused, {len(tokens)})
+            why = refusal or trouble or self._why_not_more(tokens, namespace, reused, choice.reach, anywhere)
+        except BaseException:
+            # Whoever asked does not get it, so nobody else would give it back.
+            self.release(slot.seq)
+            raise
         if tokens.size:
             for tier, count in tiers.items():
                 self.reused[tier] = self.reused.get(tier, 0) + count
@@ -441,8 +446,8 @@ class SlotCache:
                 tiers, trouble = self._swap_in(slot, source, tokens)
                 if tiers:
                     return tiers, trouble
-        except PerdureError as error:
-            # What could not be moved is computed; the ledger says what is there.
+        except Exception as error:
+            # What could not be moved, for whatever reason, is computed; the ledger says what is there.
             trouble = f"what was held could not be brought in place: {error}"
         slot.checkpoints = Checkpoints()
         self._context.clear(slot.seq)

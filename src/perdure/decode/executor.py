@@ -183,8 +183,16 @@ class Executor:
             self._fork_samples(group)
 
     def _take(self, wanted: Sequence[_Draw]) -> None:
-        """Draw a token for each sequence, for all at once."""
-        tokens = draw([(sequence.sampler, found, len(sequence.tokens)) for sequence, found in wanted])
+        """Draw a token for each sequence: for all at once, or where that fails for each by itself."""
+        try:
+            tokens = draw([(sequence.sampler, found, len(sequence.tokens)) for sequence, found in wanted])
+        except Exception as error:
+            if len(wanted) == 1:
+                _end_by(error, wanted[0][0])
+            else:
+                for each in wanted:
+                    self._take([each])
+            return
         for (sequence, _), token in zip(wanted, tokens, strict=True):
             with _contained(sequence):
                 sequence.take(token)
@@ -207,7 +215,8 @@ class Executor:
                     self._context.fork(first.seq, sequence.seq)
                     sequence.cached = first.cached
         if group.waiting:
-            with suppress(PerdureError):
+            # Without it, whatever the reason, the prompt is computed again.
+            with suppress(Exception):
                 group.checkpoint = self._context.checkpoint(first.seq)
 
     def _hand_over(self, group: SequenceGroup, sequence: TokenSequence, seq: int) -> None:

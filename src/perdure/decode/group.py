@@ -73,7 +73,12 @@ class SequenceGroup:
                 each.finish("error", error=error)
 
     def deliver(self) -> None:
-        self.output.finish([sequence.reply() for sequence in self.sequences])
+        """Hand all replies over. One that cannot be put together is an error of this request alone."""
+        try:
+            replies = [sequence.reply() for sequence in self.sequences]
+        except Exception as error:
+            replies = [sequence.lost(error) for sequence in self.sequences]
+        self.output.finish(replies)
 
 
 def make_group(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from perdure.decode.request import Delta, Reply
+
+log = logging.getLogger("perdure.decode")
 
 NAP = 0.2
 """Seconds: threads wait in short naps, since Python may miss a Ctrl-C that comes just as a wait begins."""
@@ -129,7 +132,11 @@ def notify(queues: Iterable[OutputQueue]) -> None:
         for listener, waiter in queue.due():
             told.setdefault(listener, []).append(waiter)
     for listener, waiters in told.items():
-        listener.notify(waiters)
+        try:
+            listener.notify(waiters)
+        except Exception:
+            # Called in the engine thread, which has others to serve.
+            log.exception("%d readers could not be told of their replies", len(waiters))
 
 
 def _resolve(futures: Sequence[asyncio.Future[None]]) -> None:

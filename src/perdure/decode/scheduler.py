@@ -50,9 +50,9 @@ def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGr
     """
     for group in waiting:
         first = group.sequences[0]
-        # At least one token is computed, so that there is a row to draw from; a scored prompt needs all rows.
-        known = np.array(first.tokens[:-1], np.int32)
         try:
+            # At least one token is computed, so that there is a row to draw from; a scored prompt needs all.
+            known = np.array(first.tokens[:-1], np.int32)
             slot = slots.acquire(known, namespace=first.request.namespace, reuse=not first.scoring)
         except Exception as error:
             group.fail(error)

@@ -218,6 +218,13 @@ class TokenSequence:
         self.finished = time.monotonic()
         self._put(Delta(text + rest, tokens, logprobs, self.index, reason))
 
+    def lost(self, error: Exception) -> Reply:
+        """The reply where it could not be put together: nothing of it but the error."""
+        self._parts, self._logprobs, self._prompt_logprobs = [], [], []
+        del self.tokens[self.prompt_length :]
+        self.finish_reason, self.error = "error", error
+        return self.reply()
+
     def reply(self) -> Reply:
         assert self.finish_reason is not None
         assert self.finished is not None

@@ -100,24 +100,36 @@ class OutputSender:
         """Called in the engine thread, with the requests of a step that have something new."""
         items = []
         for request in waiters:
-            with request.output.lock:
-                items.append(_taken(request))
-                if not request.output.finished:
-                    request.output.listen(self, request)
+            try:
+                with request.output.lock:
+                    items.append(_taken(request))
+                    if not request.output.finished:
+                        request.output.listen(self, request)
+            except Exception as error:
+                request.cancel()
+                self._fail(request.id, error)
         self._send(items)
 
     def _send(self, items: list[tuple[RequestId, list[PlainDelta], list[Reply] | None]]) -> None:
         try:
             self._connection.send(StepOutput(items))
         except Exception as error:
-            # Called in the engine thread: an error here must end these requests and nothing else.
-            for id_, _, _ in items:
-                self._connection.send(Answer(id_, error=_portable(error)))
-                self._done(id_)
+            if len(items) == 1:
+                self._fail(items[0][0], error)
+            else:
+                # One of them may be too large, or cannot travel: the others can.
+                for item in items:
+                    self._send([item])
             return
         for id_, _, replies in items:
             if replies is not None:
                 self._done(id_)
+
+    def _fail(self, id_: RequestId, error: Exception) -> None:
+        """End a request by what kept its output from being sent. The engine thread calls this, too: nothing
+        that happens here may end another request."""
+        self._connection.send(Answer(id_, error=_portable(error)))
+        self._done(id_)
 
 
 class Child:
