@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import subjects
-from perdure.chat.transcript import ChatTokenizer, Transcript, shared_length
+from perdure.chat.transcript import ChatTokenizer, Transcript, _pattern, _tree, shared_length
 from perdure.chat.transcript_cache import TranscriptCache
 from perdure.engine.toy import ToyModel
 
@@ -44,6 +45,17 @@ def test_what_somebody_typed_never_becomes_a_control_token(parts: list[str]) -> 
     written = TOY.encode(guarded)
     assert not set(written.tokens) & set(TOY.control)
     assert bytes(list(written.tokens)) == typed.encode()
+
+
+few = st.text("<|>ab[.", min_size=2, max_size=6)
+
+
+@given(st.lists(few, max_size=8), st.text("<|>ab[.", max_size=40))
+def test_a_tree_of_texts_finds_them_where_a_list_does(marks: list[str], text: str) -> None:
+    """I2: a list of 256 marks is gone through at every place of a text that looks like one."""
+    found = re.compile(f"(?={_pattern(_tree(marks))})")
+    wanted = {at for at in range(len(text)) if text.startswith(tuple(marks), at)}
+    assert {each.start() for each in found.finditer(text)} == wanted
 
 
 def test_a_mark_of_the_template_does(tokenizer: ChatTokenizer) -> None:

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 from perdure.engine.contract import Vocabulary
 
@@ -16,7 +17,8 @@ _GUARD = "\ue000"
 _TYPED = _GUARD * 2
 """The same character, where somebody typed it."""
 _IDENTIFIER = re.compile(r"[\w .-]*")
-_CUT = r"\1" + _GUARD
+_CUT = r"\g<0>" + _GUARD
+_Tree: TypeAlias = dict[str, "_Tree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +85,13 @@ class ChatTokenizer:
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
+        return re.compile(_pattern(_tree(self._texts)))
 
     @cached_property
     def _mark_starts(self) -> re.Pattern[str]:
         # Looking ahead finds marks that overlap, too.
-        firsts = "".join(sorted({text[0] for text in self._texts}))
-        rest = "|".join(map(re.escape, self._texts))
-        return re.compile(f"(?=(?:{rest}))([{re.escape(firsts)}])" if firsts else r"(?!)(.)")
+        starts = [f"{re.escape(first)}(?={_pattern(rest)})" for first, rest in _tree(self._texts).items()]
+        return re.compile("|".join(starts) or r"(?!)")
 
     @cached_property
     def _edges(self) -> tuple[frozenset[str], frozenset[str], int]:
@@ -173,17 +174,18 @@ class ChatTokenizer:
         """Tokens that a model wrote, with the text that stands for them."""
         parts: list[str] = []
         cuts: list[tuple[int, int]] = []
-        plain, length = b"", 0
+        plain: list[bytes] = []
+        length = 0
         for count, token in enumerate(tokens, 1):
             mark = self.marks.get(token)
             if mark is None:
-                plain += self._model.piece(token)
+                plain.append(self._model.piece(token))
                 continue
-            parts += [self.guard(plain.decode("utf-8", "replace")), mark]
+            parts += [self.guard(b"".join(plain).decode("utf-8", "replace")), mark]
             length += len(parts[-2]) + len(mark)
-            plain = b""
+            plain = []
             cuts.append((length, count))
-        parts.append(self.guard(plain.decode("utf-8", "replace")))
+        parts.append(self.guard(b"".join(plain).decode("utf-8", "replace")))
         text = "".join(parts)
         return Transcript(text, array("i", tokens), _with_end(cuts, len(text), len(tokens)))
 
@@ -227,6 +229,30 @@ def _cut_edges(text: str, before: bool, behind: bool) -> str:
     at = text.index(words)
     end = at + len(words)
     return text[:at] + _GUARD * before + words + _GUARD * behind + text[end:]
+
+
+def _tree(texts: Iterable[str]) -> _Tree:
+    """Texts by their characters: what each may go on with, and nothing where one ends."""
+    tree: _Tree = {}
+    for text in texts:
+        node = tree
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return tree
+
+
+def _pattern(tree: _Tree) -> str:
+    """A pattern that matches where one of the texts begins. A place is decided by a few comparisons, however
+    many texts there are: a list of them would be gone through at every place."""
+    alike = ""
+    while len(tree) == 1 and "" not in tree:
+        [(character, tree)] = tree.items()
+        alike += re.escape(character)
+    if "" in tree:
+        return alike
+    ways = [re.escape(character) + _pattern(rest) for character, rest in tree.items()]
+    return f"{alike}(?:{'|'.join(ways) or '(?!)'})"
 
 
 def _pieces(text: str) -> list[str]:
