@@ -106,6 +106,28 @@ def test_a_name_from_the_list_can_be_inspected(run: Run, fetched: Path) -> None:
     assert json.loads(run("inspect", "hf:me/it/a.gguf", "--json").stdout)["path"] == str(fetched)
 
 
+HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31mred"
+
+
+def test_no_model_file_sends_a_terminal_anything_to_obey(run: Run, tmp_path: Path) -> None:
+    """Its name, its metadata and its template are somebody else's."""
+    path = tmp_path / "hostile.gguf"
+    extra = [g.text("a.text", HOSTILE), g.text("tokenizer.chat_template", f"{HOSTILE}{{{{ messages }}}}")]
+    path.write_bytes(g.tiny(extra).replace(g.string("Tiny"), g.string("T\x1b[H")))
+    for arguments in (["inspect", str(path)], ["inspect", str(path), "--metadata"]):
+        done = run(*arguments)
+        assert done.returncode == 0
+        assert "31mred" in done.stdout
+        assert not set("\x1b\x07\x9b") & set(done.stdout)
+
+
+def test_no_error_sends_a_terminal_anything_to_obey(run: Run) -> None:
+    done = run("inspect", f"no{HOSTILE}.gguf")
+    assert done.returncode == 1
+    assert "31mred" in done.stderr
+    assert not set("\x1b\x07\x9b") & set(done.stderr)
+
+
 def test_pull_fetches_and_prints_the_path(run: Run, tmp_path: Path) -> None:
     with site() as hub:
         put_repo(hub, "me/it", {"a.gguf": g.tiny(data=bytes(500_000))})

@@ -50,4 +50,7 @@ def _explain(error: OSError) -> None:
 
 
 def _tell(text: str) -> None:
-    print(f"perdure: {text}", file=sys.stderr)
+    from perdure.cli.output.terminal import harmless
+
+    # It may quote a file that somebody else has made.
+    print(f"perdure: {harmless(text)}", file=sys.stderr)

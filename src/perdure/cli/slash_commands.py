@@ -72,7 +72,7 @@ def _history(chat: Conversation, _: str) -> None:
         said = [*turn.messages, *([turn.reply] if turn.reply is not None else [])]
         for message in said:
             text = (message.content or "").strip().replace("\n", "\n    ")
-            terminal.tell(terminal.harmless(f"{number}  {message.role}: {text}"))
+            terminal.tell(f"{number}  {message.role}: {text}")
     if not chat.session.turns:
         terminal.tell("Nothing was said yet.")
 
@@ -132,7 +132,7 @@ def _undo(chat: Conversation, _: str) -> None:
         raise SessionError("there is nothing to take back yet")
     chat.session.rewind(1)
     said = next((message.content or "" for message in history[-1].messages), "a summary")
-    terminal.tell(terminal.harmless(f"Took back: {said}"))
+    terminal.tell(f"Took back: {said}")
 
 
 def _fork(chat: Conversation, name: str) -> None:

@@ -64,12 +64,14 @@ def _show(card: Card, metadata: Mapping[str, Value]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from perdure.cli.output.terminal import harmless
+
     console = Console(highlight=False)
     figures = Table.grid(padding=(0, 2))
     figures.add_column(style="bold", no_wrap=True)
     figures.add_column(overflow="fold")
     for label, value in _figures(card).items():
-        figures.add_row(label, Text(value))
+        figures.add_row(label, Text(harmless(value)))
     console.print(figures)
 
     shares = Table(box=None, header_style="bold", title="Sizes by type", title_justify="left")
@@ -91,10 +93,10 @@ def _show(card: Card, metadata: Mapping[str, Value]) -> None:
         console.print(Text("\nMetadata", style="italic"))
         for key, item in metadata.items():
             shown = json.dumps(_json(item), ensure_ascii=False)
-            console.print(Text(f"{key} = {_short(shown)}"), soft_wrap=True)
+            console.print(Text(harmless(f"{key} = {_short(shown)}")), soft_wrap=True)
     if card.chat_template:
         console.print(Text("\nChat template", style="italic"))
-        console.print(Text(card.chat_template), soft_wrap=True)
+        console.print(Text(harmless(card.chat_template)), soft_wrap=True)
 
 
 def _figures(card: Card) -> dict[str, str]:

@@ -165,9 +165,9 @@ def note(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """A line on standard error, for whoever watches."""
+    """A line on standard error, for whoever watches. What it quotes may be anything."""
     # Standard error replaces what it cannot encode by itself.
-    print(wrapped(text), file=sys.stderr, flush=True)
+    print(wrapped(harmless(text)), file=sys.stderr, flush=True)
 
 
 def wrapped(text: str) -> str:
