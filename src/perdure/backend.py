@@ -18,6 +18,7 @@ from perdure.cache.slot_cache import SlotCache
 from perdure.decode.embedding import EmbeddingQueue, Embeddings
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.job import Job
+from perdure.decode.prompt_size import check_prompt_size
 from perdure.decode.request import Request
 from perdure.decode.sampling.settings import Sampling
 from perdure.engine.contract import Model, Tokens, Vocabulary
@@ -126,7 +127,7 @@ class LocalBackend:
             )
             self.cache = PrefixCache(
                 slot_cache,
-                tokenize=model.tokenize,
+                tokenize=self._tokenize,
                 read=self._read_only,
                 call=self.engine_loop.call,
                 post=self.engine_loop.post,
@@ -169,6 +170,10 @@ class LocalBackend:
             ending.callback(self._embeddings.close)
             if self._disk is not None and not self.context.closed:
                 self.slot_cache.store_all()
+
+    def _tokenize(self, text: str) -> list[int]:
+        check_prompt_size(text, self.model, self.n_ctx)
+        return self.model.tokenize(text)
 
     def _read_only(self, tokens: NDArray[np.int32], namespace: str) -> None:
         """Have a prompt computed, for its state alone. The token after it is drawn and dropped."""

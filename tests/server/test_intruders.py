@@ -24,6 +24,8 @@ from server.live_server import LiveServer, check_freed, hello, live_server, open
 from serving import Page, site
 
 CHAT = "/v1/chat/completions"
+LONG = "x" * 400_000
+"""More than fits, whatever its tokens are."""
 
 
 @pytest.fixture(scope="module")
@@ -304,16 +306,29 @@ def test_as_many_files_at_once_as_are_allowed() -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": "x" * 400_000}),
-        (CHAT, hello(messages=[{"role": "user", "content": "x" * 400_000}])),
-        ("/v1/embeddings", {"input": ["x" * 400_000]}),
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": LONG, "echo": True}),
+        ("/v1/completions", {"prompt": ["a", LONG], "echo": True}),
+        (CHAT, hello(messages=[{"role": "user", "content": LONG}])),
+        (CHAT, hello(messages=[{"role": "user", "content": LONG}], perdure={"overflow": "drop_oldest"})),
+        (CHAT, hello(messages=[{"role": "user", "content": LONG}], perdure={"overflow": "shift"})),
+        ("/v1/sessions/long/turns", {"message": LONG}),
+        ("/v1/sessions/long/turns", {"message": LONG, "perdure": {"overflow": "fold"}}),
+        ("/v1/sessions/long/edit", {"turn": 1, "message": LONG, "perdure": {"overflow": "drop_oldest"}}),
+        ("/v1/embeddings", {"input": ["x", LONG]}),
+        ("/v1/cache/warm", {"prompt": LONG}),
     ],
+    ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_what_surely_does_not_fit_is_not_tokenised_c4(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    """C4, I2."""
+    """C4, I2: wherever a text comes in, and whatever is to be done where it does not fit."""
     tokenize = server.runtime.model.tokenize
+    with server.client() as client:
+        if client.post("/v1/sessions", json={"name": "long"}).status_code == 201:
+            said = {"message": "Hello", "max_tokens": 4}
+            assert client.post("/v1/sessions/long/turns", json=said).status_code == 200
 
     def short(text: str, **how: Any) -> list[int]:
         assert len(text) < 100_000

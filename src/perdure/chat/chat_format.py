@@ -244,25 +244,29 @@ class ChatFormat:
     ) -> tuple[Prompt, int]:
         limit = self._backend.n_ctx - 1
 
-        cut = options.overflow not in ("error", "fold")
+        def prompt(kept: Sequence[Message]) -> Prompt | ContextOverflow:
+            """What surely does not fit is never tokenised, whichever turns are left out next."""
+            try:
+                return self.prompt(
+                    kept, options, namespace=namespace, known=known, before=before, must_fit=True
+                )
+            except ContextOverflow as error:
+                return error
 
-        def prompt(kept: Sequence[Message]) -> Prompt:
-            return self.prompt(
-                kept, options, namespace=namespace, known=known, before=before, must_fit=not cut
-            )
+        found, dropped = prompt(messages), 0
+        if options.overflow in ("drop_oldest", "shift"):
+            room = reply_room(settings, self._backend.n_ctx) if options.overflow != "shift" else limit // 4
 
-        whole = prompt(messages)
-        if not cut:
-            if len(whole) > limit:
-                raise overflow(len(whole), limit)
-            return whole, 0
-        room = reply_room(settings, self._backend.n_ctx) if options.overflow != "shift" else limit // 4
-        if len(whole) + room <= limit:
-            return whole, 0
-        fitting, dropped = drop_oldest(messages, prompt, fits=lambda each: len(each) + room <= limit)
-        if len(fitting) > limit:
-            raise overflow(len(fitting), limit)
-        return fitting, dropped
+            def fits(each: Prompt | ContextOverflow) -> bool:
+                return isinstance(each, Prompt) and len(each) + room <= limit
+
+            if not fits(found):
+                found, dropped = drop_oldest(messages, prompt, fits=fits)
+        if isinstance(found, ContextOverflow):
+            raise found
+        if len(found) > limit:
+            raise overflow(len(found), limit)
+        return found, dropped
 
     def _first(self, options: ChatOptions, request: Request) -> Request:
         """What is asked of the engine first: where a reply may shift, as much of it as fits."""

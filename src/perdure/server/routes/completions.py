@@ -44,18 +44,19 @@ async def complete(
     _check(asked, len(prompts))
     timeout = asked.perdure.timeout if asked.perdure else None
     options = {**_options(asked), "timeout": app_state.seconds(timeout), "namespace": caller.namespace}
-    echoed = [await app_state.call(_text, app_state, prompt) for prompt in prompts if asked.echo]
-    head = CompletionHead(app_state, asked, echoed)
     client_jobs: list[ClientJob[Delta, Reply]] = []
     try:
         for prompt in prompts:
             job = await app_state.call(app_state.runtime.submit, prompt, **options)
             client_jobs.append(app_state.client_job(job, request, timeout))
+        # Behind those: what does not fit was refused by now, and is not tokenised for this either.
+        echoed = [await app_state.call(_text, app_state, prompt) for prompt in prompts if asked.echo]
     except BaseException:
         # Nobody waits for those that were queued before one was refused.
         for client_job in client_jobs:
             client_job.cancel()
         raise
+    head = CompletionHead(app_state, asked, echoed)
 
     def settle(replies: Sequence[Reply]) -> None:
         app_state.settle(replies, caller)
