@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import threading
 import tracemalloc
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from perdure import CorruptStateError, InvalidInputError, Message, PerdureError
 from perdure.chat.transcript import Transcript
 from perdure.engine.toy import ToyModel
 from perdure.sessions.export import read_export, write_export
+from perdure.sessions.importing import take_state
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.storage.session_store import KEY
 from perdure.sessions.turn import FIRST, Turn
@@ -217,12 +220,13 @@ def test_w3_state_that_is_of_other_tokens_is_left_out(toy: Subject, tmp_path: Pa
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085", "\x1c", "\x0c", "\r"])
-@pytest.mark.parametrize("where", ["content", "system", "name", "note"])
+@pytest.mark.parametrize("where", ["content", "system", "name", "settings"])
 def test_d3_any_text_comes_over(mark: str, where: str, toy: Subject, tmp_path: Path) -> None:
     """What Unicode calls the end of a line is none of a file of JSON lines."""
     text = f"one{mark}two"
     with talking(toy, tmp_path / "from") as talk:
-        s = talk.session("alice", system=text if where == "system" else None)
+        settings = {"stop": [text]} if where == "settings" else {}
+        s = talk.session("alice", system=text if where == "system" else None, **settings)
         message = Message(role="user", content=text if where == "content" else "x")
         s.say(replace(message, name=text) if where == "name" else message, max_tokens=2)
         path = s.export(tmp_path / "alice.perdure")
@@ -369,6 +373,106 @@ def test_s5_state_is_not_held_in_memory_before_it_is_wanted(toy: Subject, tmp_pa
         tracemalloc.stop()
     assert [turn.digest for turn in found.turns] == [turn.digest for turn in export.turns]
     assert most < size // 8
+
+
+WIDE: Mapping[str, Callable[[bytes], bytes]] = {
+    "a turn without an end": lambda said: said + b'{"kind": "' + b"x" * (4 << 20),
+    "a turn of many values": lambda said: said + b'{"kind": [' + b"[]," * (1 << 20) + b"0]}\n",
+}
+
+
+@pytest.mark.parametrize("what", WIDE)
+def test_s5_turns_are_read_one_at_a_time_and_each_is_bounded(
+    what: str, toy: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I2: what is parsed takes many times the memory of what is written."""
+    from perdure.sessions import export
+
+    path = exported(toy, tmp_path, state=False)
+    for name, value in (("MAX_TURN", 1 << 18), ("MAX_VALUES", 1 << 14)):
+        monkeypatch.setattr(export, name, value)
+    read_export(path)
+    _rewritten(path, tmp_path / "wide", WIDE[what])
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptStateError, match=r"more than \d+"):
+            read_export(tmp_path / "wide")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 3 << 20
+
+
+def test_s5_messages_of_an_export_are_bounded(
+    toy: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I2: short ones take many times the memory of the file."""
+    many = (Message(role="user", content=""),) * 400
+    path = exported(toy, tmp_path, state=False)
+    wide = forged(path, lambda turn: replace(turn, messages=turn.messages + many))
+    read_export(wide)
+    monkeypatch.setattr("perdure.sessions.export.MAX_MESSAGES", 1000)
+    with pytest.raises(CorruptStateError, match="more than 1000 messages"):
+        read_export(wide)
+
+
+def test_s5_the_state_of_one_session_at_a_time_is_in_memory(
+    toy: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I2: on its way to a file and from one, all of it is there at once."""
+    inside: list[int] = []
+    counting = threading.Lock()
+
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **keywords: Any) -> Any:
+            with counting:
+                inside.append((inside[-1] if inside else 0) + 1)
+            try:
+                return real(*args, **keywords)
+            finally:
+                with counting:
+                    inside.append(inside[-1] - 1)
+
+        return counted
+
+    with talking(toy, tmp_path / "store", slots=2) as talk:
+        s = talk.session("alice")
+        talk.say(s, LONG)
+        path = s.export(tmp_path / "first")
+        monkeypatch.setattr("perdure.sessions.session.write_export", watched(write_export))
+        monkeypatch.setattr("perdure.sessions.sessions.take_state", watched(take_state))
+        start = threading.Barrier(8)
+
+        def move(number: int) -> None:
+            start.wait()
+            if number % 2:
+                s.export(tmp_path / f"to {number}")
+            else:
+                assert talk.rt.sessions.import_(path, f"from {number}").state_tokens
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(move, range(8)))
+    assert (max(inside), inside.count(1)) == (1, 8)
+
+
+def _rewritten(path: Path, out: Path, change: Callable[[bytes], bytes]) -> None:
+    """An export with other bytes for its turns, whole in itself."""
+    import hashlib
+
+    from perdure.sessions.export import _digest, _put
+
+    with tarfile.open(path) as archive:
+        [manifest_file, turns_file] = (archive.extractfile(name) for name in ("manifest.json", "turns.jsonl"))
+        assert manifest_file is not None
+        assert turns_file is not None
+        manifest, said = json.load(manifest_file), change(turns_file.read())
+    manifest["parts"][0].update(bytes=len(said), sha256=hashlib.sha256(said).hexdigest())
+    manifest["sealed"] = False
+    manifest["digest"] = _digest(manifest)
+    with out.open("wb") as file:
+        _put(file, "manifest.json", [json.dumps(manifest).encode()])
+        _put(file, "turns.jsonl", [said])
+        file.write(bytes(1024))
 
 
 def _with_block(path: Path, out: Path, size: int) -> None:

@@ -38,6 +38,8 @@ _UNIT = 512
 _READ = 1 << 20
 MAX_MANIFEST, MAX_TURNS, MAX_BLOCK, MAX_BYTES = 8 << 20, 128 << 20, 1 << 30, 64 << 30
 """Bytes that are taken of a manifest, of all turns, of one block, and of everything."""
+MAX_TURN, MAX_VALUES, MAX_MESSAGES = 32 << 20, 2 << 20, 1 << 18
+"""Bytes and JSON values of one turn, and messages of all: parsed, they take many times the memory."""
 
 Progress = Callable[[int, int], None]
 
@@ -160,7 +162,7 @@ def read_export(path: Path, *, progress: Progress | None = None) -> Export:
         for part in parts:
             archive.next(part.name, part.nbytes, exactly=True)
             if part.name == _TURNS:
-                turns = _turns(archive.read(part))
+                turns = _turns(archive.lines(part))
             else:
                 archive.check(part)
             done += part.nbytes
@@ -221,6 +223,22 @@ class _Archive:
         data = self.take(part.nbytes)
         _compare(part, hashlib.sha256(data).hexdigest())
         return data
+
+    def lines(self, part: Part) -> Iterator[bytes]:
+        """The lines of a part, one at a time; behind the last one it is compared with its digest."""
+        digest, left = hashlib.sha256(), part.nbytes
+        while left:
+            # By line feeds alone: texts may hold what Unicode calls the end of a line.
+            line = self._file.readline(min(left, MAX_TURN))
+            digest.update(line)
+            left -= len(line)
+            if not line or (left and not line.endswith(b"\n")):
+                raise CorruptStateError(
+                    f"{part.name} in this export is cut short, or has a turn of more than {MAX_TURN} bytes"
+                )
+            yield line
+        self._fill(part.nbytes)
+        _compare(part, digest.hexdigest())
 
     def check(self, part: Part) -> None:
         """Compare a part with its digest, without holding it in memory."""
@@ -297,11 +315,17 @@ def _parts(listed: Any) -> tuple[Part, ...]:
     return parts
 
 
-def _turns(data: bytes) -> tuple[Turn, ...]:
+def _turns(lines: Iterator[bytes]) -> tuple[Turn, ...]:
     turns: list[Turn] = []
-    # By line feeds alone: texts may hold what Unicode calls the end of a line.
-    for line in io.BytesIO(data):
+    messages = 0
+    for line in lines:
+        # Some of these may be in texts: no fewer than there are values.
+        if sum(map(line.count, (b",", b"[", b"{"))) > MAX_VALUES:
+            raise CorruptStateError(f"a turn of this export has more than {MAX_VALUES} values")
         turns.append(Turn.from_json(json.loads(line), turns[-1].digest if turns else FIRST))
+        messages += len(turns[-1].messages)
+        if messages > MAX_MESSAGES:
+            raise CorruptStateError(f"this export has more than {MAX_MESSAGES} messages")
     if not turns or turns[0].kind != "start" or any(turn.kind == "start" for turn in turns[1:]):
         raise CorruptStateError("the turns of this export do not begin with a start")
     return tuple(turns)

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -62,6 +62,11 @@ class Host(Protocol):
 
     @property
     def chat_format(self) -> ChatFormat: ...
+    @property
+    def moving_state(self) -> threading.Lock:
+        """Held while all the state of a session is in memory."""
+        ...
+
     def branch(
         self,
         session: Session,
@@ -365,19 +370,21 @@ class Session:
         """Write the session to one file that can be moved, with its state or without."""
         self._check_there()
         history = self._history
-        packed = None
-        if state and (tokens := self._usable_of(history).tokens):
-            packed = self._host.backend.cache.pack(tokens, namespace=self.namespace)
-        return write_export(
-            Path(path),
-            history.turns,
-            packed,
-            name=self.name,
-            kind=kind or self.kind,
-            settings=self.settings,
-            key=self._host.store.key,
-            progress=progress,
-        )
+        # One at a time: all of the state is in memory meanwhile.
+        with self._host.moving_state if state else nullcontext():
+            packed = None
+            if state and (tokens := self._usable_of(history).tokens):
+                packed = self._host.backend.cache.pack(tokens, namespace=self.namespace)
+            return write_export(
+                Path(path),
+                history.turns,
+                packed,
+                name=self.name,
+                kind=kind or self.kind,
+                settings=self.settings,
+                key=self._host.store.key,
+                progress=progress,
+            )
 
     # Inside.
 
@@ -515,32 +522,40 @@ class Session:
         """Whether a turn is to be preceded by a fold."""
         if asked.settings.get("overflow") != "fold" or not len(asked.base):
             return False
-        return self._needed(asked.base.messages, asked) > self._host.backend.n_ctx - 1
+        needed, _ = self._needed(asked.base.messages, asked)
+        return needed > self._host.backend.n_ctx - 1
 
-    def _needed(self, messages: Sequence[Message], asked: _Asked) -> int:
-        """Tokens of a prompt that starts with `messages`, and of the reply to it."""
+    def _needed(self, messages: Sequence[Message], asked: _Asked) -> tuple[int, bool]:
+        """Tokens of a prompt that starts with `messages`, and of the reply to it; and whether these are only
+        a lower bound, since it surely does not fit."""
         room = reply_room(asked.settings, self._host.backend.n_ctx)
-        prompt = self._host.chat_format.prompt([*messages, *asked.said], namespace=self.namespace)
-        return len(prompt) + room
+        try:
+            prompt = self._host.chat_format.prompt(
+                [*messages, *asked.said], namespace=self.namespace, must_fit=True
+            )
+        except ContextOverflow as error:
+            return error.needed + room, True
+        return len(prompt) + room, False
 
     def _folding(self, asked: _Asked) -> Generator[ChatJob, ChatReply, ChatJob]:
         """The fold that makes room for a turn, and then the turn. Nothing is stored before its reply."""
         limit = self._host.backend.n_ctx - 1
         turns = asked.base.turns
         # Before anything is written: what no summary makes room for.
-        needed = self._needed(turns[0].messages, asked)
+        needed, at_least = self._needed(turns[0].messages, asked)
         for keep in (2, 1, 0) if needed <= limit else ():
             turn = yield from summarised(
                 self._host.chat_format, turns, keep, self.namespace, {}, asked.deadline
             )
-            needed = self._needed(turn.messages, asked)
+            needed, at_least = self._needed(turn.messages, asked)
             if needed <= limit:
                 return self._ask(asked, turn)
         raise ContextOverflow(
-            f"even after folding, this message needs {needed} tokens with its reply, and {limit} fit: send "
-            "less, or ask for a shorter reply",
+            f"even after folding, this message needs {'at least ' if at_least else ''}{needed} tokens with "
+            f"its reply, and {limit} fit: send less, or ask for a shorter reply",
             needed=needed,
             fits=limit,
+            at_least=at_least,
         )
 
     # One at a time.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import weakref
 from collections import OrderedDict
@@ -14,7 +15,13 @@ from typing import Any
 from perdure.backend import Backend
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.message import Message
-from perdure.errors import InvalidInputError, PerdureError, SessionError, TemplateError
+from perdure.errors import (
+    InvalidInputError,
+    PerdureError,
+    SessionError,
+    SessionExistsError,
+    TemplateError,
+)
 from perdure.sessions.export import read_export
 from perdure.sessions.importing import ImportResult, check_settings, take_state, why_not_tokens
 from perdure.sessions.info import SessionInfo, SessionMemory
@@ -22,6 +29,7 @@ from perdure.sessions.memories import Memories
 from perdure.sessions.session import Place, Session
 from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.turn import Turn, transcript, without_tokens
+from perdure.store.durable import explained
 
 _SAVED_AT_ONCE = 256
 """Tokens that a session has grown by when its state is next written."""
@@ -49,7 +57,9 @@ class Sessions:
         self._backend = backend
         self._chat_format = chat_format
         self._durable = store is not None
-        self._lock = threading.RLock()
+        self.moving_state = threading.Lock()
+        """Held while all the state of a session is in this process, on its way to or from a file."""
+        self._lock = threading.Lock()
         self._open: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
         self._at_hand: OrderedDict[tuple[str, str], Session] = OrderedDict()
 
@@ -87,20 +97,21 @@ class Sessions:
     ) -> Session:
         """The session of that name, or a new one."""
         _check_name(name)
-        with self._lock:
-            if create and not self.store.has(namespace, name):
+        if create and not self.store.has(namespace, name):
+            # Somebody else may be faster.
+            with suppress(SessionExistsError):
                 return self.create(name, system=system, namespace=namespace, settings=settings)
-            session = self._opened(self.store.find(namespace, name))
-            if system is not None and session.system != system:
-                raise SessionError(
-                    f"session {name!r} has another system message: leave it out to go on with that one, or "
-                    "choose another name"
-                )
-            if settings and dict(settings) != dict(session.settings):
-                raise SessionError(
-                    f"session {name!r} has other settings: leave them out, or give them with each turn"
-                )
-            return session
+        session = self._opened(self.store.find(namespace, name))
+        if system is not None and session.system != system:
+            raise SessionError(
+                f"session {name!r} has another system message: leave it out to go on with that one, or "
+                "choose another name"
+            )
+        if settings and dict(settings) != dict(session.settings):
+            raise SessionError(
+                f"session {name!r} has other settings: leave them out, or give them with each turn"
+            )
+        return session
 
     def create(
         self,
@@ -117,8 +128,13 @@ class Sessions:
             kind="start",
             messages=(Message(role="system", content=system),) if system is not None else (),
         )
-        with self._lock:
-            return self._opened(self.store.create(namespace, name, [start], settings=settings))
+        return self._opened(self.store.create(namespace, name, [start], settings=settings))
+
+    def temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
+        """A folder of its own for a file on its way in or out, which only the owner may enter."""
+        place = self.store.transfers()
+        with explained(place or Path(tempfile.gettempdir())):
+            return tempfile.TemporaryDirectory(prefix="session-", dir=place)
 
     def get(self, name: str, namespace: str = "") -> Session:
         """The session of that name; an error where there is none."""
@@ -134,9 +150,7 @@ class Sessions:
     def delete(self, name: str, namespace: str = "") -> None:
         """Forget a session, also one whose turns cannot be read any more. Forks of it, and memories, stay."""
         _check_name(name)
-        with self._lock:
-            session = self._opened(self.store.find(namespace, name))
-        session.delete()
+        self._opened(self.store.find(namespace, name)).delete()
 
     def import_(
         self,
@@ -164,17 +178,16 @@ class Sessions:
             if any(turn.added.tokens for turn in export.turns):
                 left_out["tokens"] = why
         tokens = transcript(turns).tokens
-        with self._lock:
-            session = self._opened(
-                self.store.create(
-                    namespace,
-                    export.name if name is None else name,
-                    turns,
-                    kind=export.kind,
-                    settings=export.settings,
-                    origin={"how": "import", "session": export.name, "turn": len(turns) - 1},
-                )
+        session = self._opened(
+            self.store.create(
+                namespace,
+                export.name if name is None else name,
+                turns,
+                kind=export.kind,
+                settings=export.settings,
+                origin={"how": "import", "session": export.name, "turn": len(turns) - 1},
             )
+        )
         state = 0
         if export.has_state:
             if self._backend is None:
@@ -184,7 +197,8 @@ class Sessions:
             elif not own and not trust_state:
                 left_out["state"] = "another store wrote it, and trust_state was not given"
             else:
-                state, why = take_state(export, self._backend, turns, namespace)
+                with self.moving_state:
+                    state, why = take_state(export, self._backend, turns, namespace)
                 if why:
                     left_out["state"] = why
         return ImportResult(
@@ -195,19 +209,18 @@ class Sessions:
         """A session of another runtime, with all its turns, under a name here; or in the place of the one
         that has that name."""
         _check_name(name)
-        with self._lock:
-            if replace and self.store.has(session.namespace, name):
-                self.get(name, session.namespace).delete()
-            return self._opened(
-                self.store.create(
-                    session.namespace,
-                    name,
-                    session._history.turns,
-                    kind=session.kind,
-                    settings=session.settings,
-                    origin=session.origin,
-                )
+        if replace and self.store.has(session.namespace, name):
+            self.get(name, session.namespace).delete()
+        return self._opened(
+            self.store.create(
+                session.namespace,
+                name,
+                session._history.turns,
+                kind=session.kind,
+                settings=session.settings,
+                origin=session.origin,
             )
+        )
 
     # For sessions.
 
@@ -222,24 +235,23 @@ class Sessions:
         kind: str = "session",
     ) -> Session:
         _check_name(name)
-        with self._lock:
-            return self._opened(
-                self.store.create(
-                    session.namespace,
-                    name,
-                    turns,
-                    head=place.head,
-                    digest=place.digest,
-                    kind=kind,
-                    settings=session.settings,
-                    origin={"how": how, "session": session.name, "turn": place.depth},
-                )
+        return self._opened(
+            self.store.create(
+                session.namespace,
+                name,
+                turns,
+                head=place.head,
+                digest=place.digest,
+                kind=kind,
+                settings=session.settings,
+                origin={"how": how, "session": session.name, "turn": place.depth},
             )
+        )
 
     def remove(self, session: Session) -> None:
+        self.store.delete(session.info)
+        key = (session.namespace, session.name)
         with self._lock:
-            self.store.delete(session.info)
-            key = (session.namespace, session.name)
             if self._open.get(key) is session:
                 del self._open[key]
                 self._at_hand.pop(key, None)
@@ -263,21 +275,20 @@ class Sessions:
     def _wake_at(self, memory: SessionMemory, name: str) -> Session:
         _check_name(name)
         numbers, turns = self.store.chain_of(memory)
-        with self._lock:
-            return self._opened(
-                self.store.create(
-                    memory.namespace,
-                    name,
-                    head=numbers[-1],
-                    digest=turns[-1].digest,
-                    origin={
-                        "how": "wake",
-                        "session": memory.session,
-                        "turn": memory.turn,
-                        "label": memory.label,
-                    },
-                )
+        return self._opened(
+            self.store.create(
+                memory.namespace,
+                name,
+                head=numbers[-1],
+                digest=turns[-1].digest,
+                origin={
+                    "how": "wake",
+                    "session": memory.session,
+                    "turn": memory.turn,
+                    "label": memory.label,
+                },
             )
+        )
 
     def _why_not_tokens(self, turns: Sequence[Turn]) -> str:
         if self._backend is None or self._chat_format is None:
@@ -288,9 +299,13 @@ class Sessions:
             return f"the model has no chat template to compare them with ({error})"
 
     def _opened(self, info: SessionInfo) -> Session:
+        """The one object for a session. Which sessions there are is for the store to say."""
         key = (info.namespace, info.name)
         with self._lock:
             session = self._open.get(key)
+            if session is not None and session.info.number > info.number:
+                # It was deleted meanwhile, and its name has gone to a later one: this handle refuses.
+                return Session(self, info)
             if session is None or session.info.number != info.number:
                 session = self._open[key] = Session(self, info)
             self._at_hand[key] = session

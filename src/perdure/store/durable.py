@@ -27,7 +27,7 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
         try:
             with open_private(temporary) as file:
                 for part in parts:
-                    _write_all(file.fileno(), part)
+                    write_all(file.fileno(), part)
                 system.sync(file.fileno())
             temporary.replace(path)
         except BaseException:
@@ -95,7 +95,8 @@ def _meaning(error: OSError, path: Path, needed: int) -> StoreError:
     return StoreError(f"{path} cannot be used: {error.strerror or error}")
 
 
-def _write_all(handle: int, data: bytes | memoryview) -> None:
+def write_all(handle: int, data: bytes | memoryview) -> None:
+    """Write all of `data` to an open file."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(handle, rest) :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-import tempfile
+import shutil
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 
@@ -12,6 +12,7 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, PlainTextResponse, Response
 
+from perdure.errors import StoreFullError
 from perdure.server.api_error import ApiError, ClientLeft
 from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.middleware.body_limits import FILE_TYPE, check_length, too_large
@@ -38,9 +39,12 @@ from perdure.server.schemas.session import (
 )
 from perdure.sessions.export import manifest_of
 from perdure.sessions.session import Session
+from perdure.store.durable import explained, open_private, write_all
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
+_RESERVE = 256 << 20
+"""Bytes of disk that no file from elsewhere gets."""
 Named = Annotated[str, Path(**NAME)]
 OptionalName = Annotated[str | None, Query(**NAME)]
 
@@ -88,7 +92,7 @@ async def import_session(
 
     Its tokens are taken if they stand for its text, its state if this server's store wrote it.
     """
-    with tempfile.TemporaryDirectory(prefix="perdure-import-") as folder:
+    with await app_state.call(app_state.runtime.sessions.temporary_folder) as folder:
         path = FilePath(folder) / "session"
         await _receive(request, path, app_state)
         return await app_state.work(_import, app_state, caller.namespace, path, name)
@@ -237,7 +241,7 @@ async def label(name: Named, asked: LabelRequest, app_state: AppStateDep, caller
 )
 async def export(name: Named, app_state: AppStateDep, caller: CallerDep, state: bool = True) -> Response:
     """The session as one file, with its state or without."""
-    folder = tempfile.TemporaryDirectory(prefix="perdure-export-")
+    folder = await app_state.call(app_state.runtime.sessions.temporary_folder)
     try:
         path = FilePath(folder.name) / "session"
         written = await app_state.work(lambda: _session(app_state, caller, name).export(path, state=state))
@@ -285,8 +289,19 @@ async def _receive(request: Request, path: FilePath, app_state: AppState) -> Non
     size, more = 0, True
     clock = asyncio.get_running_loop().time
     end = clock() + limits.upload_seconds
+
+    def write(data: bytes) -> None:
+        with explained(path, len(data)):
+            write_all(file.fileno(), data)
+        if shutil.disk_usage(path.parent).free < _RESERVE:
+            raise StoreFullError(
+                f"less than {_RESERVE} bytes are left on the disk, which are for conversations: free some "
+                "space",
+                needed=_RESERVE,
+            )
+
     try:
-        with path.open("wb") as file:
+        with open_private(path) as file:
             while more:
                 # Each piece may take as long as a whole small body: files are long.
                 async with asyncio.timeout_at(min(end, clock() + limits.body_seconds)):
@@ -296,7 +311,7 @@ async def _receive(request: Request, path: FilePath, app_state: AppState) -> Non
                 size += len(message.get("body", b""))
                 if size > limits.upload_bytes:
                     raise too_large(limits.upload_bytes)
-                await asyncio.to_thread(file.write, message.get("body", b""))
+                await asyncio.to_thread(write, message.get("body", b""))
                 more = message.get("more_body", False)
     except TimeoutError:
         raise ApiError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,6 +42,8 @@ from perdure.store.index import Index
 
 FILE, MARK, MENDED, KEY = "sessions.sqlite", "sessions.id", "sessions.mended", "sessions.key"
 """The database; whose it is; what a repair that was interrupted has left; what seals exports."""
+TRANSFERS = "transfers"
+"""The folder of files that are on their way in or out."""
 ADVICE = "`perdure sessions verify` keeps what can be proved and puts the rest aside"
 
 
@@ -63,6 +66,8 @@ class SessionStore:
                 if not readonly:
                     make_folder(folder)
                     held.callback(locked(folder).release)
+                    # Of a process that was killed.
+                    shutil.rmtree(folder / TRANSFERS, ignore_errors=True)
                 known = mark(folder)
                 _check_there(folder, known)
             self.index = Index(
@@ -84,6 +89,15 @@ class SessionStore:
 
     def close(self) -> None:
         self._held.close()
+
+    def transfers(self) -> Path | None:
+        """The folder for files on their way in or out; None where the store has none, or may not be
+        written."""
+        if self.folder is None or self.readonly:
+            return None
+        folder = self.folder / TRANSFERS
+        make_folder(folder, ours=True)
+        return folder
 
     # Sessions.
 
