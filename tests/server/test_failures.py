@@ -12,6 +12,15 @@ import pytest
 from decode.observed import Turnstile, open_toy, toy, trouble
 from perdure import Runtime
 from perdure.engine.toy import Faults
+from perdure.errors import (
+    FetchError,
+    ModelError,
+    ModelFileError,
+    PerdureError,
+    PinnedError,
+    StaleViewError,
+    UnsupportedSystemError,
+)
 from perdure.server.api_error import to_api_error
 from server.live_server import LiveServer, check_freed, events, hello, live_server, opened, raw, streamed
 
@@ -231,6 +240,28 @@ def test_an_unforeseen_failure_is_500_and_says_nothing_of_the_inside() -> None:
     assert told.status == 500
     assert "secret" not in json.dumps(told.body)
     assert told.body["error"]["type"] == "server_error"
+
+
+NEVER_ASKED_FOR = (StaleViewError, PinnedError, UnsupportedSystemError, ModelFileError, FetchError)
+"""Errors of what no request can do."""
+
+
+def test_every_error_of_ours_has_a_status_of_its_own() -> None:
+    """By its class: a name in a text goes wrong unseen, and so does an error that is added later."""
+    found, waiting = set(), [PerdureError]
+    while waiting:
+        for each in waiting.pop().__subclasses__():
+            if each.__module__ == PerdureError.__module__:
+                found.add(each)
+                waiting.append(each)
+    assert len(found) > 30
+    plain = {
+        each
+        for each in found
+        if to_api_error(each.__new__(each)).code == "internal_error" and not issubclass(each, NEVER_ASKED_FOR)
+    }
+    # The parent of those that concern files; what is added below it needs a line of its own.
+    assert plain == {ModelError}
 
 
 def test_answers_carry_an_id_of_the_request(server: LiveServer) -> None:

@@ -149,6 +149,31 @@ def test_p6_the_budget_holds_before_anything_is_written(tmp_path: Path) -> None:
         assert len(disk) == 10
 
 
+def test_a_read_that_is_noted_while_others_are_written_down_is_not_lost(tmp_path: Path) -> None:
+    """Readers are other threads: what they note may be written down at any moment, and on another list."""
+    [one], [other], [third] = (chain([at], name) for at, name in ((1, "a"), (2, "b"), (3, "c")))
+
+    class Late(dict[BlockId, int]):
+        def __setitem__(self, block: BlockId, used: int) -> None:
+            # Between finding the list and adding to it.
+            if block == one.id:
+                disk.store([third])
+            super().__setitem__(block, used)
+
+    def used(block: Block) -> int:
+        [(found,)] = disk.index.rows("SELECT used FROM block WHERE id = ?", block.id)
+        return int(found)
+
+    with opened(tmp_path) as disk:
+        disk.store([one])
+        disk.store([other])
+        disk._touched = Late()
+        disk.load(other.id)
+        disk.load(one.id)
+    with opened(tmp_path) as disk:
+        assert used(one) > used(other)
+
+
 def test_p6_leaves_go_first_and_of_them_the_longest_unused(tmp_path: Path) -> None:
     old, middle = chain(list(range(12)), "old"), chain(list(range(12)), "middle")
     with opened(tmp_path, size(old + middle)) as disk:
