@@ -17,9 +17,13 @@ def test_flipped_cut_spliced_and_made_up_exports(toy: Subject, tmp_path: Path) -
 
 
 @pytest.mark.soak
-def test_exports_of_every_kind_for_long(toy: Subject, tmp_path: Path) -> None:
+def test_exports_of_every_kind_for_long(
+    toy: Subject, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """For 20 minutes, or so many trials."""
     counts = fuzz(toy, tmp_path, trials=200_000, seconds=1200, seed=1)
-    for name, count in sorted(counts.items()):
-        print(f"{count:7} {name}")
+    with capsys.disabled():
+        print("\nimport fuzzer:")
+        for name, count in sorted(counts.items()):
+            print(f"{count:7} {name}")
     assert counts["trials"] > 1000
