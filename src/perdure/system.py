@@ -223,6 +223,14 @@ def die_with_parent() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def leave_no_core() -> None:
+    """Have no image of this process written when it crashes: gigabytes, with all that was said in them."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
 @functools.cache
 def c_function(name: str) -> Any:
     """A function of the C library for use as a callback, or None where it cannot be found."""

@@ -105,6 +105,13 @@ def failing() -> ToyModel:
     return ToyModel()
 
 
+def telling_limits() -> ToyModel:
+    import resource
+
+    mark().write_text(str(resource.getrlimit(resource.RLIMIT_CORE)[0]))
+    return ToyModel()
+
+
 def no_memory() -> ToyModel:
     return ToyModel(faults=Faults(no_memory=True))
 

@@ -67,6 +67,20 @@ def test_an_unexpected_error_costs_one_request_and_no_process_s6(hold: Hold, pla
         assert (pid(rt), remote(rt).health().restarts) == (before, 0)
 
 
+def test_an_engine_that_crashes_leaves_no_image_of_what_was_said_s9(hold: Hold) -> None:
+    """S9: a core file has all of it, and each would take as much disk as the engine has memory."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (before[1], before[1]))
+    try:
+        if before[1] == 0:
+            pytest.skip("none may be written here at all")
+        with isolated("telling_limits"):
+            assert mark().read_text() == "0"
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, before)
+
+
 @pytest.mark.parametrize("call", ["agenerate", "achat", "astream", "achat_stream"])
 def test_the_event_loop_goes_on_while_the_engine_is_started_again_c5(hold: Hold, call: str) -> None:
     """C5: the loop itself lets the engine start, so a loop that waits for it waits in vain."""

@@ -287,6 +287,7 @@ def main(fd: int) -> None:
     # The terminal's Ctrl-C is for the parent, which says what is to be done about it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     system.die_with_parent()
+    system.leave_no_core()
     # An abort is to end the process at once, not to call up a debugger first.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     connection = Connection(socket.socket(fileno=fd))
