@@ -45,6 +45,35 @@ def test_memories_are_found_by_label_kind_and_text(toy: Subject) -> None:
         assert search(namespace="elsewhere") == []
 
 
+def test_a_text_is_looked_for_in_a_few_memories_at_a_time(
+    toy: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I2: whoever has many memories, with long texts, keeps nobody else waiting for the index."""
+    monkeypatch.setattr("perdure.sessions.memories._LOOKED_AT", 3)
+    looked: list[int] = []
+    with talking(toy) as talk:
+        s = talk.session("alice")
+        talk.say(s, "The cat is on the mat")
+        for number in range(10):
+            s.label(f"l{number}", note="odd" if number % 2 else "even")
+        memories, store = talk.rt.memories, talk.rt.sessions.store
+        numbers = store.memory_numbers
+
+        def counted(namespace: str, *, after: int, limit: int) -> list[int]:
+            found = numbers(namespace, after=after, limit=limit)
+            looked.append(len(found))
+            return found
+
+        monkeypatch.setattr(store, "memory_numbers", counted)
+        assert [m.label for m in memories.search(text="ODD")] == ["l1", "l3", "l5", "l7", "l9"]
+        assert looked == [3, 3, 3, 1, 0]
+        assert [m.label for m in memories.search(text="odd", limit=2)] == ["l1", "l3"]
+        after = memories.search(label="l3")[0].address
+        assert [m.label for m in memories.search(text="odd", after=after, limit=2)] == ["l5", "l7"]
+        assert len(memories.search(text="cat")) == 10
+        assert memories.search(text="cat", namespace="bob") == []
+
+
 def test_an_index_with_several_needs_one_named(toy: Subject) -> None:
     """S3: with exactly one it is chosen; none is a typed error."""
     with talking(toy) as talk:

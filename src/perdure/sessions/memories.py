@@ -13,6 +13,10 @@ _MANY = 20
 """How many addresses are told where one must be chosen."""
 
 
+_LOOKED_AT = 64
+"""How many memories are looked through for a text in one go."""
+
+
 class Memories:
     """The index of memories. Safe from any thread."""
 
@@ -38,12 +42,21 @@ class Memories:
             if value is not None:
                 where.append(f"m.{column} = ?")
                 values.append(value)
-        if text is not None:
-            where.append("(instr(lower(m.note), lower(?)) OR instr(lower(t.text), lower(?)))")
-            values += [text, text]
-        if after is not None:
-            where.append(f"m.number > {self.get(after, namespace).number}")
-        return self._store.memories(" AND ".join(where), *values, limit=limit)
+        last = self.get(after, namespace).number if after is not None else 0
+        if text is None:
+            where.append(f"m.number > {last}")
+            return self._store.memories(" AND ".join(where), *values, limit=limit)
+        where.append("(instr(lower(m.note), lower(?)) OR instr(lower(t.text), lower(?)))")
+        found: list[SessionMemory] = []
+        # A few at a time: all their texts are read, and others wait for the index meanwhile.
+        while page := self._store.memory_numbers(namespace, after=last, limit=_LOOKED_AT):
+            within = [*where, f"m.number > {last}", f"m.number <= {page[-1]}"]
+            left = None if limit is None else limit - len(found)
+            found += self._store.memories(" AND ".join(within), *values, text, text, limit=left)
+            last = page[-1]
+            if len(found) == limit:
+                break
+        return found
 
     def get(self, address: str, namespace: str = "") -> SessionMemory:
         name, turn, label = parse_address(address)

@@ -264,6 +264,16 @@ class SessionStore:
         except CorruptStateError as error:
             raise CorruptStateError(f"{error}: {ADVICE}") from error
 
+    def memory_numbers(self, namespace: str, *, after: int, limit: int) -> builtins.list[int]:
+        """The numbers of a namespace's memories, the lowest first: up to `limit`, behind number `after`."""
+        rows = self._rows(
+            "SELECT number FROM memory WHERE namespace = ? AND number > ? ORDER BY number LIMIT ?",
+            namespace,
+            after,
+            limit,
+        )
+        return [int(number) for (number,) in rows]
+
     def chain_of(self, memory: SessionMemory) -> tuple[Sequence[int], Sequence[Turn]]:
         """The turns that lead to a memory, if they are those that were remembered."""
         rows = self._rows(
