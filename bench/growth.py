@@ -25,7 +25,8 @@ from bench.harness import Bench, Figure, Gauge, Run, Target, at_most
 from perdure.cache.block import Block, BlockId
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.record import Record, RecordIndex, doomed
-from perdure.cache.slot_cache import SlotCache
+from perdure.cache.reuse_rule import ANY_TOKEN
+from perdure.cache.slots.slot_cache import SlotCache
 from perdure.cache.tiers import Tiers
 from perdure.engine.toy import ToyModel
 from perdure.memory import FullAttention
@@ -99,7 +100,7 @@ def memory(run: Run) -> Iterator[Figure]:
 
     def lookup(size: int, _: ExitStack) -> Operation:
         here = tiers(size)
-        return lambda: here.longest_prefix(ROOT, prompt(), size=SIZE, limit=SIZE, needs_checkpoint=False)
+        return lambda: here.longest_prefix(ROOT, prompt(), size=SIZE, limit=SIZE, rule=ANY_TOKEN)
 
     def keep(size: int, _: ExitStack) -> Operation:
         here = tiers(size)
@@ -146,7 +147,7 @@ def records(run: Run) -> Iterator[Figure]:
 
         def one() -> None:
             gone = record()
-            assert len(doomed(tiers, [gone], index, needs_checkpoint=False).drop) == 1
+            assert len(doomed(tiers, [gone], index, ANY_TOKEN).drop) == 1
 
         return one
 
@@ -169,7 +170,7 @@ def store(run: Run) -> Iterator[Figure]:
 
     def lookup(size: int, cleanup: ExitStack) -> Operation:
         tiers = Tiers(MemoryTier(0), filled(size, cleanup))  # type: ignore[arg-type]
-        return lambda: tiers.longest_prefix(ROOT, prompt(), size=SIZE, limit=SIZE, needs_checkpoint=False)
+        return lambda: tiers.longest_prefix(ROOT, prompt(), size=SIZE, limit=SIZE, rule=ANY_TOKEN)
 
     def keep(size: int, cleanup: ExitStack) -> Operation:
         disk = filled(size, cleanup)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from perdure import system
 from perdure.cache.prefix_cache import PrefixCache
-from perdure.cache.slot_cache import SlotCache
+from perdure.cache.slots.slot_cache import SlotCache
 from perdure.decode.embedding import EmbeddingQueue, Embeddings
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.job import Job

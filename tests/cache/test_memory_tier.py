@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, block_id
 from perdure.cache.memory_tier import MemoryTier
+from perdure.cache.reuse_rule import ANY_TOKEN
 from perdure.cache.tiers import Tiers
 
 ROOT = BlockId(b"r" * 32)
@@ -214,8 +215,8 @@ def test_p5_a_hit_leaves_the_entry_for_others() -> None:
     tiers = Tiers(tier)
     tokens = ids([*distinct(1), *distinct(2), 9])
     for _ in range(3):
-        found = tiers.longest_prefix(ROOT, tokens, size=SIZE, limit=len(tokens), needs_checkpoint=False)
-        assert tiers.load(found, needs_checkpoint=False).blocks == tuple(blocks)
+        found = tiers.longest_prefix(ROOT, tokens, size=SIZE, limit=len(tokens), rule=ANY_TOKEN)
+        assert tiers.load(found, ANY_TOKEN).blocks == tuple(blocks)
     assert len(tier) == 2
 
 
@@ -300,8 +301,8 @@ def test_p2_a_damaged_header_breaks_no_tree(field: str) -> None:
     node.block = dataclasses.replace(node.block, **{field: wrong[field]})
     tiers = Tiers(tier)
     tokens = ids([*distinct(1), *distinct(2), *distinct(3)])
-    found = tiers.longest_prefix(ROOT, tokens, size=SIZE, limit=len(tokens), needs_checkpoint=False)
-    match = tiers.load(found, needs_checkpoint=False)
+    found = tiers.longest_prefix(ROOT, tokens, size=SIZE, limit=len(tokens), rule=ANY_TOKEN)
+    match = tiers.load(found, ANY_TOKEN)
     assert match.blocks == (blocks[0],)
     assert match.length == SIZE
     # What follows a damaged block went with it, and all of it can be kept again.

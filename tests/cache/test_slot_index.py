@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perdure.cache.checkpoints import Checkpoints, Point, PrefixHash
 from perdure.cache.siblings import common
-from perdure.cache.slot_index import SlotIndex
+from perdure.cache.slots.checkpoints import Checkpoints, Point, PrefixHash
+from perdure.cache.slots.slot_index import SlotIndex
 
 TEXT = st.lists(st.integers(0, 2), max_size=8)
 CHANGES = st.lists(st.tuples(st.integers(0, 5), st.sampled_from("ab"), TEXT), max_size=30)

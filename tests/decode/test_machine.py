@@ -25,7 +25,7 @@ from decode.observed import (
     read,
     trouble,
 )
-from perdure.cache.slot_cache import SlotCache
+from perdure.cache.slots.slot_cache import SlotCache
 from perdure.decode.executor import Executor
 from perdure.decode.sequence import TokenSequence
 from perdure.decode.slots import FreshSlots

@@ -21,10 +21,10 @@ import perdure
 from cache.served import BOUND
 from inside import inside
 from perdure import LogitsView, Model, Reply, Runtime
-from perdure.cache import slot_cache
 from perdure.cache.block import Block, BlockId
 from perdure.cache.block_cache import BlockCache
 from perdure.cache.memory_tier import MemoryTier
+from perdure.cache.slots import slot_cache
 from perdure.cache.tiers import Tiers
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.toy import ToyCore, ToyModel

@@ -14,7 +14,7 @@ import pytest
 
 import perdure
 from perdure.cache.record import LABEL_LENGTH
-from perdure.cache.slot_cache import SlotCache
+from perdure.cache.slots.slot_cache import SlotCache
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
 from perdure.decode.sampling.settings import Sampling

@@ -7,9 +7,8 @@ tiers         the longest prefix that can be put back, over all tiers
 block_cache   sequences as blocks: cut, stored in the tiers, looked up by their tokens
 record        labelled prefixes that somebody asked to keep, and what goes with them
 prefix_cache  `rt.cache`: warm a prefix, ask what is held, clear it
-slot_cache    slots: swapped in and out, so that as little as possible is computed
-slot_index    what the slots hold, sorted
-slot_choice   which slot a prompt gets, and from where
-checkpoints   points that a memory which cannot be cut goes back to
+slots/        what the engine's sequences hold, swapped in and out
+reuse_rule    to which lengths a stored prefix can be put back, by the kind of its state
+found         what a look-up finds
 rates         how fast state is read and computed here
 """

@@ -10,10 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, block_id, chain, cost, cost_of_token, root_id
-from perdure.cache.checkpoints import Point
+from perdure.cache.found import Found, Match
 from perdure.cache.record import Record, RecordIndex, doomed
+from perdure.cache.reuse_rule import ANY_TOKEN, AT_TAIL_STATES, ReuseRule
 from perdure.cache.siblings import beginnings, closest
-from perdure.cache.tiers import Found, Match, Tiers
+from perdure.cache.slots.checkpoints import Point
+from perdure.cache.tiers import Tiers
 from perdure.engine.context import Context
 from perdure.engine.contract import Capture
 from perdure.errors import CorruptStateError, IncompatibleStateError
@@ -33,13 +35,17 @@ class BlockCache:
         """With `exact`, a block is the work of one step of `block_size` tokens, kept and put back whole."""
         self.tiers = tiers
         self._exact = exact
-        self.needs_checkpoint = context.memory.needs_checkpoint
-        """Whether a sequence can be put back only to where a block has a tail state."""
+        self.rule: ReuseRule = AT_TAIL_STATES if context.memory.needs_checkpoint else ANY_TOKEN
         self._context = context
         self._size = block_size
         self._row_bytes = self._tail_bytes = 0
         self._captured = False
         self._identities: dict[bytes, Identity] = {}
+
+    @property
+    def memory(self) -> str:
+        """The name of the kind of memory whose state this is."""
+        return self._context.memory.name
 
     # Keeping.
 
@@ -99,7 +105,7 @@ class BlockCache:
 
     def _capture(self, seq: int) -> Capture:
         capture = self._context.capture(seq)
-        self.needs_checkpoint = capture.tail_state is not None
+        self.rule = ANY_TOKEN if capture.tail_state is None else AT_TAIL_STATES
         self._captured = True
         self._row_bytes = 0 if capture.rows is None else capture.rows.row_bytes
         self._tail_bytes = 0 if capture.tail_state is None else capture.tail_state.nbytes
@@ -121,7 +127,7 @@ class BlockCache:
                 parent = next(names)
 
     def _has_all(self, namespace: str, tokens: Ids, points: Iterable[int], *, at_end: bool) -> bool:
-        ends = {*points, *([len(tokens)] if self.needs_checkpoint and at_end else [])}
+        ends = {*points, *([len(tokens)] if at_end and not self.rule.cuts_blocks else [])}
         return all(
             self._has(parent, tokens[start:end], needs_tail=end in ends)
             for parent, start, end in self._ranges(namespace, tokens, points)
@@ -144,39 +150,28 @@ class BlockCache:
     def _root_of(self, identity: Identity, namespace: str) -> BlockId:
         # What was computed in steps of other sizes, or by another number of threads, is other bits.
         threads = self._context.capabilities.threads
-        mode = self._context.memory.name + (f"/exact by {threads}" if self._exact else "")
-        return _root_id(identity, self._size, mode, namespace, by_token=not self.needs_checkpoint)
+        mode = self.memory + (f"/exact by {threads}" if self._exact else "")
+        return _root_id(identity, self._size, mode, namespace, by_token=self.rule.cuts_blocks)
 
     def lookup(self, tokens: Ids, namespace: str) -> Found:
         """The longest prefix of `tokens` that can be put back."""
-        found = self._search(tokens, namespace, needs_checkpoint=self.needs_checkpoint)
-        if (
-            not found.length
-            and not self._captured
-            and not self.needs_checkpoint
-            and self.tiers.lower is not None
-        ):
+        found = self._search(tokens, namespace, self.rule)
+        if not found.length and not self._captured and self.rule.cuts_blocks and self.tiers.lower is not None:
             # Whether this state can be cut by token shows when it is first captured, or here: by what an
             # earlier process has kept of it.
-            self.needs_checkpoint = True
-            found = self._search(tokens, namespace, needs_checkpoint=True)
-            self.needs_checkpoint = found.length > 0
+            self.rule = AT_TAIL_STATES
+            found = self._search(tokens, namespace, self.rule)
+            self.rule = AT_TAIL_STATES if found.length else ANY_TOKEN
         return found
 
     def shared(self, tokens: Ids, namespace: str, found: Found) -> int:
         """How many of `tokens` are kept, whether or not a sequence could be put back to there, as it can to
         the end of `found`."""
-        return (
-            self._search(tokens, namespace, needs_checkpoint=False).length
-            if self.needs_checkpoint
-            else found.length
-        )
+        return found.length if self.rule.cuts_blocks else self._search(tokens, namespace, ANY_TOKEN).length
 
-    def _search(self, tokens: Ids, namespace: str, *, needs_checkpoint: bool) -> Found:
+    def _search(self, tokens: Ids, namespace: str, rule: ReuseRule) -> Found:
         root = self.root(namespace)
-        found = self.tiers.longest_prefix(
-            root, tokens, size=self._size, limit=len(tokens), needs_checkpoint=needs_checkpoint
-        )
+        found = self.tiers.longest_prefix(root, tokens, size=self._size, limit=len(tokens), rule=rule)
         return found.in_blocks(self._size) if self._exact else found
 
     def along(self, tokens: Ids, namespace: str) -> list[Block]:
@@ -211,7 +206,7 @@ class BlockCache:
 
     def load(self, found: Found) -> Match:
         """What was found, with its state; only what is whole and fits this context."""
-        return self.tiers.load(found, needs_checkpoint=self.needs_checkpoint, fits=self._fits)
+        return self.tiers.load(found, self.rule, fits=self._fits)
 
     def _fits(self, block: Block) -> bool:
         """Whether a block is laid out as this context's own are. Its name does not say so: it may have come
@@ -253,7 +248,7 @@ class BlockCache:
                     "computed anew",
                     field="row width",
                 )
-        self.needs_checkpoint = any(block.tail_state is not None for block in blocks)
+        self.rule = AT_TAIL_STATES if any(block.has_tail_state for block in blocks) else ANY_TOKEN
         parent, end, taken = self.root(namespace), 0, []
         for block in blocks:
             block.verify()
@@ -275,7 +270,7 @@ class BlockCache:
 
     def doomed(self, gone: Sequence[Record], needs: RecordIndex) -> tuple[list[BlockId], list[Block]]:
         """The blocks that go with the records `gone`, and what of those is to be kept in their place."""
-        found = doomed(self.tiers, gone, needs, needs_checkpoint=self.needs_checkpoint)
+        found = doomed(self.tiers, gone, needs, self.rule)
         drop, instead = list(found.drop), []
         for entry, length in found.shorten:
             block = self.tiers.load_block(entry)

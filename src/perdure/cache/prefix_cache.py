@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
 from perdure.cache.record import Record, RecordIndex, check_labels
-from perdure.cache.slot_cache import SlotCache
+from perdure.cache.slots.slot_cache import SlotCache
 from perdure.decode.slots import Plan, ReuseReport
 from perdure.errors import TokenError
 from perdure.identity import Identity

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import BLOCK, BlockId, Entry, block_id
+from perdure.cache.reuse_rule import ReuseRule
 from perdure.cache.siblings import SortedKeys, Source, beginnings, common, continuations, key_of
 from perdure.errors import InvalidInputError, StoreFullError
 
@@ -180,10 +181,10 @@ class Doomed:
     shorten: tuple[tuple[Entry, int], ...]
 
 
-def doomed(blocks: Blocks, gone: Sequence[Record], needs: RecordIndex, *, needs_checkpoint: bool) -> Doomed:
+def doomed(blocks: Blocks, gone: Sequence[Record], needs: RecordIndex, rule: ReuseRule) -> Doomed:
     """What goes on from the records `gone`, and what leads only there; what one of `needs` needs stays.
 
-    Where a memory cannot be cut (`needs_checkpoint`), a block that runs on past a record is of no use to it.
+    Where blocks cannot be cut, one that runs on past a record is of no use to it.
     """
     drop: dict[BlockId, None] = {}
     met: dict[BlockId, tuple[Entry, int]] = {}
@@ -198,14 +199,12 @@ def doomed(blocks: Blocks, gone: Sequence[Record], needs: RecordIndex, *, needs_
                 if entry.id not in met:
                     met[entry.id] = (
                         entry,
-                        _needed(
-                            blocks, record.root, entry, tokens[:at], needs, needs_checkpoint=needs_checkpoint
-                        ),
+                        _needed(blocks, record.root, entry, tokens[:at], needs, rule),
                     )
             if len(tokens) - at <= BLOCK:
                 after += ((entry, tokens[:at]) for entry in continuations(blocks, parent, tokens[at:]))
         for entry, prefix in after:
-            needed = _needed(blocks, record.root, entry, prefix, needs, needs_checkpoint=needs_checkpoint)
+            needed = _needed(blocks, record.root, entry, prefix, needs, rule)
             if needed:
                 met[entry.id] = entry, needed
                 so_far = np.concatenate([prefix, entry.tokens])
@@ -225,13 +224,13 @@ def doomed(blocks: Blocks, gone: Sequence[Record], needs: RecordIndex, *, needs_
 
 
 def _needed(
-    blocks: Blocks, root: BlockId, entry: Entry, prefix: Ids, needs: RecordIndex, *, needs_checkpoint: bool
+    blocks: Blocks, root: BlockId, entry: Entry, prefix: Ids, needs: RecordIndex, rule: ReuseRule
 ) -> int:
     """How long a prefix that needs this block is; 0 where none does."""
     so_far = np.concatenate([prefix, entry.tokens])
     if needs.passes(root, so_far):
         return len(so_far)
-    if not needs_checkpoint:
+    if rule.cuts_blocks:
         for length in needs.ends_within(root, so_far, len(prefix)):
             # It may be kept to its end without this one.
             if blocks.lookup(block_id(entry.parent, entry.tokens[: length - len(prefix)])) is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
 
@@ -13,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, Entry, chain
+from perdure.cache.found import Found, Match
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.rates import Rates
-from perdure.cache.siblings import beginnings, closest, common, merged
+from perdure.cache.reuse_rule import ReuseRule
+from perdure.cache.siblings import common, merged
 from perdure.errors import CorruptStateError
 
 Ids = NDArray[np.int32]
@@ -50,47 +51,6 @@ class LowerTier(Protocol):
     def clear(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A prefix that is kept: whole blocks, and of the last one the first `keep` tokens."""
-
-    entries: tuple[Entry, ...] = ()
-    keep: int = 0
-
-    @property
-    def length(self) -> int:
-        return self.entries[-1].start + self.keep if self.entries else 0
-
-    def in_blocks(self, size: int) -> Found:
-        """The same prefix without a block of which only a part is wanted, or which is shorter than `size`."""
-        if not self.entries or self.keep == size:
-            return self
-        return Found(self.entries[:-1], size if len(self.entries) > 1 else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A prefix with its state, all of it verified."""
-
-    blocks: tuple[Block, ...] = ()
-    keep: int = 0
-    lower: int = 0
-    """Tokens of it that came from the lower tier."""
-
-    @property
-    def length(self) -> int:
-        return self.blocks[-1].start + self.keep if self.blocks else 0
-
-    @property
-    def pieces(self) -> list[NDArray[np.uint8]]:
-        rows = [block.rows for block in self.blocks if block.rows is not None]
-        return [*rows[:-1], rows[-1][: self.keep]] if rows else []
-
-    @property
-    def tail_state(self) -> NDArray[np.uint8] | None:
-        return self.blocks[-1].tail_state if self.blocks else None
-
-
 class Tiers:
     """The memory, and behind it perhaps something slower, searched as one."""
 
@@ -99,26 +59,15 @@ class Tiers:
         self.lower = lower
         self.rates = Rates()
 
-    def longest_prefix(
-        self, root: BlockId, tokens: Ids, *, size: int, limit: int, needs_checkpoint: bool
-    ) -> Found:
-        """The longest prefix of `tokens`, at most `limit` long, that can be put back.
-
-        Where a memory cannot be cut (`needs_checkpoint`), that is the end of a block with a tail state; else
-        any token.
-        """
+    def longest_prefix(self, root: BlockId, tokens: Ids, *, size: int, limit: int, rule: ReuseRule) -> Found:
+        """The longest prefix of `tokens`, at most `limit` long, that can be put back by `rule`."""
         path = self._path(root, tokens[:limit], size)
-        for count in range(len(path), -1, -1):
-            parent = path[count - 1].id if count else root
-            if needs_checkpoint or count == len(path):
-                # A tail may end where no whole block does.
-                tail = tokens[count * size : min(limit, (count + 1) * size)]
-                shared, entry = self._closest(parent, tail, needs_checkpoint)
-                if entry is not None:
-                    return Found((*path[:count], entry), shared)
-            if count and (not needs_checkpoint or path[count - 1].has_tail_state):
-                return Found(tuple(path[:count]), size)
-        return Found()
+        found = rule.longest(self, root, path, tokens[:limit], size)
+        last = len(found.entries) - 1
+        if found.entries and not (last < len(path) and path[last] is found.entries[last]):
+            # The whole blocks were touched on the way; this tail was not.
+            self.memory.lookup(found.entries[last].id)
+        return found
 
     def _path(self, root: BlockId, tokens: Ids, size: int) -> list[Entry]:
         """The whole blocks that are kept, one after the other."""
@@ -138,22 +87,19 @@ class Tiers:
         """How much of `found` would have to be read."""
         return sum(entry.nbytes for entry in found.entries if entry.id not in self.memory)
 
-    def held(self, found: Found, *, needs_checkpoint: bool) -> Found:
+    def held(self, found: Found, rule: ReuseRule) -> Found:
         """What of `found` needs no reading."""
         entries = []
         for entry in found.entries:
             if entry.id not in self.memory:
                 break
             entries.append(entry)
-        while needs_checkpoint and entries and not entries[-1].has_tail_state:
-            entries.pop()
+        entries = rule.usable(entries)
         if len(entries) == len(found.entries):
             return found
         return Found(tuple(entries), len(entries[-1].tokens) if entries else 0)
 
-    def load(
-        self, found: Found, *, needs_checkpoint: bool, fits: Callable[[Block], bool] | None = None
-    ) -> Match:
+    def load(self, found: Found, rule: ReuseRule, *, fits: Callable[[Block], bool] | None = None) -> Match:
         """The blocks of `found`, up to the first that is damaged, gone or does not fit; that is dropped."""
         blocks: list[Block] = []
         lower = 0
@@ -164,8 +110,7 @@ class Tiers:
                 self.drop(block.id)
                 block = None
             if block is None:
-                while needs_checkpoint and blocks and blocks[-1].tail_state is None:
-                    blocks.pop()
+                blocks = rule.usable(blocks)
                 end = blocks[-1].end if blocks else 0
                 return Match(tuple(blocks), len(blocks[-1].tokens) if blocks else 0, min(lower, end))
             if block is not entry:
@@ -223,15 +168,3 @@ class Tiers:
         self.memory.clear()
         if self.lower is not None:
             self.lower.clear()
-
-    def _closest(self, parent: BlockId, tokens: Ids, needs_checkpoint: bool) -> tuple[int, Entry | None]:
-        """The child of `parent` that shares most of its first tokens with `tokens`; where a memory cannot be
-        cut (`needs_checkpoint`), of those that hold nothing else and have a tail state."""
-        if needs_checkpoint:
-            found = next((each for each in beginnings(self, parent, tokens) if each.has_tail_state), None)
-            best = len(found.tokens) if found is not None else 0
-        else:
-            best, found = closest(self, parent, tokens)
-        if found is not None:
-            self.memory.lookup(found.id)
-        return best, found

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import BlockId
 from perdure.cache.record import Record, RecordIndex, doomed
+from perdure.cache.reuse_rule import ANY_TOKEN
 from perdure.cache.siblings import beginnings, continuations
 from perdure.errors import InvalidInputError
 from perdure.store.disk import DiskTier, Entry
@@ -100,7 +101,7 @@ class Records:
         gone = needs.of(wanted, namespace)
         for record in gone:
             needs.remove(record)
-        self.drop(gone, doomed(self._disk, gone, needs, needs_checkpoint=False).drop)
+        self.drop(gone, doomed(self._disk, gone, needs, ANY_TOKEN).drop)
         return len(gone)
 
     def _path(self, root: BlockId, tokens: NDArray[np.int32]) -> list[Entry]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.tiers import Found
+from perdure.cache.found import Found
 
 Counts = NDArray[np.int64]
 

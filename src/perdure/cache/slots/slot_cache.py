@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import BLOCK, Block, BlockId
 from perdure.cache.block_cache import BlockCache
-from perdure.cache.checkpoints import Checkpoints, Point, PrefixHash
+from perdure.cache.found import Found, Match
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.record import Record, RecordIndex
-from perdure.cache.slot_choice import PUT_BACK, Choice, Counts, Option, SlotView, choose
-from perdure.cache.slot_index import SlotIndex
-from perdure.cache.tiers import Found, LowerTier, Match, Tiers
+from perdure.cache.slots.reuse_reason import why_not_exact, why_not_more
+from perdure.cache.slots.slot_checkpoints import SlotCheckpoints
+from perdure.cache.slots.slot_choice import PUT_BACK, Choice, Counts, Option, SlotView, choose
+from perdure.cache.slots.slot_index import SlotIndex
+from perdure.cache.tiers import LowerTier, Tiers
 from perdure.decode.slots import LATER, Later, Plan, ReuseReport, SlotAssignment
 from perdure.engine.context import Context
-from perdure.engine.state import Checkpoint
 from perdure.errors import EngineError
 from perdure.identity import Identity
 
@@ -36,9 +37,6 @@ class _Slot:
     seq: int
     busy: bool = False
     namespace: str = ""
-    checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    passed: PrefixHash | None = None
-    """The hash of its tokens as far as the last checkpoint."""
     exact: int = 0
     """Tokens of it, from the first on, that were or will be computed in the steps of exact mode."""
     forget: bool = False
@@ -65,22 +63,19 @@ class SlotCache:
         """With `exact`, prompts are computed in steps of so many tokens, each alone: only what was computed
         in just those steps is used again, so that the next reply has the bits of a cold one."""
         self._exact = exact
-        self._inexact = None if exact is None else _why_not_exact(context)
+        self._inexact = None if exact is None else why_not_exact(context)
         if exact is not None:
             block_size, spacing = exact, max(1, spacing // exact) * exact
-        self._cuts = not context.memory.needs_checkpoint
         self.budget = budget
-        # A memory that cannot be cut has checkpoints besides blocks: both keep to one budget.
-        self._points_budget = 0 if self._cuts else budget // 4
-        # So does the memory through which states pass on their way.
+        # Checkpoints, blocks, and the memory through which states pass on their way keep to one budget.
+        self._checkpoints = SlotCheckpoints.of(context, budget=budget, spacing=spacing)
         self._scratch = context.limit_scratch(budget // 8)
-        self.tier = MemoryTier(budget - self._points_budget - self._scratch)
+        self.tier = MemoryTier(budget - self._checkpoints.budget - self._scratch)
         self.tiers = Tiers(self.tier, lower)
         self.reused: dict[str, int] = {}
         self.computed = 0
         self._blocks = BlockCache(context, self.tiers, block_size=block_size, exact=exact is not None)
         self._context = context
-        self._spacing = spacing
         self._slots = [_Slot(seq) for seq in range(context.n_seq)]
         self._index = SlotIndex(context.n_seq)
         self._indexed = b""
@@ -91,7 +86,7 @@ class SlotCache:
     @property
     def nbytes(self) -> int:
         """What is kept besides the sequences themselves."""
-        return self.tier.nbytes + self._points_bytes() + self._context.scratch_bytes
+        return self.tier.nbytes + self._checkpoints.nbytes + self._context.scratch_bytes
 
     # For the scheduler.
 
@@ -113,9 +108,10 @@ class SlotCache:
         )
         slot = self._slots[choice.best.seq]
         tiers, trouble = self._fill(choice.best, tokens, namespace)
-        self._thin_out()
+        self._checkpoints.thin_out()
         reused = sum(tiers.values())
-        slot.busy, slot.namespace, slot.passed = True, namespace, None
+        slot.busy, slot.namespace = True, namespace
+        self._checkpoints.start(slot.seq)
         self._idle[slot.seq] = False
         try:
             slot.exact = self.keepable(len(wanted))
@@ -124,7 +120,20 @@ class SlotCache:
             if reused:
                 with suppress(EngineError):
                     self.reached(slot.seq, reused, {len(tokens)})
-            why = refusal or trouble or self._why_not_more(tokens, namespace, reused, choice.reach, anywhere)
+            why = (
+                refusal
+                or trouble
+                or why_not_more(
+                    self._blocks,
+                    tokens,
+                    namespace,
+                    reused=reused,
+                    reach=choice.reach,
+                    shared=anywhere,
+                    exact=self._exact,
+                    budget=self.budget,
+                )
+            )
         except BaseException:
             # Whoever asked does not get it, so nobody else would give it back.
             self.release(slot.seq)
@@ -150,26 +159,12 @@ class SlotCache:
 
     def chunk(self, seq: int, cached: int, count: int, returns: Collection[int]) -> int:
         """Where a memory cannot be cut, steps end at the places that are worth coming back to."""
-        if self._cuts:
-            return count
-        stops = [(cached // self._spacing + 1) * self._spacing, *returns]
-        return min([count, *(stop - cached for stop in stops if stop > cached)])
+        return self._checkpoints.chunk(cached, count, returns)
 
     def reached(self, seq: int, length: int, returns: Collection[int]) -> None:
         """A step ended at `length`: keep a checkpoint if it is such a place."""
-        if self._cuts or (length % self._spacing and length not in map(self.keepable, returns)):
-            return
-        slot = self._slots[seq]
-        if length and not slot.checkpoints.has(length):
-            # Room first: the next one is about as large as the last.
-            self._thin_out(slot.checkpoints.last.nbytes if slot.checkpoints.last else 0)
-            state = self._context.checkpoint(seq).state
-            if slot.passed is None or slot.passed.length > length:
-                slot.passed = PrefixHash(self._context.identity.digest)
-            digest = slot.passed.advance(self._context.token_array(seq, slot.passed.length, length))
-            if state is not None:
-                slot.checkpoints.add(Point(length, digest, state))
-            self._thin_out()
+        places = returns if self._exact is None else {self.keepable(place) for place in returns}
+        self._checkpoints.reached(seq, length, places)
 
     def timed(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens has taken so long."""
@@ -309,28 +304,10 @@ class SlotCache:
         return slot.namespace == namespace and self._context.common_prefix(tokens, slot.seq) == len(tokens)
 
     def _empty(self, slot: _Slot) -> None:
-        slot.checkpoints, slot.forget = Checkpoints(), False
+        slot.forget = False
+        self._checkpoints.forget(slot.seq)
         with suppress(EngineError):
             self._context.clear(slot.seq)
-
-    # Checkpoints.
-
-    def _points(self, slot: _Slot) -> Checkpoints:
-        """The checkpoints that belong to what `slot` holds now."""
-        if not len(slot.checkpoints):
-            return slot.checkpoints
-        return slot.checkpoints.along(self._context.identity.digest, self._context.token_array(slot.seq))
-
-    def _points_bytes(self) -> int:
-        return 0 if self._cuts else sum(slot.checkpoints.nbytes for slot in self._slots)
-
-    def _thin_out(self, room: int = 0) -> None:
-        """Keep the checkpoints of all sequences within their share of the budget: every second one goes."""
-        while self._points_bytes() + room > self._points_budget:
-            slot = max(self._slots, key=lambda slot: slot.checkpoints.nbytes)
-            if not len(slot.checkpoints):
-                return
-            slot.checkpoints.thin_out()
 
     # Choosing.
 
@@ -357,10 +334,7 @@ class SlotCache:
         found: Found,
     ) -> tuple[Choice, Counts]:
         shared = self._index.shared(namespace, wanted)
-        reach = np.minimum(self._usable(shared), held)
-        if not self._cuts:
-            for seq in np.flatnonzero(reach):
-                reach[seq] = self._cut(self._slots[seq], int(reach[seq]), int(held[seq]))
+        reach = self._checkpoints.reach_all(np.minimum(self._usable(shared), held), held)
         memory, pool = self._context.memory, self._context.capabilities.shared
         copies = not pool or memory.forks_in_pool
         # A copy between streams moves all their cells, whatever they hold; in a pool it moves none.
@@ -368,7 +342,7 @@ class SlotCache:
         # Whether reading beats computing is for the measured rates to say.
         kept = [(found, self.tiers.rates.cost(self.tiers.lower_bytes(found)))] if found.length else []
         if kept and kept[0][1]:
-            at_hand = self.tiers.held(found, needs_checkpoint=self._blocks.needs_checkpoint)
+            at_hand = self.tiers.held(found, self._blocks.rule)
             kept += [(at_hand, 0.0)] if at_hand.length else []
         view = SlotView(idle=idle, used=self._used, held=held, reach=reach)
         fits = self._blocks.fits
@@ -391,7 +365,7 @@ class SlotCache:
         for seq in np.flatnonzero(changed):
             slot = self._slots[seq]
             self._index.put(int(seq), slot.namespace, self._context.token_array(int(seq)))
-            slot.checkpoints = self._points(slot)
+            self._checkpoints.along(slot.seq)
         return held
 
     def _reach(self, slot: _Slot, tokens: Ids) -> int:
@@ -399,24 +373,12 @@ class SlotCache:
         shared = self._context.common_prefix(tokens, slot.seq)
         if self._exact is not None:
             shared = self.keepable(min(shared, slot.exact))
-        if not self._cuts:
-            slot.checkpoints = self._points(slot)
-        return self._cut(slot, shared, self._context.length(slot.seq))
-
-    def _cut(self, slot: _Slot, shared: int, held: int) -> int:
-        """The longest length up to `shared` that `slot`, which holds `held` tokens, can be cut to."""
-        if shared in (0, held) or self._cuts:
-            return shared
-        if self._context.memory.cuts and self._context.shortest_cut(slot.seq) <= shared:
-            return shared
-        return max((point.length for point in slot.checkpoints if point.length <= shared), default=0)
+        self._checkpoints.along(slot.seq)
+        return self._checkpoints.reach(slot.seq, shared, self._context.length(slot.seq))
 
     def _soon(self, shared: Counts, held: Counts) -> int:
         """The longest prefix of a prompt that a running request is about to have computed."""
-        shared = self._usable(shared)
-        if not self._cuts:
-            # Only its whole prompt, or the places where it keeps a checkpoint.
-            shared = np.where(shared < self._index.lengths, shared - shared % self._spacing, shared)
+        shared = self._checkpoints.coming(self._usable(shared), self._index.lengths)
         return int(np.where(~self._idle & (shared > held), shared, 0).max(initial=0))
 
     # Moving.
@@ -432,15 +394,15 @@ class SlotCache:
             if source is slot:
                 if option.length < self._context.length(slot.seq):
                     self._store(slot)
-                self._bring(slot, option.length)
+                self._checkpoints.go_back(slot.seq, option.length)
                 return {"slot": option.length}, ""
             self._swap_out(slot, source)
             slot.namespace = namespace
             if isinstance(source, _Slot):
                 self._context.fork(source.seq, slot.seq)
                 slot.exact = source.exact
-                slot.checkpoints = self._points(source)
-                self._bring(slot, option.length)
+                self._checkpoints.copy(source.seq, slot.seq)
+                self._checkpoints.go_back(slot.seq, option.length)
                 return {"slot": option.length}, ""
             if source is not None:
                 tiers, trouble = self._swap_in(slot, source, tokens)
@@ -449,7 +411,7 @@ class SlotCache:
         except Exception as error:
             # What could not be moved, for whatever reason, is computed; the ledger says what is there.
             trouble = f"what was held could not be brought in place: {error}"
-        slot.checkpoints = Checkpoints()
+        self._checkpoints.forget(slot.seq)
         self._context.clear(slot.seq)
         return {}, trouble
 
@@ -461,7 +423,7 @@ class SlotCache:
             self._store(slot)
         finally:
             self.tier.unpin(held)
-        slot.checkpoints = Checkpoints()
+        self._checkpoints.forget(slot.seq)
         self._context.clear(slot.seq)
 
     def _swap_in(self, slot: _Slot, found: Found, tokens: Ids) -> tuple[dict[str, int], str]:
@@ -472,31 +434,8 @@ class SlotCache:
         if not match.length:
             return {}, trouble
         self._context.assemble(tokens[: match.length], match.pieces, match.tail_state, slot.seq)
-        slot.checkpoints = self._checkpoints(match)
+        self._checkpoints.swapped_in(slot.seq, match)
         return _by_tier(match, self.tiers), trouble
-
-    def _bring(self, slot: _Slot, length: int) -> None:
-        """Cut `slot` to `length`, which `_reach` found that it can be cut to."""
-        context = self._context
-        if length < context.length(slot.seq):
-            if self._cuts or length == 0 or context.shortest_cut(slot.seq) <= length:
-                context.truncate(length, slot.seq)
-            else:
-                point = next(point for point in self._points(slot) if point.length == length)
-                tokens = context.token_array(slot.seq, 0, length)
-                context.restore(Checkpoint(context.identity.digest, tokens, point.state), slot.seq)
-        slot.checkpoints = self._points(slot)
-
-    def _checkpoints(self, match: Match) -> Checkpoints:
-        """The points on the way that a sequence put back from blocks can go back to."""
-        points = Checkpoints()
-        if not self._cuts and match.pieces:
-            passed = PrefixHash(self._context.identity.digest)
-            for block in match.blocks:
-                digest = passed.advance(block.tokens)
-                if block.tail_state is not None:
-                    points.add(Point(block.end, digest, block.tail_state))
-        return points
 
     def _store(self, slot: _Slot) -> None:
         """Copy what `slot` holds into the tiers. What cannot be copied is computed again one day."""
@@ -504,42 +443,7 @@ class SlotCache:
             length = self._context.length(slot.seq)
             if self._exact is not None:
                 length = self.keepable(min(length, slot.exact))
-            self._blocks.store(slot.seq, slot.namespace, self._points(slot), length)
-
-    # Explaining.
-
-    def _why_not_more(self, tokens: Ids, namespace: str, reused: int, reach: int, shared: int) -> str:
-        if reused >= len(tokens):
-            return "all but the last token, whose logits are needed"
-        if reach > reused:
-            return f"moving {reach} tokens from elsewhere costs more than computing them"
-        kind = self._context.memory.name
-        if shared > reused and self._exact is not None:
-            return (
-                f"exact mode goes on where a step of {self._exact} prompt tokens ended: what came after "
-                f"token {reused}, such as a reply, is read again"
-            )
-        if shared > reused:
-            went = f"it went back to {reused}" if reused else "nothing before it is left to go back to"
-            return f"a {kind} memory has no checkpoint at token {shared}: {went}"
-        if self._blocks.was_evicted(tokens, namespace, shared):
-            return f"what followed token {shared} was evicted: the budget is {self.budget} bytes"
-        if reused:
-            return f"first difference at token {reused}"
-        if field_name := self._blocks.changed(tokens, namespace):
-            return f"the identity changed in its {field_name}"
-        return "nothing like it is held"
-
-
-def _why_not_exact(context: Context) -> str | None:
-    """Why state that is put back would not be the same bits as state that was computed in place, if so."""
-    if context.capabilities.shared:
-        return "exact mode reuses nothing in a pool of cells: what follows depends on where they lie"
-    if context.identity.attention == "plain":
-        return "exact mode reuses nothing without flash attention: what follows depends on where cells lie"
-    if not context.memory.restores_bits:
-        return "exact mode reuses nothing of a window that is not kept: it comes back in another order"
-    return None
+            self._blocks.store(slot.seq, slot.namespace, self._checkpoints.along(slot.seq), length)
 
 
 def _by_tier(match: Match, tiers: Tiers) -> dict[str, int]:

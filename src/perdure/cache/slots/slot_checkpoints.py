@@ -1,0 +1,235 @@
+"""Checkpoints of the slots: how a sequence in a slot is brought back to an earlier length."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.cache.found import Match
+from perdure.cache.slots.checkpoints import Checkpoints, Point, PrefixHash
+from perdure.engine.context import Context
+from perdure.engine.state import Checkpoint
+
+Counts = NDArray[np.int64]
+
+
+class SlotCheckpoints(ABC):
+    """What is kept of the slots of a context, so that their sequences can go back.
+
+    Always holds: the checkpoints of a slot belong to the tokens that it holds, or are found not to before
+    they are used; together they stay within their byte budget.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    @staticmethod
+    def of(context: Context, *, budget: int, spacing: int) -> SlotCheckpoints:
+        """The rule for the memory of `context`. Out of `budget` bytes for state it takes its share."""
+        if context.memory.needs_checkpoint:
+            return KeptCheckpoints(context, budget=budget // 4, spacing=spacing)
+        return CutAnywhere(context)
+
+    budget: int
+    """Bytes for checkpoints, at most."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int: ...
+
+    @abstractmethod
+    def chunk(self, cached: int, count: int, returns: Collection[int]) -> int:
+        """How many of the next `count` tokens a step may compute, so that it ends where it is worth coming
+        back to."""
+
+    @abstractmethod
+    def reached(self, seq: int, length: int, returns: Collection[int]) -> None:
+        """A step ended at `length`: keep a checkpoint if it is such a place."""
+
+    @abstractmethod
+    def start(self, seq: int) -> None:
+        """A request takes over what `seq` holds."""
+
+    @abstractmethod
+    def forget(self, seq: int) -> None: ...
+
+    @abstractmethod
+    def copy(self, source: int, seq: int) -> None:
+        """`seq` has become a copy of `source`."""
+
+    @abstractmethod
+    def swapped_in(self, seq: int, match: Match) -> None:
+        """`seq` was put back from blocks, some of which have tail states."""
+
+    @abstractmethod
+    def along(self, seq: int) -> Checkpoints:
+        """The checkpoints that belong to what `seq` holds now. Others are forgotten."""
+
+    @abstractmethod
+    def reach(self, seq: int, shared: int, held: int) -> int:
+        """The longest length up to `shared` that `seq`, which holds `held` tokens, can be brought to."""
+
+    @abstractmethod
+    def reach_all(self, shared: Counts, held: Counts) -> Counts:
+        """The same for every slot."""
+
+    @abstractmethod
+    def coming(self, shared: Counts, lengths: Counts) -> Counts:
+        """What of `shared` can be used once the prompts that are being computed, of these lengths, are."""
+
+    @abstractmethod
+    def go_back(self, seq: int, length: int) -> None:
+        """Bring `seq` to `length`, which `reach` found that it can be brought to."""
+
+    @abstractmethod
+    def thin_out(self) -> None:
+        """Keep within the budget."""
+
+
+class CutAnywhere(SlotCheckpoints):
+    """Slots of full attention: they are cut where it is wanted, and nothing is kept for it."""
+
+    budget = 0
+    nbytes = 0
+
+    def chunk(self, cached: int, count: int, returns: Collection[int]) -> int:
+        return count
+
+    def reached(self, seq: int, length: int, returns: Collection[int]) -> None:
+        pass
+
+    def start(self, seq: int) -> None:
+        pass
+
+    def forget(self, seq: int) -> None:
+        pass
+
+    def copy(self, source: int, seq: int) -> None:
+        pass
+
+    def swapped_in(self, seq: int, match: Match) -> None:
+        pass
+
+    def along(self, seq: int) -> Checkpoints:
+        return Checkpoints()
+
+    def reach(self, seq: int, shared: int, held: int) -> int:
+        return shared
+
+    def reach_all(self, shared: Counts, held: Counts) -> Counts:
+        return shared
+
+    def coming(self, shared: Counts, lengths: Counts) -> Counts:
+        return shared
+
+    def go_back(self, seq: int, length: int) -> None:
+        if length < self._context.length(seq):
+            self._context.truncate(length, seq)
+
+    def thin_out(self) -> None:
+        pass
+
+
+class KeptCheckpoints(SlotCheckpoints):
+    """Slots of a memory with a tail state: they go back to where one was kept, every `spacing` tokens and
+    where a caller means to return to."""
+
+    def __init__(self, context: Context, *, budget: int, spacing: int) -> None:
+        super().__init__(context)
+        self.budget = budget
+        self._spacing = spacing
+        self._kept = [Checkpoints() for _ in range(context.n_seq)]
+        self._passed: list[PrefixHash | None] = [None] * context.n_seq
+        """By slot, the hash of its tokens as far as the last checkpoint."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self._kept)
+
+    def chunk(self, cached: int, count: int, returns: Collection[int]) -> int:
+        stops = [(cached // self._spacing + 1) * self._spacing, *returns]
+        return min([count, *(stop - cached for stop in stops if stop > cached)])
+
+    def reached(self, seq: int, length: int, returns: Collection[int]) -> None:
+        if not length or (length % self._spacing and length not in returns):
+            return
+        kept = self._kept[seq]
+        if kept.has(length):
+            return
+        # Room first: the next one is about as large as the last.
+        self._thin_out(kept.last.nbytes if kept.last else 0)
+        state = self._context.checkpoint(seq).state
+        passed = self._passed[seq]
+        if passed is None or passed.length > length:
+            passed = self._passed[seq] = PrefixHash(self._context.identity.digest)
+        digest = passed.advance(self._context.token_array(seq, passed.length, length))
+        if state is not None:
+            kept.add(Point(length, digest, state))
+        self._thin_out()
+
+    def start(self, seq: int) -> None:
+        self._passed[seq] = None
+
+    def forget(self, seq: int) -> None:
+        self._kept[seq] = Checkpoints()
+
+    def copy(self, source: int, seq: int) -> None:
+        self._kept[seq] = Checkpoints(self.along(source))
+
+    def swapped_in(self, seq: int, match: Match) -> None:
+        points = Checkpoints()
+        if match.pieces:
+            passed = PrefixHash(self._context.identity.digest)
+            for block in match.blocks:
+                digest = passed.advance(block.tokens)
+                if block.tail_state is not None:
+                    points.add(Point(block.end, digest, block.tail_state))
+        self._kept[seq] = points
+
+    def along(self, seq: int) -> Checkpoints:
+        if len(self._kept[seq]):
+            identity, tokens = self._context.identity.digest, self._context.token_array(seq)
+            self._kept[seq] = self._kept[seq].along(identity, tokens)
+        return self._kept[seq]
+
+    def reach(self, seq: int, shared: int, held: int) -> int:
+        if shared in (0, held):
+            return shared
+        if self._context.memory.cuts and self._context.shortest_cut(seq) <= shared:
+            return shared
+        return max((point.length for point in self._kept[seq] if point.length <= shared), default=0)
+
+    def reach_all(self, shared: Counts, held: Counts) -> Counts:
+        reach = shared.copy()
+        for seq in np.flatnonzero(reach):
+            reach[seq] = self.reach(int(seq), int(reach[seq]), int(held[seq]))
+        return reach
+
+    def coming(self, shared: Counts, lengths: Counts) -> Counts:
+        # Only a whole prompt, or the places where it keeps a checkpoint.
+        return np.where(shared < lengths, shared - shared % self._spacing, shared)
+
+    def go_back(self, seq: int, length: int) -> None:
+        context = self._context
+        if length < context.length(seq):
+            if length == 0 or context.shortest_cut(seq) <= length:
+                context.truncate(length, seq)
+            else:
+                point = next(point for point in self.along(seq) if point.length == length)
+                tokens = context.token_array(seq, 0, length)
+                context.restore(Checkpoint(context.identity.digest, tokens, point.state), seq)
+        self.along(seq)
+
+    def thin_out(self) -> None:
+        self._thin_out()
+
+    def _thin_out(self, room: int = 0) -> None:
+        """Every second one of the slot that keeps most goes, until `room` more bytes fit."""
+        while self.nbytes + room > self.budget:
+            largest = max(self._kept, key=lambda each: each.nbytes)
+            if not len(largest):
+                return
+            largest.thin_out()
