@@ -15,6 +15,7 @@ SOURCE = Path(perdure.__file__).parent
 # From low to high: each may import itself and whatever stands before it.
 LAYERS = (
     "errors",
+    "checks",
     "option_names",
     "system",
     "config",

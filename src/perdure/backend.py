@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from perdure import system
 from perdure.cache.prefix_cache import PrefixCache
 from perdure.cache.slots.slot_cache import SlotCache
+from perdure.checks import is_whole
+from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
 from perdure.decode.embedding import EmbeddingQueue, Embeddings
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.job import Job
@@ -75,14 +77,14 @@ class LocalBackend:
         self,
         model: Model,
         *,
-        n_ctx: int = 4096,
-        slots: int = 4,
+        n_ctx: int = N_CTX,
+        slots: int = SLOTS,
         exact: bool = False,
-        queue: int = 256,
+        queue: int = QUEUE,
         stall: float = STALL,
         cache: int | None = None,
         store: str | os.PathLike[str] | None = None,
-        store_bytes: int = 16 << 30,
+        store_bytes: int = STORE_BYTES,
         own_model: bool = False,
         **context: Any,
     ) -> None:
@@ -189,11 +191,11 @@ class LocalBackend:
 
 
 def _bytes(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not is_whole(value) or value < 0:
         raise InvalidInputError(f"{name} is a number of bytes, 0 for none, got {value!r}")
     return value
 
 
 def _default_budget() -> int:
     """An eighth of this machine's memory, 2 GiB at most; a system that does not tell is taken to have 4."""
-    return min(2 << 30, (system.physical_memory() or 4 << 30) // 8)
+    return min(2 << 30, system.memory_to_share() // 8)

@@ -13,7 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from perdure.checks import is_whole
 from perdure.errors import InvalidInputError
+
+N_CTX = 4096
+"""Tokens that one request can hold, unless somebody says otherwise."""
+SLOTS = 4
+"""Requests that are served at once."""
+QUEUE = 256
+"""Requests that may wait."""
+Overflow = Literal["error", "drop_oldest", "shift", "fold"]
+"""What happens when a conversation no longer fits."""
+ReasoningMode = Literal["show", "hide", "capture"]
+"""What becomes of a model's reasoning: part of the text, left out, or apart."""
+STORE_BYTES = 16 << 30
+"""Blocks in a store, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +174,7 @@ def parse_setting(name: str, value: object, origin: str) -> str | int | float:
     try:
         if isinstance(value, str):
             return setting.kind(value)
-        if setting.kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if setting.kind is float and is_whole(value):
             return float(value)
         if isinstance(value, setting.kind) and not isinstance(value, bool):
             return value

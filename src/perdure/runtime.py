@@ -22,6 +22,7 @@ from perdure.chat.keywords import ChatKeywords, TurnKeywords
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.templates.template import Template
+from perdure.config import N_CTX, QUEUE, SLOTS
 from perdure.decode.choice import Choice, Normalisation, ranked
 from perdure.decode.embedding import Embeddings
 from perdure.decode.job import Job, result_of
@@ -405,10 +406,10 @@ _NOT_OPTIONS = {"model", "unknown"}
 def open(  # noqa: A001
     model: str | os.PathLike[str] | ModelContract | None = None,
     *,
-    n_ctx: int = 4096,
-    slots: int = 4,
+    n_ctx: int = N_CTX,
+    slots: int = SLOTS,
     exact: bool = False,
-    queue: int = 256,
+    queue: int = QUEUE,
     stall: float | None = None,
     cache: int | None = None,
     store: str | os.PathLike[str] | None = None,

@@ -50,6 +50,11 @@ def physical_memory() -> int | None:
     return status[0] if status else None
 
 
+def memory_to_share() -> int:
+    """Bytes of memory of this machine; one that does not tell is taken to have 4 GiB."""
+    return physical_memory() or 4 << 30
+
+
 def available_memory() -> int | None:
     """Bytes that programs can still get without swapping, where the system tells."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _proc("meminfo"), re.MULTILINE)

@@ -20,7 +20,7 @@ from perdure import (
     Template,
     TemplateError,
 )
-from perdure.chat.overflow import Overflow
+from perdure.config import Overflow
 from perdure.engine.toy import ToyModel
 from perdure.memory import MEMORY_KINDS, MemorySpec
 from sessions.talking import TerseModel

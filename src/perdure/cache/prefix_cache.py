@@ -14,7 +14,7 @@ from perdure.cache.block import Block, BlockId
 from perdure.cache.record import Record, RecordIndex, check_labels
 from perdure.cache.slots.slot_cache import SlotCache
 from perdure.decode.slots import Plan, ReuseReport
-from perdure.errors import TokenError
+from perdure.engine.token_ids import token_array
 from perdure.identity import Identity
 
 
@@ -234,9 +234,4 @@ def _names(labels: Iterable[str]) -> frozenset[str]:
 
 
 def _token_ids(tokens: Iterable[int]) -> NDArray[np.int32]:
-    ids = np.asarray(list(tokens))
-    if not ids.size:
-        raise TokenError("a prefix to warm needs at least one token")
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= 1 << 31:
-        raise TokenError("a prefix to warm is a text, or a flat list of token ids")
-    return ids.astype(np.int32)
+    return token_array(list(tokens), 1 << 31, what="a prefix")

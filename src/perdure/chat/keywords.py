@@ -7,8 +7,7 @@ from typing import Any
 
 from perdure.chat.message import Tool
 from perdure.chat.options import ToolChoice
-from perdure.chat.overflow import Overflow
-from perdure.chat.parsing.markers import ReasoningMode
+from perdure.config import Overflow, ReasoningMode
 from perdure.decode.keywords import ReplyKeywords
 
 

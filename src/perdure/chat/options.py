@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from perdure.chat.message import Tool
-from perdure.chat.overflow import Overflow, check_policy
-from perdure.chat.parsing.markers import ReasoningMode
+from perdure.chat.overflow import check_policy
+from perdure.chat.parsing.markers import check_mode
+from perdure.checks import is_whole
+from perdure.config import Overflow, ReasoningMode
 from perdure.errors import InvalidInputError
 
 ToolChoice = str | Mapping[str, Any]
@@ -35,10 +37,9 @@ class ChatOptions:
 
     def __post_init__(self) -> None:
         check_policy(self.overflow)
-        if self.reasoning not in ("show", "hide", "capture"):
-            raise InvalidInputError(f"reasoning is one of show, hide, capture, got {self.reasoning!r}")
+        check_mode(self.reasoning)
         budget = self.reasoning_budget
-        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
+        if budget is not None and (not is_whole(budget) or budget < 0):
             raise InvalidInputError(f"reasoning_budget is None or a number of tokens from 0, got {budget!r}")
 
     @classmethod

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Literal, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from perdure.chat.message import Message
+from perdure.config import Overflow
 from perdure.errors import ContextOverflow, InvalidInputError
-
-Overflow = Literal["error", "drop_oldest", "shift", "fold"]
 
 T = TypeVar("T")
 

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from perdure.checks import is_whole
+from perdure.config import QUEUE
 from perdure.decode.executor import Executor
 from perdure.decode.group import SequenceGroup, make_group
 from perdure.decode.job import Job
@@ -53,13 +55,13 @@ class EngineLoop:
         context: Context,
         *,
         exact: bool = False,
-        queue: int = 256,
+        queue: int = QUEUE,
         chunk: int = CHUNK,
         stall: float = STALL,
         slots: Slots | None = None,
     ) -> None:
         for name, value, low in (("queue", queue, 0), ("chunk", chunk, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            if not is_whole(value) or value < low:
                 raise InvalidInputError(f"{name} is a whole number from {low}, got {value!r}")
         self._model = model
         self._context = context

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request
@@ -20,7 +15,8 @@ from perdure.decode.slots import SlotAssignment
 from perdure.engine.context import Context
 from perdure.engine.contract import Model
 from perdure.engine.state import Checkpoint
-from perdure.errors import ContextOverflow, TokenError
+from perdure.engine.token_ids import token_array
+from perdure.errors import ContextOverflow
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +87,7 @@ def make_group(
     deadline: float | None,
 ) -> SequenceGroup:
     """The sequences of a request. Whatever is wrong with it is raised here, before any work."""
-    ids = _token_ids(request.prompt, context.n_vocab)
+    ids = token_array(request.prompt, context.n_vocab, what="a prompt")
     # The last token that is written is never fed, so it needs no room.
     room = context.n_ctx - len(ids) + 1
     wanted = request.max_tokens or 1
@@ -124,11 +120,3 @@ def make_group(
             )
         )
     return SequenceGroup(output, sequences, deadline)
-
-
-def _token_ids(prompt: Sequence[int], n_vocab: int) -> NDArray[np.integer]:
-    with suppress(ValueError):
-        ids = np.asarray(prompt)
-        if ids.ndim == 1 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < n_vocab:
-            return ids
-    raise TokenError(f"a prompt is a flat list of token ids from 0 to {n_vocab - 1}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from perdure.checks import is_number
 from perdure.errors import InvalidInputError
 
 TIMED = 16
@@ -17,7 +18,7 @@ class Pace:
     """
 
     def __init__(self, *, chunk: int, largest: int, stall: float) -> None:
-        if isinstance(stall, bool) or not isinstance(stall, (int, float)) or not 0 <= stall < math.inf:
+        if not is_number(stall) or not 0 <= stall < math.inf:
             raise InvalidInputError(f"stall is a number of seconds, 0 for chunks of {chunk}, got {stall!r}")
         self.chunk = min(chunk, largest)
         self._largest = largest

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure.checks import is_whole
 from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import ReuseReport
@@ -137,7 +138,7 @@ _OPTIONS = {*Request.__dataclass_fields__, *Sampling.__dataclass_fields__, "stop
 
 
 def _is_whole(value: object, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+    return is_whole(value) and value >= low
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure.checks import is_integer
 from perdure.engine import state as saved
 from perdure.engine.batch import Batch, Part
 from perdure.engine.contract import (
@@ -33,6 +34,7 @@ from perdure.engine.ledger import Ledger
 from perdure.engine.logits import LogitsView
 from perdure.engine.rows import Source, StepRows, marked, outputs
 from perdure.engine.state import Checkpoint
+from perdure.engine.token_ids import token_array
 from perdure.engine.undo import EMPTY, Mark, Undo
 from perdure.errors import (
     CannotRewindError,
@@ -311,7 +313,7 @@ class Context:
         """Keep the first `length` tokens of `seq`."""
         with self._turn(seq):
             held = self._ledger.length(seq)
-            if not _is_whole(length) or not 0 <= length <= held:
+            if not is_integer(length) or not 0 <= length <= held:
                 raise InvalidInputError(f"sequence {seq} holds {held} tokens, cannot keep {length}")
             if 0 < length < held and not self.memory.can_cut(length, oldest := self._core.oldest(seq)):
                 reachable = self.memory.shortest_cut(held, oldest)
@@ -557,11 +559,11 @@ class Context:
 
     def _check_seqs(self, seqs: Iterable[int]) -> None:
         for seq in seqs:
-            if not _is_whole(seq) or not 0 <= seq < self.n_seq:
+            if not is_integer(seq) or not 0 <= seq < self.n_seq:
                 raise SequenceError(f"sequences run from 0 to {self.n_seq - 1}, got {seq!r}")
 
     def _check_tokens(self, tokens: Tokens) -> NDArray[np.int32]:
-        # The usual case, at every token: NumPy would take ten times as long over one number.
+        # The usual case, at every token: NumPy would take ten times as long over one number (`bench.engine`).
         if type(tokens) is list and len(tokens) == 1:
             token = tokens[0]
             if type(token) is int and 0 <= token < self.n_vocab:
@@ -569,17 +571,9 @@ class Context:
         try:
             if len(tokens) > self.n_ctx:
                 raise _overflow(len(tokens), self.n_ctx, "too many tokens for any sequence")
-            given = np.asarray(tokens)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise TokenError(f"tokens are a flat list of ids: {error}") from None
-        if given.ndim != 1 or given.size == 0:
-            raise TokenError("tokens are a flat list of at least one id")
-        if given.dtype.kind not in "iu":
-            raise TokenError(f"token ids are integers, got {given.dtype}")
-        low, high = int(given.min()), int(given.max())
-        if low < 0 or high >= self.n_vocab:
-            raise TokenError(f"token ids run from 0 to {self.n_vocab - 1}, got {low if low < 0 else high}")
-        return given.astype(np.int32)
+        except TypeError as error:
+            raise TokenError(f"a list of tokens is a flat list of token ids: {error}") from None
+        return token_array(tokens, self.n_vocab)
 
     def _check_room(self, seq: int, count: int) -> int:
         held = self._ledger.length(seq)
@@ -696,10 +690,6 @@ class Context:
                 fits=held,
             )
         return DecodeError(f"the engine failed to decode ({outcome.value}); {left}", kept=kept)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _overflow(needed: int, fits: int, why: str) -> ContextOverflow:

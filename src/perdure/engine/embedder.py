@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from perdure.engine.batch import Batch, Part
 from perdure.engine.contract import Core, Floats, Outcome, Tokens
+from perdure.engine.token_ids import token_array
 from perdure.errors import (
     ClosedError,
     ContextOverflow,
@@ -23,7 +24,6 @@ from perdure.errors import (
     DecodeError,
     EngineError,
     InvalidInputError,
-    TokenError,
 )
 
 CHUNK = 64
@@ -173,16 +173,7 @@ class Embedder:
                 raise EngineError("the engine did not let go of an earlier text")
 
     def _check_tokens(self, tokens: Tokens, what: str) -> NDArray[np.int32]:
-        n_vocab = self._core.n_vocab
-        try:
-            ids = np.asarray(tokens)
-        except ValueError:
-            ids = np.zeros((1, 1))
-        if not ids.size:
-            raise TokenError(f"{what} is empty; give at least one token")
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= n_vocab:
-            raise TokenError(f"{what} must be a flat list of token ids from 0 to {n_vocab - 1}")
-        return ids.astype(np.int32)
+        return token_array(tokens, self._core.n_vocab, what=what)
 
 
 def _normal(reading: Reading) -> Floats:

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from perdure.engine.contract import Floats
-from perdure.errors import InvalidInputError, PinnedError, StaleViewError, TokenError
+from perdure.engine.token_ids import token_array
+from perdure.errors import InvalidInputError, PinnedError, StaleViewError
 
 T = TypeVar("T")
 
@@ -222,11 +223,7 @@ class LogitsView(NDArrayOperatorsMixin):
     def logprobs(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """The natural log probabilities of `tokens`."""
         ids = np.asarray(tokens).reshape(-1)
-        if ids.dtype.kind not in "iu" and ids.size:
-            raise TokenError(f"token ids are integers, got {ids.dtype}")
-        ids = ids.astype(np.int64)
-        if ids.size and (ids.min() < 0 or ids.max() >= self.size):
-            raise TokenError(f"token ids run from 0 to {self.size - 1}, got {ids.min()} to {ids.max()}")
+        ids = token_array(ids, self.size) if ids.size else ids.astype(np.int32)
         return self._read(lambda row: row[ids].astype(np.float64) - self._log_norm(row))
 
     def log_softmax(self) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure.checks import is_integer
 from perdure.engine.contract import Core, Rows
 from perdure.engine.logits import LogitsView, Step
 from perdure.errors import RowError
@@ -117,7 +118,7 @@ def outputs(rows: Rows, count: int) -> NDArray[np.int8]:
             raise RowError(f"rows is 'last', 'all', 'none' or places in the tokens, got {rows!r}")
         return marks
     for row in rows:
-        whole = isinstance(row, (int, np.integer)) and not isinstance(row, bool)
+        whole = is_integer(row)
         if not whole or not -count <= row < count:
             raise RowError(f"rows of {count} tokens run from 0 to {count - 1}, got {row!r}")
         marks[row] = 1

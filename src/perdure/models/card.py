@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from perdure.checks import is_whole
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.models.header import Header
 from perdure.models.parts import read_parts
@@ -164,7 +165,7 @@ class _Facts:
     def per_layer(self, key: str, layers: int) -> list[int] | None:
         """A value that files give once for all layers, or as an array with one for each."""
         value = self._header.metadata.get(f"{self._architecture}.{key}")
-        if isinstance(value, int) and not isinstance(value, bool):
+        if is_whole(value):
             return [value] * layers
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) >= layers:
             return [int(v) for v in value[:layers]]

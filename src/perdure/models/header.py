@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure.checks import is_whole
 from perdure.errors import ModelFileError, ModelNotFoundError
 from perdure.models.buffer import LONGEST_HEADER, Buffer
 from perdure.models.quants import TENSOR_TYPES, TensorType
@@ -87,7 +88,7 @@ class Header:
     def integer(self, key: str) -> int | None:
         """The metadata value if it is one whole number."""
         value = self.metadata.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        return value if is_whole(value) else None
 
     def text(self, key: str) -> str | None:
         """The metadata value if it is one string."""

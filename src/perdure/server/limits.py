@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from perdure.checks import is_number
 from perdure.errors import InvalidInputError
 
 
@@ -43,5 +44,5 @@ class Limits:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**53:
+            if not is_number(value) or not 0 < value < 2**53:
                 raise InvalidInputError(f"{each.name} is a number above 0, got {value!r}")

@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from perdure import system
 from perdure.cache.block import Block
+from perdure.checks import is_whole
 from perdure.errors import CorruptStateError, StoreVersionError
 from perdure.identity import Identity
 from perdure.sessions.turn import FIRST, Turn
@@ -308,7 +309,7 @@ def _parts(listed: Any) -> tuple[Part, ...]:
     for number, part in enumerate(parts):
         name, most = (_BLOCK.format(number - 1), MAX_BLOCK) if number else (_TURNS, MAX_TURNS)
         size = part.nbytes
-        if part.name != name or isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= most:
+        if part.name != name or not is_whole(size) or not 0 <= size <= most:
             raise ValueError(f"part {number} must be {name}, of at most {most} bytes")
     if not parts or sum(part.nbytes for part in parts) > MAX_BYTES:
         raise ValueError(f"an export has turns, and at most {MAX_BYTES} bytes")

@@ -19,6 +19,7 @@ from perdure.chat.job import ChatJob
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
+from perdure.checks import is_whole
 from perdure.decode.request import take_deadline
 from perdure.decode.slots import Plan, ReuseReport
 from perdure.errors import (
@@ -175,7 +176,7 @@ class Session:
     def history(self, *, limit: int | None = None, after: int = 0) -> list[Turn]:
         """Its turns, the first one first: up to `limit` of them, behind turn number `after`."""
         for name, value, low in (("limit", limit, 1), ("after", after, 0)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+            if value is not None and (not is_whole(value) or value < low):
                 raise InvalidInputError(f"{name} is a number from {low}, got {value!r}")
         return self._history.page(after, limit)
 
@@ -261,7 +262,7 @@ class Session:
     def rewind(self, turns: int = 1, *, to: int | None = None) -> None:
         """Go back by a number of turns, or to after turn number `to`."""
         with self._changing():
-            if isinstance(turns, bool) or not isinstance(turns, int) or turns < 0:
+            if not is_whole(turns) or turns < 0:
                 raise InvalidInputError(f"turns is a whole number from 0, got {turns!r}")
             if to is None and turns > self.turns:
                 raise InvalidInputError(
@@ -296,7 +297,7 @@ class Session:
 
         The summary is written by the model unless it is given. What was before stays reachable.
         """
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
+        if not is_whole(keep) or keep < 0:
             raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
         deadline = take_deadline(settings)
         pending, base = self._begin()
@@ -597,7 +598,7 @@ class Session:
             raise SessionNotFoundError(f"session {self.name!r} was deleted")
 
     def _check_turn(self, turn: int, low: int) -> None:
-        if isinstance(turn, bool) or not isinstance(turn, int) or not low <= turn <= self.turns:
+        if not is_whole(turn) or not low <= turn <= self.turns:
             known = (
                 f"turns are numbered from {low} to {self.turns}" if self.turns >= low else "none can be named"
             )

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from perdure.chat.message import Message
 from perdure.chat.transcript import Transcript
+from perdure.checks import is_number, is_whole
 from perdure.errors import CorruptStateError
 
 TurnKind = Literal["start", "turn", "fold"]
@@ -239,13 +240,13 @@ def _text(value: object) -> str:
 
 
 def _whole(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
+    if not is_whole(value) or not 0 <= value <= _LARGEST:
         raise ValueError(f"not a number from 0 to {_LARGEST}")
     return value
 
 
 def _moment(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
+    if not is_number(value) or not 0 <= value < 1e12:
         raise ValueError(f"not a time: {value!r}")
     return float(value)
 

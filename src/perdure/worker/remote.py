@@ -15,6 +15,7 @@ import numpy as np
 
 from perdure import models, system
 from perdure.cache.prefix_cache import PrefixCache
+from perdure.config import QUEUE
 from perdure.decode.embedding import Embeddings
 from perdure.decode.job import Job, result_of
 from perdure.decode.request import Request
@@ -61,7 +62,7 @@ class RemoteBackend:
             log_level=logging.getLogger("perdure").getEffectiveLevel(),
         )
         packed(setup)
-        queue = settings.get("queue", 256)
+        queue = settings.get("queue", QUEUE)
         self._pending = PendingRequests(queue if isinstance(queue, int) else 0)
         self._supervisor = Supervisor(setup, restart_policy or RestartPolicy(), self._pending)
         about = self._supervisor.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from perdure.checks import is_number, is_whole
 from perdure.errors import InvalidInputError
 
 State = Literal["starting", "ready", "restarting", "failed", "closed"]
@@ -32,12 +33,12 @@ class RestartPolicy:
     def __post_init__(self) -> None:
         for name in ("backoff", "backoff_limit", "healthy", "start_timeout", "hang_timeout", "grace"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            if not is_number(value) or not value > 0:
                 raise InvalidInputError(f"{name} is a number of seconds above 0, got {value!r}")
         for name in ("attempts", "memory_limit"):
             value = getattr(self, name)
             optional = name == "memory_limit" and value is None
-            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if not optional and (not is_whole(value) or value < 1):
                 raise InvalidInputError(f"{name} is a whole number from 1, got {value!r}")
 
 

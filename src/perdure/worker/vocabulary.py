@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
-from perdure.errors import TokenError
+from perdure.engine.token_ids import check_token
 from perdure.memory import MemorySpec
 from perdure.worker.protocol import Ready, Tables, Target
 
@@ -60,8 +58,4 @@ class RemoteVocabulary:
         return tables
 
     def _check(self, token: int) -> int:
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-            raise TokenError(f"a token id is an integer, got {token!r}")
-        if not 0 <= token < self.n_vocab:
-            raise TokenError(f"token ids run from 0 to {self.n_vocab - 1}, got {token}")
-        return int(token)
+        return check_token(token, self.n_vocab)

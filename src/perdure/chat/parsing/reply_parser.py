@@ -11,8 +11,8 @@ from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.parsing.call_parser import CallParser
 from perdure.chat.parsing.families import Family
 from perdure.chat.parsing.json_scanner import Malformed
-from perdure.chat.parsing.markers import ReasoningMode
-from perdure.errors import InvalidInputError
+from perdure.chat.parsing.markers import check_mode
+from perdure.config import ReasoningMode
 
 _SPACE = " \t\r\n"
 
@@ -48,8 +48,7 @@ class ReplyParser:
         tools: Sequence[Tool] = (),
         thinking: bool = False,
     ) -> None:
-        if reasoning not in ("show", "hide", "capture"):
-            raise InvalidInputError(f"reasoning is one of show, hide, capture, got {reasoning!r}")
+        check_mode(reasoning)
         self._scanner = family.scanner
         self._format = family.calls
         self._reasoning = reasoning

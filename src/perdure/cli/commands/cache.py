@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from perdure.config import N_CTX, STORE_BYTES
+
 if TYPE_CHECKING:
     from perdure.cache.record import Record
     from perdure.store.disk import DiskTier
@@ -52,7 +54,7 @@ def warm(
     ] = None,
     labels: Labels = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="A model's name or file.")] = None,
-    ctx: Annotated[int, typer.Option("--ctx", help="Tokens that fit.", min=1)] = 4096,
+    ctx: Annotated[int, typer.Option("--ctx", help="Tokens that fit.", min=1)] = N_CTX,
     store: Store = None,
     as_json: Json = False,
 ) -> None:
@@ -165,7 +167,7 @@ def _open(store: Path | None, *, readonly: bool, rebuild: bool = False) -> DiskT
     folder = store or settings().store
     if not (folder / "blocks").is_dir():
         raise StoreError(f"there is no store at {folder}: `perdure cache warm` makes one")
-    return DiskTier(folder, budget=16 << 30, readonly=readonly, rebuild=rebuild)
+    return DiskTier(folder, budget=STORE_BYTES, readonly=readonly, rebuild=rebuild)
 
 
 def _plain(record: Record) -> dict[str, object]:

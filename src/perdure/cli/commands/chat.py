@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from perdure.cli import options
 from perdure.cli.offload import Devices, GpuLayers, KvOffload, TensorSplit, loading
+from perdure.config import N_CTX, Overflow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,15 +19,6 @@ if TYPE_CHECKING:
     from perdure.cli.conversation import Conversation
 
 _Talk = "The conversation"
-
-
-class Overflow(enum.StrEnum):
-    """What happens when a conversation no longer fits."""
-
-    ERROR = "error"
-    DROP_OLDEST = "drop_oldest"
-    SHIFT = "shift"
-    FOLD = "fold"
 
 
 def chat(
@@ -53,7 +44,7 @@ def chat(
     ] = None,
     store: options.Store = None,
     system: options.SystemText = None,
-    ctx: options.Ctx = 4096,
+    ctx: options.Ctx = N_CTX,
     gpu_layers: GpuLayers = None,
     device: Devices = None,
     tensor_split: TensorSplit = None,
@@ -66,7 +57,7 @@ def chat(
             "the oldest tokens; or go on from a summary.",
             rich_help_panel=_Talk,
         ),
-    ] = Overflow.ERROR,
+    ] = "error",
     template: options.Template = None,
     schema: options.Schema = None,
     max_tokens: options.MaxTokens = None,
@@ -169,7 +160,7 @@ def _settings(schema: Path | None, overflow: Overflow, max_tokens: int | None) -
     from perdure import Grammar
     from perdure.cli.prompt import read_text
 
-    found: dict[str, Any] = {"overflow": overflow.value, "max_tokens": max_tokens}
+    found: dict[str, Any] = {"overflow": overflow, "max_tokens": max_tokens}
     if schema is not None:
         text = read_text(schema)
         Grammar.json_schema(text)

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from perdure import system
+from perdure.config import STORE_BYTES
 
 _WRITTEN = 64 << 20
 _SLOW_DISK = 50
@@ -200,7 +201,7 @@ def _store(folder: Path) -> Iterator[Finding]:
         yield Finding("store", "ok", f"there is none at {folder} yet")
         return
     try:
-        disk = DiskTier(folder, budget=16 << 30, readonly=True)
+        disk = DiskTier(folder, budget=STORE_BYTES, readonly=True)
         try:
             disk.index.check()
             count, sample, damaged = len(disk), 0, 0

@@ -15,6 +15,7 @@ import typer
 
 from perdure.cli import options
 from perdure.cli.offload import Devices, GpuLayers, KvOffload, TensorSplit, loading
+from perdure.config import N_CTX
 
 if TYPE_CHECKING:
     from perdure import ChatReply, Grammar, Job, Model, Reply, Runtime, Session, TurnJob
@@ -39,7 +40,7 @@ def run(
     raw: Annotated[
         bool, typer.Option("--raw", help="Complete the text as it is, without the chat template.")
     ] = False,
-    ctx: options.Ctx = 4096,
+    ctx: options.Ctx = N_CTX,
     gpu_layers: GpuLayers = None,
     device: Devices = None,
     tensor_split: TensorSplit = None,

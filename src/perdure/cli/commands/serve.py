@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perdure.cli.offload import Devices, GpuLayers, KvOffload, TensorSplit, loading
+from perdure.config import N_CTX, QUEUE, SLOTS
 
 if TYPE_CHECKING:
     from perdure.server.app_state import AppState
@@ -35,17 +36,17 @@ def serve(
         typer.Option(
             "--ctx", min=1, metavar="N", help="Tokens that one request may have.", rich_help_panel=_Engine
         ),
-    ] = 4096,
+    ] = N_CTX,
     slots: Annotated[
         int,
         typer.Option(
             "--slots", min=1, metavar="N", help="Requests that are served at once.", rich_help_panel=_Engine
         ),
-    ] = 4,
+    ] = SLOTS,
     queue: Annotated[
         int,
         typer.Option("--queue", min=0, metavar="N", help="Requests that may wait.", rich_help_panel=_Engine),
-    ] = 256,
+    ] = QUEUE,
     threads: Annotated[
         int | None,
         typer.Option("--threads", min=1, metavar="N", help="Threads of the engine.", rich_help_panel=_Engine),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perdure.cli.commands import memories
+from perdure.config import N_CTX
 
 if TYPE_CHECKING:
     from perdure import ImportResult, Message, Runtime, Session, Turn
@@ -30,7 +31,6 @@ Namespace = Annotated[
 ]
 ModelName = Annotated[str | None, typer.Option("--model", "-m", help="A model's name or file.")]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="How many at most.")]
-_CTX = 4096
 
 
 @app.command()
@@ -318,7 +318,7 @@ def import_(
             if (folder / "sessions.sqlite").is_file():
                 # That it is in use is better told before a model is loaded.
                 sessions_in(folder, readonly=False).close()
-            with perdure.open(terminal.load(model), n_ctx=_CTX, slots=1, store=folder) as runtime:
+            with perdure.open(terminal.load(model), n_ctx=N_CTX, slots=1, store=folder) as runtime:
                 result = runtime.sessions.import_(
                     file, name, namespace=namespace, trust_state=trust_state, progress=progress
                 )
@@ -368,7 +368,7 @@ def _awake(
 
     with sessions_in(store, readonly=False) as sessions:
         needed = len(sessions.get(name, namespace).tokens)
-    ctx = max(_CTX, needed + 1)
+    ctx = max(N_CTX, needed + 1)
     with perdure.open(terminal.load(model), n_ctx=ctx, slots=1, store=session_folder(store)) as runtime:
         yield runtime, runtime.sessions.get(name, namespace)
 

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from perdure.checks import is_number, is_whole
 from perdure.errors import SamplingError, TokenError
 
 SEED_LIMIT = 2**32 - 1
@@ -47,18 +48,16 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            if not is_number(value) or not low <= value <= high:
                 raise SamplingError(f"{name} is a number from {low:g} to {high:g}, got {value!r}")
         for name, low in _WHOLE:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
+            if not is_whole(value) or not low <= value < 2**31:
                 raise SamplingError(f"{name} is a whole number of at least {low}, got {value!r}")
         if self.mirostat not in (0, 1, 2):
             raise SamplingError(f"mirostat is 0 (off), 1 or 2, got {self.mirostat!r}")
         seed = self.seed
-        if seed is not None and (
-            isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEED_LIMIT
-        ):
+        if seed is not None and (not is_whole(seed) or not 0 <= seed < SEED_LIMIT):
             raise SamplingError(f"seed is None or a whole number from 0 to {SEED_LIMIT - 1}, got {seed!r}")
         if 0 < self.temperature < _COLDEST:
             raise SamplingError(f"temperature is 0 or at least {_COLDEST:g}, got {self.temperature!r}")
@@ -67,7 +66,7 @@ class Sampling:
         if not isinstance(self.logit_bias, Mapping):
             raise SamplingError(f"logit_bias maps token ids to numbers, got {self.logit_bias!r}")
         for token, bias in self.logit_bias.items():
-            if isinstance(token, bool) or not isinstance(token, int):
+            if not is_whole(token):
                 raise SamplingError(f"logit_bias maps token ids to numbers, got the key {token!r}")
             if not isinstance(bias, (int, float)) or not (abs(bias) <= _STRONGEST or bias == -math.inf):
                 raise SamplingError(

@@ -12,7 +12,8 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from perdure import models, system
-from perdure.config import settings
+from perdure.checks import check_whole
+from perdure.config import N_CTX, settings
 from perdure.engine.context import Context
 from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
@@ -48,8 +49,6 @@ _TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1
 _BITS = dict(zip(_TYPES, (32.0, 16.0, 16.0, 8.5, 6.0, 5.5, 5.0, 4.5), strict=True))
 _PLAIN = ("f32", "f16", "bf16")
 _NO_POOLING = 0
-_ASSUMED_MEMORY = 4 << 30
-"""Bytes of memory of a machine that does not tell."""
 _LARGEST = 3.4e38
 """The library's floats end here."""
 
@@ -68,7 +67,7 @@ class Model:
         devices: Sequence[str] | None = None,
         tensor_split: Sequence[float] | None = None,
         kv_offload: bool = True,
-        cells: int = 4096,
+        cells: int = N_CTX,
         progress: Callable[[float], bool] | None = None,
     ) -> None:
         """Load a model: a file, a name, or the default one.
@@ -201,7 +200,7 @@ class Model:
     def context(
         self,
         *,
-        n_ctx: int = 4096,
+        n_ctx: int = N_CTX,
         n_seq: int = 1,
         shared: bool = False,
         n_batch: int = 512,
@@ -219,9 +218,9 @@ class Model:
         on where their cells lie; else each has a stream of its own and is exact.
         """
         weights = self._open()
-        _check("n_seq", n_seq, 1, MAX_SEQUENCES)
-        _check("n_ctx", n_ctx, 1, (1 << 31) // n_seq - 256)
-        _check("n_batch", n_batch, 1, 1 << 16)
+        check_whole("n_seq", n_seq, 1, MAX_SEQUENCES)
+        check_whole("n_ctx", n_ctx, 1, (1 << 31) // n_seq - 256)
+        check_whole("n_batch", n_batch, 1, 1 << 16)
         for name, value in (("k_type", k_type), ("v_type", v_type)):
             if value not in _TYPES:
                 raise InvalidInputError(f"{name} is one of {', '.join(_TYPES)}, got {value!r}")
@@ -284,7 +283,7 @@ class Model:
     def embedder(
         self,
         *,
-        n_ctx: int = 4096,
+        n_ctx: int = N_CTX,
         threads: int | None = None,
         flash: bool = True,
         rope_freq_base: float = 0.0,
@@ -297,7 +296,7 @@ class Model:
         """
         weights = self._open()
         pooling = Pooling.of(weights.metadata)
-        _check("n_ctx", n_ctx, 1, (1 << 31) - 256)
+        check_whole("n_ctx", n_ctx, 1, (1 << 31) - 256)
         self._check_memory(n_ctx, "f16", "f16")
         params = _params(threads, flash, rope_freq_base, rope_freq_scale)
         params.embeddings = True
@@ -310,7 +309,7 @@ class Model:
         if not core.reads_on:
             core.close()
             # The library reserves a row of logits for every token, though such a model has none.
-            rows = (system.physical_memory() or _ASSUMED_MEMORY) // 4 // (4 * self.n_vocab)
+            rows = system.memory_to_share() // 4 // (4 * self.n_vocab)
             chunk = n_ctx = max(1, min(n_ctx, self.n_ctx_train, rows))
             params.n_batch = params.n_ubatch = params.n_outputs_max = chunk
             core = LlamaCore(weights, params, self._memory, causal=weights.causal)
@@ -398,7 +397,7 @@ class Model:
 def _params(threads: int | None, flash: bool, rope_freq_base: float, rope_freq_scale: float) -> Any:
     """What contexts of either sort have in common."""
     threads = system.usable_cores() if threads is None else threads
-    _check("threads", threads, 1, MAX_THREADS)
+    check_whole("threads", threads, 1, MAX_THREADS)
     for name, number in (("rope_freq_base", rope_freq_base), ("rope_freq_scale", rope_freq_scale)):
         if not 0.0 <= number <= _LARGEST:
             raise InvalidInputError(f"{name} is 0 (the model's own) or above, got {number}")
@@ -426,8 +425,3 @@ def _version(file: Path) -> tuple[int, ...] | None:
         return file_version(file)
     except OSError:
         return None
-
-
-def _check(name: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidInputError(f"{name} is a whole number from {low} to {high}, got {value!r}")

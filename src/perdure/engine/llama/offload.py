@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from perdure.checks import is_whole
 from perdure.engine.llama.native.devices import Device
 from perdure.errors import InvalidInputError, OutOfMemoryError
 from perdure.models.card import card_of
@@ -120,7 +121,7 @@ def check_gpu_layers(value: object) -> GpuLayers:
     """`value` as a number of layers, or "auto"."""
     if value == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not is_whole(value) or value < 0:
         raise InvalidInputError(f'gpu_layers is "auto" or a whole number from 0, got {value!r}')
     return value
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from perdure.engine.llama.native import library
 from perdure.engine.llama.weights import Weights
-from perdure.errors import InvalidInputError, TokenError
+from perdure.engine.token_ids import check_token
+from perdure.errors import InvalidInputError
 
 _TEXT_LIMIT = 1 << 28
 
@@ -88,8 +89,4 @@ class Vocabulary:
         return token if 0 <= token < self.size else None
 
     def check(self, token: int) -> int:
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-            raise TokenError(f"a token id is an integer, got {token!r}")
-        if not 0 <= token < self.size:
-            raise TokenError(f"token ids run from 0 to {self.size - 1}, got {token}")
-        return int(token)
+        return check_token(token, self.size)

@@ -10,12 +10,15 @@ from types import MappingProxyType, TracebackType
 
 import numpy as np
 
+from perdure.checks import check_whole
+from perdure.config import N_CTX
 from perdure.engine.context import Context
 from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
+from perdure.engine.token_ids import check_token
 from perdure.engine.toy.core import ToyAdapter, ToyCore
 from perdure.engine.toy.faults import Faults
-from perdure.errors import ClosedError, InvalidInputError, OutOfMemoryError, TokenError
+from perdure.errors import ClosedError, InvalidInputError, OutOfMemoryError
 from perdure.identity import Identity
 from perdure.memory import FullAttention, MemorySpec
 
@@ -145,7 +148,7 @@ class ToyModel:
     def context(
         self,
         *,
-        n_ctx: int = 4096,
+        n_ctx: int = N_CTX,
         n_seq: int = 1,
         shared: bool = False,
         n_batch: int = 512,
@@ -190,7 +193,7 @@ class ToyModel:
             n_batch=n_batch,
         )
 
-    def embedder(self, *, n_ctx: int = 4096, threads: int | None = None) -> Embedder:
+    def embedder(self, *, n_ctx: int = N_CTX, threads: int | None = None) -> Embedder:
         """A context that makes vectors of texts of up to `n_ctx` tokens."""
         self._check_open()
         _check_counts(n_ctx=n_ctx)
@@ -236,14 +239,9 @@ class ToyModel:
 
     def _check_token(self, token: int) -> int:
         self._check_open()
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-            raise TokenError(f"a token id is an integer, got {token!r}")
-        if not 0 <= token < self.n_vocab:
-            raise TokenError(f"token ids run from 0 to {self.n_vocab - 1}, got {token}")
-        return int(token)
+        return check_token(token, self.n_vocab)
 
 
 def _check_counts(**counts: int) -> None:
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidInputError(f"{name} is a whole number from 1, got {value!r}")
+        check_whole(name, value, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Literal, TypedDict, TypeVar
+from typing import Annotated, Any, TypedDict, TypeVar
 
 from fastapi import Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -168,10 +168,6 @@ class SamplingSchema(RequestSchema):
 
 class StreamOptions(RequestSchema):
     include_usage: bool | None = None
-
-
-Overflow = Literal["error", "drop_oldest", "shift", "fold"]
-Reasoning = Literal["show", "hide", "capture"]
 
 
 def refuse_fields(asked: RequestSchema, *, strict: bool, refused: Mapping[str, str]) -> None:

@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from perdure.config import Overflow, ReasoningMode
 from perdure.server.schemas.base import (
     Items,
     Name,
-    Overflow,
-    Reasoning,
     RequestSchema,
     ResponseSchema,
     ReuseAnswer,
@@ -108,7 +107,7 @@ class Extension(RequestSchema):
     """The session to go on with: `messages` are then only what is new. Made if it does not exist."""
     overflow: Overflow | None = None
     """What happens when the conversation no longer fits. An error, unless this says otherwise."""
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningMode | None = None
     reasoning_budget: int | None = Field(None, ge=0, lt=2**31)
     """Tokens that the model may reason for."""
     timeout: float | None = Field(None, gt=0, le=86400)

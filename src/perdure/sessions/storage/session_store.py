@@ -14,6 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from perdure.checks import is_whole
 from perdure.errors import (
     CorruptStateError,
     InvalidInputError,
@@ -418,7 +419,7 @@ class SessionStore:
 def _limit(limit: int | None) -> int:
     if limit is None:
         return -1
-    if isinstance(limit, bool) or not isinstance(limit, int) or not 0 < limit < 2**31:
+    if not is_whole(limit) or not 0 < limit < 2**31:
         raise InvalidInputError(f"limit is None or a number from 1, got {limit!r}")
     return limit
 

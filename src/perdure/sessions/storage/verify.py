@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perdure.config import STORE_BYTES
 from perdure.errors import CorruptStateError, StoreDamagedError, StoreLockedError
 from perdure.sessions.storage.repair import Repair, repair
 from perdure.sessions.storage.rows import MEMORY, SESSION, read_memory, read_session
@@ -137,7 +138,7 @@ def _read_blocks(folder: Path, found: Verification, progress: Progress) -> None:
     from perdure.store.disk import DiskTier
 
     try:
-        disk = DiskTier(folder, budget=16 << 30, rebuild=True)
+        disk = DiskTier(folder, budget=STORE_BYTES, rebuild=True)
     except StoreLockedError as error:
         found.unread = str(error)
         return

@@ -1,0 +1,31 @@
+"""Checks of numbers that callers give. A bool is none, though Python takes it for an integer."""
+
+from __future__ import annotations
+
+import numbers
+from typing import TypeGuard
+
+from perdure.errors import InvalidInputError
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether `value` is a Python integer."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether `value` is an integer, one of NumPy's included."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is an integer or a float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_whole(name: str, value: object, low: int, high: int | None = None) -> int:
+    """`value`, if it is a whole number from `low` to `high`."""
+    if not is_whole(value) or value < low or (high is not None and value > high):
+        to = "" if high is None else f" to {high}"
+        raise InvalidInputError(f"{name} is a whole number from {low}{to}, got {value!r}")
+    return value
