@@ -25,6 +25,14 @@ def main(rt: perdure.Runtime) -> None:
     rt.chat([{"role": "user", "content": "a"}], reasoning="hide", max_tokens=3)
     rt.session("alice", overflow="shift", temperature=0)
     perdure.open("model.gguf", n_ctx=64, threads=1, gpu_layers="auto")
+
+async def twins(s: perdure.Session) -> None:
+    s.say("a", max_tokens=3, keep_partial=True, overflow="fold")
+    await s.aedit(1, "a", temperature=0.5)
+    await s.aregenerate(seed=7)
+    await s.afold(keep=1, max_tokens=64)
+
+async def wrong(rt: perdure.Runtime, s: perdure.Session) -> None:
 """
 WRONG = {
     'rt.generate("a", max_token=3)': "max_token",
@@ -34,6 +42,21 @@ WRONG = {
     'rt.submit_chat([], tool_chioce="auto")': "tool_chioce",
     'rt.session("alice", overflw="shift")': "overflw",
     'perdure.open("m.gguf", n_cxt=64)': "open",
+    's.say("a", max_token=3)': "max_token",
+    's.stream("a", temprature=1.0)': "temprature",
+    's.submit("a", keep_partail=True)': "keep_partail",
+    's.edit(1, "a", reasonning="hide")': "reasonning",
+    's.submit_edit(1, "a", sead=3)': "sead",
+    "s.regenerate(top_pp=0.5)": "top_pp",
+    's.submit_regenerate(stopp="x")': "stopp",
+    's.fold("b", summery="x")': "summery",
+    'await s.asay("a", max_token=3)': "max_token",
+    's.astream("a", seed="x")': "seed",
+    'await s.aedit(1, "a", grammer=None)': "grammer",
+    "await s.aregenerate(tols=[])": "tols",
+    "await s.afold(kep=1)": "kep",
+    'await rt.asession("alice", overflw="shift")': "overflw",
+    "await rt.achat([], max_token=3)": "max_token",
 }
 
 
@@ -64,6 +87,30 @@ def test_the_keywords_are_the_fields() -> None:
 def test_open_refuses_a_setting_that_it_does_not_know_and_suggests_one(name: str, meant: str) -> None:
     with pytest.raises(InvalidInputError, match=f"no option '{name}'; did you mean '{meant}'"):
         perdure.open(ToyModel(), **{name: 1})  # type: ignore[arg-type]
+
+
+def test_every_call_of_a_session_that_waits_has_a_twin_for_asyncio() -> None:
+    moves = ("fork", "rewind", "label", "fold", "delete", "sleep", "plan_wake", "wake", "export")
+    for name in ("say", "stream", "edit", "regenerate", *moves):
+        plain, twin = getattr(perdure.Session, name), getattr(perdure.Session, f"a{name}")
+        assert list(inspect.signature(plain).parameters) == list(inspect.signature(twin).parameters)
+
+
+def test_no_public_call_takes_keywords_without_names() -> None:
+    """What an editor cannot complete, a type checker cannot check."""
+    for name in perdure.__all__:
+        kind = getattr(perdure, name)
+        calls = [kind, *(vars(kind).values() if inspect.isclass(kind) else ())]
+        for call in filter(inspect.isfunction, calls):
+            if call.__name__.startswith("_"):
+                continue
+            for each in inspect.signature(call).parameters.values():
+                if each.kind is each.VAR_KEYWORD and (name, call.__name__) not in FREE:
+                    assert each.annotation.startswith(("Unpack[", "Never")), f"{name}.{call.__name__}"
+
+
+FREE = {("Template", "render")}
+"""A template's own variables can have any name."""
 
 
 def test_every_call_of_a_runtime_that_waits_has_a_twin_for_asyncio() -> None:

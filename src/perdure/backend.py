@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure import system
-from perdure.cache.prefix_cache import PrefixCache
+from perdure.cache.prefix_cache import PrefixCache, PrefixCacheCalls
 from perdure.cache.slots.slot_cache import SlotCache
 from perdure.checks import is_whole
 from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
@@ -24,6 +24,7 @@ from perdure.decode.prompt_size import check_prompt_size
 from perdure.decode.request import Request
 from perdure.decode.sampling.settings import Sampling
 from perdure.engine.contract import Model, Tokens, Vocabulary
+from perdure.engine.keywords import ContextKeywords, LoadingKeywords
 from perdure.engine.llama.model import Model as LlamaModel
 from perdure.errors import InvalidInputError
 from perdure.store.disk import DiskTier
@@ -35,11 +36,23 @@ _ALIKE = ("threads", "flash", "rope_freq_base", "rope_freq_scale")
 
 
 def load_model(
-    source: str | os.PathLike[str] | None, loading: Mapping[str, Any], *, n_ctx: int, slots: int
+    source: str | os.PathLike[str] | None, loading: LoadingKeywords, *, n_ctx: int, slots: int
 ) -> LlamaModel:
     """A model file, loaded so that a context of so many requests fits beside it on the device."""
     cells = n_ctx * slots if isinstance(n_ctx, int) and isinstance(slots, int) else 0
     return LlamaModel(source, cells=max(0, cells), **loading)
+
+
+class BackendKeywords(ContextKeywords, total=False):
+    """What a backend takes besides the model and the store."""
+
+    n_ctx: int
+    slots: int
+    exact: bool
+    queue: int
+    stall: float
+    cache: int | None
+    store_bytes: int
 
 
 class Backend(Protocol):
@@ -48,7 +61,7 @@ class Backend(Protocol):
     @property
     def model(self) -> Vocabulary: ...
     @property
-    def cache(self) -> PrefixCache: ...
+    def cache(self) -> PrefixCacheCalls: ...
     @property
     def n_ctx(self) -> int: ...
     @property
@@ -86,7 +99,7 @@ class LocalBackend:
         store: str | os.PathLike[str] | None = None,
         store_bytes: int = STORE_BYTES,
         own_model: bool = False,
-        **context: Any,
+        **context: Unpack[ContextKeywords],
     ) -> None:
         self.model = model
         self._own_model = own_model
@@ -120,7 +133,7 @@ class LocalBackend:
                 # thread, since a second one that has computed slows the first down for ever.
                 self.engine_loop.call(self.context.prepare)
             # Not opened before somebody asks for it: it has a memory of its own.
-            alike = {name: context[name] for name in _ALIKE if name in context}
+            alike = {name: value for name, value in context.items() if name in _ALIKE}
             self._embeddings = EmbeddingQueue(
                 lambda: model.embedder(n_ctx=n_ctx, **alike),
                 self.engine_loop.post,

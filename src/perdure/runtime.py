@@ -15,7 +15,7 @@ from typing import Any, Literal, Never, TypeVar, Unpack, cast, overload
 import numpy as np
 
 from perdure.backend import Backend, LocalBackend, load_model
-from perdure.cache.prefix_cache import PrefixCache
+from perdure.cache.prefix_cache import PrefixCacheCalls
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.job import ChatJob
 from perdure.chat.keywords import ChatKeywords, TurnKeywords
@@ -32,6 +32,7 @@ from perdure.decode.request import Delta, Reply, Request
 from perdure.decode.sampling.settings import Sampling
 from perdure.engine.contract import Model as ModelContract
 from perdure.engine.contract import Tokens, Vocabulary
+from perdure.engine.keywords import LoadingKeywords
 from perdure.errors import InvalidInputError, TokenError
 from perdure.option_names import unknown_options
 from perdure.sessions.memories import Memories
@@ -68,7 +69,7 @@ class Runtime:
         return self.backend.model
 
     @property
-    def cache(self) -> PrefixCache:
+    def cache(self) -> PrefixCacheCalls:
         return self.backend.cache
 
     @property
@@ -447,13 +448,13 @@ def open(  # noqa: A001
     ) is not None:
         # Before a model is fetched and loaded for nothing.
         raise error
-    loading = {
+    chosen = {
         "gpu_layers": gpu_layers,
         "devices": None if devices is None else tuple(devices),
         "tensor_split": None if tensor_split is None else tuple(tensor_split),
         "kv_offload": kv_offload,
     }
-    loading = _given(loading)
+    loading = cast(LoadingKeywords, _given(chosen))
     settings: dict[str, Any] = {
         "n_ctx": n_ctx,
         "slots": slots,

@@ -21,8 +21,8 @@ from decode.observed import check_delivery, check_idle, read
 from inside import inside
 from perdure import Job, LogitsView, Model, Reply, Runtime, models
 from perdure.decode.group import SequenceGroup
+from perdure.decode.keywords import Processor
 from perdure.decode.output_queue import OutputQueue
-from perdure.decode.request import Processor
 from perdure.decode.sampling.sampler import Sampler
 from perdure.decode.sequence import TokenSequence
 

@@ -25,7 +25,7 @@ from perdure import (
     StaleViewError,
     TokenError,
 )
-from perdure.decode.request import Processor
+from perdure.decode.keywords import Processor
 from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.sampling.sampler import Sampler, draw
 

@@ -35,7 +35,7 @@ from perdure import (
     Runtime,
 )
 from perdure.decode import engine_loop as module
-from perdure.decode.request import Processor
+from perdure.decode.keywords import Processor
 from perdure.engine.contract import Outcome
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from perdure.backend import Backend
 from perdure.chat.job import ChatJob, ContextShift, ReasoningBudget
+from perdure.chat.keywords import TurnKeywords
 from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.options import ChatOptions
 from perdure.chat.overflow import drop_oldest, overflow
@@ -131,10 +132,11 @@ class ChatFormat:
         known: Transcript | None = None,
         before: Rendering | None = None,
         then: Callable[[Prompt, Transcript, ChatReply], ChatReply] | None = None,
-        **settings: Any,
+        **asked: Unpack[TurnKeywords],
     ) -> ChatJob:
         """A reply to messages. The keywords are those of `ChatOptions` and of `Request.of`; `then` is given
         the prompt, the prompt with the reply to it, and the reply, and may wait for the disk."""
+        settings: dict[str, Any] = {**asked}
         options = ChatOptions.take(settings)
         # From here on: what goes on from this request, if anything does, ends at the same instant.
         deadline = take_deadline(settings)

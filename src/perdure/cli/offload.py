@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from perdure.engine.keywords import LoadingKeywords
 
 _GPU = "GPU"
 
@@ -61,11 +64,11 @@ KvOffload = Annotated[
 
 def loading(
     gpu_layers: str | None, devices: list[str] | None, tensor_split: str | None, kv_offload: bool
-) -> dict[str, Any]:
+) -> LoadingKeywords:
     """What was chosen, as keywords of `perdure.Model` and `perdure.open`."""
-    found: dict[str, Any] = {}
+    found: LoadingKeywords = {}
     if gpu_layers is not None:
-        found["gpu_layers"] = gpu_layers if gpu_layers == "auto" else int(gpu_layers)
+        found["gpu_layers"] = "auto" if gpu_layers == "auto" else int(gpu_layers)
     if devices:
         found["devices"] = tuple(devices)
     if tensor_split is not None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
 
 from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.sampling.settings import Sampling
+from perdure.engine.logits import LogitsView
 
-if TYPE_CHECKING:
-    from perdure.decode.request import Processor
+Processor: TypeAlias = Callable[[Sequence[int], LogitsView], NDArray[np.float32]]
+"""Called with the tokens so far and the live logits; returns the logits to draw from."""
 
 
 class SamplingKeywords(TypedDict, total=False):

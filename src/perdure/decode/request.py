@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perdure.checks import is_whole
+from perdure.decode.keywords import Processor, RequestKeywords
 from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import ReuseReport
 from perdure.decode.text import TextStream
-from perdure.engine.logits import Candidate, LogitsView
+from perdure.engine.logits import Candidate
 from perdure.errors import InvalidInputError, TokenError
 from perdure.option_names import unknown_options
 
@@ -23,9 +23,6 @@ MAX_SAMPLES = 1024
 """Of one prompt. Each takes memory from the start."""
 
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
-
-Processor: TypeAlias = Callable[[Sequence[int], LogitsView], NDArray[np.float32]]
-"""Called with the tokens so far and the live logits; returns the logits to draw from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,15 +85,17 @@ class Request:
     def of(
         cls,
         prompt: Sequence[int],
-        *,
-        stop: str | Sequence[str] | None = None,
-        sampling: Sampling | None = None,
-        grammar: Grammar | None = None,
-        schema: Any = None,
-        regex: str | None = None,
-        **settings: Any,
+        **asked: Unpack[RequestKeywords],
     ) -> Request:
-        """A request in a caller's words: fields of `Sampling` by themselves, a schema, a single stop."""
+        """A request in a caller's words: fields of `Sampling` by themselves, a schema, a single stop.
+
+        The one parser of options: of the library's keywords, the command's and the server's.
+        """
+        settings: dict[str, Any] = {**asked}
+        stop: str | Sequence[str] | None = settings.pop("stop", None)
+        sampling: Sampling | None = settings.pop("sampling", None)
+        grammar: Grammar | None = settings.pop("grammar", None)
+        schema, regex = settings.pop("schema", None), settings.pop("regex", None)
         known = Sampling.__dataclass_fields__
         fields = {name: settings.pop(name) for name in list(settings) if name in known}
         if sampling is not None and fields:

@@ -11,11 +11,12 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mappi
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Unpack
 
 from perdure.backend import Backend
 from perdure.chat.chat_format import ChatFormat, Prompt, reply_room
 from perdure.chat.job import ChatJob
+from perdure.chat.keywords import TurnKeywords
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
@@ -186,32 +187,32 @@ class Session:
 
     # Talking.
 
-    def submit(self, said: Said, *, keep_partial: bool = False, **settings: Any) -> TurnJob:
+    def submit(self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]) -> TurnJob:
         """Queue a turn and return at once. It becomes part of the session when its reply is asked for, or
         read to its end; with `keep_partial` also when it is cancelled."""
         messages = _messages(said)
         return self._submit(lambda history: (history, messages), settings, keep_partial)
 
-    def say(self, said: Said, **settings: Any) -> ChatReply:
+    def say(self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]) -> ChatReply:
         """The reply to a message; the keywords are those of `Runtime.submit_chat`."""
-        return _answered(self.submit(said, **settings))
+        return _answered(self.submit(said, keep_partial=keep_partial, **settings))
 
     def stream(
-        self, said: Said, *, keep_partial: bool = False, **settings: Any
+        self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
     ) -> Generator[ChatDelta, None, None]:
         """The reply piece by piece. Leaving the loop early cancels the turn."""
         return _deltas(self.submit(said, keep_partial=keep_partial, **settings), keep_partial)
 
-    async def asay(self, said: Said, **settings: Any) -> ChatReply:
+    async def asay(
+        self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
+    ) -> ChatReply:
         """Like `say`, for asyncio. The event loop waits for no summary and for no disk."""
-        job = await asyncio.to_thread(self.submit, said, **settings)
-        try:
-            return await job.areply()
-        finally:
-            job.cancel()
+        return await _aanswered(
+            await asyncio.to_thread(self.submit, said, keep_partial=keep_partial, **settings)
+        )
 
     async def astream(
-        self, said: Said, *, keep_partial: bool = False, **settings: Any
+        self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
     ) -> AsyncGenerator[ChatDelta, None]:
         """Like `stream`, for asyncio. The event loop waits for no summary and for no disk."""
         job = await asyncio.to_thread(self.submit, said, keep_partial=keep_partial, **settings)
@@ -224,11 +225,23 @@ class Session:
                 with suppress(PerdureError):
                     await job.areply()
 
-    def edit(self, turn: int, said: Said, **settings: Any) -> ChatReply:
+    def edit(
+        self, turn: int, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
+    ) -> ChatReply:
         """Say something else in turn number `turn`, from 1, and go on from its new reply."""
-        return _answered(self.submit_edit(turn, said, **settings))
+        return _answered(self.submit_edit(turn, said, keep_partial=keep_partial, **settings))
 
-    def submit_edit(self, turn: int, said: Said, *, keep_partial: bool = False, **settings: Any) -> TurnJob:
+    async def aedit(
+        self, turn: int, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
+    ) -> ChatReply:
+        """Like `edit`, for asyncio."""
+        submit = asyncio.to_thread(self.submit_edit, turn, said, keep_partial=keep_partial, **settings)
+        return await _aanswered(await submit)
+
+    def submit_edit(
+        self, turn: int, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
+    ) -> TurnJob:
+        """Queue an edit and return at once."""
         messages = _messages(said)
 
         def choose(history: History) -> tuple[History, list[Message]]:
@@ -237,11 +250,18 @@ class Session:
 
         return self._submit(choose, settings, keep_partial)
 
-    def regenerate(self, **settings: Any) -> ChatReply:
+    def regenerate(self, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]) -> ChatReply:
         """Another reply to the last message, in the place of the one there is."""
-        return _answered(self.submit_regenerate(**settings))
+        return _answered(self.submit_regenerate(keep_partial=keep_partial, **settings))
 
-    def submit_regenerate(self, *, keep_partial: bool = False, **settings: Any) -> TurnJob:
+    async def aregenerate(self, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]) -> ChatReply:
+        """Like `regenerate`, for asyncio."""
+        submit = asyncio.to_thread(self.submit_regenerate, keep_partial=keep_partial, **settings)
+        return await _aanswered(await submit)
+
+    def submit_regenerate(self, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]) -> TurnJob:
+        """Queue another reply and return at once."""
+
         def choose(history: History) -> tuple[History, list[Message]]:
             if not len(history) or history.last.kind != "turn":
                 raise SessionError(f"session {self.name!r} has no reply to make again")
@@ -290,8 +310,27 @@ class Session:
             at = self._place(count)
             return self._host.store.label(self._info, at.head, count, at.digest, label, kind, note)
 
+    async def afork(self, name: str, *, turn: int | None = None) -> Session:
+        """Like `fork`, for asyncio."""
+        return await asyncio.to_thread(self.fork, name, turn=turn)
+
+    async def arewind(self, turns: int = 1, *, to: int | None = None) -> None:
+        """Like `rewind`, for asyncio."""
+        await asyncio.to_thread(self.rewind, turns, to=to)
+
+    async def alabel(
+        self, label: str, *, kind: str = "memory", turn: int | None = None, note: str = ""
+    ) -> SessionMemory:
+        """Like `label`, for asyncio."""
+        return await asyncio.to_thread(self.label, label, kind=kind, turn=turn, note=note)
+
     def fold(
-        self, name: str | None = None, *, summary: str | None = None, keep: int = 2, **settings: Any
+        self,
+        name: str | None = None,
+        *,
+        summary: str | None = None,
+        keep: int = 2,
+        **settings: Unpack[TurnKeywords],
     ) -> Session:
         """Go on from a summary and the last `keep` turns: in a new session, or without a name in this one.
 
@@ -299,12 +338,13 @@ class Session:
         """
         if not is_whole(keep) or keep < 0:
             raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
-        deadline = take_deadline(settings)
+        wanted: dict[str, Any] = {**settings}
+        deadline = take_deadline(wanted)
         pending, base = self._begin()
         try:
             if summary is None:
                 chat_format = self._host.chat_format
-                steps = summarised(chat_format, base.turns, keep, self.namespace, settings, deadline)
+                steps = summarised(chat_format, base.turns, keep, self.namespace, wanted, deadline)
                 turn = written(steps)
             else:
                 turn = fold_turn(base.turns, summary, keep)
@@ -319,11 +359,26 @@ class Session:
         finally:
             self._end(pending)
 
+    async def afold(
+        self,
+        name: str | None = None,
+        *,
+        summary: str | None = None,
+        keep: int = 2,
+        **settings: Unpack[TurnKeywords],
+    ) -> Session:
+        """Like `fold`, for asyncio."""
+        return await asyncio.to_thread(self.fold, name, summary=summary, keep=keep, **settings)
+
     def delete(self) -> None:
         """Forget the session. Forks of it, and memories, stay."""
         with self._changing():
             self._host.remove(self)
             self._deleted = True
+
+    async def adelete(self) -> None:
+        """Like `delete`, for asyncio."""
+        await asyncio.to_thread(self.delete)
 
     # Sleeping.
 
@@ -348,6 +403,18 @@ class Session:
             if not (tokens := self._usable.tokens):
                 return ReuseReport(computed=0, why="nothing was said under this model yet")
             return self._host.backend.cache.wake(tokens, namespace=self.namespace)
+
+    async def asleep(self) -> None:
+        """Like `sleep`, for asyncio."""
+        await asyncio.to_thread(self.sleep)
+
+    async def aplan_wake(self) -> Plan:
+        """Like `plan_wake`, for asyncio."""
+        return await asyncio.to_thread(self.plan_wake)
+
+    async def awake(self) -> ReuseReport:
+        """Like `wake`, for asyncio."""
+        return await asyncio.to_thread(self.wake)
 
     # Out.
 
@@ -386,6 +453,17 @@ class Session:
                 key=self._host.store.key,
                 progress=progress,
             )
+
+    async def aexport(
+        self,
+        path: str | Path,
+        *,
+        state: bool = True,
+        kind: str | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Path:
+        """Like `export`, for asyncio."""
+        return await asyncio.to_thread(self.export, path, state=state, kind=kind, progress=progress)
 
     # Inside.
 
@@ -640,6 +718,13 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _answered(job: TurnJob) -> ChatReply:
     try:
         return job.reply()
+    finally:
+        job.cancel()
+
+
+async def _aanswered(job: TurnJob) -> ChatReply:
+    try:
+        return await job.areply()
     finally:
         job.cancel()
 

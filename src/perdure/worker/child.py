@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from perdure import system
 from perdure.backend import LocalBackend, load_model
+from perdure.config import N_CTX, SLOTS
 from perdure.decode.embedding import Embeddings
 from perdure.decode.job import Job
 from perdure.decode.output_queue import OutputQueue
@@ -313,7 +314,9 @@ def _build(setup: Setup) -> LocalBackend:
     if setup.factory:
         model = _made(setup.model)
     else:
-        room = {name: setup.settings.get(name, default) for name, default in (("n_ctx", 4096), ("slots", 4))}
+        room = {
+            name: setup.settings.get(name, default) for name, default in (("n_ctx", N_CTX), ("slots", SLOTS))
+        }
         model = load_model(setup.model, setup.loading, **room)
     try:
         return LocalBackend(model, own_model=True, **setup.settings)

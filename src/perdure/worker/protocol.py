@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NewType, TypeAlias
 
 from perdure.decode.request import FinishReason, Reply, Request, TokenLogprob
+from perdure.engine.keywords import LoadingKeywords
 from perdure.memory import MemorySpec
 
 RequestId = NewType("RequestId", int)
@@ -28,7 +29,7 @@ class Setup:
     model: str
     factory: bool
     settings: Mapping[str, Any]
-    loading: Mapping[str, Any]
+    loading: LoadingKeywords
     """How the file is loaded: layers on a GPU, and which."""
     paths: Sequence[str]
     """Where the parent finds its modules: a factory may be in any of them."""

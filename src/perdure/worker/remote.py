@@ -6,23 +6,25 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Unpack
 
 import numpy as np
 
 from perdure import models, system
-from perdure.cache.prefix_cache import PrefixCache
+from perdure.backend import BackendKeywords
 from perdure.config import QUEUE
 from perdure.decode.embedding import Embeddings
 from perdure.decode.job import Job, result_of
 from perdure.decode.request import Request
 from perdure.engine.contract import Tokens
+from perdure.engine.keywords import LoadingKeywords
 from perdure.errors import InvalidInputError
 from perdure.worker.pending_requests import PendingRequests, packed
 from perdure.worker.protocol import Setup, Target
+from perdure.worker.remote_prefix_cache import RemotePrefixCache
 from perdure.worker.restart_policy import Health, RestartPolicy
 from perdure.worker.supervisor import Supervisor
 from perdure.worker.vocabulary import Asked, RemoteVocabulary
@@ -45,8 +47,8 @@ class RemoteBackend:
         *,
         restart_policy: RestartPolicy | None = None,
         store: str | os.PathLike[str] | None = None,
-        loading: Mapping[str, Any] | None = None,
-        **settings: Any,
+        loading: LoadingKeywords | None = None,
+        **settings: Unpack[BackendKeywords],
     ) -> None:
         system.require_child_pipes("an engine in a process of its own")
         factory = isinstance(source, str) and _FACTORY.fullmatch(source) is not None
@@ -69,8 +71,7 @@ class RemoteBackend:
         self.n_ctx = about.n_ctx
         self.slots = about.slots
         self.model = RemoteVocabulary(about, self._method)
-        # Every method of a book, and those it will have, by name.
-        self.cache = cast(PrefixCache, RemotePrefixCache(self._method))
+        self.cache = RemotePrefixCache(self._ask_cache)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -111,6 +112,9 @@ class RemoteBackend:
         """End what is running as cancelled, and let the process go."""
         self._supervisor.close()
 
+    def _ask_cache(self, name: str, *args: Any, **keywords: Any) -> Any:
+        return self._method("cache", name)(*args, **keywords)
+
     def _method(self, target: Target, name: str) -> Asked:
         def call(*args: Any, **keywords: Any) -> Any:
             sent = {key: _plain(value) for key, value in keywords.items()}
@@ -119,20 +123,6 @@ class RemoteBackend:
             return result_of(answer)
 
         return call
-
-
-class RemotePrefixCache:
-    """`rt.cache` of another process: every public method of `PrefixCache`, called there."""
-
-    def __init__(self, method: Any) -> None:
-        self._method = method
-
-    def __getattr__(self, name: str) -> Any:
-        there = None if name.startswith("_") else getattr(PrefixCache, name, None)
-        if there is None:
-            raise AttributeError(f"the cache has no {name!r}")
-        call = self._method("cache", name)
-        return call() if isinstance(there, property) else call
 
 
 def _plain(value: Any) -> Any:

@@ -204,13 +204,17 @@ def serve(
     have_library()
     with fetching(model or "the default model") as progress:
         path = models.path(model, progress)
-    engine = loading(gpu_layers, device, tensor_split, kv_offload)
-    if threads is not None:
-        engine["threads"] = threads
-    if template is not None:
-        engine["template"] = template
     with perdure.open(
-        path, n_ctx=ctx, slots=slots, queue=queue, exact=exact, store=folder, isolated=isolated, **engine
+        path,
+        n_ctx=ctx,
+        slots=slots,
+        queue=queue,
+        exact=exact,
+        store=folder,
+        isolated=isolated,
+        threads=threads,
+        template=template,
+        **loading(gpu_layers, device, tensor_split, kv_offload),
     ) as runtime:
         app_state = AppState(
             runtime=runtime,

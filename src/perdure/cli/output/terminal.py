@@ -13,16 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 from rich.cells import cell_len
 
 from perdure import system
+from perdure.config import N_CTX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from perdure import Model
+    from perdure.engine.keywords import LoadingKeywords
 
 _PATIENCE = 0.5
 """Seconds of loading that need no bar."""
@@ -37,7 +39,7 @@ class Cancellable(Protocol):
     def cancel(self) -> None: ...
 
 
-def load(name: str | None, **loading: Any) -> Model:
+def load(name: str | None, *, cells: int = N_CTX, **loading: Unpack[LoadingKeywords]) -> Model:
     """The model of that name, or the default one: fetched if need be, with bars for whoever watches."""
     from perdure import Model, models
     from perdure.cli.output.progress import fetching
@@ -49,7 +51,7 @@ def load(name: str | None, **loading: Any) -> Model:
     with _loading(path) as report, ThreadPoolExecutor(1) as loader:
         # Native code in the main thread would hold Ctrl-C back until it returns.
         loaded = loader.submit(
-            Model, path, progress=lambda done: report(done) and not left.is_set(), **loading
+            Model, path, progress=lambda done: report(done) and not left.is_set(), cells=cells, **loading
         )
         try:
             return loaded.result()
