@@ -1,9 +1,9 @@
-"""Layers do not import upwards."""
+"""Layers do not import upwards, files do not import each other in circles, folders stay small."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -113,3 +113,68 @@ def test_the_check_sees_an_import_that_goes_up(line: str) -> None:
 )
 def test_the_check_lets_other_imports_be(line: str) -> None:
     assert upward(SOURCE / "engine" / "context.py", ast.parse(line)) == []
+
+
+# Circles.
+
+
+def module_of(file: Path) -> str:
+    parts = ["perdure", *file.relative_to(SOURCE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(tree: ast.AST, known: Collection[str]) -> set[str]:
+    """The modules that a file imports, wherever in it, also for its types alone."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            # A name out of a package is a module of it, or else something that the package defines.
+            names = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {module if module in known else node.module for module in names.values()}
+    return found & set(known)
+
+
+def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Modules that lead back to themselves, as far as there are any."""
+    left = {module: set(there) - {module} for module, there in graph.items()}
+    while True:
+        # Whoever imports nothing that is left, or is imported by nobody that is, is in no circle.
+        wanted = {there for each in left.values() for there in each if there in left}
+        free = {module for module, there in left.items() if module not in wanted or not there & left.keys()}
+        if not free:
+            return [sorted(left)] if left else []
+        left = {module: there & (left.keys() - free) for module, there in left.items() if module not in free}
+
+
+def test_no_two_files_import_each_other_however_long_the_way() -> None:
+    files = {module_of(file): ast.parse(file.read_text()) for file in SOURCE.rglob("*.py")}
+    assert circles({name: imported_modules(tree, files) for name, tree in files.items()}) == []
+
+
+def test_the_check_sees_a_circle() -> None:
+    """Planted: three files of which the last imports the first, for its types."""
+    known = ("perdure.a", "perdure.b", "perdure.c", "perdure.d")
+    line = "if TYPE_CHECKING:\n    from perdure import a"
+    graph = {
+        "perdure.a": imported_modules(ast.parse("from perdure.b import x"), known),
+        "perdure.b": imported_modules(ast.parse("def late():\n    import perdure.c"), known),
+        "perdure.c": imported_modules(ast.parse(line), known),
+        "perdure.d": imported_modules(ast.parse("from perdure import a"), known),
+    }
+    assert circles(graph) == [["perdure.a", "perdure.b", "perdure.c"]]
+
+
+# Folders.
+
+MANY = 14
+"""Modules that a reader can still take in at a glance."""
+
+
+@pytest.mark.parametrize("folder", ["src/perdure", "bench"])
+def test_no_folder_has_more_modules_side_by_side_than_can_be_taken_in(folder: str) -> None:
+    root = Path(__file__).parents[1] / folder
+    for each in [root, *(path for path in root.rglob("*") if path.is_dir())]:
+        modules = [file.name for file in each.glob("*.py") if not file.name.startswith("__")]
+        assert len(modules) <= MANY, f"{each}: make a package of those that belong together"

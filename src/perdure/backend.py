@@ -23,9 +23,10 @@ from perdure.decode.job import Job
 from perdure.decode.prompt_size import check_prompt_size
 from perdure.decode.request import Request
 from perdure.decode.sampling.settings import Sampling
-from perdure.engine.contract import Model, Tokens, Vocabulary
+from perdure.engine.contract import Tokens, Vocabulary
 from perdure.engine.keywords import ContextKeywords, LoadingKeywords
 from perdure.engine.llama.model import Model as LlamaModel
+from perdure.engine.model import Model
 from perdure.errors import InvalidInputError
 from perdure.store.disk import DiskTier
 from perdure.store.records import Records

@@ -30,9 +30,9 @@ from perdure.decode.keywords import RequestKeywords
 from perdure.decode.prompt_size import check_prompt_size
 from perdure.decode.request import Delta, Reply, Request
 from perdure.decode.sampling.settings import Sampling
-from perdure.engine.contract import Model as ModelContract
 from perdure.engine.contract import Tokens, Vocabulary
 from perdure.engine.keywords import LoadingKeywords
+from perdure.engine.model import Model as ModelContract
 from perdure.errors import InvalidInputError, TokenError
 from perdure.option_names import unknown_options
 from perdure.sessions.memories import Memories

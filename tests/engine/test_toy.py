@@ -21,7 +21,8 @@ from perdure import (
     TokenError,
 )
 from perdure.engine.batch import Batch, Part
-from perdure.engine.contract import Model, Outcome
+from perdure.engine.contract import Outcome
+from perdure.engine.model import Model
 from perdure.engine.toy import Faults, Gate, Mishap, ToyAbort, ToyCore, ToyModel
 from perdure.memory import MEMORY_KINDS, FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from subjects import Row

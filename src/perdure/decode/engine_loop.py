@@ -22,7 +22,7 @@ from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Scheduler, Step, admit
 from perdure.decode.slots import FreshSlots, Slots
 from perdure.engine.context import Context
-from perdure.engine.contract import Model
+from perdure.engine.model import Model
 from perdure.errors import BusyError, ClosedError, EngineError, InvalidInputError
 
 T = TypeVar("T")

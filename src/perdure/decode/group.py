@@ -13,7 +13,7 @@ from perdure.decode.sampling.sampler import Sampler
 from perdure.decode.sequence import TokenSequence
 from perdure.decode.slots import SlotAssignment
 from perdure.engine.context import Context
-from perdure.engine.contract import Model
+from perdure.engine.model import Model
 from perdure.engine.state import Checkpoint
 from perdure.engine.token_ids import token_array
 from perdure.errors import ContextOverflow

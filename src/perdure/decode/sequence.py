@@ -19,8 +19,9 @@ from perdure.decode.sampling.sampler import NothingToDraw, Sampler
 from perdure.decode.slots import ReuseReport
 from perdure.decode.text import TextStream
 from perdure.engine.context import Context
-from perdure.engine.contract import Floats, Model
+from perdure.engine.contract import Floats
 from perdure.engine.logits import Candidate, LogitsView, Step
+from perdure.engine.model import Model
 from perdure.errors import GrammarError, InvalidInputError
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NewType, Protocol, TypeAlias
+from typing import Literal, NewType, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure.engine.batch import Batch
 from perdure.memory import MemorySpec
-
-if TYPE_CHECKING:
-    from perdure.engine.batch import Batch
-    from perdure.engine.context import Context
-    from perdure.engine.embedder import Embedder
 
 TokenId = NewType("TokenId", int)
 SeqId = NewType("SeqId", int)
@@ -199,19 +195,3 @@ class Vocabulary(Protocol):
     def controls(self) -> frozenset[int]:
         """The tokens that are marks for the model, never text."""
         ...
-
-
-class Model(Vocabulary, Protocol):
-    """Weights and a vocabulary. It outlives its contexts, whatever the order of deletion."""
-
-    @property
-    def context(self) -> Callable[..., Context]:
-        """Opens a context; takes `n_ctx` and `n_seq`, and what else the engine knows."""
-        ...
-
-    @property
-    def embedder(self) -> Callable[..., Embedder]:
-        """Opens a context for embeddings; takes `n_ctx` and `threads`, and what else the engine knows."""
-        ...
-
-    def close(self) -> None: ...

@@ -25,7 +25,7 @@ from perdure.decode.embedding import Embeddings
 from perdure.decode.job import Job
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Reply
-from perdure.engine.contract import Model as ModelContract
+from perdure.engine.model import Model as ModelContract
 from perdure.errors import ClosedError, EngineError, InvalidInputError
 from perdure.worker.connection import Connection, pack
 from perdure.worker.protocol import (

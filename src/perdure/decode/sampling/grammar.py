@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.engine.contract import Model
+from perdure.engine.model import Model
 from perdure.errors import GrammarError
 
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]

@@ -11,7 +11,8 @@ from typing import TypeAlias
 import numpy as np
 
 from perdure.decode.sampling.settings import Sampling
-from perdure.engine.contract import Floats, Model
+from perdure.engine.contract import Floats
+from perdure.engine.model import Model
 
 Breakers: TypeAlias = Mapping[int, Sequence[tuple[int, ...]]]
 """For each token that may begin a breaker, the tokens that have to follow it for the breaker to be whole."""
