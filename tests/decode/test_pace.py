@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.decode.pace import Pace
+from perdure.decode.scheduling.pace import Pace
 
 
 def settled(

@@ -8,7 +8,7 @@ job           the caller's end of a request
 sequence      one reply in the making: its tokens, and the choice of the next
 group         the samples of one request
 slots         which slot a request gets, and how much of its prompt is there
-scheduler     who gets a slot, and what the next steps compute; no thread
+scheduling/   who gets a slot, and what the next steps compute; no thread
 executor      computes a step, draws, forks samples, contains errors
 engine_loop   the one thread that does all this, and how others reach it
 embedding     texts that wait to be made vectors

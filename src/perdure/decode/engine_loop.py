@@ -15,11 +15,11 @@ from perdure.config import QUEUE
 from perdure.decode.executor import Executor
 from perdure.decode.group import SequenceGroup, make_group
 from perdure.decode.job import Job
-from perdure.decode.pace import Pace
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.repetition import BreakerTable
-from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Scheduler, Step, admit
+from perdure.decode.scheduling.pace import Pace
+from perdure.decode.scheduling.scheduler import BatchScheduler, Budget, ExactScheduler, Scheduler, Step, admit
 from perdure.decode.slots import FreshSlots, Slots
 from perdure.engine.context import Context
 from perdure.engine.model import Model

@@ -13,10 +13,10 @@ import numpy as np
 
 from perdure.decode.group import SequenceGroup
 from perdure.decode.output_queue import OutputQueue, notify
-from perdure.decode.pace import TIMED, Pace
 from perdure.decode.sampling.candidates import Candidates
 from perdure.decode.sampling.sampler import draw
-from perdure.decode.scheduler import Step
+from perdure.decode.scheduling.pace import TIMED, Pace
+from perdure.decode.scheduling.scheduler import Step
 from perdure.decode.sequence import TokenSequence
 from perdure.decode.slots import SlotAssignment, Slots
 from perdure.engine.context import Context, Feed
