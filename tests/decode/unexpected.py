@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from perdure.cache.slot_cache import SlotCache
-from perdure.cache.slot_index import SlotIndex
+from perdure.cache.slots.slot_cache import SlotCache
+from perdure.cache.slots.slot_index import SlotIndex
 from perdure.decode import executor
 from perdure.decode.sequence import TokenSequence
 from perdure.engine.context import Context
