@@ -89,6 +89,27 @@ def test_a_schema_that_is_exponential_is_given_up_s2(server: LiveServer) -> None
     assert "steps" in problems(server, calling(schema, {"a": 1}))[0]
 
 
+WIDE: dict[str, tuple[int, dict[str, Any]]] = {
+    "values to be one of": (5, {"items": {"enum": list(range(1000, 1100))}}),
+    "a look at every item": (11, {"items": {}}),
+    "a comparison of all items": (11, {"uniqueItems": True}),
+    "an error that quotes everything": (11, {"type": "string"}),
+}
+"""Work that is one keyword to write, and how often it is doubled."""
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_what_a_keyword_goes_through_counts_as_work_s2(server: LiveServer, kind: str) -> None:
+    """S2, I2: it lists as many values, and is applied to as many items, as a client likes."""
+    doubled, work = WIDE[kind]
+    levels = {f"l{i}": {"allOf": [{"$ref": f"#/$defs/l{i + 1}"}] * 2} for i in range(doubled)}
+    schema = {
+        "properties": {"a": {"$ref": "#/$defs/l0"}},
+        "$defs": {**levels, f"l{doubled}": work},
+    }
+    assert "steps" in problems(server, calling(schema, {"a": [0] * 300}))[0]
+
+
 def test_arguments_are_not_checked_on_the_event_loop_s2(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,9 +16,13 @@ import llguidance
 from jsonschema.exceptions import ValidationError, best_match
 from referencing import Registry
 
-_STEPS = 50_000
-"""Keywords that one validation applies: references can make a small schema exponential."""
+_STEPS = 500_000
+"""What one validation may cost: references can make a small schema exponential."""
+_QUOTED = 1024
+"""Characters of the arguments that cost a step whenever a keyword is applied: its error may quote them."""
 _steps_left: ContextVar[int] = ContextVar("steps_left")
+_each: ContextVar[int] = ContextVar("each")
+"""What a keyword costs at least."""
 
 Keyword = Callable[[Any, Any, Any, Any], Iterator[ValidationError] | None]
 
@@ -32,12 +36,14 @@ def first_problem(schema: Mapping[str, Any], value: Any) -> ValidationError | No
     draft = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     # A registry of our own: jsonschema's default one fetches what it does not know.
     validator = _bounded(draft)(schema, registry=Registry())
+    each = _each.set(1 + len(json.dumps(value)) // _QUOTED)
     token = _steps_left.set(_STEPS)
     try:
         found: ValidationError | None = best_match(validator.iter_errors(value))
         return found
     finally:
         _steps_left.reset(token)
+        _each.reset(each)
 
 
 @functools.cache
@@ -48,10 +54,15 @@ def _bounded(draft: Any) -> Any:
 
 def _counted(keyword: Keyword) -> Keyword:
     def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-        _spend(1)
+        # A keyword may go through all that it lists, and through all that it is applied to.
+        _spend(_each.get() + _length(value) + _length(instance))
         yield from keyword(validator, value, instance, schema) or ()
 
     return counted
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (list, dict)) else 0
 
 
 def _spend(steps: int) -> None:
@@ -89,6 +100,8 @@ def _matches(pattern: str, text: str) -> bool:
 
 
 def _pattern(validator: Any, pattern: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if validator.is_type(instance, "string"):
+        _spend(len(instance) // 16)
     if validator.is_type(instance, "string") and not _matches(pattern, instance):
         yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
@@ -123,7 +136,9 @@ def _additional_properties(
 
 def _unique_items(validator: Any, unique: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
     if unique and validator.is_type(instance, "array"):
-        seen = {json.dumps(item, sort_keys=True) for item in instance}
+        written = [json.dumps(item, sort_keys=True) for item in instance]
+        _spend(sum(map(len, written)) // 16)
+        seen = set(written)
         if len(seen) < len(instance):
             yield ValidationError(f"{instance!r} has non-unique elements")
 
