@@ -59,7 +59,7 @@ class Sessions:
         self._durable = store is not None
         self.moving_state = threading.Lock()
         """Held while all the state of a session is in this process, on its way to or from a file."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._open: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
         self._at_hand: OrderedDict[tuple[str, str], Session] = OrderedDict()
 
