@@ -55,6 +55,10 @@ NOISE = {
 }
 
 
+ON_A_GPU = Noise(8e-4, 8e-4)
+"""A GPU sums in another order for every shape, and in fewer bits (TF32), with any settings."""
+
+
 @dataclass(frozen=True)
 class Compared:
     """How histories of narrow steps are compared on this machine: with which settings, and how closely."""
@@ -66,10 +70,12 @@ class Compared:
 @functools.cache
 def _compared(model: Model, items: tuple[tuple[str, Any], ...]) -> Compared:
     wanted = dict(items)
-    if _floor(model, wanted) == 0:
+    floor = _floor(model, wanted)
+    # On a GPU other sequences in a step change its kernels too: that some steps are alike says nothing.
+    if floor == 0 and not model.gpu_layers:
         return Compared()
     settings = PRECISE | wanted
-    floor = _floor(model, settings)
+    floor = max(_floor(model, settings), ON_A_GPU.fine / 64 if model.gpu_layers else 0.0)
     # A wide margin, since histories are many and the texts measured few; one wrong token makes far more.
     wrong = _least_error(model, settings)
     bound = min(max(1e-9, 64 * floor), wrong / 4)
@@ -128,6 +134,11 @@ class Subject:
     rounding: Noise
 
     @property
+    def apart(self) -> float:
+        """How many times the noise of the fine settings one wrong token makes at least."""
+        return 100.0 if self.rounding is not ON_A_GPU else 1.0
+
+    @property
     def narrow(self) -> Compared:
         """How histories of narrow steps are compared with a cold run."""
         return compared(self.model)
@@ -172,7 +183,8 @@ class Subject:
 
 def find(name: str, zoo_path: Callable[[str], Path]) -> Subject:
     model = ToyModel(TOYS[name]) if name in TOYS else Model(zoo_path(name))
-    return Subject(name, model, NOISE[name])
+    on_gpu = isinstance(model, Model) and model.gpu_layers > 0
+    return Subject(name, model, ON_A_GPU if on_gpu else NOISE[name])
 
 
 def divergence(one: Row, other: Row) -> float:

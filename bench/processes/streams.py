@@ -23,6 +23,9 @@ CHUNK = 64
 SEED = 7
 TOP_K, TOP_P, MIN_P, TEMPERATURE = 40, 0.95, 0.05, 0.8
 
+_WARM = 8
+"""Steps before the clock starts."""
+
 Prompts = Sequence[Sequence[int]]
 
 
@@ -208,6 +211,21 @@ class Bare:
             tokens.append(drawn[0])
         return {"tokens": tokens, "times": [times] * len(prompts)}
 
+    def floor(self, streams: int, count: int) -> float:
+        """Tokens a second of decoding alone: nothing is drawn, and the engine is only waited for."""
+        lib = self._lib
+        lib.llama_memory_clear(self._memory, True)
+        for seq in range(streams):
+            self._ids[seq], self._outputs[seq], self._tokens[seq] = seq, 1, 1000 + seq
+        for step in range(count + _WARM):
+            if step == _WARM:
+                started = time.perf_counter()
+            for seq in range(streams):
+                self._positions[seq] = step
+            self._decode(streams)
+            lib.llama_synchronize(self._context)
+        return streams * count / (time.perf_counter() - started)
+
     def read(self, prompt: Sequence[int]) -> float:
         """Seconds to read a prompt."""
         self._lib.llama_memory_clear(self._memory, True)
@@ -300,6 +318,9 @@ class Writers:
     def read(self, number: int, **arguments: Any) -> float:
         return float(self._open[number].read(**arguments))
 
+    def floor(self, number: int, **arguments: Any) -> float:
+        return float(self._open[number].floor(**arguments))
+
     def interrupt(self, number: int, **arguments: Any) -> list[float]:
         gaps: list[float] = self._open[number].interrupt(**arguments)
         return gaps
@@ -307,5 +328,5 @@ class Writers:
 
 if __name__ == "__main__":
     writers = Writers(sys.argv[1])
-    names = ("open", "write", "read", "interrupt")
+    names = ("open", "write", "floor", "read", "interrupt")
     serve({name: getattr(writers, name) for name in names})

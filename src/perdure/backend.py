@@ -32,6 +32,8 @@ from perdure.store.disk import DiskTier
 from perdure.store.records import Records
 from perdure.store.writer import WriteBehind
 
+_WAITING = 256 << 20
+"""Bytes that may wait to be written, at least. Most of them are those of blocks in memory."""
 _ALIKE = ("threads", "flash", "rope_freq_base", "rope_freq_scale")
 """Settings of the context that embeddings are computed with too."""
 
@@ -113,7 +115,9 @@ class LocalBackend:
             self.context = model.context(n_ctx=n_ctx, n_seq=slots, **context)
             undo.callback(self.context.close)
             if store is not None:
-                self._disk = WriteBehind(DiskTier(Path(store), budget=store_bytes))
+                self._disk = WriteBehind(
+                    DiskTier(Path(store), budget=store_bytes), limit=max(_WAITING, budget // 2)
+                )
                 undo.callback(self._disk.close)
             chunk = min(CHUNK, self.context.n_batch)
             self.slot_cache = slot_cache = SlotCache(
@@ -211,5 +215,7 @@ def _bytes(name: str, value: int) -> int:
 
 
 def _default_budget() -> int:
-    """An eighth of this machine's memory, 2 GiB at most; a system that does not tell is taken to have 4."""
-    return min(2 << 30, system.memory_to_share() // 8)
+    """An eighth of this machine's memory, but no more than 2 GiB or a twelfth of it. A system that does not
+    tell is taken to have 4 GiB."""
+    memory = system.memory_to_share()
+    return min(max(2 << 30, memory // 12), memory // 8)

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from perdure import Model, Sampling
-from perdure.decode.sampling.candidates import masked, top
+from perdure.decode.sampling.candidates import masked, top, top_of_rows
 from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.sampling.sampler import NothingToDraw, RandomNumbers, Sampler, draw, weights
+from perdure.decode.sampling.together import TopK, draw_together
+from perdure.errors import EngineError
 
 Row = NDArray[np.float32]
 N_CTX = 256
@@ -263,3 +265,84 @@ def test_draws_follow_the_distribution() -> None:
         assert set(found) <= {5, 600, 5999}
         assert found[5] == pytest.approx(2100, abs=150)
         assert found[5999] == pytest.approx(300, abs=90)
+
+
+# All streams of a step at once.
+
+
+def rows_of(count: int, size: int) -> NDArray[np.float32]:
+    """Rows of which some have many equal values."""
+    rows = np.array([random_row(seed, size, 3.0) for seed in range(count)])
+    rows[1::3] = np.round(rows[1::3])
+    return rows
+
+
+@pytest.mark.parametrize("size", [300, 6000, 49_152, 70_001])
+@pytest.mark.parametrize("k", [1, 5, 40, 200])
+def test_the_largest_of_many_rows_are_those_of_each(size: int, k: int) -> None:
+    rows = rows_of(7, size)
+    ids, values = top_of_rows(rows, k)
+    for row, found, logits in zip(rows, ids, values, strict=True):
+        expected = np.argsort(-row, kind="stable")[:k]
+        assert found.tolist() == expected.tolist()
+        assert logits.tolist() == row[expected].tolist()
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {},
+        {"temperature": 0},
+        {"top_k": 7, "top_p": 1.0, "min_p": 0.0},
+        {"top_p": 0.3},
+        {"logit_bias": {0: -math.inf, 9: -math.inf}},
+        {"logit_bias": {5: 4.0, 77: -100.0, 299: 2.5}},
+    ],
+    ids=str,
+)
+def test_m6_k5_drawn_together_is_what_each_draws_alone(chosen: dict[str, Any]) -> None:
+    """Whoever else is in the step: others with the same settings, and with other ones."""
+    rows = rows_of(12, 6000)
+    streams = []
+    for at in range(len(rows)):
+        kind = chosen if at % 3 else {"top_k": 3}
+        sampler = Sampler(Sampling(seed=at, **kind), n_ctx=N_CTX)
+        rule = TopK.of(sampler)
+        assert rule is not None
+        streams.append((sampler, rule, 11 * at))
+    together = draw_together(streams, rows)
+    alone = [draw_together([stream], rows[at : at + 1])[0] for at, stream in enumerate(streams)]
+    by_hand = [
+        draw([(sampler, sampler.select(row), position)])[0]
+        for (sampler, _, position), row in zip(streams, rows, strict=True)
+    ]
+    assert together == alone == by_hand
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"top_k": 0},
+        {"typical_p": 0.5},
+        {"mirostat": 2},
+        {"top_n_sigma": 1.0},
+        {"repeat_penalty": 1.2},
+        {"dry_multiplier": 0.5},
+        {"xtc_probability": 0.5},
+        {"logit_bias": dict.fromkeys(range(100), 1.0)},
+    ],
+    ids=str,
+)
+def test_who_looks_at_more_than_the_largest_draws_alone(chosen: dict[str, Any]) -> None:
+    assert TopK.of(Sampler(Sampling(**chosen), n_ctx=N_CTX)) is None
+
+
+def test_rows_that_hold_no_numbers_or_nothing_to_draw_are_errors_together_too() -> None:
+    sampler = Sampler(Sampling(seed=1), n_ctx=N_CTX)
+    rule = TopK.of(sampler)
+    assert rule is not None
+    rows = rows_of(3, 6000)
+    for value, error in ((np.nan, EngineError), (-np.inf, NothingToDraw), (np.inf, EngineError)):
+        rows[1] = value
+        with pytest.raises(error):
+            draw_together([(sampler, rule, 0)] * 3, rows)

@@ -126,7 +126,7 @@ def test_other_tokens_give_other_logits(subject: Subject) -> None:
             check(
                 subject.cold([[*tokens[:place], 255 - tokens[place], *tokens[place + 1 :]]], fine=True),
                 cold,
-                100 * subject.rounding.fine,
+                subject.apart * subject.rounding.fine,
             )
 
 
@@ -214,6 +214,50 @@ def test_rows_of_a_step_are_named_by_sequence(subject: Subject) -> None:
                 subject.cold([two[: row + 1]], fine=True),
                 subject.rounding.fine,
             )
+
+
+def test_a_step_of_one_token_a_sequence_is_a_step_like_any_other(subject: Subject) -> None:
+    """Every reply in the making takes such steps: they have a shorter way, with the same result."""
+    texts = {seq: subject.tokens(5 + seq, seq) for seq in (2, 0, 1)}
+    with subject.context() as short, subject.context() as long:
+        for ctx in (short, long):
+            for seq, text in texts.items():
+                ctx.decode(text, seq=seq)
+        for token in (9, 200):
+            short.step([Feed(seq, [token + seq]) for seq in texts])
+            long.step([Feed(seq, np.array([token + seq])) for seq in texts])
+            for seq in texts:
+                assert short.tokens(seq) == long.tokens(seq)
+                check(short.logits(seq=seq).copy(), long.logits(seq=seq).copy())
+        with pytest.raises(RowError, match="name one"):
+            short.logits()
+        for wrong in (short.n_vocab, -1):
+            with pytest.raises(TokenError):
+                short.step([Feed(0, [1]), Feed(1, [wrong])])
+        with pytest.raises(SequenceError):
+            short.step([Feed(0, [1]), Feed(0, [2])])
+        assert short.lengths() == long.lengths()
+
+
+def test_rows_read_together_are_the_rows_read_one_by_one(subject: Subject) -> None:
+    with subject.context() as ctx:
+        ctx.step([Feed(2, subject.tokens(3, 2)), Feed(0, subject.tokens(2), rows="all"), Feed(1, [7])])
+        places = [(0, 1), (-1, 2), (1, 0), (0, 0)]
+        for chosen in (places, places[:2], sorted(places, key=lambda place: place[::-1])):
+            table = ctx.read_rows(lambda rows: rows.copy(), chosen)
+            for row, (place, seq) in zip(table, chosen, strict=True):
+                assert row.tolist() == ctx.logits(place, seq).tolist()
+        with pytest.raises(RowError):
+            ctx.read_rows(lambda rows: rows.copy(), [(0, 2)])
+
+
+def test_b6_a_full_sequence_keeps_a_step_of_single_tokens_from_all(subject: Subject) -> None:
+    with subject.context(n_ctx=8) as ctx:
+        ctx.decode(subject.tokens(8), seq=0)
+        ctx.decode(subject.tokens(3), seq=1)
+        with pytest.raises(ContextOverflow):
+            ctx.step([Feed(0, [1]), Feed(1, [2])])
+        assert ctx.lengths() == [8, 3, 0]
 
 
 def test_a_step_takes_each_sequence_once_and_no_more_than_a_batch(subject: Subject) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,13 @@ from perdure.cache.slots.checkpoints import Point
 from perdure.cache.tiers import Tiers
 from perdure.engine.context import Context
 from perdure.engine.contract import Capture
+from perdure.engine.parallel import spread, threads
 from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.identity import Identity
 
 Ids = NDArray[np.int32]
+_Range: TypeAlias = tuple[BlockId, int, int]
+"""A block to be: what it follows, where it starts and where it ends."""
 
 
 class BlockCache:
@@ -89,19 +93,38 @@ class BlockCache:
         elif capture.rows is None and not points:
             # All there is of this state belongs to its end, which is not to be kept.
             return
-        for parent, start, end in self._ranges(namespace, tokens, points):
-            ids, tail_state = tokens[start:end], points.get(end)
-            if self._has(parent, ids, needs_tail=tail_state is not None):
-                continue
-            room = cost(end - start, self._row_bytes, 0 if tail_state is None else tail_state.nbytes)
-            if not memory.make_room(room, keep=parent) and lower is None:
-                if end - start == self._size:
-                    break
-                continue
+
+        def room(which: _Range) -> int:
+            _, start, end = which
+            return cost(end - start, self._row_bytes, points[end].nbytes if end in points else 0)
+
+        def make(which: _Range) -> Block:
+            parent, start, end = which
             rows = None if capture.rows is None else capture.rows.cut(start, end)
-            block = Block.make(parent, start, ids.copy(), rows, tail_state)
-            memory.store(block)
-            yield block
+            return Block.make(parent, start, tokens[start:end].copy(), rows, points.get(end))
+
+        missing = [
+            (parent, start, end)
+            for parent, start, end in self._ranges(namespace, tokens, points)
+            if not self._has(parent, tokens[start:end], needs_tail=end in points)
+        ]
+        # Several at a time, as long as there is room for all of them; then one by one.
+        ahead = 2 * threads()
+        while missing:
+            some, parent = missing[:ahead], missing[0][0]
+            total = sum(map(room, some))
+            if not memory.make_room(total, keep=parent):
+                if len(some) > 1:
+                    ahead = 1
+                    continue
+                if lower is None:
+                    _, start, end = some[0]
+                    missing = [] if end - start == self._size else missing[1:]
+                    continue
+            missing = missing[len(some) :]
+            for block in spread(make, some, total):
+                memory.store(block)
+                yield block
 
     def _capture(self, seq: int) -> Capture:
         capture = self._context.capture(seq)

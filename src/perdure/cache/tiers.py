@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from typing import Protocol
 
@@ -17,11 +16,10 @@ from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.rates import Rates
 from perdure.cache.reuse_rule import ReuseRule
 from perdure.cache.siblings import common, merged
+from perdure.engine.parallel import spread
 from perdure.errors import CorruptStateError
 
 Ids = NDArray[np.int32]
-
-_READERS = 2
 
 
 class LowerTier(Protocol):
@@ -139,11 +137,8 @@ class Tiers:
             return {entry.id: None for entry in entries}
         start = time.perf_counter()
         names = [entry.id for entry in entries]
-        if len(names) == 1:
-            found = [self.lower.load(names[0])]
-        else:
-            with ThreadPoolExecutor(_READERS, thread_name_prefix="perdure-read") as readers:
-                found = list(readers.map(self.lower.load, names))
+        # Even small ones are mostly waited for.
+        found = list(spread(self.lower.load, names, sum(entry.nbytes for entry in entries), large=0))
         nbytes = sum(block.nbytes for block in found if block is not None)
         self.rates.read(nbytes, time.perf_counter() - start)
         # What an index says of a block may be wrong; the block itself is verified.

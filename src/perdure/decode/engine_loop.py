@@ -207,10 +207,11 @@ class EngineLoop:
         if not groups:
             return
         now = time.monotonic()
-        for group in groups:
-            if group.overdue(now):
-                group.cancel()
-        self._collect()
+        overdue = [group for group in groups if group.overdue(now)]
+        for group in overdue:
+            group.cancel()
+        if overdue:
+            self._collect()
 
     def _admit(self) -> None:
         with self._changed:
@@ -231,6 +232,8 @@ class EngineLoop:
         with self._changed:
             groups = [*self._active, *(group for group in self._waiting if group.done)]
         for group in groups:
+            if not any(sequence.finish_reason for sequence in group.sequences):
+                continue
             self._executor.collect(group)
             if group.done:
                 with self._changed:

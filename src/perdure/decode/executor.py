@@ -15,6 +15,7 @@ from perdure.decode.group import SequenceGroup
 from perdure.decode.output_queue import OutputQueue, notify
 from perdure.decode.sampling.candidates import Candidates
 from perdure.decode.sampling.sampler import draw
+from perdure.decode.sampling.together import TopK, draw_together
 from perdure.decode.scheduling.pace import TIMED, Pace
 from perdure.decode.scheduling.scheduler import Step
 from perdure.decode.sequence import TokenSequence
@@ -28,6 +29,10 @@ log = logging.getLogger("perdure.decode")
 
 _Draw: TypeAlias = tuple[TokenSequence, Candidates]
 """A sequence that is to draw, and what it can draw."""
+
+
+_Row: TypeAlias = tuple[TokenSequence, TopK, tuple[int, int]]
+"""A sequence that is to draw, how, and which row of which slot it draws from."""
 
 
 class Executor:
@@ -122,11 +127,19 @@ class Executor:
         try:
             if not gone:
                 # Readers wake while the engine computes, not while the next ones draw.
-                self.notify()
+                asynchronous = self._context.capabilities.asynchronous
+                if not asynchronous:
+                    self.notify()
                 start = time.monotonic()
                 self._context.step(feeds)
-                if (count := sum(chunk.count for chunk in step)) >= TIMED:
+                if asynchronous:
+                    self.notify()
+                prompts = sum(chunk.count for chunk in step if chunk.count > 1)
+                if prompts >= TIMED:
+                    if asynchronous:
+                        self._context.synchronize()
                     seconds = time.monotonic() - start
+                    count = sum(chunk.count for chunk in step)
                     self._slots.timed(count, seconds)
                     self._pace.observe(count, seconds)
         finally:
@@ -151,6 +164,7 @@ class Executor:
         """Draw for every sequence that is computed to its end, then start the further samples."""
         prompts: list[SequenceGroup] = []
         wanted: list[_Draw] = []
+        plain: list[_Row] = []
         for chunk in step:
             sequence = chunk.sequence
             if sequence.scoring:
@@ -168,10 +182,14 @@ class Executor:
                 drawing = [each for each in chunk.group.sequences if not each.done]
             for each in drawing:
                 each.cached, each.report = sequence.cached, sequence.report
+                assert sequence.seq is not None
+                if (rule := each.top_k) is not None:
+                    plain.append((each, rule, (chunk.count - 1, sequence.seq)))
+                    continue
                 with _contained(each):
-                    assert sequence.seq is not None
                     found = each.select(self._context, chunk.count - 1, sequence.seq)
                     wanted.append((each, found))
+        self._take_together(plain)
         self._take(wanted)
         for chunk in step:
             sequence = chunk.sequence
@@ -181,6 +199,29 @@ class Executor:
                     self._slots.reached(sequence.seq, sequence.cached, sequence.returns)
         for group in prompts:
             self._fork_samples(group)
+
+    def _take_together(self, plain: Sequence[_Row]) -> None:
+        """Draw a token for each sequence, out of all their rows in one pass."""
+        if not plain:
+            return
+        streams = [(sequence.sampler, rule, len(sequence.tokens)) for sequence, rule, _ in plain]
+        try:
+            tokens = self._context.read_rows(
+                lambda rows: draw_together(streams, rows), [place for _, _, place in plain]
+            )
+        except Exception as error:
+            if len(plain) == 1:
+                _end_by(error, plain[0][0])
+            else:
+                # One of them cannot draw, and ends; the others can.
+                for each in plain:
+                    self._take_together([each])
+            return
+        for (sequence, _, _), token in zip(plain, tokens, strict=True):
+            try:
+                sequence.take(token)
+            except BaseException as error:
+                _end_by(error, sequence)
 
     def _take(self, wanted: Sequence[_Draw]) -> None:
         """Draw a token for each sequence: for all at once, or where that fails for each by itself."""

@@ -16,6 +16,7 @@ from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings,
 from perdure.decode.sampling.candidates import Candidates
 from perdure.decode.sampling.grammar import Matcher
 from perdure.decode.sampling.sampler import NothingToDraw, Sampler
+from perdure.decode.sampling.together import TopK
 from perdure.decode.slots import ReuseReport
 from perdure.decode.text import TextStream
 from perdure.engine.context import Context
@@ -79,6 +80,7 @@ class TokenSequence:
         self.finished: float | None = None
         self.submitted = time.monotonic()
         self._model = model
+        self._ends = model.ends
         self._sampling = sampler.sampling
         self._sampler = sampler
         self._matcher = matcher
@@ -89,6 +91,7 @@ class TokenSequence:
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
         self._end: int | None = None
+        self._top_k = None if self.steered or request.logprobs is not None else TopK.of(sampler)
         self._view: LogitsView | None = None
         self._best: tuple[Candidate, ...] = ()
 
@@ -141,6 +144,11 @@ class TokenSequence:
         """Whether processors or a grammar have a say in what is drawn."""
         return bool(self.request.processors) or self._matcher is not None
 
+    @property
+    def top_k(self) -> TopK | None:
+        """How it draws where that depends on nothing but the largest of its row."""
+        return self._top_k
+
     def select(self, context: Context, row: int, seq: int) -> Candidates:
         """What can be drawn next from a row of logits."""
         request = self.request
@@ -186,7 +194,7 @@ class TokenSequence:
             self.first_token = time.monotonic()
         if self._matcher is not None:
             self._matcher.consume(token)
-        if self._model.is_end(token) and not request.ignore_eos:
+        if token in self._ends and not request.ignore_eos:
             self._end = token
             self.finish("stop")
             return

@@ -41,6 +41,12 @@ class Batch:
         self.tokens[0], self.positions[0], self.seqs[0], self.outputs[0] = token, position, seq, 1
         self.size = 1
 
+    def fill_tokens(self, seqs: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> None:
+        """Replace the contents by one token for each of several sequences, whose rows are all wanted."""
+        size = self.size = len(tokens)
+        self.tokens[:size], self.positions[:size], self.seqs[:size] = tokens, positions, seqs
+        self.outputs[:size] = 1
+
     def fill(self, parts: Sequence[Part]) -> None:
         """Replace the contents by `parts`, one bulk write an array and part."""
         total = sum(len(part.tokens) for part in parts)

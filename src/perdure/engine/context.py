@@ -188,7 +188,7 @@ class Context:
 
     def step(self, feeds: Sequence[Feed]) -> None:
         """Append to several sequences in one native step of at most `n_batch` tokens: all, or none."""
-        if len(feeds) == 1 and self._step_alone(feeds[0]):
+        if self._step_alone(feeds[0]) if len(feeds) == 1 else self._step_tokens(feeds):
             return
         if not all(isinstance(feed, Feed) for feed in feeds):
             raise InvalidInputError("a step takes Feed(seq, tokens) for each sequence")
@@ -262,6 +262,40 @@ class Context:
                 self._end()
         return True
 
+    def _step_tokens(self, feeds: Sequence[Feed]) -> bool:
+        """A step of one token for each of several replies. False: it is not of that kind."""
+        by_seq: dict[int, int] = {}
+        for feed in feeds:
+            if type(feed) is not Feed or type(feed.tokens) is not list or feed.rows != "last":
+                return False
+            seq, found = feed.seq, feed.tokens
+            if len(found) != 1 or type(found[0]) is not int or not 0 <= found[0] < self.n_vocab:
+                return False
+            if type(seq) is not int or not 0 <= seq < self.n_seq:
+                return False
+            by_seq[seq] = found[0]
+        if len(by_seq) != len(feeds) or not 0 < len(feeds) <= min(
+            self.n_batch, self.capabilities.max_outputs
+        ):
+            return False
+        # The engine batches streams together only in rising order.
+        seqs = sorted(by_seq)
+        tokens = [by_seq[seq] for seq in seqs]
+        with self._lock:
+            self._ready()
+            starts = [self._ledger.length(seq) for seq in seqs]
+            if max(starts) >= self.n_ctx:
+                return False
+            self._rows.end()
+            # One token more costs no kind of memory what it would need to come back.
+            with self._undoing({seq: Mark(start) for seq, start in zip(seqs, starts, strict=True)}):
+                self._batch.fill_tokens(seqs, starts, tokens)
+                self._run_batch(seqs, starts, alone=False)
+                for seq, token in by_seq.items():
+                    self._ledger.append_one(seq, token)
+                self._rows.publish({(seq, 0): at for at, seq in enumerate(seqs)}, dict.fromkeys(seqs, 1))
+        return True
+
     def logits(self, row: int = -1, seq: int | None = None) -> LogitsView:
         """The logits after token `row` of the last decode; below 0 counts from its end.
 
@@ -278,6 +312,13 @@ class Context:
         with self._lock:
             self._ready()
             return function(self._core.row(self._rows.live(row, seq)))
+
+    def read_rows(self, function: Callable[[Floats], T], places: Sequence[tuple[int, int]]) -> T:
+        """What `function` makes of several rows of the last native step, as one table; `places` names each by
+        (row, sequence). As with `read_row`, it must neither change nor keep it."""
+        with self._lock:
+            self._ready()
+            return function(self._core.rows([self._rows.live(row, seq) for row, seq in places]))
 
     def overwrite(self, logits: NDArray[np.float32], row: int = -1, seq: int | None = None) -> None:
         """Put other values into a row of the last native step. Its views end."""
@@ -297,6 +338,12 @@ class Context:
                 raise InvalidInputError("the mask rules out every token")
             self._rows.renew()
             np.copyto(self._core.row(index), -np.inf, where=allowed == 0)
+
+    def synchronize(self) -> None:
+        """Wait until the last step is computed, where a step returns before that."""
+        with self._lock:
+            self._ready()
+            self._core.synchronize()
 
     def cancel(self) -> None:
         """Stop the decode in flight in another thread, if there is one: it raises `DecodeCancelled`.
@@ -388,8 +435,7 @@ class Context:
         """The state of `seq` as bytes that describe themselves (see `state.py`)."""
         with self._turn(seq):
             tokens = self._held(seq)
-            buffer = self._core.read(seq, partial=False, room=saved.head_size(self.identity, len(tokens)))
-            return saved.pack(self.identity, tokens, buffer)
+            return saved.pack(self.identity, tokens, self._core.read(seq, partial=False))
 
     def load(self, state: bytes | bytearray | memoryview, seq: int = 0) -> None:
         """Replace `seq` by saved state. Foreign or damaged bytes are refused before the engine sees them."""
@@ -614,20 +660,24 @@ class Context:
             at, done = end, int(rows[end - 1])
 
     def _run(self, parts: Sequence[Part]) -> None:
+        self._batch.fill(parts)
+        ends = [part.start + len(part.tokens) - 1 for part in parts]
+        self._run_batch([part.seq for part in parts], ends, alone=len(parts) == 1)
+
+    def _run_batch(self, seqs: Sequence[int], ends: Sequence[int], *, alone: bool) -> None:
+        """Decode what the batch holds, and read back that each sequence ends where it should."""
         # For a step of several sequences a recurrent memory moves states about, also those of others.
         # Cut short, it loses them.
-        self._stoppable = self.memory.cuts or len(parts) == 1
+        self._stoppable = self.memory.cuts or alone
         if self._stopping or self._closing:
             raise _Failure(Outcome.ABORTED)
-        self._batch.fill(parts)
         outcome = self._decode_batch()
         if outcome is not Outcome.DONE:
             if outcome in (Outcome.ABORTED, Outcome.FAILED) and not self._stoppable:
                 self._undo.doubt_all()
             raise _Failure(outcome)
-        for part in parts:
-            if self._core.newest(part.seq) != part.start + len(part.tokens) - 1:
-                raise _Failure(Outcome.FAILED)
+        if any(self._core.newest(seq) != end for seq, end in zip(seqs, ends, strict=True)):
+            raise _Failure(Outcome.FAILED)
 
     def _decode_batch(self) -> Outcome:
         if self._batch.size <= _DIRECT:

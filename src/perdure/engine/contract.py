@@ -37,6 +37,8 @@ class Capabilities:
     """The most rows of logits that one native step can give."""
     threads: int = 1
     """Among how many threads a step is divided: another number sums in another order, in the last bits."""
+    asynchronous: bool = False
+    """A step may return before it is computed, as on a GPU: whoever reads a row waits for it."""
 
 
 class Outcome(enum.Enum):
@@ -94,6 +96,14 @@ class Core(Protocol):
         """The logits of batch entry `index`, over engine memory."""
         ...
 
+    def rows(self, indices: Sequence[int]) -> Floats:
+        """The logits of several batch entries as one table, over engine memory where it is one there."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until what was decoded is computed."""
+        ...
+
     def hidden(self, count: int) -> Floats:
         """The hidden states of all `count` tokens of the last batch, over engine memory.
 
@@ -121,8 +131,8 @@ class Core(Protocol):
         """Drop everything and zero the memory."""
         ...
 
-    def read(self, seq: int, *, partial: bool, room: int = 0) -> NDArray[np.uint8]:
-        """The state of `seq`, after `room` bytes left for the caller's own header."""
+    def read(self, seq: int, *, partial: bool) -> NDArray[np.uint8]:
+        """The state of `seq`. A partial one is the caller's own; a whole one is good until the next call."""
         ...
 
     def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:

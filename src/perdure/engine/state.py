@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from perdure.engine.parallel import joined
 from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.identity import Identity
 
@@ -58,23 +59,20 @@ class SavedState:
     payload: NDArray[np.uint8]
 
 
-def head_size(identity: Identity, tokens: int) -> int:
-    """The bytes before the payload."""
-    return _HEAD.size + len(identity.to_json()) + 4 * tokens
-
-
-def pack(identity: Identity, tokens: NDArray[np.int32], buffer: NDArray[np.uint8]) -> bytes:
-    """`buffer` as saved state; its first `head_size` bytes are free, the rest is the payload."""
+def pack(identity: Identity, tokens: NDArray[np.int32], payload: NDArray[np.uint8]) -> bytes:
+    """The state of `tokens` as bytes that describe themselves."""
     words = identity.to_json()
-    at = _HEAD.size + len(words)
-    head = at + tokens.nbytes
-    view = memoryview(buffer.data).cast("B")
-    view[_HEAD.size : at] = words
-    view[at:head] = tokens.astype("<i4").tobytes()
-    sizes = (len(words), len(tokens), len(view) - head)
-    _HEAD.pack_into(view, 0, MAGIC, VERSION, *sizes, bytes(16), identity.digest)
-    view[_CHECKSUM] = _checksum(view)
-    return bytes(view)
+    sizes = (len(words), len(tokens), payload.nbytes)
+    head = _HEAD.pack(MAGIC, VERSION, *sizes, bytes(16), identity.digest)
+    head += words + tokens.astype("<i4").tobytes()
+
+    def sealed() -> bytes:
+        digest = xxhash.xxh3_128(head[: _CHECKSUM.start])
+        digest.update(head[_CHECKSUM.stop :])
+        digest.update(payload.data)
+        return head[: _CHECKSUM.start] + digest.digest() + head[_CHECKSUM.stop :]
+
+    return joined(sealed, len(head), payload)
 
 
 def unpack(data: bytes | bytearray | memoryview, identity: Identity) -> SavedState:

@@ -103,6 +103,8 @@ def _library() -> Iterator[Finding]:
     else:
         yield Finding("engine", "ok", f"{library.build()} at {choice.source.folder}")
     yield _features(lib.llama_print_system_info().decode(), system.cpu_flags())
+    for device in library.loaded().device_list:
+        yield Finding("device", "ok", device.shown)
 
 
 def _features(text: str, processor: frozenset[str]) -> Finding:

@@ -276,16 +276,7 @@ def _loaded() -> tuple[str, str, tuple[str, ...]]:
     from perdure.engine.llama.native.library import loaded
 
     library = loaded()
-    lib = library.functions
-    devices = [lib.ggml_backend_dev_get(index) for index in range(lib.ggml_backend_dev_count())]
-    names = tuple(
-        " ".join(
-            call(each).decode().strip()
-            for call in (lib.ggml_backend_dev_name, lib.ggml_backend_dev_description)
-        )
-        for each in devices
-    )
-    return library.variant, library.version, names
+    return library.variant, library.version, tuple(device.shown for device in library.device_list)
 
 
 def _show(row: Row) -> None:

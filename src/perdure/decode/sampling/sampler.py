@@ -47,6 +47,7 @@ class RandomNumbers:
         self._seed = seed
         self._first = -1
         self._numbers: NDArray[np.float64] = np.empty((0, 2))
+        self._firsts: list[float] = []
 
     def at(self, position: int) -> NDArray[np.float64]:
         first, place = divmod(position, _POSITIONS)
@@ -56,8 +57,15 @@ class RandomNumbers:
             raw = generator.random_raw(2 * _POSITIONS)
             numbers: NDArray[np.float64] = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
             self._first, self._numbers = first, numbers.reshape(_POSITIONS, 2)
+            self._firsts = self._numbers[:, 0].tolist()
         found: NDArray[np.float64] = self._numbers[place]
         return found
+
+    def first_at(self, position: int) -> float:
+        """The first of the two, which decides what is drawn."""
+        if position // _POSITIONS != self._first:
+            self.at(position)
+        return self._firsts[position % _POSITIONS]
 
 
 class Sampler:
@@ -102,12 +110,17 @@ class Sampler:
             found = few
         else:
             found = self._cut(row if mask is None else masked(row, mask))
-        largest = found.logits.max()
-        if largest == -np.inf:
-            raise NothingToDraw("every token is ruled out")
-        if not largest < np.inf:
-            raise EngineError("the engine's logits are no numbers")
-        return found
+        return _checked(found)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether what was written before has a say in what is drawn."""
+        return self._penalties is not None or self._dry is not None
+
+    @property
+    def biases(self) -> tuple[NDArray[np.intp], Floats]:
+        """The tokens that have a bias, and theirs."""
+        return self._biased, self._bias
 
     def observe(self, probability: float) -> None:
         """Mirostat: aim the next draw by how surprising this one was."""
@@ -219,6 +232,15 @@ class Cuts:
 
 PLAIN = Cuts((math.inf, math.inf, -math.inf, -1.0, 1.0, 1.0), False, False)
 """No more cuts: mirostat has made its own, after the temperature."""
+
+
+def _checked(found: Candidates) -> Candidates:
+    largest = found.logits.max()
+    if largest == -np.inf:
+        raise NothingToDraw("every token is ruled out")
+    if not largest < np.inf:
+        raise EngineError("the engine's logits are no numbers")
+    return found
 
 
 def draw(wanted: Sequence[tuple[Sampler, Candidates, int]]) -> list[int]:

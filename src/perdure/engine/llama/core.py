@@ -15,6 +15,7 @@ from perdure.engine.contract import Adapter, Capture, Floats, Outcome
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.native import declarations, layout, library
 from perdure.engine.llama.native.log_sink import complaints
+from perdure.engine.llama.native.scratch import Scratch
 from perdure.engine.llama.threadpool import Threadpool
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, EngineError, InvalidInputError, OutOfMemoryError
@@ -62,6 +63,7 @@ class LlamaCore:
         """Whether a text can be read in pieces: no token looks at those that follow it."""
         self._embeds = bool(params.embeddings)
         self._row = ctypes.c_float * self.n_vocab
+        self._row_address = self._lib.address_of("llama_get_logits_ith")
         self._streams = not params.kv_unified and params.n_seq_max > 1
         slides = self._lib.llama_model_n_swa(weights.handle) > 0
         self._sheds = slides and not params.swa_full and not self._streams
@@ -72,8 +74,10 @@ class LlamaCore:
         self._layout: layout.Layout | None = None
         self._layout_known = False
         self._longest = params.n_ctx // params.n_seq_max if self._streams else params.n_ctx
-        self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._scratch_limit = _SCRATCH
+        self._on_device = on_device = bool(params.offload_kqv and weights.devices)
+        # A bus is fast, and states on a GPU are large: there a larger part of the memory pays.
+        limit = max(_SCRATCH, (system.physical_memory() or 0) // 32) if on_device else _SCRATCH
+        self._scratch = Scratch(self._lib, weights.devices[0].handle if on_device else None, limit)
         self._native: tuple[Batch, Any] | None = None
 
     def decode(self, batch: Batch) -> Outcome:
@@ -91,6 +95,19 @@ class LlamaCore:
             raise EngineError(f"the engine has no logits for batch entry {index}")
         address = ctypes.addressof(pointer.contents)
         return np.frombuffer(memoryview(self._row.from_address(address)), np.float32)
+
+    def rows(self, indices: Sequence[int]) -> Floats:
+        starts = [self._row_address(self._context, index) for index in indices]
+        if None in starts:
+            raise EngineError(f"the engine has no logits for batch entry {indices[starts.index(None)]}")
+        first, size = starts[0], 4 * self.n_vocab
+        if any(start != first + place * size for place, start in enumerate(starts)):
+            return np.array([self.row(index) for index in indices])
+        table = (ctypes.c_float * (len(indices) * self.n_vocab)).from_address(first)
+        return np.frombuffer(memoryview(table), np.float32).reshape(len(indices), self.n_vocab)
+
+    def synchronize(self) -> None:
+        self._lib.llama_synchronize(self._context)
 
     def hidden(self, count: int) -> Floats:
         pointer = self._lib.llama_get_embeddings(self._context)
@@ -146,20 +163,16 @@ class LlamaCore:
     def clear(self) -> None:
         self._lib.llama_memory_clear(self._memory, True)
 
-    def read(self, seq: int, *, partial: bool, room: int = 0) -> NDArray[np.uint8]:
-        flags = _PARTIAL if partial else 0
-        size = int(self._lib.llama_state_seq_get_size_ext(self._context, seq, flags))
-        buffer = np.empty(room + size, np.uint8)
-        wrote = self._lib.llama_state_seq_get_data_ext(
-            self._context, _bytes_at(buffer, room), size, seq, flags
-        )
-        if not size or wrote != size:
-            raise EngineError(f"the engine gave {wrote} bytes of state for sequence {seq}, not {size}")
-        return buffer
+    def read(self, seq: int, *, partial: bool) -> NDArray[np.uint8]:
+        if not partial:
+            return self._read_into_scratch(seq)
+        size = int(self._lib.llama_state_seq_get_size_ext(self._context, seq, _PARTIAL))
+        return self._read_into(np.empty(size, np.uint8), seq, _PARTIAL)
 
     def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
         flags = _PARTIAL if partial else 0
         size = state.nbytes
+        state = self._scratch.staged(state)
         with self._log_sink.muted(id(self)):
             read = self._lib.llama_state_seq_set_data_ext(
                 self._context, _bytes_at(state, 0), size, seq, flags
@@ -203,7 +216,7 @@ class LlamaCore:
             return False
         tail = None if rest is None else rest[_OPENING:]
         size = self._layout.size(sum(len(piece) for piece in pieces)) + (0 if tail is None else len(tail))
-        return self.write(seq, self._layout.build(seq, pieces, tail, self._room(size)), partial=False)
+        return self.write(seq, self._layout.build(seq, pieces, tail, self._scratch.room(size)), partial=False)
 
     def row_bytes(self, seq: int) -> int | None:
         if not self._layout_known and self.reads_on:
@@ -218,7 +231,8 @@ class LlamaCore:
             self._prove_layout(0)
         if self._layout is not None:
             # Fresh pages can cost more than all else that it takes to put a state back.
-            self._room(min(self._layout.size(self._longest), _SCRATCH, self._scratch_limit))[::4096] = 0
+            size = self._layout.size(self._longest)
+            self._scratch.prepare(size if self._on_device else min(size, _SCRATCH))
 
     def _prove_layout(self, seq: int) -> None:
         """Find the layout on two tokens of our own: nothing has been captured here yet. `seq` is empty."""
@@ -232,30 +246,22 @@ class LlamaCore:
 
     def _read_into_scratch(self, seq: int) -> NDArray[np.uint8]:
         size = int(self._lib.llama_state_seq_get_size_ext(self._context, seq, 0))
-        state = self._room(size)
-        wrote = self._lib.llama_state_seq_get_data_ext(self._context, _bytes_at(state, 0), size, seq, 0)
+        return self._read_into(self._scratch.room(size), seq, 0)
+
+    def _read_into(self, state: NDArray[np.uint8], seq: int, flags: int) -> NDArray[np.uint8]:
+        size = state.nbytes
+        wrote = self._lib.llama_state_seq_get_data_ext(self._context, _bytes_at(state, 0), size, seq, flags)
         if not size or wrote != size:
             raise EngineError(f"the engine gave {wrote} bytes of state for sequence {seq}, not {size}")
         return state
 
     def limit_scratch(self, nbytes: int) -> int:
-        self._scratch_limit = nbytes
-        if len(self._scratch) > nbytes:
-            self._scratch = np.empty(0, np.uint8)
+        self._scratch.limit(nbytes)
         return nbytes
 
     @property
     def scratch_bytes(self) -> int:
         return self._scratch.nbytes
-
-    def _room(self, size: int) -> NDArray[np.uint8]:
-        """Memory for a state in passing. It is kept up to a limit: fresh pages cost more than the copy into
-        them, but a long context's state is as large as that context."""
-        if size > self._scratch_limit:
-            return np.empty(size, np.uint8)
-        if len(self._scratch) < size:
-            self._scratch = np.empty(min(size + size // 4, self._scratch_limit), np.uint8)
-        return self._scratch[:size]
 
     def stop(self) -> None:
         # The library complains about being stopped. Python would hear that in the middle of native code,

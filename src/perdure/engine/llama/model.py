@@ -20,7 +20,6 @@ from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.native import library
-from perdure.engine.llama.native.devices import list_devices
 from perdure.engine.llama.offload import (
     CPU_ONLY,
     GpuLayers,
@@ -43,6 +42,7 @@ log = logging.getLogger("perdure.engine")
 
 MAX_SEQUENCES = 256
 MAX_THREADS = 512
+_GPU_THREADS = 4
 _ROWS = 64
 """Rows of logits a native step can give: the engine reserves memory for as many."""
 _TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
@@ -99,7 +99,7 @@ class Model:
     def _plan(self, gpu_layers: GpuLayers | None, devices: Sequence[str] | None, cells: int) -> Offload:
         """What goes to the GPU. What does not fit is said here, before anything is loaded."""
         asked = settings().gpu_layers if gpu_layers is None else check_gpu_layers(gpu_layers)
-        chosen = choose_devices(list_devices(library.load()), devices)
+        chosen = choose_devices(library.loaded().device_list, devices)
         if not chosen or asked == 0:
             if asked not in (0, "auto"):
                 raise InvalidInputError(
@@ -230,7 +230,7 @@ class Model:
         if not rope_freq_base and not rope_freq_scale:
             self._say_if_longer_than_trained(n_ctx)
 
-        params = _params(threads, flash, rope_freq_base, rope_freq_scale)
+        params = _params(self._threads(threads), flash, rope_freq_base, rope_freq_scale)
         n_batch = max(min(n_batch, n_ctx), n_seq)
         params.n_ctx = n_ctx * n_seq if shared else -(-n_ctx // 256) * 256 * n_seq
         params.n_seq_max = n_seq
@@ -273,6 +273,7 @@ class Model:
                 shared=shared,
                 max_outputs=params.n_outputs_max,
                 threads=params.n_threads,
+                asynchronous=self._offload.layers > 0,
             ),
             identity=identity,
             n_ctx=n_ctx,
@@ -298,7 +299,7 @@ class Model:
         pooling = Pooling.of(weights.metadata)
         check_whole("n_ctx", n_ctx, 1, (1 << 31) - 256)
         self._check_memory(n_ctx, "f16", "f16")
-        params = _params(threads, flash, rope_freq_base, rope_freq_scale)
+        params = _params(self._threads(threads), flash, rope_freq_base, rope_freq_scale)
         params.embeddings = True
         params.pooling_type = _NO_POOLING
         params.n_ctx = -(-n_ctx // 256) * 256
@@ -340,6 +341,14 @@ class Model:
         assert self._words is not None
         return self._words
 
+    def _threads(self, wanted: int | None) -> int:
+        """Threads of a context. Where every layer is on a GPU, the CPU only looks up embeddings."""
+        if wanted is not None:
+            return wanted
+        layers = int(library.load().llama_model_n_layer(self._open().handle))
+        cores = system.usable_cores()
+        return min(cores, _GPU_THREADS) if self._offload.layers > layers else cores
+
     def _say_if_longer_than_trained(self, n_ctx: int) -> None:
         if n_ctx > self.n_ctx_train > 0 and not self._said_trained:
             self._said_trained = True
@@ -375,7 +384,7 @@ class Model:
     def _check_devices(self, needed: float, cells: int) -> None:
         """Refuse a K/V cache that the devices have no room for now that the weights are there."""
         names = {device.name for device in self._offload.devices}
-        now = [device for device in list_devices(library.load()) if device.name in names]
+        now = [device for device in library.loaded().device_list if device.name in names]
         free = sum(device.free for device in now)
         if needed > free:
             raise OutOfMemoryError(
@@ -394,9 +403,8 @@ class Model:
         return f"{plan.layers} layers on {names}{split}, cache {'there' if self._kv_offload else 'here'}"
 
 
-def _params(threads: int | None, flash: bool, rope_freq_base: float, rope_freq_scale: float) -> Any:
+def _params(threads: int, flash: bool, rope_freq_base: float, rope_freq_scale: float) -> Any:
     """What contexts of either sort have in common."""
-    threads = system.usable_cores() if threads is None else threads
     check_whole("threads", threads, 1, MAX_THREADS)
     for name, number in (("rope_freq_base", rope_freq_base), ("rope_freq_scale", rope_freq_scale)):
         if not 0.0 <= number <= _LARGEST:

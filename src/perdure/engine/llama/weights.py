@@ -32,6 +32,8 @@ class Weights:
     ) -> None:
         self._lib = lib = library.load()
         self.handle: Any = None
+        self.devices = offload.devices if offload.layers else ()
+        """Where its layers are, besides the machine's own memory."""
         params = lib.llama_model_default_params()
         params.n_gpu_layers = offload.layers
         # Held here until the file is loaded: the library only gets pointers.

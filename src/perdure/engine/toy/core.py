@@ -117,6 +117,12 @@ class ToyCore:
         row: Floats = self._buffer[self._places[index]]
         return row
 
+    def rows(self, indices: Sequence[int]) -> Floats:
+        return np.array([self.row(index) for index in indices])
+
+    def synchronize(self) -> None:
+        pass
+
     def hidden(self, count: int) -> Floats:
         self._check_open()
         rows = [[mix(value, place) for place in range(self.width)] for value in self._values[:count]]
@@ -209,12 +215,11 @@ class ToyCore:
 
     # State.
 
-    def read(self, seq: int, *, partial: bool, room: int = 0) -> NDArray[np.uint8]:
+    def read(self, seq: int, *, partial: bool) -> NDArray[np.uint8]:
         held = self._at(seq)
         if self.faults.strikes():
             raise EngineError(f"the engine gave no state for sequence {seq}")
-        state = np.frombuffer(held.pack(partial=partial), np.uint8)
-        return np.concatenate((np.empty(room, np.uint8), state))
+        return np.frombuffer(held.pack(partial=partial), np.uint8).copy()
 
     def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
         held = self._at(seq)

@@ -176,6 +176,10 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_dev_description": (c_char_p, [c_void_p]),
     "ggml_backend_dev_type": (c_int, [c_void_p]),
     "ggml_backend_dev_memory": (None, [c_void_p, POINTER(c_size_t), POINTER(c_size_t)]),
+    "ggml_backend_dev_host_buffer_type": (c_void_p, [c_void_p]),
+    "ggml_backend_buft_alloc_buffer": (c_void_p, [c_void_p, c_size_t]),
+    "ggml_backend_buffer_get_base": (c_void_p, [c_void_p]),
+    "ggml_backend_buffer_free": (None, [c_void_p]),
     "ggml_threadpool_params_init": (None, [POINTER(ThreadpoolParams), c_int]),
     # Models.
     "llama_model_default_params": (ModelParams, []),
@@ -220,6 +224,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_set_abort_callback": (None, [c_void_p, AbortCallback, c_void_p]),
     "llama_set_adapters_lora": (c_int32, [c_void_p, POINTER(Adapter), c_size_t, _FLOATS]),
     "llama_decode": (c_int32, [c_void_p, Batch]),
+    "llama_synchronize": (None, [c_void_p]),
     "llama_get_logits_ith": (_FLOATS, [c_void_p, c_int32]),
     "llama_get_embeddings": (_FLOATS, [c_void_p]),
     "llama_get_embeddings_seq": (_FLOATS, [c_void_p, c_int32]),
@@ -257,6 +262,12 @@ class Functions:
             found.restype, found.argtypes = result, arguments
             setattr(self, name, found)
         self.missing = tuple(missing)
+
+    def address_of(self, name: str) -> Any:
+        """The function `name`, whose result is a pointer, as one that gives the plain address, or None."""
+        address = ctypes.cast(getattr(self, name), c_void_p).value
+        assert address is not None
+        return CFUNCTYPE(c_void_p, *FUNCTIONS[name][1])(address)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"this llama.cpp library has no function {name}")

@@ -26,8 +26,17 @@ class Device:
         """Whether layers can be put on it."""
         return self.kind in ("gpu", "igpu")
 
+    @property
+    def shown(self) -> str:
+        """With what it is called by its maker, for lists."""
+        return " ".join(filter(None, (self.name, self.description, f"({self._memory} GiB free)")))
+
+    @property
+    def _memory(self) -> str:
+        return f"{self.free / 2**30:.1f} of {self.total / 2**30:.1f}"
+
     def __str__(self) -> str:
-        return f"{self.name} ({self.free / 2**30:.1f} of {self.total / 2**30:.1f} GiB free)"
+        return f"{self.name} ({self._memory} GiB free)"
 
 
 def list_devices(lib: Any) -> list[Device]:

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure.engine.parallel import spread
+
 Bytes = NDArray[np.uint8]
 Rows = NDArray[np.void]
 """An element is what one layer keeps of one token. Moved whole, it takes less than half the time."""
@@ -94,13 +96,17 @@ class Layout:
         state[at : at + 8] = np.frombuffer(struct.pack("<II", 0, self.layers), np.uint8)
         at += 8
         runs = self._runs(state, at, length)
-        first = 0
-        for piece in pieces:
-            last = first + len(piece)
+        ends = list(itertools.accumulate(len(piece) for piece in pieces))
+
+        def place(number: int) -> None:
+            piece, last = pieces[number], ends[number]
+            first = last - len(piece)
             cells[first:last, 8 : 8 + self.extension] = piece[:, : self.extension]
             for run, columns in zip(runs, _columns(piece, self.extension, runs), strict=True):
                 run[:, first:last] = columns.T
-            first = last
+
+        for _ in spread(place, range(len(pieces)), state.nbytes):
+            pass
         for kind, size in self.regions:
             state[at : at + _LAYER.size] = np.frombuffer(_LAYER.pack(kind, size), np.uint8)
             at += _LAYER.size + length * size

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from perdure.engine.llama.native import guard, probe
-from perdure.engine.llama.native.backends import load_backends
+from perdure.engine.llama.native.backends import backends, load_backends
 from perdure.engine.llama.native.declarations import Functions
+from perdure.engine.llama.native.devices import Device, list_devices
 from perdure.engine.llama.native.log_sink import LogSink
 from perdure.engine.llama.native.source import WAYS, LibrarySource
 from perdure.errors import EngineLibraryError
@@ -22,25 +24,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 _STEMS = ("ggml-base", "ggml-cpu", "ggml", "llama")
 """The shared libraries of a build, each after those it needs. A build may lack some of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A processor that computes: a CPU or a GPU, with its memory in bytes."""
-
-    name: str
-    description: str
-    is_cpu: bool
-    memory_free: int
-    memory_total: int
-
-    @classmethod
-    def of(cls, lib: Functions, handle: Any) -> Device:
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        lib.ggml_backend_dev_memory(handle, ctypes.byref(free), ctypes.byref(total))
-        texts = (lib.ggml_backend_dev_name(handle), lib.ggml_backend_dev_description(handle))
-        name, description = (text.decode("utf-8", "replace") for text in texts)
-        return cls(name, description, lib.ggml_backend_dev_type(handle) == 0, free.value, total.value)
 
 
 class Library:
@@ -59,6 +42,8 @@ class Library:
         extra_buffers: bool = True,
     ) -> None:
         self.source = source
+        self.gpu = gpu
+        """Whether layers may be put on its GPUs: a backend that died in the probe is not used."""
         self.extra_buffers = extra_buffers
         """Whether weights may be laid out anew for special units of the CPU, such as AMX."""
         self._handles = _open(source)
@@ -98,27 +83,57 @@ class Library:
         devices = [f"{device.name} ({device.description})" for device in self.device_list]
         return f"{', '.join(backends)}: {', '.join(devices)}"
 
-    @functools.cached_property
+    @property
     def device_list(self) -> tuple[Device, ...]:
-        lib = self.functions
-        handles = [lib.ggml_backend_dev_get(index) for index in range(lib.ggml_backend_dev_count())]
-        return tuple(Device.of(lib, handle) for handle in handles)
+        """Its devices, with their memory at this moment; those that layers can be put on come first."""
+        return tuple(each for each in list_devices(self.functions) if self.gpu or not each.offloads)
 
 
 def _open(source: LibrarySource) -> list[ctypes.CDLL]:
     """The shared libraries of `source`, opened so that each finds those it needs already there."""
     handles = []
+    if any(backend.kind != "cpu" for backend in backends(source.folder)):
+        _share_cpp_runtime()
     try:
         for stem in _STEMS:
             path = source.file(stem)
             if path is not None:
-                handles.append(ctypes.CDLL(str(path)))
+                handles.append(_load(path))
     except OSError as error:
         raise EngineLibraryError(
             f"the library at {source.folder} cannot be loaded: {error}. {WAYS}", tried=(str(source),)
         ) from None
     # Most functions are in the last one.
     return handles[::-1]
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """One shared library.
+
+    A build that was moved elsewhere no longer finds its GPU backends by itself: those it asks for are loaded
+    before it, as its other parts are.
+    """
+    wanted = [backend.path for backend in backends(path.parent) if backend.path != path]
+    while True:
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            missing = next((each for each in wanted if each.name in str(error)), None)
+            if missing is None:
+                raise
+            wanted.remove(missing)
+            ctypes.CDLL(str(missing))
+
+
+def _share_cpp_runtime() -> None:
+    """Have every library loaded from now on find the system's C++ runtime first.
+
+    A GPU backend may bring parts of a C++ runtime of its own and show them to the others. libllama would then
+    call into those, with objects of the system's runtime, and the process would die in `std::regex`.
+    """
+    # Where there is none of this name, no library was linked to it.
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libstdc++.so.6", mode=ctypes.RTLD_GLOBAL)
 
 
 @functools.cache

@@ -48,7 +48,11 @@ def run(library: Any, path: Path) -> None:
     lib = library.functions
     say(f"a {path.stem} model, loading")
     params = lib.llama_model_default_params()
-    params.n_gpu_layers = 0
+    # With all layers where they will be: a GPU that fails is to fail here.
+    params.n_gpu_layers = -1 if library.gpu else 0
+    none = (ctypes.c_void_p * 1)()
+    if not library.gpu:
+        params.devices = none
     params.use_extra_bufts = library.extra_buffers
     model = lib.llama_model_load_from_file(str(path).encode(), params)
     if not model:

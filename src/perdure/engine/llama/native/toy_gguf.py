@@ -31,7 +31,7 @@ TYPES = tuple(_TYPES)
 def write(path: Path, kind: str) -> None:
     """Write a llama model of one layer whose matrices are of type `kind`. The same each time."""
     generator = np.random.default_rng(len(kind))
-    tokens = [*_bytes_as_text(), *_WORDS]
+    tokens = [*bytes_as_text(), *_WORDS]
     fields: list[tuple[str, Any]] = [
         ("general.architecture", "llama"),
         ("llama.block_count", 1),
@@ -99,7 +99,7 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _bytes_as_text() -> list[str]:
+def bytes_as_text() -> list[str]:
     """The 256 bytes as the letters that GPT-2's vocabularies write for them."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))

@@ -1,0 +1,122 @@
+"""Models of random weights: for speed, not for sense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The sizes of a llama, and the type of its matrices (`q4_0` or `q8_0`)."""
+
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    type: str
+
+
+SMALL = Shape(layers=30, width=576, inner=1536, heads=9, kv_heads=3, vocabulary=49_152, type="q8_0")
+EIGHT_BILLION = Shape(
+    layers=32, width=4096, inner=14_336, heads=32, kv_heads=8, vocabulary=128_256, type="q4_0"
+)
+
+
+def write(path: Path, shape: Shape) -> Path:
+    """Write such a model, unless it is there."""
+    if path.exists():
+        return path
+    import gguf
+
+    partly = path.with_suffix(".partly")
+    writer = gguf.GGUFWriter(partly, "llama")
+    writer.add_context_length(1 << 17)
+    writer.add_embedding_length(shape.width)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(500_000.0)
+    writer.add_rope_dimension_count(shape.width // shape.heads)
+    writer.add_vocab_size(shape.vocabulary)
+    _add_words(writer, shape.vocabulary)
+    matrices = _Matrices(shape.type)
+    keys = shape.width // shape.heads * shape.kv_heads
+    sizes = {
+        "attn_q": (shape.width, shape.width),
+        "attn_k": (keys, shape.width),
+        "attn_v": (keys, shape.width),
+        "attn_output": (shape.width, shape.width),
+        "ffn_gate": (shape.inner, shape.width),
+        "ffn_up": (shape.inner, shape.width),
+        "ffn_down": (shape.width, shape.inner),
+    }
+    named = {"token_embd": (shape.vocabulary, shape.width), "output": (shape.vocabulary, shape.width)}
+    named |= {f"blk.{at}.{name}": size for at in range(shape.layers) for name, size in sizes.items()}
+    for name, (rows, columns) in named.items():
+        writer.add_tensor(f"{name}.weight", matrices(rows, columns), raw_dtype=matrices.type)
+    norms = ["output_norm", *(f"blk.{at}.{name}" for at in range(shape.layers) for name in _NORMS)]
+    for name in norms:
+        writer.add_tensor(f"{name}.weight", np.ones(shape.width, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    partly.replace(path)
+    return path
+
+
+_NORMS = ("attn_norm", "ffn_norm")
+
+
+def _add_words(writer: Any, count: int) -> None:
+    """A tokenizer of bytes, with words behind them that no text is cut into."""
+    from perdure.engine.llama.native.toy_gguf import bytes_as_text
+
+    letters = bytes_as_text()
+    words = [f"\u0120word{number}" for number in range(count - len(letters) - len(_MARKS))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*_MARKS, *letters, *words])
+    writer.add_token_types([3] * len(_MARKS) + [1] * (count - len(_MARKS)))
+    writer.add_token_merges(["t h", "th e"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(_TEMPLATE)
+
+
+class _Matrices:
+    """Random blocks with sane scales, the same for matrices of the same size."""
+
+    def __init__(self, name: str) -> None:
+        import gguf
+
+        self.type = gguf.GGMLQuantizationType[name.upper()]
+        self._values, self._bytes = gguf.GGML_QUANT_SIZES[self.type]
+        self._spread = {"q4_0": 4.6, "q8_0": 74.0}[name]
+        self._dice = np.random.default_rng(0)
+        self._made: dict[tuple[int, int], NDArray[np.uint8]] = {}
+
+    def __call__(self, rows: int, columns: int) -> NDArray[np.uint8]:
+        if (rows, columns) not in self._made:
+            blocks = self._dice.integers(0, 256, (rows * columns // self._values, self._bytes), np.uint8)
+            scale = np.float16(columns**-0.5 / self._spread)
+            blocks[:, :2] = np.frombuffer(scale.tobytes(), np.uint8)
+            self._made[rows, columns] = blocks.reshape(rows, columns // self._values * self._bytes)
+        return self._made[rows, columns]

@@ -1,0 +1,143 @@
+"""Draws for all streams of a step that need nothing but the largest of their rows: a few operations for all.
+
+What is drawn for a stream is what `Sampler.select` and `draw` would draw, whoever else is there.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.decode.sampling.candidates import top_of_rows
+from perdure.decode.sampling.sampler import NothingToDraw, Sampler
+from perdure.engine.contract import Floats
+from perdure.errors import EngineError
+
+_FEW = 128
+"""Candidates of one stream that are drawn from one by one."""
+_FEW_BIASED = 64
+"""Tokens with a bias of their own that are put beside the largest of a row; with more, the row is copied."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopK:
+    """How a sampler draws that keeps the `k` largest of a row and cuts those further by top-p and min-p."""
+
+    k: int
+    biased: NDArray[np.intp]
+    bias: Floats
+    numbers: tuple[float, float, float]
+    """The limit of top-p, the depth of min-p, and the temperature."""
+    banned: bool
+    """Whether no token that has a bias can be drawn at all."""
+    key: tuple[int, bytes, bytes]
+    """Samplers with the same key find their candidates in one pass."""
+
+    @classmethod
+    def of(cls, sampler: Sampler) -> TopK | None:
+        """None where a sampler looks at more than that."""
+        sampling = sampler.sampling
+        further = (
+            sampling.typical_p < 1,
+            sampling.xtc_probability > 0,
+            sampling.mirostat,
+            sampling.top_n_sigma,
+        )
+        k = 1 if sampling.greedy else sampling.top_k
+        biased, bias = sampler.biases
+        if not k or any(further) or sampler.looks_back or len(biased) > _FEW_BIASED:
+            return None
+        numbers = (
+            sampling.top_p if sampling.top_p < 1 else math.inf,
+            math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf,
+            sampling.temperature or 1.0,
+        )
+        banned = bool((bias == -np.inf).all())
+        return cls(k, biased, bias, numbers, banned, (k, biased.tobytes(), bias.tobytes()))
+
+
+def draw_together(streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats) -> list[int]:
+    """A token for each stream, from its row, at its position."""
+    places: dict[tuple[int, bytes, bytes], list[int]] = {}
+    for at, (_, rule, _) in enumerate(streams):
+        places.setdefault(rule.key, []).append(at)
+    if len(places) == 1:
+        return _drawn(streams, rows)
+    tokens = [0] * len(streams)
+    for chosen in places.values():
+        found = _drawn([streams[at] for at in chosen], rows[chosen])
+        for at, token in zip(chosen, found, strict=True):
+            tokens[at] = token
+    return tokens
+
+
+def _drawn(streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats) -> list[int]:
+    rule = streams[0][1]
+    ids, logits = _candidates(rule, rows)
+    largest = logits[:, 0]
+    if (largest == -np.inf).any():
+        raise NothingToDraw("every token is ruled out")
+    if not (largest < np.inf).all():
+        raise EngineError("the engine's logits are no numbers")
+    if ids.shape[1] == 1:
+        return ids[:, 0].tolist()  # type: ignore[no-any-return]
+    if len(streams) == 1 and ids.shape[1] <= _FEW:
+        return [int(ids[0, _drawn_alone(streams[0], logits[0].tolist())])]
+    top_p, min_p, temperature = np.array([each.numbers for _, each, _ in streams]).T[..., None]
+    numbers = np.array([sampler.random.first_at(position) for sampler, _, position in streams])
+    values = logits.astype(np.float64)
+    peak = values[:, :1]
+    depth = values - peak
+    shares = np.exp(depth)
+    sums = np.cumsum(shares, axis=1)
+    kept = (sums - shares < top_p * sums[:, -1:]) | (depth == 0)
+    kept &= values >= peak + min_p
+    weights = np.exp(np.where(kept, depth / temperature, -np.inf))
+    sums = np.cumsum(weights, axis=1)
+    # The first whose sum is above its target has a share of its own; rounding may leave none.
+    indices = (sums <= (numbers * sums[:, -1])[:, None]).sum(axis=1)
+    last = ids.shape[1] - 1
+    if (indices > last).any():
+        ends = last - (weights[:, ::-1] > 0).argmax(axis=1)
+        indices = np.minimum(indices, ends)
+    return ids[np.arange(len(ids)), indices].tolist()  # type: ignore[no-any-return]
+
+
+def _drawn_alone(stream: tuple[Sampler, TopK, int], logits: Sequence[float]) -> int:
+    """The same for one stream: for so few numbers arrays take longer."""
+    sampler, rule, position = stream
+    top_p, min_p, temperature = rule.numbers
+    peak = logits[0]
+    shares = [math.exp(value - peak) for value in logits]
+    limit, bound, before = top_p * sum(shares), peak + min_p, 0.0
+    weights = []
+    for value, share in zip(logits, shares, strict=True):
+        if (before >= limit and value != peak) or value < bound:
+            break
+        before += share
+        weights.append(math.exp((value - peak) / temperature))
+    sums = list(itertools.accumulate(weights))
+    found = bisect.bisect_right(sums, sampler.random.first_at(position) * sums[-1])
+    return min(found, len(sums) - 1)
+
+
+def _candidates(rule: TopK, rows: Floats) -> tuple[NDArray[np.intp], Floats]:
+    """The `k` largest of each row after the bias, largest first."""
+    count = min(rule.k, rows.shape[1])
+    if not len(rule.biased):
+        return top_of_rows(rows, count)
+    ids, logits = top_of_rows(rows, min(rule.k + len(rule.biased), rows.shape[1]))
+    taken = (ids[..., None] == rule.biased).any(axis=2)
+    if rule.banned and not taken.any():
+        return ids[:, :count], logits[:, :count]
+    own = rows[:, rule.biased] + rule.bias
+    logits = np.concatenate((np.where(taken, -np.inf, logits), own), axis=1)
+    ids = np.concatenate((ids, np.broadcast_to(rule.biased, own.shape)), axis=1)
+    order = np.lexsort((ids, -logits))[:, :count]
+    return np.take_along_axis(ids, order, axis=1), np.take_along_axis(logits, order, axis=1)

@@ -1,0 +1,73 @@
+"""Large memory that several threads work on is what one thread would make of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from perdure.engine import parallel
+from perdure.engine.parallel import joined, spread
+from perdure.engine.state import pack, unpack
+from perdure.errors import CorruptStateError
+from perdure.identity import Identity
+
+LARGE = 9 << 20
+
+
+@pytest.fixture(autouse=True)
+def four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "threads", lambda: 4)
+
+
+def test_results_come_in_the_order_of_the_items() -> None:
+    items = list(range(50))
+    assert list(spread(lambda item: item * item, items, LARGE)) == [item * item for item in items]
+
+
+def test_only_a_few_are_made_ahead_of_what_is_taken() -> None:
+    made: list[int] = []
+    results = spread(made.append, list(range(100)), LARGE)
+    next(results)
+    results.close()  # type: ignore[attr-defined]
+    assert len(made) <= 8
+
+
+def test_an_error_is_raised_where_its_result_is_taken_and_ends_the_rest() -> None:
+    begun: list[int] = []
+
+    def work(item: int) -> int:
+        begun.append(item)
+        if item == 3:
+            raise ValueError("three")
+        return item
+
+    with pytest.raises(ValueError, match="three"):
+        list(spread(work, list(range(100)), LARGE))
+    assert len(begun) < 20
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, LARGE, (40 << 20) + 3])
+def test_head_and_payload_are_one_object(size: int) -> None:
+    payload = np.arange(size, dtype=np.uint64).astype(np.uint8)
+    found = joined(lambda: b"head", 4, payload)
+    assert type(found) is bytes
+    assert found == b"head" + payload.tobytes()
+
+
+def test_a_large_saved_state_is_read_back_and_every_damage_is_seen(identity: Identity) -> None:
+    tokens, payload = np.arange(7, dtype=np.int32), np.arange(LARGE, dtype=np.uint64).astype(np.uint8)
+    state = pack(identity, tokens, payload)
+    found = unpack(state, identity)
+    assert found.tokens.tolist() == tokens.tolist()
+    assert found.payload.tobytes() == payload.tobytes()
+    for place in (40, len(state) // 2, len(state) - 1):
+        damaged = bytearray(state)
+        damaged[place] ^= 1
+        with pytest.raises(CorruptStateError):
+            unpack(damaged, identity)
+
+
+@pytest.fixture
+def identity() -> Identity:
+    fields = {name: name for name in Identity.__dataclass_fields__}
+    return Identity(**fields)
