@@ -18,5 +18,8 @@ talkers   chats in messages, in such processes
 servers   servers in processes of their own, one client for all, and their builds bare
 foreign   the build of llama.cpp that llama-server has, called like ours
 serve     the server against the library and both peers
+gpu       a GPU: replies, state, long prompts and the server, against the library alone
+device    state and long prompts on it, in such processes
+random_model  models of random weights, for speed
 chat      what of a chat is computed again, and what a turn costs besides
 """

@@ -24,8 +24,8 @@ from bench.child import Child
 from bench.harness import Bench, Figure, Gauge, Pairs, Run, Target, at_least, at_most
 from bench.machine import Machine, Watch
 from bench.processes.device import tokens
+from bench.processes.random_model import EIGHT_BILLION, SMALL, Shape, write
 from bench.processes.servers import _Clients
-from bench.random_model import EIGHT_BILLION, SMALL, Shape, write
 
 N_CTX = 512
 THREADS = 4
