@@ -20,7 +20,7 @@ _LOCALE = "_ZNSt6localeC1Ev"
 
 def build(folder: Path, name: str, source: str, *options: object) -> Path:
     path = folder / f"lib{name}.so"
-    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-x", "none", "-o", path, *options]
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-x", "none", "-o", str(path), *map(str, options)]
     subprocess.run(command, input=source.encode(), check=True)
     return path
 
