@@ -9,9 +9,10 @@ CHAT := $(VENV)/.for-chat
 TEST := $(VENV)/.for-test
 BENCH := $(VENV)/.for-bench
 DIST := $(VENV)/.for-dist
+DOCS := $(VENV)/.for-docs
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar on
 
-.PHONY: chat test soak bench lint setup engine dist clean
+.PHONY: chat test soak bench lint setup engine dist docs api clean
 
 chat: $(CHAT)
 	@$(BIN)/perdure chat
@@ -38,6 +39,14 @@ setup: $(TEST)
 engine: $(CHAT)
 	$(BIN)/python tools/compile_engine.py build/engine
 
+# The pages as a site in build/site; a link that leads nowhere is an error.
+docs: $(DOCS) api
+	$(BIN)/mkdocs build --strict --site-dir build/site
+
+# docs/api.md, from signatures and docstrings.
+api: $(CHAT)
+	$(BIN)/python tools/api_reference.py
+
 dist: $(DIST)
 	rm -rf dist
 	$(BIN)/python -m build
@@ -56,6 +65,10 @@ $(TEST): pyproject.toml | $(BIN)/python
 
 $(BENCH): pyproject.toml | $(BIN)/python
 	$(INSTALL) -e ".[server,bench]"
+	@touch $@ $(CHAT)
+
+$(DOCS): pyproject.toml | $(BIN)/python
+	$(INSTALL) -e ".[docs]"
 	@touch $@ $(CHAT)
 
 $(DIST): pyproject.toml | $(BIN)/python

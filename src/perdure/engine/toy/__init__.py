@@ -1,6 +1,6 @@
 """A deterministic engine in plain Python with the contract of the real one, traps included.
 
-`cells.py` is what a sequence holds, `core.py` the native calls over it, `sampler.py` the choice of a token,
+`cells.py` is what a sequence holds, `core.py` the native calls over it,
 `model.py` a vocabulary of bytes, `faults.py` what shall go wrong. Nothing here protects the caller: that is
 what `Context` is for.
 """

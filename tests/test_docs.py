@@ -1,0 +1,175 @@
+"""The pages stay true: snippets run, commands exist, links and paths lead somewhere, the reference is new."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+RUN = (ROOT / "README.md", ROOT / "docs" / "quickstart.md")
+"""Pages whose snippets run here. Others have tests of their own, beside what they are about."""
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", read(page), re.DOTALL)
+
+
+def prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"```.*?```", "", read(page), flags=re.DOTALL)
+
+
+def snippets() -> list[tuple[Path, str]]:
+    return [(page, code) for page in RUN for code in blocks(page, "python")]
+
+
+def commands() -> list[str]:
+    pages = (*RUN, ROOT / "CONTRIBUTING.md")
+    lines = [
+        line.split(" # ")[0].strip() for page in pages for b in blocks(page, "sh") for line in b.splitlines()
+    ]
+    return list(dict.fromkeys(line.split(" | ")[-1] for line in lines if line))
+
+
+@cache
+def help_of(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command, "--help"],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("page", "code"), snippets(), ids=[f"{page.stem}-{at}" for at, (page, _) in enumerate(snippets())]
+)
+def test_a_snippet_runs(
+    page: Path,
+    code: str,
+    zoo_path: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PERDURE_MODEL", str(zoo_path("llama")))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, page.name, "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_and_its_options_exist(command: str) -> None:
+    words = shlex.split(command)
+    if words[0] in ("pip", "pipx"):
+        assert words[1:] == ["install", "perdure"]
+        return
+    if words[0] == "make":
+        subprocess.run([*words, "--dry-run"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        return
+    if words[0] == "perdure":
+        deep = 3 if words[1] in ("models", "config") else 2
+        shown = help_of("-m", "perdure.cli", *words[1:deep])
+    else:
+        assert words[0] == "python"
+        shown = help_of(*words[1 : 3 if words[1] == "-m" else 2])
+    for option in (word for word in words if word.startswith("--")):
+        assert re.search(rf"{option}\b", shown), f"{command}: no {option}"
+
+
+def test_there_are_snippets_and_commands_to_check() -> None:
+    assert len(snippets()) >= 9
+    assert len(commands()) >= 15
+
+
+# Links.
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings, as GitHub and the site make them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
+        text = unicodedata.normalize("NFKD", heading.strip().lower()).encode("ascii", "ignore").decode()
+        found.add(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip()))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link} leads nowhere"
+        if anchor:
+            assert anchor in anchors(target), f"{link}: {target.name} has no such heading"
+
+
+def test_the_check_sees_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+    """Planted."""
+    page = tmp_path / "page.md"
+    page.write_text("# One heading\n\n[there](#one-heading) [nowhere](no.md)\n")
+    assert anchors(page) == {"one-heading"}
+    with pytest.raises(AssertionError, match=r"no\.md leads nowhere"):
+        test_the_links_of_a_page_lead_somewhere(page)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "docs" / "architecture.md",
+        *(ROOT / "docs" / "internals").glob("*.md"),
+    ],
+    ids=lambda page: page.stem,
+)
+def test_the_modules_that_a_page_names_exist(page: Path) -> None:
+    names = re.findall(r"`((?:[\w.]+/)*[\w]+(?:/|\.py))`", read(page))
+    assert names
+    there = [*ROOT.glob("src/**/*"), *ROOT.glob("tests/**/*"), *ROOT.glob("*")]
+    ends = [f"/{path.relative_to(ROOT).as_posix()}" for path in there if "__pycache__" not in path.parts]
+    for name in names:
+        assert any(end.endswith(f"/{name.rstrip('/')}") for end in ends), f"{page.name} names {name}"
+
+
+# The site and the reference.
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = set(re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    there = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert listed == there
+
+
+def test_the_reference_is_what_signatures_and_docstrings_say() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "api_reference.py"), "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    import perdure
+
+    text = read(ROOT / "docs" / "api.md")
+    for name in perdure.__all__:
+        if not name.startswith("_"):
+            assert re.search(rf"(### `{name}`|\b{name}\b)", text), name
