@@ -7,13 +7,21 @@ from typing import Any
 
 import pytest
 
-from decode.observed import check_idle, open_toy, outcome
+from decode.observed import check_idle, open_toy
 from decode.unexpected import ERRORS, PLACES, plant
 from perdure import Runtime
+from perdure.decode.job import Job
 from perdure.decode.output_queue import OutputQueue, notify
+from perdure.decode.request import Reply
 from perdure.decode.sampling.sampler import draw
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+
+
+def outcome(job: Job) -> list[Reply]:
+    """All samples, also where one has an error. Nobody is left waiting for them."""
+    assert job.output.wait(finish=True, timeout=60)
+    return job.output.replies
 
 
 def check_serves(rt: Runtime) -> None:
