@@ -31,7 +31,7 @@ from perdure import (
 from perdure.engine.toy import Faults, ToyModel
 from perdure.sessions.storage.session_store import SessionStore
 from sessions.talking import ASK, Hold, said, talking
-from subjects import Noise, Subject
+from subjects import NARROW, Noise, Subject
 
 NAMES = [
     "alice",
@@ -569,3 +569,15 @@ def test_another_model_reads_the_words_not_the_tokens(toy: Subject, tmp_path: Pa
         reply = talk.say(s, "Go on")
         assert reply.reuse.reused == 0
         assert [ask for ask, _ in said(s)] == ["Hello there, how is everybody today, if I may ask", "Go on"]
+
+
+def test_w5_in_exact_mode_a_session_reuses_its_own_turns(subject: Subject) -> None:
+    """W5: nothing was, not even what the turn before had read; the bits are those of a cold reply."""
+    with talking(subject, exact=True, slots=1) as talk:
+        s = talk.session("alice")
+        first = talk.say(s, "A message that is long enough to take several steps to be read as a whole")
+        assert first.reuse.reused == 0
+        second = talk.say(s, "And then?")
+        step = NARROW
+        assert second.reuse.reused == (first.usage.prompt_tokens - 1) // step * step
+        assert "exact mode" in second.reuse.why
