@@ -14,6 +14,7 @@ from perdure.decode.job import Job
 from perdure.decode.output_queue import OutputQueue, notify
 from perdure.decode.request import Reply
 from perdure.decode.sampling.sampler import draw
+from perdure.decode.sampling.together import draw_together
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
@@ -57,24 +58,31 @@ def test_an_unexpected_error_costs_one_request_s6(
 
 
 @pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize(
+    ("name", "real", "settings"),
+    [("draw", draw, {"logprobs": 1, "typical_p": 0.9}), ("draw_together", draw_together, {})],
+)
 def test_an_error_in_a_draw_for_many_costs_the_one_that_it_belongs_to_s6(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    name: str, real: Any, settings: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S6: a step draws for all of them at once."""
-    error = ERRORS[kind]
+    error, happened = ERRORS[kind], []
 
-    def failing(wanted: Sequence[Any]) -> list[int]:
+    def failing(wanted: Sequence[Any], *rows: Any) -> list[int]:
         if any(sampler.sampling.seed == 13 for sampler, _, _ in wanted):
+            happened.append(len(wanted))
             raise error
-        return draw(wanted)
+        tokens: list[int] = real(wanted, *rows)
+        return tokens
 
-    monkeypatch.setattr("perdure.decode.executor.draw", failing)
+    monkeypatch.setattr(f"perdure.decode.executor.{name}", failing)
     with open_toy(slots=4) as rt:
         jobs = [
-            rt.submit("A prompt", temperature=1, seed=seed, max_tokens=6, ignore_eos=True)
+            rt.submit("A prompt", temperature=1, seed=seed, max_tokens=6, ignore_eos=True, **settings)
             for seed in (11, 13, 12)
         ]
         replies = [outcome(job)[0] for job in jobs]
+        assert happened
         assert [reply.error for reply in replies] == [None, error, None]
         assert [len(reply.tokens) for reply in replies] == [6, 0, 6]
         check_idle(rt)
