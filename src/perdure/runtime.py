@@ -19,7 +19,8 @@ from perdure.cache.prefix_cache import PrefixCacheCalls
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.job import ChatJob
 from perdure.chat.keywords import ChatKeywords, TurnKeywords
-from perdure.chat.message import Message
+from perdure.chat.message import Message, parse_messages
+from perdure.chat.options import ChatOptions
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.templates.template import Template
 from perdure.config import N_CTX, QUEUE, SLOTS
@@ -146,6 +147,18 @@ class Runtime:
         if settings.get("overflow") == "fold":
             raise InvalidInputError("only a session can be folded: use rt.session(name), or drop_oldest")
         return self.chat_format.submit(messages, **settings)
+
+    def count_chat(
+        self, messages: Sequence[Message | Mapping[str, Any]], **settings: Unpack[ChatKeywords]
+    ) -> int:
+        """The tokens of the prompt that messages make. What surely does not fit is an error, and not
+        tokenised."""
+        wanted: dict[str, Any] = dict(settings)
+        namespace = wanted.pop("namespace", "")
+        options = ChatOptions.take(wanted)
+        return len(
+            self.chat_format.prompt(parse_messages(messages), options, namespace=namespace, must_fit=True)
+        )
 
     def chat(
         self, messages: Sequence[Message | Mapping[str, Any]], **settings: Unpack[ChatKeywords]

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from starlette.background import BackgroundTask
 from starlette.types import Message
 
-from perdure.server import sse
 from perdure.server.sse import EventStream, Frame, events
 from server.live_server import PATIENCE, check_freed, hello, live_server, opened, raw
 
@@ -42,9 +41,8 @@ class Line:
             await asyncio.wait_for(self.came.wait_for(lambda: ready(self.sent)), PATIENCE)
 
 
-def test_silence_is_filled_and_a_client_that_leaves_ends_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_is_filled_and_a_client_that_leaves_ends_the_events() -> None:
     """H2."""
-    monkeypatch.setattr(sse, "_QUIET", 0.01)
     ended: list[str] = []
 
     async def events() -> AsyncGenerator[bytes]:
@@ -57,7 +55,10 @@ def test_silence_is_filled_and_a_client_that_leaves_ends_the_events(monkeypatch:
     async def run() -> list[bytes]:
         line = Line()
         response = EventStream(
-            events(), send_seconds=60, background=BackgroundTask(lambda: ended.append("background"))
+            events(),
+            send_seconds=60,
+            silent_seconds=0.01,
+            background=BackgroundTask(lambda: ended.append("background")),
         )
         answering = asyncio.ensure_future(
             response({"type": "http", "method": "POST"}, line.receive, line.send)
@@ -123,11 +124,8 @@ def test_an_event_out_of_a_frame_is_the_event(text: str) -> None:
     assert json.loads(framed.removeprefix(b"data: ")) == chunk(text)
 
 
-def test_a_client_that_stopped_reading_is_left_also_while_nothing_is_said(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_client_that_stopped_reading_is_left_also_while_nothing_is_said() -> None:
     """Nothing is computed for it, and the sign that the answer goes on is not taken either."""
-    monkeypatch.setattr(sse, "_QUIET", 0.01)
     left: list[bool] = []
 
     async def silence() -> AsyncGenerator[bytes]:
@@ -146,7 +144,9 @@ def test_a_client_that_stopped_reading_is_left_also_while_nothing_is_said(
             await asyncio.Event().wait()
 
     async def serve() -> None:
-        answer = sse.EventStream(silence(), send_seconds=0.05, background=BackgroundTask(lambda: None))
+        answer = EventStream(
+            silence(), send_seconds=0.05, silent_seconds=0.01, background=BackgroundTask(lambda: None)
+        )
         async with asyncio.timeout(PATIENCE):
             await answer({"type": "http"}, receive, send)
 

@@ -153,6 +153,8 @@ class ChatFormat:
             **({"grammar": grammar} if grammar is not None else {}),
             **settings,
         )
+        if options.limit_to_context and request.max_tokens is not None and options.overflow != "shift":
+            request = self._as_fits(request, request.max_tokens)
         held, request = request, self._reasoned(request, prompt, is_call=grammar is not None)
         if request.n > 1 and (options.reasoning_budget is not None or options.overflow == "shift"):
             raise InvalidInputError("a reasoning budget and shifting are for one sample; leave n at 1")
@@ -170,6 +172,7 @@ class ChatFormat:
             self._backend.submit(self._first(options, request)),
             parser,
             n=request.n,
+            prompt_tokens=len(request.prompt),
             tools=tools,
             dropped=dropped,
             budget=self._budget(options, held, is_call=grammar is not None),

@@ -82,6 +82,7 @@ class ChatJob:
         parser: Callable[[], ReplyParser],
         *,
         n: int,
+        prompt_tokens: int,
         tools: Sequence[Tool],
         dropped: int,
         budget: ReasoningBudget | None,
@@ -91,6 +92,7 @@ class ChatJob:
     ) -> None:
         self._job = job
         self._samples = [_Sample(parser()) for _ in range(n)]
+        self.prompt_tokens = prompt_tokens
         self._tools = tools
         self._dropped = dropped
         self._budget = budget

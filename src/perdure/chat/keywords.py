@@ -20,6 +20,7 @@ class TurnKeywords(ReplyKeywords, total=False):
     reasoning: ReasoningMode
     reasoning_budget: int | None
     overflow: Overflow
+    limit_to_context: bool
     variables: Mapping[str, Any] | None
 
 

@@ -27,6 +27,8 @@ class ChatOptions:
     reasoning: ReasoningMode = "capture"
     reasoning_budget: int | None = None
     overflow: Overflow = "error"
+    limit_to_context: bool = False
+    """Whether `max_tokens` may be more than fits: the reply then ends, by length, where the context does."""
     variables: Mapping[str, Any] | None = None
     """For the template."""
 

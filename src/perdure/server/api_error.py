@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -47,6 +46,8 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after: int | None = None,
+        needed: int | None = None,
+        fits: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -54,6 +55,8 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.retry_after = retry_after
+        self.needed, self.fits = needed, fits
+        """Tokens, where a context is too small."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -71,13 +74,10 @@ class ApiError(Exception):
         return headers
 
     def response(self) -> Response:
-        # Escaped: whatever text an error quotes, its answer can be sent.
-        return Response(
-            json.dumps(self.body),
-            status_code=self.status,
-            headers=self.headers,
-            media_type="application/json",
-        )
+        """Its answer, in the shape of the protocol that is spoken where it is sent."""
+        from perdure.server.protocols.error_format import ErrorResponse
+
+        return ErrorResponse(self)
 
 
 class ClientLeft(Exception):
@@ -121,7 +121,16 @@ def to_api_error(error: BaseException) -> ApiError:
     for known, status, kind, code in _BY_CLASS:
         # What a layer adds later is told like its parent.
         if isinstance(error, known):
-            return ApiError(status, str(error), kind=kind, code=code, retry_after=_RETRY.get(status))
+            tokens = (error.needed, error.fits) if isinstance(error, ContextOverflow) else (None, None)
+            return ApiError(
+                status,
+                str(error),
+                kind=kind,
+                code=code,
+                retry_after=_RETRY.get(status),
+                needed=tokens[0],
+                fits=tokens[1],
+            )
     if isinstance(error, UnicodeError):
         return ApiError(400, "a text in the request is not valid Unicode", code="invalid_unicode")
     log.error("a request failed", exc_info=error)

@@ -15,13 +15,25 @@ from perdure.server.middleware.access_log import AccessLog
 from perdure.server.middleware.auth import OPEN, Auth
 from perdure.server.middleware.body_limits import BodyLimits
 from perdure.server.middleware.host_check import HostCheck
-from perdure.server.routes import cache, chat, completions, embeddings, memories, models, operation, sessions
-from perdure.server.schemas.base import ErrorAnswer
+from perdure.server.protocols.chat import routes as chat
+from perdure.server.protocols.messages import routes as messages
+from perdure.server.protocols.messages.errors import MessagesErrorAnswer
+from perdure.server.protocols.ollama.errors import OllamaErrorAnswer
+from perdure.server.protocols.responses import conversations
+from perdure.server.protocols.responses import routes as responses
+from perdure.server.protocols.responses.runs import Runs
+from perdure.server.routes import cache, completions, embeddings, memories, models, operation, sessions
+from perdure.server.schemas.base import ErrorAnswer, ResponseSchema
 
 _ABOUT = "Local language models whose sessions last. OpenAI's routes, and sessions as resources."
 _UNTRUE = ("HTTPValidationError", "ValidationError")
 """FastAPI documents these errors everywhere; here they have the shape of all others."""
-_ERROR = {"$ref": f"#/components/schemas/{ErrorAnswer.__name__}"}
+_ERRORS: dict[str, type[ResponseSchema]] = {
+    "/v1/messages": MessagesErrorAnswer,
+    "/api/": OllamaErrorAnswer,
+    "": ErrorAnswer,
+}
+"""What errors look like, by how a path begins."""
 
 
 def build(app_state: AppState) -> FastAPI:
@@ -32,7 +44,20 @@ def build(app_state: AppState) -> FastAPI:
         title="perdure", version=version("perdure"), description=_ABOUT, docs_url=None, redoc_url=None
     )
     app.state.app_state = app_state
-    for module in (chat, completions, embeddings, models, sessions, memories, cache, operation):
+    app.state.runs = Runs()
+    for module in (
+        chat,
+        messages,
+        responses,
+        conversations,
+        completions,
+        embeddings,
+        models,
+        sessions,
+        memories,
+        cache,
+        operation,
+    ):
         app.include_router(module.router)
     api_error.install(app)
     app.openapi = lambda: _document(app, app_state)  # type: ignore[method-assign]
@@ -57,6 +82,11 @@ def turned_away(app_state: AppState) -> ASGIApp:
     return AccessLog(answer, app_state.metrics)
 
 
+def _error(path: str) -> dict[str, str]:
+    name = next(form.__name__ for prefix, form in _ERRORS.items() if path.startswith(prefix))
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
 def _document(app: FastAPI, app_state: AppState) -> dict[str, Any]:
     """The OpenAPI document as things are: with the keys that are needed, without errors that never come."""
     if app.openapi_schema is None:
@@ -66,6 +96,10 @@ def _document(app: FastAPI, app_state: AppState) -> dict[str, Any]:
         schemas = shown["components"]["schemas"]
         for name in _UNTRUE:
             schemas.pop(name, None)
+        for form in _ERRORS.values():
+            shown_form = form.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas.update(shown_form.pop("$defs", {}))
+            schemas[form.__name__] = shown_form
         for path, methods in shown["paths"].items():
             for operation_ in methods.values():
                 answers = operation_["responses"]
@@ -74,7 +108,7 @@ def _document(app: FastAPI, app_state: AppState) -> dict[str, Any]:
                 for status in answers:
                     if status >= "400":
                         # Whatever a route gives, its errors are JSON.
-                        answers[status]["content"] = {"application/json": {"schema": _ERROR}}
+                        answers[status]["content"] = {"application/json": {"schema": _error(path)}}
                 if len(app_state.keys) and path not in OPEN:
                     operation_["security"] = [{"key": []}]
         if len(app_state.keys):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
 
 import anyio
@@ -26,6 +27,7 @@ from perdure.server.keys import Keys
 from perdure.server.limits import Limits
 from perdure.server.metrics import Metrics
 from perdure.server.middleware.host_check import AllowedHosts
+from perdure.server.protocols.seal import Seal
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,6 +36,12 @@ R = TypeVar("R", bound=Part)
 
 _QUICK, _SLOW = 64, 8
 """Calls that are made at once: those that only ask something, and those that compute or move state."""
+
+
+class Cancellable(Protocol):
+    """Something that is being computed for somebody."""
+
+    def cancel(self) -> object: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -60,7 +68,10 @@ class AppState:
         self.metrics = Metrics(self.runtime)
         self._limiters: dict[int, anyio.CapacityLimiter] = {}
         self.fingerprint = f"fp_{self.runtime.model.digest[:16]}"
-        self.client_jobs: WeakSet[ClientJob[Any, Any] | Future[Any]] = WeakSet()
+        # Where sessions are kept, so is what seals: signatures are known again after a restart.
+        key = self.runtime.sessions.store.key or secrets.token_bytes(32)
+        self.seal = Seal(key, limit=self.limits.body_bytes)
+        self.client_jobs: WeakSet[Cancellable] = WeakSet()
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
         """What `function` gives, called in a thread."""

@@ -46,11 +46,16 @@ class ClientJob(Generic[D, R]):
         # The engine minds the time between its steps; this also ends a long one in its middle.
         self._timer = asyncio.get_running_loop().call_later(seconds, self._time_is_up)
         self._deltas: AsyncIterator[D] | None = None
-        self._first: D | None = None
+        self._first: asyncio.Future[D | None] | None = None
 
     def cancel(self) -> None:
         self._timer.cancel()
         self._job.cancel()
+
+    @property
+    def began(self) -> bool:
+        """Whether something of the reply is there, or its end."""
+        return self._first is not None and self._first.done()
 
     async def replies(self) -> Sequence[R]:
         """All replies, for a client who stays."""
@@ -59,29 +64,42 @@ class ClientJob(Generic[D, R]):
         finally:
             self.cancel()
 
-    async def begin(self) -> None:
-        """Wait for the first delta. What goes wrong until then can still have a status of its own."""
+    async def begin(self, seconds: float) -> None:
+        """Wait for the first delta, or so long: what goes wrong until then can still have a status of its
+        own, and a client whose prompt takes longer to be read is not left in silence."""
         self._deltas = aiter(self._job)
+        self._first = asyncio.ensure_future(_next(self._deltas))
         try:
-            self._first = await while_connected(self._request, _next(self._deltas))
-            if self._first is None or self._first.finish_reason in ("error", "cancelled"):
+            done, _ = await while_connected(self._request, asyncio.wait((self._first,), timeout=seconds))
+            if not done:
+                return
+            delta = self._first.result()
+            if delta is None or delta.finish_reason in ("error", "cancelled"):
                 refused = self.cut(await self.replies())
                 if refused is not None:
                     raise refused
         except BaseException:
-            self.cancel()
+            self.drop()
             raise
 
     async def deltas(self) -> AsyncIterator[D]:
         """What comes, from the first delta on. Leaving the loop ends the job."""
         assert self._deltas is not None
+        assert self._first is not None
         try:
-            if self._first is not None:
-                yield self._first
+            first = await self._first
+            if first is not None:
+                yield first
             async for delta in self._deltas:
                 yield delta
         finally:
-            self.cancel()
+            self.drop()
+
+    def drop(self) -> None:
+        """End the job, for nobody reads it any more."""
+        self.cancel()
+        if self._first is not None:
+            self._first.cancel()
 
     async def ended(self) -> Sequence[R]:
         """The replies, once all deltas were read."""

@@ -36,6 +36,8 @@ class Limits:
     """The same for an exported session. No part of it may take longer than `body_seconds`."""
     request_seconds: float = 900.0
     """From the body to the last token."""
+    silent_seconds: float = 5.0
+    """Of silence after which a stream is begun, and then told that its answer goes on."""
     send_seconds: float = 60.0
     """For a client to take what it was sent."""
     grace_seconds: float = 20.0

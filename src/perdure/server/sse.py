@@ -1,4 +1,4 @@
-"""Server-sent events: a job as a stream."""
+"""Streams: what comes of a job, as server-sent events or as lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.background import BackgroundTask
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from perdure.server.api_error import to_api_error
+from perdure.server.api_error import ApiError, to_api_error
 from perdure.server.client_job import ClientJob, Part, disconnected
 from perdure.server.limits import Limits
 
@@ -28,22 +28,52 @@ Chunk = dict[str, Any]
 _DONE = b"data: [DONE]\n\n"
 _PING = b": still there\n\n"
 _BLANK = "\0"
-_QUIET = 15.0
-"""Seconds of silence after which a proxy in between is told that the answer goes on."""
 
 
 class Writer(Protocol[D, R]):
-    """Turns what comes of a job into chunks."""
+    """Writes what comes of a job, in the shapes of one protocol. Whatever it gives is whole events."""
 
-    def opening(self) -> Iterable[Chunk]: ...
+    @property
+    def media_type(self) -> str: ...
+    @property
+    def sign_of_life(self) -> bytes:
+        """For a client that waits, or a proxy in between."""
+        ...
+
+    def opening(self) -> bytes: ...
     def piece(self, delta: D) -> bytes:
-        """Its events: every token makes one, so they may be written in a shorter way than by `events`."""
+        """What a delta brings; every token makes one."""
         ...
 
-    def ending(self, replies: Sequence[R]) -> Iterable[Chunk]: ...
-    def broken(self) -> Iterable[Chunk]:
-        """What ends every reply that has not ended, by `error`."""
+    def ending(self, replies: Sequence[R]) -> bytes: ...
+    def broken(self, error: ApiError) -> bytes:
+        """What ends every reply that has not ended, by an error."""
         ...
+
+
+class ChunkWriter:
+    """Chunks as OpenAI's streams have them: data without names, and `[DONE]` at the end."""
+
+    media_type = "text/event-stream"
+    sign_of_life = _PING
+
+    def opening_chunks(self) -> Iterable[Chunk]:
+        return ()
+
+    def ending_chunks(self, replies: Sequence[Any]) -> Iterable[Chunk]:
+        raise NotImplementedError
+
+    def broken_chunks(self) -> Iterable[Chunk]:
+        raise NotImplementedError
+
+    def opening(self) -> bytes:
+        return events(self.opening_chunks())
+
+    def ending(self, replies: Sequence[Any]) -> bytes:
+        return events(self.ending_chunks(replies)) + _DONE
+
+    def broken(self, error: ApiError) -> bytes:
+        return events([error.body, *self.broken_chunks()]) + _DONE
 
 
 class EventStream(Response):
@@ -51,13 +81,21 @@ class EventStream(Response):
     sending, so that an event costs little more than its way to the socket.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
-        self, events: AsyncGenerator[bytes], *, send_seconds: float, background: BackgroundTask
+        self,
+        events: AsyncGenerator[bytes],
+        *,
+        send_seconds: float,
+        background: BackgroundTask,
+        silent_seconds: float = 15.0,
+        media_type: str = "text/event-stream",
+        sign_of_life: bytes = _PING,
     ) -> None:
         self.status_code = 200
         self.background = background
+        self.media_type = media_type
+        self._silent_seconds = silent_seconds
+        self._sign_of_life = sign_of_life
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
         self._events = events
         self._send_seconds = send_seconds
@@ -95,7 +133,7 @@ class EventStream(Response):
         clock = asyncio.get_running_loop().time
         self._stirred = clock()
         while not sending.done() and not leaving.done():
-            patience = self._send_seconds if self._sending else _QUIET
+            patience = self._send_seconds if self._sending else self._silent_seconds
             left = self._stirred + patience - clock()
             if left > 0:
                 # A send that begins meanwhile may have less patience than the silence before it.
@@ -108,7 +146,9 @@ class EventStream(Response):
                 # A client that has stopped reading takes no sign of life either.
                 try:
                     async with asyncio.timeout(self._send_seconds):
-                        await send({"type": "http.response.body", "body": _PING, "more_body": True})
+                        await send(
+                            {"type": "http.response.body", "body": self._sign_of_life, "more_body": True}
+                        )
                 except TimeoutError:
                     log.info("a client took nothing for %g seconds and was left", self._send_seconds)
                     return
@@ -127,8 +167,11 @@ def response(
     return EventStream(
         _events(client_job, writer, notes, settle),
         send_seconds=limits.send_seconds,
+        silent_seconds=limits.silent_seconds,
+        media_type=writer.media_type,
+        sign_of_life=writer.sign_of_life,
         # A client that leaves before the first event leaves a job that nobody reads.
-        background=BackgroundTask(client_job.cancel),
+        background=BackgroundTask(client_job.drop),
     )
 
 
@@ -140,7 +183,10 @@ async def _events(
 ) -> AsyncGenerator[bytes]:
     try:
         # What is there at the same time is sent at once.
-        waiting = events(writer.opening())
+        waiting = writer.opening()
+        if not client_job.began:
+            yield waiting
+            waiting = b""
         try:
             async with aclosing(client_job.deltas()) as deltas:  # type: ignore[type-var]
                 async for delta in deltas:
@@ -150,13 +196,13 @@ async def _events(
             replies = await client_job.ended()
             settle(replies)
             refused = client_job.cut(replies)
-            ending = list(writer.ending(replies)) if refused is None else []
+            ending = writer.ending(replies) if refused is None else b""
         except Exception as error:
-            refused, ending = to_api_error(error), []
+            refused, ending = to_api_error(error), b""
         if refused is not None:
             notes["error"] = refused.code or refused.kind
-            ending = [refused.body, *writer.broken()]
-        yield waiting + events(ending) + _DONE
+            ending = writer.broken(refused)
+        yield waiting + ending
     except (GeneratorExit, asyncio.CancelledError):
         notes["left"] = True
         raise
@@ -168,11 +214,22 @@ def events(chunks: Iterable[Chunk]) -> bytes:
     return b"".join(b"data: %b\n\n" % to_json(chunk) for chunk in chunks)
 
 
+def named_event(chunk: Chunk) -> bytes:
+    """An event whose name is the `type` of its data."""
+    return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), to_json(chunk))
+
+
+def line(chunk: Chunk) -> bytes:
+    """A line of JSON."""
+    return to_json(chunk) + b"\n"
+
+
 class Frame:
     """An event of which only one text changes from time to time."""
 
-    def __init__(self, chunk: Callable[[str], Chunk]) -> None:
-        self._before, self._after = events([chunk(_BLANK)]).split(to_json(_BLANK))
+    def __init__(self, chunk: Callable[[str], Chunk], form: Callable[[Chunk], bytes] | None = None) -> None:
+        written = form(chunk(_BLANK)) if form is not None else events([chunk(_BLANK)])
+        self._before, self._after = written.split(to_json(_BLANK))
 
     def __call__(self, text: str) -> bytes:
         return self._before + to_json(text) + self._after

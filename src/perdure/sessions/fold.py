@@ -33,6 +33,11 @@ class TurnJob(Protocol):
 
     @property
     def done(self) -> bool: ...
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the prompt that is answered, or of the summary that is written first."""
+        ...
+
     def cancel(self) -> None: ...
     def replies(self, timeout: float | None = None) -> list[ChatReply]: ...
     def reply(self, timeout: float | None = None) -> ChatReply: ...
@@ -149,6 +154,10 @@ class FoldingJob:
         if self._cut is not None or self._error is not None:
             return True
         return self._answering and self._current is not None and self._current.done
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._current.prompt_tokens if self._current is not None else 0
 
     def cancel(self) -> None:
         """End it within one step; its reply says `cancelled`."""

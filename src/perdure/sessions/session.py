@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, Unpack
 
@@ -104,6 +104,19 @@ class _Asked:
     keep_partial: bool
     deadline: float | None
     pending: _Pending
+    extra: TurnExtra
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnExtra:
+    """What a turn may have besides its messages and settings."""
+
+    preamble: Sequence[Message] = ()
+    """Said before all of the history, for this turn alone."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """Written down with the turn's settings, as they are when it is kept."""
+    follower: Session | None = None
+    """A session that stands where this one does, and is to go on with the same turn."""
 
 
 class Session:
@@ -187,11 +200,53 @@ class Session:
 
     # Talking.
 
-    def submit(self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]) -> TurnJob:
+    def submit(
+        self,
+        said: Said,
+        *,
+        keep_partial: bool = False,
+        extra: TurnExtra | None = None,
+        **settings: Unpack[TurnKeywords],
+    ) -> TurnJob:
         """Queue a turn and return at once. It becomes part of the session when its reply is asked for, or
         read to its end; with `keep_partial` also when it is cancelled."""
         messages = _messages(said)
-        return self._submit(lambda history: (history, messages), settings, keep_partial)
+        return self._submit(lambda history: (history, messages), settings, keep_partial, extra)
+
+    def submit_unkept(
+        self, said: Said, *, preamble: Sequence[Message] = (), **settings: Unpack[TurnKeywords]
+    ) -> TurnJob:
+        """Queue a reply to what is said, as if it were the next turn. The session stays as it is."""
+        history = self._history
+        return self._host.chat_format.submit(
+            (*preamble, *history.messages, *_messages(said)),
+            namespace=self.namespace,
+            known=self._usable_of(history),
+            before=history.rendering,
+            **{**self.settings, **settings},
+        )
+
+    def append(self, said: Said) -> None:
+        """Have messages said that nobody answers yet."""
+        messages = _messages(said)
+        with self._changing():
+            base = self._history
+            whole = base.transcript
+            turn = Turn(
+                kind="turn",
+                messages=tuple(messages),
+                keep=whole.cuts[-1] if whole.cuts else (0, 0),
+                created=time.time(),
+                before=base.last.digest,
+            )
+            numbers = self._host.store.add(self._info, [turn], parent=base.head, expected=base.head)
+            self._loaded = base.then(numbers, [turn])
+
+    def note(self, origin: Mapping[str, Any]) -> None:
+        """Write down something else of where it comes from."""
+        with self._lock:
+            self._check_there()
+            self._info = self._host.store.note(self._info, origin)
 
     def say(self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]) -> ChatReply:
         """The reply to a message; the keywords are those of `Runtime.submit_chat`."""
@@ -500,7 +555,9 @@ class Session:
         choose: Callable[[History], tuple[History, list[Message]]],
         settings: Mapping[str, Any],
         keep_partial: bool,
+        extra: TurnExtra | None = None,
     ) -> TurnJob:
+        extra = extra or TurnExtra()
         wanted = {**self.settings, **settings}
         if wanted.get("n", 1) != 1:
             raise InvalidInputError("a turn has one reply; leave n at 1, or fork the session")
@@ -521,12 +578,15 @@ class Session:
                 keep_partial=keep_partial,
                 deadline=deadline,
                 pending=pending,
+                extra=extra,
             )
             job: TurnJob = FoldingJob(self._folding(asked)) if self._is_full(asked) else self._ask(asked)
         except BaseException:
             self._end(pending)
             raise
         pending.job = weakref.ref(job)
+        if extra.follower is not None:
+            extra.follower._lend(pending)
         return job
 
     def _ask(self, asked: _Asked, fold: Turn | None = None) -> ChatJob:
@@ -539,7 +599,7 @@ class Session:
 
         messages = asked.base.messages if fold is None else fold.messages
         return self._host.chat_format.submit(
-            (*messages, *asked.said),
+            (*asked.extra.preamble, *messages, *asked.said),
             namespace=self.namespace,
             known=self._usable_of(asked.base) if fold is None else None,
             before=asked.base.rendering if fold is None else None,
@@ -568,13 +628,14 @@ class Session:
                 reply=reply.message,
                 keep=keep,
                 added=more,
-                settings=_plain(asked.settings),
+                settings=_plain({**asked.settings, **asked.extra.notes}),
                 seed=reply.seed,
                 finish_reason=reply.finish_reason,
                 usage={
                     "prompt_tokens": reply.usage.prompt_tokens,
                     "completion_tokens": reply.usage.completion_tokens,
                     "cached_tokens": reply.usage.cached_tokens,
+                    "reasoning_tokens": reply.usage.reasoning_tokens,
                 },
                 dropped=reply.dropped,
                 model=self._host.backend.model.digest,
@@ -582,14 +643,21 @@ class Session:
                 before=(fold or base.last).digest,
             )
             turns = [turn] if fold is None else [fold, turn]
+            follower = asked.extra.follower
             try:
                 numbers = self._host.store.add(
-                    self._info, turns, parent=base.head, expected=asked.pending.head
+                    self._info,
+                    turns,
+                    parent=base.head,
+                    expected=asked.pending.head,
+                    follower=follower.info if follower is not None else None,
                 )
             except (StoreError, StateError, SessionError, InvalidInputError) as error:
                 # What was said was said: the caller has the reply, and learns that it will not last.
                 return replace(reply, not_kept=str(error))
             self._loaded = base.then(numbers, turns, whole, prompt.rendering)
+            if follower is not None:
+                follower._follow(self._loaded, asked.pending)
             # Going back or branching has others begin where this one was.
             saved = min(self._saved, keep[1])
         self._saved = self._host.write_behind(whole.tokens, self.namespace, saved)
@@ -647,6 +715,19 @@ class Session:
             history = self._history
             self._pending = pending = _Pending(history.head)
             return pending, history
+
+    def _lend(self, pending: _Pending) -> None:
+        """Have nobody else change the session while a turn that it is to follow is on its way."""
+        with self._lock:
+            self._check_there()
+            self._check_free()
+            self._pending = pending
+
+    def _follow(self, history: History, pending: _Pending) -> None:
+        with self._lock:
+            self._loaded = history
+            if self._pending is pending:
+                self._pending = None
 
     def _end(self, pending: _Pending) -> None:
         with self._lock:

@@ -27,7 +27,7 @@ from perdure.sessions.importing import ImportResult, check_settings, take_state,
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.memories import Memories
 from perdure.sessions.session import Place, Session
-from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.storage.session_store import RESPONSE, SessionStore
 from perdure.sessions.turn import Turn, transcript, without_tokens
 from perdure.store.durable import explained
 
@@ -151,6 +151,31 @@ class Sessions:
         """Forget a session, also one whose turns cannot be read any more. Forks of it, and memories, stay."""
         _check_name(name)
         self._opened(self.store.find(namespace, name)).delete()
+
+    def respond(
+        self,
+        name: str,
+        origin: Mapping[str, Any],
+        *,
+        after: Session | None = None,
+        namespace: str = "",
+        kind: str = RESPONSE,
+    ) -> Session:
+        """A session for one response: it starts where `after` stands, and its next turn is the response."""
+        _check_name(name)
+        if after is None:
+            with self._lock:
+                start = Turn(kind="start", messages=())
+                info = self.store.create(namespace, name, [start], kind=kind, origin=origin)
+                return self._opened(info)
+        history, saved = after._history, after._saved
+        with self._lock:
+            info = self.store.create(
+                namespace, name, head=history.head, digest=history.last.digest, kind=kind, origin=origin
+            )
+            session = self._opened(info)
+            session._loaded, session._saved = history, saved
+            return session
 
     def import_(
         self,

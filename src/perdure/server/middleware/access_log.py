@@ -64,7 +64,12 @@ class AccessLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", request_id.encode()),
+                    # As Anthropic's clients look for it.
+                    (b"request-id", request_id.encode()),
+                ]
             await send(message)
 
         try:

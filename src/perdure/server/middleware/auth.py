@@ -50,6 +50,8 @@ class Auth:
 
 def _secret(scope: Scope) -> str | None:
     for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            return str(value.decode("latin-1")).strip()
         if name == b"authorization":
             scheme, _, secret = value.decode("latin-1").partition(" ")
             if scheme.lower() == "bearer":

@@ -65,7 +65,7 @@ async def complete(
             caller.notes["replies"] = [reply.text for reply in replies]
 
     if asked.stream:
-        await client_jobs[0].begin()
+        await client_jobs[0].begin(app_state.limits.silent_seconds)
         writer = CompletionWriter(head, asked)
         return sse.response(
             client_jobs[0], writer, limits=app_state.limits, notes=caller.notes, settle=settle
@@ -203,7 +203,7 @@ class CompletionHead(AnswerHead):
         return self.piece(token).decode("utf-8", "replace")
 
 
-class CompletionWriter:
+class CompletionWriter(sse.ChunkWriter):
     """Chunks in OpenAI's older shape. Every sample ends once."""
 
     def __init__(self, head: CompletionHead, asked: CompletionRequest) -> None:
@@ -214,7 +214,7 @@ class CompletionWriter:
         self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
         self._frames = [sse.Frame(functools.partial(self._piece, index)) for index in sorted(self._open)]
 
-    def opening(self) -> Iterable[dict[str, Any]]:
+    def opening_chunks(self) -> Iterable[sse.Chunk]:
         for text, _ in self._head.echoed:
             for index in sorted(self._open):
                 self._offsets[index] = len(text)
@@ -229,7 +229,7 @@ class CompletionWriter:
         self._offsets[delta.index] += sum(map(len, logprobs.tokens))
         return sse.events([self._piece(delta.index, delta.text, logprobs=logprobs.model_dump())])
 
-    def ending(self, replies: Sequence[Reply]) -> Iterable[dict[str, Any]]:
+    def ending_chunks(self, replies: Sequence[Reply]) -> Iterable[sse.Chunk]:
         for reply in replies:
             self._open.discard(reply.index)
             extension = self._head.extension(reply).model_dump()
@@ -238,7 +238,7 @@ class CompletionWriter:
             usage = UsageAnswer.of([reply.usage for reply in replies])
             yield self._head.chunk([], usage=usage.model_dump())
 
-    def broken(self) -> Iterable[dict[str, Any]]:
+    def broken_chunks(self) -> Iterable[sse.Chunk]:
         for index in sorted(self._open):
             yield self._piece(index, "", "error")
 

@@ -21,6 +21,7 @@ _WHAT = {
     503: "The engine or the store is not there just now",
     504: "Not finished in time",
     507: "The store is full",
+    529: "The engine or the store is not there just now",
 }
 _ANYWHERE = (400, 401, 403, 408, 413, 415, 429, 500, 503)
 

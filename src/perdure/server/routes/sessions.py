@@ -16,10 +16,11 @@ from perdure.errors import StoreFullError
 from perdure.server.api_error import ApiError, ClientLeft
 from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.middleware.body_limits import FILE_TYPE, check_length, too_large
-from perdure.server.routes.chat import answer, chat_options, check_chat_options
+from perdure.server.protocols.chat.answers import ChatAnswer
+from perdure.server.protocols.chat.requests import chat_options, check_chat_options
+from perdure.server.protocols.chat.routes import chat_answer
 from perdure.server.routes.responses import NO_BODY, errors, streamed
 from perdure.server.schemas.base import NAME, PAGE, Limit, ReuseAnswer, refuse_fields
-from perdure.server.schemas.chat import ChatAnswer
 from perdure.server.schemas.session import (
     CreateRequest,
     DeletedAnswer,
@@ -143,7 +144,7 @@ async def say(
     check_chat_options(asked, app_state)
     said, options = _said(asked, app_state), chat_options(asked, app_state)
     job = await app_state.call(lambda: _session(app_state, caller, name).submit(said, **options))
-    return await answer(job, asked, request, app_state, caller, session=name, said=said)
+    return await chat_answer(job, asked, request, app_state, caller, session=name, said=said)
 
 
 @router.post("/{name}/edit", responses=streamed(404, 409, 507), response_model=ChatAnswer)
@@ -156,7 +157,7 @@ async def edit(
     job = await app_state.call(
         lambda: _session(app_state, caller, name).submit_edit(asked.turn, said, **options)
     )
-    return await answer(job, asked, request, app_state, caller, session=name, said=said)
+    return await chat_answer(job, asked, request, app_state, caller, session=name, said=said)
 
 
 @router.post("/{name}/regenerate", responses=streamed(404, 409, 507), response_model=ChatAnswer)
@@ -167,7 +168,7 @@ async def regenerate(
     check_chat_options(asked, app_state)
     options = chat_options(asked, app_state)
     job = await app_state.call(lambda: _session(app_state, caller, name).submit_regenerate(**options))
-    return await answer(job, asked, request, app_state, caller, session=name)
+    return await chat_answer(job, asked, request, app_state, caller, session=name)
 
 
 @router.post("/{name}/fork", status_code=201, responses=errors(404, 409, 507))

@@ -45,6 +45,8 @@ FILE, MARK, MENDED, KEY = "sessions.sqlite", "sessions.id", "sessions.mended", "
 """The database; whose it is; what a repair that was interrupted has left; what seals exports."""
 TRANSFERS = "transfers"
 """The folder of files that are on their way in or out."""
+RESPONSE = "response"
+"""The kind of a session that is a stored response."""
 ADVICE = "`perdure sessions verify` keeps what can be proved and puts the rest aside"
 
 
@@ -155,8 +157,9 @@ class SessionStore:
     def list(
         self, namespace: str | None = None, *, limit: int | None = None, after: SessionInfo | None = None
     ) -> list[SessionInfo]:
-        """The latest first: those of a namespace or all, up to `limit`, of those that come behind `after`."""
-        where, values = ["1"], builtins.list[Value]()
+        """The latest first: those of a namespace or all, up to `limit`, of those that come behind `after`.
+        Stored responses are found by their ids, and not listed."""
+        where, values = ["s.kind != ?"], builtins.list[Value]([RESPONSE])
         if namespace is not None:
             where.append("s.namespace = ?")
             values.append(namespace)
@@ -198,20 +201,38 @@ class SessionStore:
         return numbers, turns
 
     def add(
-        self, session: SessionInfo, turns: Sequence[Turn], *, parent: int, expected: int
+        self,
+        session: SessionInfo,
+        turns: Sequence[Turn],
+        *,
+        parent: int,
+        expected: int,
+        follower: SessionInfo | None = None,
     ) -> Sequence[int]:
         """Make turns the latest of a session, behind turn number `parent`: all of them or none.
 
-        Refused where the session does not stand at turn number `expected` any more.
+        Refused where the session does not stand at turn number `expected` any more. A `follower` that stands
+        there too goes to the same turn.
         """
         with self._writing():
             before = self._standing(session, expected)
+            following = self._standing(follower, expected) if follower is not None else None
             numbers: builtins.list[int] = []
             for turn in turns:
                 parent = self._add(parent, turn)
                 numbers.append(parent)
             self._move(before, parent)
+            if following is not None:
+                self._move(following, parent)
             return numbers
+
+    def note(self, session: SessionInfo, origin: Mapping[str, Any]) -> SessionInfo:
+        """Write down something else of where a session comes from."""
+        with self._writing():
+            number = self._standing(session).number
+            self.index.run("UPDATE session SET origin = ? WHERE number = ?", json.dumps(dict(origin)), number)
+            self._seal(number)
+            return self._standing(session)
 
     def move(self, session: SessionInfo, head: int, *, digest: bytes, expected: int) -> None:
         """Let a session stand at another turn. Refused as `add` is."""

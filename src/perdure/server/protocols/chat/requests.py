@@ -1,4 +1,4 @@
-"""Conversations in OpenAI's shape."""
+"""Chat requests in OpenAI's shape, and what they mean in the runtime's words."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from perdure.config import Overflow, ReasoningMode
+from perdure.server.api_error import ApiError
+from perdure.server.app_state import AppState
+from perdure.server.protocols.reply_request import ReplyRequest
 from perdure.server.schemas.base import (
     Items,
     Name,
     RequestSchema,
-    ResponseSchema,
-    ReuseAnswer,
     SamplingSchema,
     StreamOptions,
-    TimingsAnswer,
-    UsageAnswer,
+    refuse_fields,
 )
 
 REFUSED = {
@@ -27,6 +27,9 @@ REFUSED = {
     "verbosity": "the model has no such setting; say it in a message",
 }
 """Fields of OpenAI's that would change the answer, and what to do instead."""
+
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
+"""Variables of a template that are the server's to set."""
 
 
 class TextPart(RequestSchema):
@@ -145,71 +148,78 @@ class ChatRequest(ChatOptionsSchema):
     modalities: Items[str] | None = None
 
 
-class TopLogprob(ResponseSchema):
-    token: str
-    logprob: float
-    bytes: list[int]
+def check_chat_options(asked: ChatOptionsSchema, app_state: AppState) -> None:
+    """Refuse what cannot be done, or was said twice."""
+    refuse_fields(asked, strict=app_state.strict, refused=REFUSED)
+    limits = {asked.max_tokens, asked.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise ApiError(
+            400,
+            f"max_tokens is {asked.max_tokens} and max_completion_tokens is {asked.max_completion_tokens}: "
+            "they mean the same, give one",
+            param="max_tokens",
+            code="invalid_value",
+        )
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise ApiError(400, "top_logprobs: set logprobs too", param="top_logprobs", code="invalid_value")
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options: only with stream", param="stream_options", code="invalid_value")
+    variables = (asked.perdure.variables if asked.perdure else None) or {}
+    if taken := sorted(_RESERVED & variables.keys()):
+        raise ApiError(
+            400,
+            f"perdure.variables: {taken[0]} is set by the server",
+            param="perdure.variables",
+            code="invalid_value",
+        )
 
 
-class TokenAnswer(TopLogprob):
-    top_logprobs: list[TopLogprob]
+def chat_options(asked: ChatOptionsSchema, app_state: AppState) -> dict[str, Any]:
+    """What is asked of a reply, in the runtime's words."""
+    options = asked.sampling
+    extension = asked.perdure
+    if (limit := asked.max_completion_tokens or asked.max_tokens) is not None:
+        options["max_tokens"] = limit
+    if asked.logprobs:
+        options["logprobs"] = asked.top_logprobs or 0
+    if asked.tools:
+        options["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
+    if asked.tool_choice is not None:
+        chosen = asked.tool_choice
+        options["tool_choice"] = chosen.model_dump() if isinstance(chosen, ToolChosen) else chosen
+    if asked.parallel_tool_calls is not None:
+        options["parallel_tool_calls"] = asked.parallel_tool_calls
+    if isinstance(asked.response_format, SchemaFormat):
+        options["schema"] = asked.response_format.json_schema.schema_
+    elif asked.response_format is not None and asked.response_format.type == "json_object":
+        options["schema"] = {"type": "object"}
+    variables: dict[str, Any] = {}
+    if asked.reasoning_effort is not None:
+        variables["reasoning_effort"] = asked.reasoning_effort
+    if extension is not None:
+        for name in ("overflow", "reasoning", "reasoning_budget", "regex"):
+            if (value := getattr(extension, name)) is not None:
+                options[name] = value
+        variables |= extension.variables or {}
+    if variables:
+        options["variables"] = variables
+    options["timeout"] = app_state.seconds(extension.timeout if extension else None)
+    return options
 
 
-class LogprobsAnswer(ResponseSchema):
-    content: list[TokenAnswer]
-    refusal: None = None
-
-
-class FunctionAnswer(ResponseSchema):
-    name: str
-    arguments: str
-
-
-class CallAnswer(ResponseSchema):
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionAnswer
-
-
-class MessageAnswer(ResponseSchema):
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    reasoning_content: str | None = None
-    tool_calls: list[CallAnswer] | None = None
-    refusal: None = None
-
-
-class Choice(ResponseSchema):
-    index: int
-    message: MessageAnswer
-    finish_reason: Literal["stop", "length", "tool_calls", "cancelled", "error"]
-    logprobs: LogprobsAnswer | None = None
-
-
-class ExtensionAnswer(ResponseSchema):
-    """How a reply came about."""
-
-    reuse: ReuseAnswer
-    timings: TimingsAnswer
-    seed: int
-    dropped: int = 0
-    """Of the oldest messages, left out because an overflow policy was chosen."""
-    problems: list[str] = Field(default_factory=list)
-    """What is wrong with the arguments of tool calls, by their schemas."""
-    session: str | None = None
-    kept: bool = False
-    """Whether it is now a durable part of the session."""
-    not_kept: str | None = None
-    """Why it should have been and is not."""
-
-
-class ChatAnswer(ResponseSchema):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: UsageAnswer
-    service_tier: str | None = None
-    system_fingerprint: str
-    perdure: ExtensionAnswer
+def reply_request(asked: ChatRequest, app_state: AppState) -> ReplyRequest:
+    """What a request asks for, in the inner form."""
+    check_chat_options(asked, app_state)
+    app_state.check_model(asked.model)
+    if asked.modalities and set(asked.modalities) != {"text"}:
+        raise ApiError(
+            400, "modalities: only text can be written", param="modalities", code="unsupported_parameter"
+        )
+    app_state.check_message_count(len(asked.messages))
+    options = {**chat_options(asked, app_state), **({"n": asked.n} if asked.n is not None else {})}
+    return ReplyRequest(
+        messages=[message.plain for message in asked.messages],
+        options=options,
+        session=asked.perdure.session if asked.perdure is not None else None,
+        timeout=asked.perdure.timeout if asked.perdure is not None else None,
+    )

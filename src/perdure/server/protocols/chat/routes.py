@@ -1,0 +1,59 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from perdure.chat.reply import ChatDelta, ChatReply
+from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.client_job import Job
+from perdure.server.protocols.answering import answer
+from perdure.server.protocols.chat.answers import ChatAnswer, ChatHead
+from perdure.server.protocols.chat.requests import ChatOptionsSchema, ChatRequest, reply_request
+from perdure.server.protocols.chat.stream import ChatWriter
+from perdure.server.protocols.reply_request import Said
+from perdure.server.routes.responses import streamed
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post("/v1/chat/completions", responses=streamed(404, 409, 507), response_model=ChatAnswer)
+async def chat(
+    asked: ChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> ChatAnswer | Response:
+    """A reply to a conversation, in OpenAI's shape."""
+    wanted = reply_request(asked, app_state)
+    job = await app_state.call(wanted.submit, app_state.runtime, caller.namespace)
+    return await chat_answer(
+        job, asked, request, app_state, caller, session=wanted.session, said=wanted.messages
+    )
+
+
+async def chat_answer(
+    job: Job[ChatDelta, ChatReply],
+    asked: ChatOptionsSchema,
+    request: Request,
+    app_state: AppState,
+    caller: Caller,
+    *,
+    session: str | None = None,
+    said: Sequence[Said] = (),
+) -> ChatAnswer | Response:
+    """What comes of a job, whole or as a stream of chunks."""
+    head = ChatHead(app_state, session, with_logprobs=bool(asked.logprobs))
+    n: Any = getattr(asked, "n", None) or 1
+    include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+    return await answer(
+        job,
+        request,
+        app_state,
+        caller,
+        timeout=asked.perdure.timeout if asked.perdure else None,
+        whole=head.whole,
+        writer=(lambda: ChatWriter(head, n, include_usage=include_usage)) if asked.stream else None,
+        said=said,
+    )

@@ -1,0 +1,279 @@
+"""Requests of Anthropic's Messages, read into the inner form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from perdure.server.api_error import ApiError
+from perdure.server.app_state import AppState
+from perdure.server.protocols.reply_request import ReplyRequest
+from perdure.server.schemas.base import Items, RequestSchema
+
+_BILLING = "x-anthropic-billing-header:"
+"""How a block begins that Claude Code puts first, and that changes from request to request: no part of the
+prompt, or no prompt would begin as the one before it."""
+_UNREADABLE = {"image": "images", "document": "documents other than text", "container_upload": "files"}
+
+Text = Annotated[str, Field(max_length=1 << 24)]
+
+
+class Block(RequestSchema):
+    """A part of a message. What a kind has besides is read by its kind."""
+
+    type: str
+    text: Text | None = None
+
+    def get(self, name: str) -> Any:
+        return (self.model_extra or {}).get(name)
+
+
+class InputMessage(RequestSchema):
+    role: Literal["user", "assistant", "system"]
+    content: str | Items[Block]
+
+
+class ToolAsked(RequestSchema):
+    """A tool. Those that Anthropic's own servers run have another type, and are left out."""
+
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChosen(RequestSchema):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingAsked(RequestSchema):
+    type: str
+    budget_tokens: int | None = Field(None, ge=0, lt=2**31)
+    display: str | None = None
+
+
+class OutputFormat(RequestSchema):
+    type: str
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class OutputConfig(RequestSchema):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(RequestSchema):
+    """What a prompt is made of."""
+
+    model: str = ""
+    messages: Items[InputMessage] = Field(min_length=1)
+    system: str | Items[Block] | None = None
+    tools: Annotated[Items[ToolAsked], Field(max_length=1024)] | None = None
+    tool_choice: ToolChosen | None = None
+    thinking: ThinkingAsked | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """An older place of `output_config.format`."""
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: int = Field(ge=1, lt=2**31)
+    stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    stream: bool | None = None
+
+    @property
+    def hides_thinking(self) -> bool:
+        return self.thinking is not None and self.thinking.display == "omitted"
+
+
+Unsealed = Callable[[str], str | None]
+"""What a signature stands for; None where it is not ours."""
+
+
+def reply_request(asked: MessagesRequest, app_state: AppState, namespace: str) -> ReplyRequest:
+    """What a request asks for, in the inner form."""
+    options = prompt_options(asked)
+    # Clients ask for all that their own models could write.
+    options["max_tokens"], options["limit_to_context"] = asked.max_tokens, True
+    for name in ("temperature", "top_p", "top_k"):
+        if (value := getattr(asked, name)) is not None:
+            options[name] = value
+    if stops := [stop for stop in asked.stop_sequences or () if stop]:
+        options["stop"] = stops
+    thinking = asked.thinking
+    if thinking is not None and thinking.type == "enabled" and thinking.budget_tokens is not None:
+        options["reasoning_budget"] = thinking.budget_tokens
+    options["timeout"] = app_state.seconds(None)
+    return ReplyRequest(messages=inner_messages(asked, app_state, namespace), options=options)
+
+
+def prompt_options(asked: CountRequest) -> dict[str, Any]:
+    """What is asked of the prompt: tools, their choice, a schema, how to think."""
+    options: dict[str, Any] = {}
+    tools = [
+        {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+        for tool in asked.tools or ()
+        if tool.name and tool.type in (None, "custom")
+    ]
+    if tools:
+        options["tools"] = tools
+    if asked.tool_choice is not None and tools:
+        kind = asked.tool_choice.type
+        options["tool_choice"] = {"any": "required", "tool": asked.tool_choice.name}.get(kind, kind)
+        if options["tool_choice"] is None:
+            raise _invalid("tool_choice.name", "which tool?")
+        if asked.tool_choice.disable_parallel_tool_use:
+            options["parallel_tool_calls"] = False
+    wanted = (asked.output_config.format if asked.output_config else None) or asked.output_format
+    if wanted is not None and wanted.type == "json_schema":
+        if wanted.schema_ is None:
+            raise _invalid("output_config.format.schema", "the schema is missing")
+        options["schema"] = wanted.schema_
+    variables: dict[str, Any] = {}
+    if asked.thinking is not None and asked.thinking.type in ("enabled", "disabled"):
+        variables["enable_thinking"] = asked.thinking.type == "enabled"
+    if asked.output_config is not None and asked.output_config.effort is not None:
+        variables["reasoning_effort"] = asked.output_config.effort
+    if variables:
+        options["variables"] = variables
+    return options
+
+
+def inner_messages(asked: CountRequest, app_state: AppState, namespace: str) -> list[dict[str, Any]]:
+    """The conversation, its system message first."""
+    app_state.check_message_count(len(asked.messages))
+    found: list[dict[str, Any]] = []
+    if system := _system(asked.system):
+        found.append({"role": "system", "content": system})
+
+    def unsealed(signature: str) -> str | None:
+        return app_state.seal.open(signature, namespace)
+
+    for at, message in enumerate(asked.messages):
+        where = f"messages.{at}.content"
+        if isinstance(message.content, str):
+            found.append({"role": message.role, "content": message.content})
+        elif message.role == "assistant":
+            found += _assistant(message.content, where, unsealed)
+        else:
+            found += _user(message.role, message.content, where)
+    if not any(message["role"] != "system" for message in found):
+        raise _invalid("messages", "there is nothing to answer")
+    return found
+
+
+def _system(given: str | list[Block] | None) -> str:
+    if given is None or isinstance(given, str):
+        return given or ""
+    texts = [block.text for block in given if block.text and not block.text.startswith(_BILLING)]
+    return "\n\n".join(texts)
+
+
+def _user(role: str, blocks: list[Block], where: str) -> Iterator[dict[str, Any]]:
+    """Results of tools first: they answer the message before."""
+    texts = []
+    for at, block in enumerate(blocks):
+        place = f"{where}.{at}"
+        if block.type == "tool_result":
+            yield {
+                "role": "tool",
+                "tool_call_id": _text(block.get("tool_use_id"), f"{place}.tool_use_id"),
+                "content": _result(block, place),
+            }
+        elif (text := _readable(block, place)) is not None:
+            texts.append(text)
+    if texts:
+        yield {"role": role, "content": "\n\n".join(texts)}
+
+
+def _result(block: Block, where: str) -> str:
+    given = block.get("content")
+    if given is None or isinstance(given, str):
+        text = given or ""
+    elif isinstance(given, list):
+        parts = [
+            _readable(Block.model_validate(part), f"{where}.content.{at}") if isinstance(part, dict) else None
+            for at, part in enumerate(given)
+        ]
+        text = "\n\n".join(part for part in parts if part is not None)
+    else:
+        raise _invalid(f"{where}.content", "a text, or a list of blocks")
+    return f"Error: {text}" if block.get("is_error") is True and text else text
+
+
+def _assistant(blocks: list[Block], where: str, unsealed: Unsealed) -> Iterator[dict[str, Any]]:
+    texts, thoughts, calls = [], [], []
+    for at, block in enumerate(blocks):
+        place = f"{where}.{at}"
+        if block.type in ("thinking", "redacted_thinking"):
+            sealed = block.get("signature" if block.type == "thinking" else "data")
+            # What another server's model thought is not what this one did.
+            thought = unsealed(sealed) if isinstance(sealed, str) else None
+            if thought:
+                thoughts.append(thought)
+        elif block.type == "tool_use":
+            calls.append(
+                {
+                    "id": _text(block.get("id"), f"{place}.id"),
+                    "function": {
+                        "name": _text(block.get("name"), f"{place}.name"),
+                        "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False),
+                    },
+                }
+            )
+        elif (text := _readable(block, place)) is not None:
+            texts.append(text)
+    if not (texts or thoughts or calls):
+        return
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts else None}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    yield message
+
+
+def _readable(block: Block, where: str) -> str | None:
+    """The text of a block; None of one that says nothing to this model, such as a search by others."""
+    if block.type in ("text", "mid_conv_system"):
+        return block.text if block.text is not None else _blocks_text(block.get("content"))
+    if block.type == "document":
+        source = block.get("source")
+        if isinstance(source, dict) and source.get("type") == "text":
+            return _text(source.get("data"), f"{where}.source.data")
+    if block.type == "search_result":
+        return _blocks_text(block.get("content"))
+    if block.type in _UNREADABLE:
+        raise ApiError(
+            400,
+            f"{where}: {_UNREADABLE[block.type]} cannot be read here; send text",
+            param=where,
+            code="unsupported_content",
+        )
+    return None
+
+
+def _blocks_text(given: Any) -> str:
+    if isinstance(given, str):
+        return given
+    parts = given if isinstance(given, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "\n\n".join(text for text in texts if isinstance(text, str))
+
+
+def _text(given: Any, where: str) -> str:
+    if not isinstance(given, str) or not given:
+        raise _invalid(where, "a text is missing")
+    return given
+
+
+def _invalid(where: str, problem: str) -> ApiError:
+    return ApiError(400, f"{where}: {problem}", param=where, code="invalid_value")

@@ -1,0 +1,56 @@
+"""`/v1/messages`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from perdure.errors import ContextOverflow
+from perdure.server.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.protocols.answering import answer
+from perdure.server.protocols.messages.answers import CountAnswer, MessagesAnswer, MessagesHead
+from perdure.server.protocols.messages.requests import (
+    CountRequest,
+    MessagesRequest,
+    inner_messages,
+    prompt_options,
+    reply_request,
+)
+from perdure.server.protocols.messages.stream import MessagesWriter
+from perdure.server.routes.responses import errors, streamed
+
+router = APIRouter(tags=["Anthropic"])
+
+
+@router.post("/v1/messages", responses=streamed(529), response_model=MessagesAnswer)
+async def messages(
+    asked: MessagesRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> MessagesAnswer | Response:
+    """A reply to a conversation, in the shape of Anthropic's Messages. Any `model` is served by this one."""
+    wanted = await app_state.call(reply_request, asked, app_state, caller.namespace)
+    job = await app_state.call(wanted.submit, app_state.runtime, caller.namespace)
+    head = MessagesHead(asked, app_state, caller.namespace)
+    return await answer(
+        job,
+        request,
+        app_state,
+        caller,
+        timeout=None,
+        whole=head.whole,
+        writer=(lambda: MessagesWriter(head, job.prompt_tokens)) if asked.stream else None,
+        said=wanted.messages,
+    )
+
+
+@router.post("/v1/messages/count_tokens", responses=errors(504, 529))
+async def count_tokens(asked: CountRequest, app_state: AppStateDep, caller: CallerDep) -> CountAnswer:
+    """The tokens of a prompt. Of one that cannot fit, at least as many."""
+    return await app_state.work(_count, asked, app_state, caller.namespace)
+
+
+def _count(asked: CountRequest, app_state: AppState, namespace: str) -> CountAnswer:
+    said, options = inner_messages(asked, app_state, namespace), prompt_options(asked)
+    try:
+        return CountAnswer(input_tokens=app_state.runtime.count_chat(said, namespace=namespace, **options))
+    except ContextOverflow as error:
+        return CountAnswer(input_tokens=error.needed)

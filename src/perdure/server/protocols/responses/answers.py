@@ -1,0 +1,171 @@
+"""A response as an object: of a reply that was just made, or of a turn that is stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+
+from perdure.chat.message import Message
+from perdure.chat.reply import ChatReply
+from perdure.decode.request import TokenLogprob
+from perdure.server.api_error import ApiError
+from perdure.server.protocols.chat.answers import extension
+from perdure.server.protocols.responses.errors import error_detail
+from perdure.server.protocols.responses.items import Item, OutputForm
+from perdure.server.routes.answer_head import finite
+from perdure.server.schemas.base import ResponseSchema
+from perdure.sessions.turn import Turn
+
+
+class ResponseAnswer(ResponseSchema):
+    """A response. Besides these it says all that was asked for."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "failed", "in_progress", "queued", "cancelled"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+    error: dict[str, Any] | None
+
+
+class ItemList(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+    @classmethod
+    def of(cls, items: Sequence[Item], limit: int) -> ItemList:
+        shown = items[:limit]
+        return cls(
+            data=list(shown),
+            first_id=shown[0]["id"] if shown else None,
+            last_id=shown[-1]["id"] if shown else None,
+            has_more=len(items) > limit,
+        )
+
+
+class DeletedResponse(ResponseSchema):
+    id: str
+    object: str
+    deleted: bool = True
+
+
+class InputTokensAnswer(ResponseSchema):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseHead:
+    """What a response says from its beginning to its end."""
+
+    id: str
+    created: int
+    model: str
+    """The one that speaks, whatever was asked for."""
+    echo: Mapping[str, Any]
+    form: OutputForm
+    with_logprobs: bool = False
+    piece: Any = None
+    """Token ids as bytes, for log probabilities."""
+
+    def shown(self, status: str, output: Sequence[Item] = (), **more: Any) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": None,
+            "status": status,
+            "incomplete_details": None,
+            "error": None,
+            "usage": None,
+            **self.echo,
+            "model": self.model,
+            "output": list(output),
+            **more,
+        }
+
+    def whole(self, replies: Sequence[ChatReply]) -> dict[str, Any]:
+        reply = replies[0]
+        return self.finished(
+            finish_reason=reply.finish_reason,
+            output=self.form.items(
+                reply.message,
+                status=_item_status(reply.finish_reason),
+                logprobs=self.logprobs(reply.logprobs),
+            ),
+            usage=usage(
+                reply.usage.prompt_tokens,
+                reply.usage.cached_tokens,
+                reply.usage.completion_tokens,
+                reply.usage.reasoning_tokens,
+            ),
+            perdure=extension(reply, self.id).model_dump(),
+        )
+
+    def stored(self, turn: Turn) -> dict[str, Any]:
+        """The same of a turn that was read from the store."""
+        count = turn.usage.get
+        return self.finished(
+            finish_reason=turn.finish_reason,
+            output=self.form.items(
+                turn.reply or Message(role="assistant", content=""), status=_item_status(turn.finish_reason)
+            ),
+            usage=usage(
+                count("prompt_tokens", 0),
+                count("cached_tokens", 0),
+                count("completion_tokens", 0),
+                count("reasoning_tokens", 0),
+            ),
+            completed_at=int(turn.created),
+        )
+
+    def finished(self, *, finish_reason: str, output: Sequence[Item], **more: Any) -> dict[str, Any]:
+        more.setdefault("completed_at", int(time.time()))
+        if finish_reason == "length":
+            return self.shown(
+                "incomplete", output, **more, incomplete_details={"reason": "max_output_tokens"}
+            )
+        return self.shown("completed", output, **more)
+
+    def failed(self, error: ApiError, output: Sequence[Item] = ()) -> dict[str, Any]:
+        return self.shown("failed", output, error=error_detail(error))
+
+    def logprobs(self, entries: Sequence[TokenLogprob] | None) -> list[dict[str, Any]]:
+        if not self.with_logprobs:
+            return []
+        return [
+            {
+                **self._token(entry.token, entry.logprob),
+                "top_logprobs": [self._token(top.token, top.logprob) for top in entry.top],
+            }
+            for entry in entries or ()
+        ]
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self.piece(token)
+        return {"token": piece.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(piece)}
+
+
+def usage(read: int, cached: int, written: int, thought: int) -> dict[str, Any]:
+    return {
+        "input_tokens": read,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": read - cached},
+        "output_tokens": written,
+        "output_tokens_details": {"reasoning_tokens": thought},
+        "total_tokens": read + written,
+    }
+
+
+def _item_status(finish_reason: str) -> str:
+    return "incomplete" if finish_reason == "length" else "completed"

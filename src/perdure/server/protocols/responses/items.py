@@ -1,0 +1,278 @@
+"""Items of Responses, read into messages and written out of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from perdure.chat.message import Message, ToolCall
+from perdure.server.api_error import ApiError
+from perdure.server.protocols.responses import ids
+
+Item = dict[str, Any]
+Unsealed = Callable[[str], str | None]
+Found = Callable[[str], Sequence[Item]]
+"""The items that an id stands for."""
+
+_UNREADABLE = {"input_image": "images", "input_file": "files", "input_audio": "audio", "input_video": "video"}
+_ROLES = ("user", "system", "developer", "assistant")
+
+
+@dataclass(slots=True)
+class _Assistant:
+    """What the model said, gathered over items that stand one after another."""
+
+    reasoning: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def message(self) -> Message | None:
+        if not (self.reasoning or self.texts or self.calls):
+            return None
+        return Message(
+            role="assistant",
+            content="".join(self.texts) if self.texts else None,
+            reasoning="".join(self.reasoning) or None,
+            tool_calls=tuple(self.calls),
+        )
+
+
+def messages_of(items: Sequence[Any], unsealed: Unsealed, found: Found) -> list[Message]:
+    """The messages that items make. Items that say nothing to this model are left out, never refused."""
+    made: list[Message] = []
+    said = _Assistant()
+
+    def close() -> None:
+        nonlocal said
+        if (message := said.message()) is not None:
+            made.append(message)
+        said = _Assistant()
+
+    for where, item in _resolved(items, found):
+        kind = item.get("type") or ("message" if "role" in item else "")
+        if kind == "message" and item.get("role") == "assistant":
+            if said.calls:
+                close()
+            said.texts.append(content_text(item.get("content"), f"{where}.content"))
+        elif kind == "message":
+            close()
+            role = item.get("role")
+            if role not in _ROLES:
+                raise _invalid(f"{where}.role", f"one of {', '.join(_ROLES)}, got {role!r}")
+            made.append(Message(role=role, content=content_text(item.get("content"), f"{where}.content")))
+        elif kind == "reasoning":
+            if said.texts or said.calls:
+                close()
+            if thought := _thought(item, unsealed):
+                said.reasoning.append(thought)
+        elif kind in ("function_call", "custom_tool_call"):
+            said.calls.append(_call(item, kind, where))
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            close()
+            text = content_text(item.get("output"), f"{where}.output")
+            made.append(Message(role="tool", content=text, tool_call_id=_text(item, "call_id", where)))
+    close()
+    return made
+
+
+def _resolved(items: Sequence[Any], found: Found) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Items with their places, those that are references replaced by what they name."""
+    for at, item in enumerate(items):
+        where = f"input.{at}"
+        if not isinstance(item, Mapping):
+            raise _invalid(where, "an item is an object")
+        if item.get("type") == "item_reference" or (set(item) == {"id"}):
+            for each in found(_text(item, "id", where)):
+                yield where, each
+        else:
+            yield where, item
+
+
+def content_text(given: Any, where: str) -> str:
+    """The text of a message's content, or of what a tool gave."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    if not isinstance(given, list):
+        # What a tool gave may be any JSON.
+        return json.dumps(given, ensure_ascii=False)
+    texts = []
+    for at, part in enumerate(given):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        if not isinstance(part, Mapping):
+            raise _invalid(f"{where}.{at}", "a part is an object")
+        kind = part.get("type")
+        if kind in _UNREADABLE:
+            raise ApiError(
+                400,
+                f"{where}.{at}: {_UNREADABLE[kind]} cannot be read here; send text",
+                param=f"{where}.{at}",
+                code="unsupported_content",
+            )
+        text = part.get("refusal") if kind == "refusal" else part.get("text")
+        if isinstance(text, str):
+            texts.append(text)
+    return "".join(texts)
+
+
+def _thought(item: Mapping[str, Any], unsealed: Unsealed) -> str:
+    """Reasoning as it was: by what we sealed, or else by the text that the client has of it."""
+    sealed = item.get("encrypted_content")
+    if isinstance(sealed, str) and (text := unsealed(sealed)):
+        return text
+    for name in ("content", "summary"):
+        parts = item.get(name)
+        texts = (
+            [part.get("text") for part in parts if isinstance(part, Mapping)]
+            if isinstance(parts, list)
+            else []
+        )
+        if text := "".join(each for each in texts if isinstance(each, str)):
+            return text
+    return ""
+
+
+def _call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall:
+    if kind == "custom_tool_call":
+        given = item.get("input")
+        arguments = json.dumps({"input": given if isinstance(given, str) else ""}, ensure_ascii=False)
+    else:
+        given = item.get("arguments")
+        arguments = given if isinstance(given, str) and given else "{}"
+    return ToolCall(id=_text(item, "call_id", where), name=_text(item, "name", where), arguments=arguments)
+
+
+# Out.
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """How a response writes its items: which tools are custom, and how reasoning is shown."""
+
+    id: str
+    custom: frozenset[str] = frozenset()
+    """Names of tools whose input is text."""
+    namespaces: Mapping[str, str] = field(default_factory=dict)
+    """Of tools that came in a namespace."""
+    summarised: bool = False
+    """Whether reasoning is shown as a summary."""
+    sealed: Callable[[str], str] = lambda text: ""
+
+    def items(self, message: Message, *, status: str = "completed", logprobs: Any = ()) -> list[Item]:
+        """All of a reply, in the order in which a stream has them."""
+        found = []
+        if message.reasoning:
+            found.append(self.reasoning(message.reasoning, status="completed"))
+        if message.content or not (message.reasoning or message.tool_calls):
+            found.append(self.message(message.content or "", status=status, logprobs=logprobs))
+        return found + [self.call(call, at) for at, call in enumerate(message.tool_calls)]
+
+    def reasoning(self, text: str | None, *, status: str) -> Item:
+        item: Item = {
+            "id": ids.item("rs", self.id),
+            "type": "reasoning",
+            "status": status,
+            "summary": [],
+            "encrypted_content": None,
+        }
+        if text is None:
+            return item
+        if self.summarised:
+            item["summary"] = [{"type": "summary_text", "text": text}]
+        else:
+            item["content"] = [{"type": "reasoning_text", "text": text}]
+        return {**item, "encrypted_content": self.sealed(text)}
+
+    def message(self, text: str | None, *, status: str, logprobs: Any = ()) -> Item:
+        content = [] if text is None else [text_part(text, logprobs)]
+        return {
+            "id": ids.item("msg", self.id),
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
+
+    def call(self, call: ToolCall, number: int, *, begun: bool = False) -> Item:
+        """A call, or with `begun` as it is shown before its arguments."""
+        common = {"status": "in_progress" if begun else "completed", "call_id": call.id, "name": call.name}
+        if call.name in self.namespaces:
+            common["namespace"] = self.namespaces[call.name]
+        if call.name in self.custom:
+            text = "" if begun else custom_input(call.arguments)
+            key = ids.item("ctc", self.id, number)
+            return {"id": key, "type": "custom_tool_call", **common, "input": text}
+        arguments = "" if begun else call.arguments
+        return {
+            "id": ids.item("fc", self.id, number),
+            "type": "function_call",
+            **common,
+            "arguments": arguments,
+        }
+
+
+def text_part(text: str, logprobs: Any = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def custom_input(arguments: str) -> str:
+    """The text that a custom tool is given."""
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    given = parsed.get("input") if isinstance(parsed, dict) else None
+    return given if isinstance(given, str) else arguments
+
+
+def said_items(messages: Sequence[Message], owner: str, custom: frozenset[str] = frozenset()) -> list[Item]:
+    """Messages as items, with ids by their places."""
+    found: list[Item] = []
+    for message in messages:
+        number = len(found)
+        if message.role == "tool":
+            found.append(
+                {
+                    "id": ids.item("fco", owner, number, of_input=True),
+                    "type": "function_call_output",
+                    "status": "completed",
+                    "call_id": message.tool_call_id or "",
+                    "output": message.content or "",
+                }
+            )
+            continue
+        if message.role == "assistant":
+            found += _said_by_model(message, owner, number, custom)
+            continue
+        found.append(
+            {
+                "id": ids.item("msg", owner, number, of_input=True),
+                "type": "message",
+                "role": message.role,
+                "status": "completed",
+                "content": [{"type": "input_text", "text": message.content or ""}],
+            }
+        )
+    return found
+
+
+def _said_by_model(message: Message, owner: str, number: int, custom: frozenset[str]) -> list[Item]:
+    form = OutputForm(owner, custom)
+    items = form.items(message)
+    for at, item in enumerate(items):
+        item["id"] = ids.item(item["id"].partition("_")[0], owner, number + at, of_input=True)
+    return items
+
+
+def _text(item: Mapping[str, Any], name: str, where: str) -> str:
+    given = item.get(name)
+    if not isinstance(given, str) or not given:
+        raise _invalid(f"{where}.{name}", "a text is missing")
+    return given
+
+
+def _invalid(where: str, problem: str) -> ApiError:
+    return ApiError(400, f"{where}: {problem}", param=where, code="invalid_value")

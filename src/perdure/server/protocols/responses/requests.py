@@ -1,0 +1,272 @@
+"""Requests for a response, read into the inner form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from perdure.chat.message import Message
+from perdure.server.api_error import ApiError
+from perdure.server.app_state import AppState
+from perdure.server.protocols.responses.items import Found, OutputForm, Unsealed, content_text, messages_of
+from perdure.server.schemas.base import Items, RequestSchema
+
+_ITEMS = 1 << 14
+_ECHOED: tuple[tuple[str, Any], ...] = (
+    ("model", ""),
+    ("instructions", None),
+    ("tools", []),
+    ("tool_choice", "auto"),
+    ("truncation", "disabled"),
+    ("parallel_tool_calls", True),
+    ("text", {"format": {"type": "text"}}),
+    ("top_p", 1.0),
+    ("presence_penalty", 0.0),
+    ("frequency_penalty", 0.0),
+    ("top_logprobs", 0),
+    ("temperature", 1.0),
+    ("reasoning", {"effort": None, "summary": None}),
+    ("max_output_tokens", None),
+    ("max_tool_calls", None),
+    ("store", True),
+    ("background", False),
+    ("metadata", {}),
+    ("safety_identifier", None),
+    ("prompt_cache_key", None),
+    ("user", None),
+    ("previous_response_id", None),
+)
+"""What a response says of its request, and what it says where that was left out."""
+
+
+def _few(given: Any) -> Any:
+    if isinstance(given, Mapping) and len(given) > 16:
+        raise ValueError(f"{len(given)} entries, 16 are allowed")
+    return given
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], BeforeValidator(_few)
+]
+
+
+class ConversationNamed(RequestSchema):
+    id: str
+
+
+class ReasoningAsked(RequestSchema):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextAsked(RequestSchema):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class PromptRequest(RequestSchema):
+    """What a prompt is made of."""
+
+    model: str | None = None
+    input: str | Annotated[Items[dict[str, Any]], Field(max_length=_ITEMS)] | None = None
+    instructions: str | Annotated[Items[dict[str, Any]], Field(max_length=_ITEMS)] | None = None
+    previous_response_id: str | None = None
+    conversation: str | ConversationNamed | None = None
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=1024)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextAsked | None = None
+    reasoning: ReasoningAsked | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+
+class ResponseRequest(PromptRequest):
+    store: bool | None = None
+    stream: bool | None = None
+    include: Annotated[list[str], Field(max_length=64)] | None = None
+    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_tool_calls: int | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    metadata: Metadata | None = None
+    background: bool | None = None
+    seed: int | None = Field(None, ge=0, lt=2**32 - 1)
+    """Of perdure: the same seed gives the same reply."""
+
+    @property
+    def stores(self) -> bool:
+        return self.store is not False
+
+    @property
+    def conversation_id(self) -> str | None:
+        named = self.conversation
+        return named.id if isinstance(named, ConversationNamed) else named
+
+    @property
+    def echo(self) -> dict[str, Any]:
+        """What the response says of its request."""
+        given = self.model_dump(exclude_none=True)
+        shown: dict[str, Any] = {name: given.get(name, default) for name, default in _ECHOED}
+        shown["service_tier"] = "default"
+        shown["conversation"] = {"id": self.conversation_id} if self.conversation_id else None
+        text: dict[str, Any] = shown["text"]
+        shown["text"] = {**text, "format": text.get("format") or {"type": "text"}}
+        return shown
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSet:
+    """The tools of a request in the runtime's words, and what tells them apart in the answer."""
+
+    functions: Sequence[dict[str, Any]]
+    custom: frozenset[str]
+    namespaces: Mapping[str, str]
+
+
+def tool_set(given: Sequence[Mapping[str, Any]]) -> ToolSet:
+    """Functions and custom tools, in namespaces or not. Tools that OpenAI's servers run are left out."""
+    functions: list[dict[str, Any]] = []
+    custom: set[str] = set()
+    namespaces: dict[str, str] = {}
+
+    def add(tool: Mapping[str, Any], namespace: str | None) -> None:
+        name, description = tool.get("name"), tool.get("description")
+        if not isinstance(name, str) or not name or any(each["name"] == name for each in functions):
+            return
+        if tool.get("type") == "custom":
+            custom.add(name)
+            description = _custom_description(tool)
+            text = {"type": "string", "description": "The input of the tool, as plain text."}
+            parameters: Any = {
+                "type": "object",
+                "properties": {"input": text},
+                "required": ["input"],
+                "additionalProperties": False,
+            }
+        else:
+            parameters = tool.get("parameters")
+        shown = description if isinstance(description, str) else ""
+        functions.append({"name": name, "description": shown, "parameters": parameters})
+        if namespace is not None:
+            namespaces[name] = namespace
+
+    for tool in given:
+        if tool.get("type") in ("function", "custom"):
+            add(tool, None)
+        elif tool.get("type") == "namespace" and isinstance(tool.get("tools"), list):
+            for inner in tool["tools"]:
+                if isinstance(inner, Mapping) and inner.get("type", "function") in ("function", "custom"):
+                    add(inner, str(tool.get("name", "")))
+    return ToolSet(functions, frozenset(custom), namespaces)
+
+
+def _custom_description(tool: Mapping[str, Any]) -> str:
+    description = tool.get("description") if isinstance(tool.get("description"), str) else ""
+    form = tool.get("format")
+    if isinstance(form, Mapping) and isinstance(form.get("definition"), str):
+        description = f"{description}\nThe input follows this grammar:\n{form['definition']}"
+    return str(description)
+
+
+def output_form(
+    asked: PromptRequest, tools: ToolSet, response_id: str, app_state: AppState, namespace: str
+) -> OutputForm:
+    reasoning = asked.reasoning
+    summary = (reasoning.summary or reasoning.generate_summary) if reasoning is not None else None
+    return OutputForm(
+        response_id,
+        tools.custom,
+        tools.namespaces,
+        summarised=summary not in (None, "none"),
+        sealed=lambda text: app_state.seal.close(text, namespace),
+    )
+
+
+def prompt_options(asked: PromptRequest, tools: ToolSet) -> dict[str, Any]:
+    """What is asked of the prompt and of the shape of the reply, in the runtime's words."""
+    options: dict[str, Any] = {}
+    functions, choice = _chosen(tools.functions, asked.tool_choice)
+    if functions:
+        options["tools"] = functions
+        options["tool_choice"] = choice
+    if asked.parallel_tool_calls is not None:
+        options["parallel_tool_calls"] = asked.parallel_tool_calls
+    form = asked.text.format if asked.text is not None else None
+    if form is not None and form.get("type") == "json_schema":
+        if not isinstance(form.get("schema"), dict):
+            raise ApiError(
+                400,
+                "text.format.schema: the schema is missing",
+                param="text.format.schema",
+                code="invalid_value",
+            )
+        options["schema"] = form["schema"]
+    elif form is not None and form.get("type") == "json_object":
+        options["schema"] = {"type": "object"}
+    if asked.reasoning is not None and asked.reasoning.effort is not None:
+        effort = asked.reasoning.effort
+        options["variables"] = (
+            {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+        )
+    if asked.truncation == "auto":
+        options["overflow"] = "drop_oldest"
+    return options
+
+
+def reply_options(asked: ResponseRequest, tools: ToolSet, app_state: AppState) -> dict[str, Any]:
+    """What is asked of the reply, in the runtime's words."""
+    options = prompt_options(asked, tools)
+    for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"):
+        if (value := getattr(asked, name)) is not None:
+            options[name] = value
+    if asked.max_output_tokens is not None:
+        options["max_tokens"], options["limit_to_context"] = asked.max_output_tokens, True
+    if asked.top_logprobs or "message.output_text.logprobs" in (asked.include or ()):
+        options["logprobs"] = asked.top_logprobs or 0
+    options["timeout"] = app_state.seconds(None)
+    return options
+
+
+def _chosen(functions: Sequence[dict[str, Any]], asked: Any) -> tuple[Sequence[dict[str, Any]], Any]:
+    """The tools that may be called, and whether one must be."""
+    if asked is None or isinstance(asked, str):
+        return functions, asked if asked in ("none", "auto", "required") else "auto"
+    kind, name = asked.get("type"), asked.get("name")
+    if kind in ("function", "custom") and isinstance(name, str):
+        return functions, name
+    if kind == "allowed_tools" and isinstance(asked.get("tools"), list):
+        names = {tool.get("name") for tool in asked["tools"] if isinstance(tool, Mapping)}
+        return [each for each in functions if each["name"] in names], asked.get("mode", "auto")
+    # Of a tool that is not run here.
+    return functions, "auto"
+
+
+def input_items(asked: PromptRequest) -> list[dict[str, Any]]:
+    if asked.input is None:
+        return []
+    if isinstance(asked.input, str):
+        return [{"type": "message", "role": "user", "content": asked.input}]
+    return list(asked.input)
+
+
+def preamble(asked: PromptRequest, unsealed: Unsealed, found: Found) -> list[Message]:
+    """The instructions. They are of this response alone: another one that goes on from it has its own."""
+    given = asked.instructions
+    if given is None or given == "":
+        return []
+    if isinstance(given, str):
+        return [Message(role="system", content=given)]
+    return messages_of(given, unsealed, found)
+
+
+def input_messages(asked: PromptRequest, unsealed: Unsealed, found: Found) -> list[Message]:
+    if isinstance(asked.input, str):
+        return [Message(role="user", content=content_text(asked.input, "input"))]
+    return messages_of(input_items(asked), unsealed, found)

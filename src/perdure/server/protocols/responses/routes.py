@@ -1,0 +1,281 @@
+"""`/v1/responses`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+from pydantic_core import to_json
+from starlette.background import BackgroundTask
+from starlette.responses import Response
+
+from perdure.errors import PerdureError
+from perdure.server.api_error import ApiError, to_api_error
+from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.protocols.answering import answer
+from perdure.server.protocols.responses.answers import (
+    DeletedResponse,
+    InputTokensAnswer,
+    ItemList,
+    ResponseAnswer,
+    ResponseHead,
+)
+from perdure.server.protocols.responses.errors import error_detail
+from perdure.server.protocols.responses.requests import PromptRequest, ResponseRequest
+from perdure.server.protocols.responses.runs import Runs, followed
+from perdure.server.protocols.responses.stored import Responses, StoredResponse
+from perdure.server.protocols.responses.stream import ResponseWriter
+from perdure.server.routes.responses import NO_BODY, errors, streamed
+from perdure.server.schemas.base import PAGE, Limit
+from perdure.server.sse import EventStream
+from perdure.sessions.fold import TurnJob
+
+router = APIRouter(tags=["Responses"])
+
+_TOO_LONG = "context_length_exceeded"
+ResponseId = Annotated[str, Path(max_length=100)]
+
+
+def _runs(request: Request) -> Runs:
+    runs: Runs = request.app.state.runs
+    return runs
+
+
+RunsDep = Annotated[Runs, Depends(_runs)]
+
+
+@router.post("/v1/responses", responses=streamed(404, 409, 507), response_model=ResponseAnswer)
+async def create(
+    asked: ResponseRequest, request: Request, app_state: AppStateDep, caller: CallerDep, runs: RunsDep
+) -> Response:
+    """A response. Unless `store` is false it is kept as a turn: to be read, continued, resumed by its id."""
+    app_state.check_model(asked.model or "")
+    responses = Responses(app_state, caller.namespace)
+    if asked.stores:
+        return await _stored(responses, asked, request, app_state, caller, runs)
+    if asked.background:
+        raise ApiError(
+            400,
+            "background: only with store, or nobody could ask for it",
+            param="background",
+            code="invalid_value",
+        )
+    head = responses.unstored_head(asked)
+    try:
+        job = await app_state.call(responses.submit_unstored, asked)
+    except (PerdureError, ApiError) as error:
+        return _refused(error, head, asked, app_state)
+    return await _answered(job, head, asked, request, app_state, caller, ResponseWriter(head))
+
+
+async def _stored(
+    responses: Responses,
+    asked: ResponseRequest,
+    request: Request,
+    app_state: AppState,
+    caller: Caller,
+    runs: Runs,
+) -> Response:
+    response = await app_state.call(responses.begin, asked)
+    notes: dict[str, Any] = {}
+    try:
+        job = await app_state.call(responses.submit, response, notes)
+    except (PerdureError, ApiError) as error:
+        refused = to_api_error(error)
+        if asked.stream and refused.code == _TOO_LONG:
+            await app_state.call(response.end, "failed", error_detail(refused))
+        else:
+            await app_state.call(responses.delete, response.head.id)
+        return _refused(error, response.head, asked, app_state)
+    if asked.background:
+        run = runs.start(caller.namespace, response, job, notes, app_state)
+        return followed(run, -1, app_state) if asked.stream else _json(response.shown("queued"))
+    runs.read(caller.namespace, response.head.id, job)
+    try:
+        writer = ResponseWriter(response.head, notes=notes)
+        return await _answered(job, response.head, asked, request, app_state, caller, writer)
+    except BaseException:
+        if not asked.stream:
+            # Nobody was told its id.
+            job.cancel()
+            await asyncio.shield(app_state.call(responses.delete, response.head.id))
+        raise
+
+
+async def _answered(
+    job: TurnJob,
+    head: ResponseHead,
+    asked: ResponseRequest,
+    request: Request,
+    app_state: AppState,
+    caller: Caller,
+    writer: ResponseWriter,
+    *,
+    stream: bool | None = None,
+) -> Response:
+    streams = asked.stream if stream is None else stream
+    return await answer(
+        job,
+        request,
+        app_state,
+        caller,
+        timeout=None,
+        whole=lambda replies: _json(head.whole(replies)),
+        writer=(lambda: writer) if streams else None,
+    )
+
+
+@router.get("/v1/responses/{response_id}", responses=streamed(404, 409), response_model=ResponseAnswer)
+async def read(
+    response_id: ResponseId,
+    request: Request,
+    app_state: AppStateDep,
+    caller: CallerDep,
+    runs: RunsDep,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=-1, lt=2**31)] = -1,
+) -> Response:
+    """A response as it stands; or as a stream, from behind event number `starting_after`.
+
+    One that was interrupted, by its client or by the end of the server, is gone on with: it becomes what it
+    would have become.
+    """
+    responses = Responses(app_state, caller.namespace)
+    response = await app_state.call(responses.get, response_id)
+    run = runs.background(caller.namespace, response_id)
+    if run is not None:
+        return followed(run, starting_after, app_state) if stream else _json(response.shown())
+    finished = await app_state.call(lambda: response.turn is not None or response.failure is not None)
+    if finished and stream:
+        return await app_state.call(_replayed, response, starting_after, app_state)
+    if finished:
+        return _json(await app_state.call(response.shown))
+    if not stream:
+        if not runs.is_read(caller.namespace, response_id):
+            notes: dict[str, Any] = {}
+            job = await app_state.call(responses.submit, response, notes)
+            runs.start(caller.namespace, response, job, notes, app_state)
+        return _json(response.shown())
+    runs.take_over(caller.namespace, response_id)
+    notes = {}
+    job = await app_state.call(responses.submit, response, notes)
+    runs.read(caller.namespace, response_id, job)
+    writer = ResponseWriter(response.head, after=starting_after, notes=notes)
+    return await _answered(
+        job, response.head, response.asked, request, app_state, caller, writer, stream=True
+    )
+
+
+@router.delete("/v1/responses/{response_id}", responses=errors(404, 409))
+async def delete(
+    response_id: ResponseId, app_state: AppStateDep, caller: CallerDep, runs: RunsDep
+) -> DeletedResponse:
+    """Forget a response. Those that went on from it stay."""
+    responses = Responses(app_state, caller.namespace)
+    await app_state.call(responses.get, response_id)
+    await _stop(runs, caller.namespace, response_id)
+    await app_state.call(responses.delete, response_id)
+    return DeletedResponse(id=response_id, object="response")
+
+
+@router.post(
+    "/v1/responses/{response_id}/cancel",
+    responses=errors(404, 409),
+    response_model=ResponseAnswer,
+    openapi_extra=NO_BODY,
+)
+async def cancel(
+    response_id: ResponseId, app_state: AppStateDep, caller: CallerDep, runs: RunsDep
+) -> Response:
+    """End a response that is being made. One that has ended stays as it is."""
+    responses = Responses(app_state, caller.namespace)
+    response = await app_state.call(responses.get, response_id)
+    await _stop(runs, caller.namespace, response_id)
+
+    def ended() -> dict[str, Any]:
+        if response.turn is None and response.failure is None:
+            response.end("cancelled")
+        return response.shown()
+
+    return _json(await app_state.call(ended))
+
+
+@router.get("/v1/responses/{response_id}/input_items", responses=errors(404))
+async def read_input_items(
+    response_id: ResponseId,
+    app_state: AppStateDep,
+    caller: CallerDep,
+    limit: Limit = PAGE,
+    order: Literal["asc", "desc"] = "desc",
+    after: Annotated[str | None, Query(max_length=100)] = None,
+) -> ItemList:
+    """What a response was made of, the latest first."""
+
+    def found() -> ItemList:
+        items = Responses(app_state, caller.namespace).get(response_id).input_items()
+        return page(items, limit, order, after)
+
+    return await app_state.call(found)
+
+
+@router.post("/v1/responses/input_tokens", responses=errors(404, 409))
+async def input_tokens(asked: PromptRequest, app_state: AppStateDep, caller: CallerDep) -> InputTokensAnswer:
+    """The tokens of a prompt."""
+    count = await app_state.work(Responses(app_state, caller.namespace).count, asked)
+    return InputTokensAnswer(input_tokens=count)
+
+
+def page(items: list[dict[str, Any]], limit: int, order: str, after: str | None) -> ItemList:
+    """A page of items, behind the one that is called `after`."""
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        places = [at for at, item in enumerate(ordered) if item["id"] == after]
+        ordered = ordered[places[0] + 1 :] if places else []
+    return ItemList.of(ordered, limit)
+
+
+async def _stop(runs: Runs, namespace: str, response_id: str) -> None:
+    runs.take_over(namespace, response_id)
+    run = runs.background(namespace, response_id)
+    if run is not None and run.task is not None:
+        run.stop()
+        await asyncio.wait((run.task,))
+
+
+def _refused(
+    error: PerdureError | ApiError, head: ResponseHead, asked: ResponseRequest, app_state: AppState
+) -> Response:
+    """A conversation that is too long is told within the stream: there clients know to make it shorter."""
+    refused = to_api_error(error)
+    if not asked.stream or refused.code != _TOO_LONG:
+        raise refused
+    writer = ResponseWriter(head)
+    return _stream([writer.opening, lambda: writer.broken(refused)], app_state)
+
+
+def _replayed(response: StoredResponse, after: int, app_state: AppState) -> Response:
+    writer = ResponseWriter(response.head, after=after)
+    turn, failure = response.turn, response.failure
+    if turn is not None:
+        events = list(writer.replay(turn))
+        return _stream([lambda: b"".join(events)], app_state)
+    assert failure is not None
+    error = failure["error"] or {"code": failure["status"], "message": "it was cancelled"}
+    told = ApiError(400, error["message"], code=error["code"])
+    return _stream([writer.opening, lambda: writer.broken(told)], app_state)
+
+
+def _stream(parts: Iterable[Callable[[], bytes]], app_state: AppState) -> EventStream:
+    async def events() -> AsyncGenerator[bytes]:
+        for part in parts:
+            yield part()
+
+    return EventStream(
+        events(), send_seconds=app_state.limits.send_seconds, background=BackgroundTask(lambda: None)
+    )
+
+
+def _json(shown: dict[str, Any]) -> Response:
+    return Response(to_json(shown), media_type="application/json")

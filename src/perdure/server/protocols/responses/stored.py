@@ -1,0 +1,304 @@
+"""Stored responses: each is a session of its own kind, whose last turn is the response."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perdure.chat.message import Message
+from perdure.decode.sampling import Sampling
+from perdure.errors import SessionNotFoundError
+from perdure.server.api_error import ApiError
+from perdure.server.app_state import AppState
+from perdure.server.protocols.responses import ids
+from perdure.server.protocols.responses.answers import ResponseHead
+from perdure.server.protocols.responses.items import Item, messages_of, said_items
+from perdure.server.protocols.responses.requests import (
+    PromptRequest,
+    ResponseRequest,
+    input_items,
+    input_messages,
+    output_form,
+    preamble,
+    prompt_options,
+    reply_options,
+    tool_set,
+)
+from perdure.sessions.fold import TurnJob
+from perdure.sessions.session import Session, TurnExtra
+from perdure.sessions.turn import Turn
+
+CONVERSATION = "conversation"
+
+
+class Responses:
+    """The stored responses of one namespace. Every call may wait for the disk or the tokenizer.
+
+    Always holds: what a client was told the id of is on the disk, with all that it takes to make the
+    reply again as it was: the request and its seed. Its turn is there once the reply is whole.
+    """
+
+    def __init__(self, app_state: AppState, namespace: str) -> None:
+        self._app_state = app_state
+        self._namespace = namespace
+        self._sessions = app_state.runtime.sessions
+
+    # Beginning.
+
+    def begin(self, asked: ResponseRequest) -> StoredResponse:
+        """A new response, written down before anybody hears of it."""
+        before = self._before(asked)
+        # Read once before anything is written: what is wrong with it is said now.
+        self._read(asked)
+        response_id = ids.new_response()
+        about = {
+            "how": "response",
+            "session": before.name if before is not None else None,
+            "turn": before.turns if before is not None else 0,
+            "request": asked.model_dump(mode="json", exclude_none=True, by_alias=True),
+            "seed": asked.seed if asked.seed is not None else Sampling().seeded().seed,
+            "created": int(time.time()),
+            "model": self._app_state.name,
+        }
+        session = self._sessions.respond(response_id, about, after=before, namespace=self._namespace)
+        return self._opened(session)
+
+    def unstored_head(self, asked: ResponseRequest) -> ResponseHead:
+        """Of a response that leaves nothing behind."""
+        return self._head(ids.new_response(), asked, int(time.time()), self._app_state.name)
+
+    def submit_unstored(self, asked: ResponseRequest) -> TurnJob:
+        """Have a reply made that leaves nothing behind."""
+        before = self._before(asked)
+        instructions, said = self._read(asked)
+        options = reply_options(asked, tool_set(asked.tools or ()), self._app_state)
+        if before is None:
+            runtime = self._app_state.runtime
+            return runtime.submit_chat([*instructions, *said], namespace=self._namespace, **options)
+        return before.submit_unkept(said, preamble=instructions, **options)
+
+    def count(self, asked: PromptRequest) -> int:
+        """The tokens of a prompt."""
+        before = self._before(asked)
+        instructions, said = self._read(asked)
+        history = before.messages() if before is not None else []
+        options = prompt_options(asked, tool_set(asked.tools or ()))
+        messages = [*instructions, *history, *said]
+        return self._app_state.runtime.count_chat(messages, namespace=self._namespace, **options)
+
+    # Finding.
+
+    def get(self, response_id: str) -> StoredResponse:
+        return self._opened(self._find(response_id, "response"))
+
+    def new_conversation(self, metadata: Mapping[str, str]) -> Session:
+        about = {"how": CONVERSATION, "metadata": dict(metadata), "created": int(time.time())}
+        return self._sessions.respond(
+            ids.new_conversation(), about, kind=CONVERSATION, namespace=self._namespace
+        )
+
+    def messages(self, items: Sequence[Item]) -> list[Message]:
+        """The messages that items make."""
+        return messages_of(items, self._unsealed, self.found_items)
+
+    def delete(self, name: str) -> None:
+        self._sessions.delete(name, self._namespace)
+
+    def conversation(self, conversation_id: str) -> Session:
+        if not ids.is_conversation(conversation_id):
+            raise _missing("conversation", conversation_id)
+        try:
+            return self._sessions.get(conversation_id, self._namespace)
+        except SessionNotFoundError:
+            raise _missing("conversation", conversation_id) from None
+
+    def _find(self, response_id: str, what: str) -> Session:
+        if not ids.is_response(response_id):
+            raise _missing(what, response_id)
+        try:
+            return self._sessions.get(response_id, self._namespace)
+        except SessionNotFoundError:
+            raise _missing(what, response_id) from None
+
+    def _before(self, asked: PromptRequest) -> Session | None:
+        """The session that a request goes on from."""
+        previous, conversation = asked.previous_response_id, asked.conversation
+        if previous is not None and conversation is not None:
+            raise ApiError(
+                400,
+                "conversation: give it or previous_response_id, not both",
+                param="conversation",
+                code="invalid_value",
+            )
+        if conversation is not None:
+            return self.conversation(conversation if isinstance(conversation, str) else conversation.id)
+        if previous is None:
+            return None
+        found = self.get(self._checked(previous))
+        if found.turn is None:
+            raise ApiError(
+                409,
+                f"previous_response_id: {previous!r} is not finished; read it to its end first, by "
+                f"GET /v1/responses/{previous}",
+                param="previous_response_id",
+                code="response_not_finished",
+            )
+        return found.session
+
+    def _checked(self, previous: str) -> str:
+        try:
+            self._find(previous, "previous response")
+        except ApiError as error:
+            raise ApiError(
+                error.status,
+                f"previous_response_id: {error}",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            ) from None
+        return previous
+
+    def found_items(self, item_id: str) -> list[Item]:
+        """What an item's id stands for."""
+        owner = ids.owner_of(item_id)
+        if owner is not None:
+            try:
+                response = self.get(owner)
+            except ApiError:
+                response = None
+            if response is not None:
+                for item in [*response.output_items(), *response.input_items()]:
+                    if item["id"] == item_id:
+                        return [item]
+        raise ApiError(
+            404, f"there is no item {item_id!r}", kind="not_found_error", param="input", code="item_not_found"
+        )
+
+    # Inside.
+
+    def _read(self, asked: PromptRequest) -> tuple[list[Message], list[Message]]:
+        """The instructions and the input of a request, as messages."""
+        said = input_messages(asked, self._unsealed, self.found_items)
+        self._app_state.check_message_count(len(said))
+        return preamble(asked, self._unsealed, self.found_items), said
+
+    def _unsealed(self, sealed: str) -> str | None:
+        return self._app_state.seal.open(sealed, self._namespace)
+
+    def _head(self, response_id: str, asked: ResponseRequest, created: int, model: str) -> ResponseHead:
+        tools = tool_set(asked.tools or ())
+        return ResponseHead(
+            id=response_id,
+            created=created,
+            model=model,
+            echo=asked.echo,
+            form=output_form(asked, tools, response_id, self._app_state, self._namespace),
+            with_logprobs=bool(asked.top_logprobs) or "message.output_text.logprobs" in (asked.include or ()),
+            piece=lambda token: self._app_state.runtime.model.piece(token, special=True),
+        )
+
+    def _opened(self, session: Session) -> StoredResponse:
+        about = session.origin
+        asked = ResponseRequest.model_validate(about["request"])
+        head = self._head(session.name, asked, int(about["created"]), str(about["model"]))
+        return StoredResponse(self, session, asked, head)
+
+    def submit(self, response: StoredResponse, notes: dict[str, Any]) -> TurnJob:
+        """Have the reply made, now or again: with the same seed it is the same one."""
+        asked, session = response.asked, response.session
+        instructions, said = self._read(asked)
+        options = reply_options(asked, tool_set(asked.tools or ()), self._app_state)
+        options["seed"] = session.origin["seed"]
+        conversation = asked.conversation_id
+        follower = self.conversation(conversation) if conversation is not None else None
+        extra = TurnExtra(preamble=instructions, notes=notes, follower=follower)
+        return session.submit(said, extra=extra, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """One stored response."""
+
+    responses: Responses
+    session: Session
+    asked: ResponseRequest
+    head: ResponseHead
+
+    @property
+    def turn(self) -> Turn | None:
+        """The turn that it is; None while its reply is not whole."""
+        if self.session.turns <= int(self.session.origin["turn"]):
+            return None
+        return self.session.history(after=self.session.turns - 1)[0]
+
+    @property
+    def failure(self) -> Mapping[str, Any] | None:
+        """How it ended, where it did without a reply: the status, and the error."""
+        found = self.session.origin.get("ended")
+        return found if isinstance(found, Mapping) else None
+
+    def end(self, status: str, error: Mapping[str, Any] | None = None) -> None:
+        """Write down that there will be no reply."""
+        self.session.note({**self.session.origin, "ended": {"status": status, "error": error}})
+
+    def shown(self, running: str | None = None) -> dict[str, Any]:
+        """As an object. `running` is its status while it is being made."""
+        if (turn := self.turn) is not None:
+            return self.head.stored(turn)
+        if (failure := self.failure) is not None:
+            return self.head.shown(failure["status"], error=failure["error"])
+        return self.head.shown(running or "in_progress")
+
+    def output_items(self) -> list[Item]:
+        turn = self.turn
+        return list(self.head.stored(turn)["output"]) if turn is not None else []
+
+    def input_items(self) -> list[Item]:
+        """What was sent, with ids."""
+        found: list[Item] = []
+        for item in input_items(self.asked):
+            if item.get("type") == "item_reference" and isinstance(item.get("id"), str):
+                found += self.responses.found_items(item["id"])
+                continue
+            number = len(found)
+            given = item.get("content")
+            shown = dict(item)
+            if "role" in shown:
+                shown.setdefault("type", "message")
+                shown.setdefault("status", "completed")
+                kind = "output_text" if shown["role"] == "assistant" else "input_text"
+                shown["content"] = [{"type": kind, "text": given}] if isinstance(given, str) else given
+            prefix = _PREFIXES.get(str(shown.get("type")), "item")
+            shown["id"] = ids.item(prefix, self.head.id, number, of_input=True)
+            found.append(shown)
+        return found
+
+
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+
+
+def conversation_items(session: Session) -> list[Item]:
+    """All that was said in a conversation, the earliest first."""
+    messages: list[Message] = []
+    for turn in session.history():
+        messages += turn.messages
+        if turn.reply is not None:
+            messages.append(turn.reply)
+    return said_items(messages, session.name)
+
+
+def _missing(what: str, given: str) -> ApiError:
+    return ApiError(
+        404,
+        f"there is no {what} {given[:100]!r}",
+        kind="not_found_error",
+        code=f"{what.replace(' ', '_')}_not_found",
+    )
