@@ -49,6 +49,10 @@ SHAPES = {"/v1/messages": "MessagesErrorAnswer", "/api/": "OllamaErrorAnswer", "
 """Of errors, by the protocol of a path."""
 
 
+REQUIRED = ("/v1/messages",)
+"""Where a limit of tokens must be given."""
+
+
 def tries(count: int) -> settings:
     return settings(
         max_examples=count,
@@ -75,10 +79,13 @@ def test_every_answer_is_as_documented_however_often_one_asks(case: Any, fuzzed:
 def ask(case: Any, server: LiveServer) -> None:
     if isinstance(case.body, dict):
         # A toy writes fast, but not for ever.
-        limit = case.body.get("max_tokens")
-        if limit is None or (isinstance(limit, int) and limit > 8):
-            case.body["max_tokens"] = 8
+        name = "max_output_tokens" if case.path.startswith("/v1/responses") else "max_tokens"
+        limit = case.body.get(name)
+        if (limit is None and case.path not in REQUIRED) or (isinstance(limit, int) and limit > 8):
+            case.body[name] = 8
             case.body.pop("max_completion_tokens", None)
+        if case.path.startswith("/api/") and isinstance(case.body.get("options", {}), dict):
+            case.body["options"] = {"num_predict": 8, **case.body.get("options", {})}
         for name in ("n", "best_of"):
             if isinstance(case.body.get(name), int) and case.body[name] > 2:
                 case.body[name] = 2

@@ -42,7 +42,7 @@ NO_BODY: dict[str, Any] = {
 
 def streamed(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The same for what can also come as a stream."""
-    events = {"text/event-stream": {"schema": {"type": "string"}}}
+    events: dict[str, Any] = {"text/event-stream": {"schema": {}}}
     return {
         200: {
             "description": "The answer, or with `stream` its pieces as server-sent events",
