@@ -110,7 +110,7 @@ def test_a_finished_stream_is_read_again_from_any_event_also_after_a_restart_h9(
 @pytest.mark.parametrize("heard", [1, 2, 4, 7, 12])
 def test_a_stream_that_broke_goes_on_where_it_was_h9(tmp_path: Path, heard: int) -> None:
     """H9: the client left in the middle of it, and comes back, or another process of it does."""
-    asked = {"input": "Go", "temperature": 1.0, "max_output_tokens": 24}
+    asked = {"input": "Go", "temperature": 1.0, "max_output_tokens": 24, "seed": 5}
     with opened(toy(), n_ctx=1024, store=tmp_path / "s") as rt, live_server(rt) as server:
         with (
             server.client() as client,
@@ -134,7 +134,7 @@ def test_a_response_that_the_end_of_the_server_interrupted_is_made_as_it_would_h
     tmp_path: Path,
 ) -> None:
     """H9: what was heard before is what the new server begins with; by polling, too."""
-    asked = {"input": "Go", "temperature": 1.0, "max_output_tokens": 24}
+    asked = {"input": "Go", "temperature": 1.0, "max_output_tokens": 24, "seed": 5}
     with server_on(tmp_path / "s") as server, server.client() as client:
         # What it would have been: the same request with the same seed.
         expected = client.post(PATH, json={**asked, "seed": 5}).json()["output"][-1]["content"][0]["text"]

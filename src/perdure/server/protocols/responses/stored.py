@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from perdure.chat.message import Message
-from perdure.decode.sampling import Sampling
 from perdure.errors import SessionNotFoundError
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState
@@ -31,6 +31,7 @@ from perdure.sessions.session import Session, TurnExtra
 from perdure.sessions.turn import Turn
 
 CONVERSATION = "conversation"
+_SEEDS = 2**32 - 1
 
 
 class Responses:
@@ -58,7 +59,7 @@ class Responses:
             "session": before.name if before is not None else None,
             "turn": before.turns if before is not None else 0,
             "request": asked.model_dump(mode="json", exclude_none=True, by_alias=True),
-            "seed": asked.seed if asked.seed is not None else Sampling().seeded().seed,
+            "seed": asked.seed if asked.seed is not None else secrets.randbelow(_SEEDS),
             "created": int(time.time()),
             "model": self._app_state.name,
         }
