@@ -184,7 +184,7 @@ def test_custom_tools_and_namespaces(tmp_path: Path) -> None:
     ],
 )
 def test_a_tool_that_must_be_called(choice: Any) -> None:
-    other = {**LIGHT, "name": "other"} if choice != "required" else LIGHT
+    other: Any = {**LIGHT, "name": "other"} if choice != "required" else LIGHT
     with opened(toy(), n_ctx=2048) as rt, live_server(rt) as server, connected(server) as client:
         response = client.responses.create(
             model="toy",
@@ -247,7 +247,8 @@ def test_input_items_and_tokens(client: openai.OpenAI) -> None:
     response = client.responses.create(
         model="toy", input=[{"role": "user", "content": "One"}, {"role": "user", "content": "Two"}]
     )
-    texts = [item.content[0].text for item in client.responses.input_items.list(response.id)]  # type: ignore[union-attr]
+    items: Any = client.responses.input_items.list(response.id)
+    texts = [item.content[0].text for item in items]
     assert texts == ["Two", "One"]
     assert response.usage is not None
     counted = client.responses.input_tokens.count(

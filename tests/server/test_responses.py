@@ -44,7 +44,7 @@ def streamed(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
 
 
 def resumed(client: httpx.Client, response_id: str, after: int) -> list[dict[str, Any]]:
-    params = {"stream": "true", "starting_after": after}
+    params: dict[str, str | int] = {"stream": "true", "starting_after": after}
     with client.stream("GET", f"{PATH}/{response_id}", params=params) as response:
         return list(events(response))
 
@@ -186,7 +186,7 @@ def test_a_background_stream_is_followed_by_several_readers() -> None:
             found = events(response)
             response_id = next(found)["response"]["id"]
             with server.client() as other:
-                params = {"stream": "true", "starting_after": 0}
+                params: dict[str, str | int] = {"stream": "true", "starting_after": 0}
                 with other.stream("GET", f"{PATH}/{response_id}", params=params) as second:
                     followed = events(second)
                     assert next(followed)["sequence_number"] == 1
