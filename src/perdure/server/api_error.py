@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from perdure.errors import (
     BusyError,
@@ -32,6 +34,8 @@ from perdure.errors import (
 log = logging.getLogger("perdure.server")
 
 _CROWDED = "too_many_connections"
+ERROR_FORM = "error_form"
+"""In the state of a request: what writes an error that is answered at its path, if not OpenAI's form."""
 
 
 class ApiError(Exception):
@@ -75,9 +79,26 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """Its answer, in the shape of the protocol that is spoken where it is sent."""
-        from perdure.server.protocols.error_format import ErrorResponse
-
         return ErrorResponse(self)
+
+
+class ErrorResponse(Response):
+    """An error, whose shape is known once its request is: middleware and routes alike give these."""
+
+    media_type = "application/json"
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(b"", status_code=error.status, headers=error.headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        shape: dict[str, Any] = self._error.body
+        if (form := scope.get("state", {}).get(ERROR_FORM)) is not None:
+            self.status_code, shape = form(self._error, scope.get("path", ""))
+        # Escaped: whatever text an error quotes, its answer can be sent.
+        self.body = json.dumps(shape).encode()
+        self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
 class ClientLeft(Exception):

@@ -11,8 +11,9 @@ from typing import Any, TextIO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from perdure.server.api_error import ClientLeft, to_api_error
+from perdure.server.api_error import ERROR_FORM, ClientLeft, to_api_error
 from perdure.server.metrics import Metrics
+from perdure.server.protocols.error_format import error_body
 
 log = logging.getLogger("perdure.server")
 
@@ -58,7 +59,8 @@ class AccessLog:
         request_id = uuid.uuid4().hex
         status = 0
         notes: dict[str, Any] = {}
-        scope.setdefault("state", {})["notes"] = notes
+        state = scope.setdefault("state", {})
+        state["notes"], state[ERROR_FORM] = notes, error_body
 
         async def noted(message: Message) -> None:
             nonlocal status
