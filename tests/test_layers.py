@@ -32,6 +32,7 @@ LAYERS = (
     "chat",
     "sessions",
     "runtime",
+    "opening",
     "server",
     "public",
     "__init__",

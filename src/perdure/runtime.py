@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Never, TypeVar, Unpack, cast, overload
+from typing import Any, TypeVar, Unpack, cast, overload
 
 import numpy as np
 
-from perdure.backend import Backend, LocalBackend, load_model
+from perdure.backend import Backend
 from perdure.cache.prefix_cache import PrefixCacheCalls
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.job import ChatJob
@@ -23,7 +23,6 @@ from perdure.chat.message import Message, parse_messages
 from perdure.chat.options import ChatOptions
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.templates.template import Template
-from perdure.config import N_CTX, QUEUE, SLOTS
 from perdure.decode.choice import Choice, Normalisation, ranked
 from perdure.decode.embedding import Embeddings
 from perdure.decode.job import Job, result_of
@@ -32,15 +31,13 @@ from perdure.decode.prompt_size import check_prompt_size
 from perdure.decode.request import Delta, Reply, Request
 from perdure.decode.sampling.settings import Sampling
 from perdure.engine.contract import Tokens, Vocabulary
-from perdure.engine.keywords import LoadingKeywords
-from perdure.engine.model import Model as ModelContract
 from perdure.errors import InvalidInputError, TokenError
-from perdure.option_names import unknown_options
 from perdure.sessions.memories import Memories
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Sessions
-from perdure.worker.remote import RemoteBackend
-from perdure.worker.restart_policy import RestartPolicy
+from perdure.store.holder import StoreLock
+from perdure.worker.attached import AttachedBackend
+from perdure.worker.listener import Listener
 
 J = TypeVar("J", Job, ChatJob, Future[Embeddings])
 
@@ -54,16 +51,25 @@ class Runtime:
         *,
         store: str | os.PathLike[str] | None = None,
         template: str | os.PathLike[str] | Template | None = None,
+        lock: StoreLock | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
+        """`lock` is the right to run an engine for `store`, taken here unless it is given; `settings` are
+        those that others who use the store too are told."""
         self.backend = backend
         self._template = template
         self._chat_format_lock = threading.Lock()
         self._chat_format: ChatFormat | None = None
-        self.sessions = Sessions(
-            Path(store) if store is not None else None,
-            backend=backend,
-            chat_format=lambda: self.chat_format,
-        )
+        folder = Path(store) if store is not None else None
+        with ExitStack() as held:
+            if folder is not None and lock is None and not isinstance(backend, AttachedBackend):
+                lock = StoreLock(folder)
+                held.callback(lock.release)
+            self.sessions = Sessions(folder, backend=backend, chat_format=lambda: self.chat_format)
+            held.callback(self.sessions.close)
+            self._listener = Listener(lock.holder, backend, settings or {}) if lock is not None else None
+            held.pop_all()
+        self._store_lock = lock
 
     @property
     def model(self) -> Vocabulary:
@@ -332,9 +338,16 @@ class Runtime:
         return self.model.tokenize(prompt)
 
     def close(self) -> None:
-        """End what is running as cancelled, and give everything back."""
-        self.backend.close()
-        self.sessions.close()
+        """End what is running as cancelled, and give everything back. What other processes that use the
+        store wait for is finished first, if it does not take long."""
+        try:
+            if self._listener is not None:
+                self._listener.close()
+        finally:
+            self.backend.close()
+            self.sessions.close()
+            if self._store_lock is not None:
+                self._store_lock.release()
 
     async def aclose(self) -> None:
         """Like `close`, for asyncio."""
@@ -412,114 +425,3 @@ async def _adeltas(submit: Callable[[], Any]) -> AsyncIterator[Any]:
             yield delta
     finally:
         job.cancel()
-
-
-_NOT_OPTIONS = {"model", "unknown"}
-
-
-def open(  # noqa: A001
-    model: str | os.PathLike[str] | ModelContract | None = None,
-    *,
-    n_ctx: int = N_CTX,
-    slots: int = SLOTS,
-    exact: bool = False,
-    queue: int = QUEUE,
-    stall: float | None = None,
-    cache: int | None = None,
-    store: str | os.PathLike[str] | None = None,
-    store_bytes: int | None = None,
-    template: str | os.PathLike[str] | Template | None = None,
-    isolated: bool | RestartPolicy = False,
-    gpu_layers: int | Literal["auto"] | None = None,
-    devices: Sequence[str] | None = None,
-    tensor_split: Sequence[float] | None = None,
-    kv_offload: bool | None = None,
-    threads: int | None = None,
-    n_batch: int | None = None,
-    shared: bool | None = None,
-    k_type: str | None = None,
-    v_type: str | None = None,
-    flash: bool | None = None,
-    swa_full: bool | None = None,
-    rope_freq_base: float | None = None,
-    rope_freq_scale: float | None = None,
-    **unknown: Never,
-) -> Runtime:
-    """A runtime on a model: a file, a name, a loaded model, or the default one.
-
-    `n_ctx` is what one request can hold, `slots` how many are served at once; up to `queue` more wait. While
-    others wait, a prompt is computed in chunks of about `stall` seconds. `cache` is how many bytes of state
-    are kept between requests, 0 for none; `store` is a folder where that state, and every session, outlives
-    the process, and `store_bytes` bounds it. `template` is a chat template to use instead of the model's own:
-    a name or a file. With `exact`, a reply does not depend in the last bit on who else is served.
-    With `isolated`, the engine is in a process of its own that may die and is started again; a
-    `RestartPolicy` says when and how. `gpu_layers`, `devices`, `tensor_split` and `kv_offload` are those of
-    `Model`; what follows them is as for `Model.context`. None is the default of whoever it is for.
-    """
-    if (
-        error := unknown_options(unknown, set(inspect.signature(open).parameters) - _NOT_OPTIONS)
-    ) is not None:
-        # Before a model is fetched and loaded for nothing.
-        raise error
-    chosen = {
-        "gpu_layers": gpu_layers,
-        "devices": None if devices is None else tuple(devices),
-        "tensor_split": None if tensor_split is None else tuple(tensor_split),
-        "kv_offload": kv_offload,
-    }
-    loading = cast(LoadingKeywords, _given(chosen))
-    settings: dict[str, Any] = {
-        "n_ctx": n_ctx,
-        "slots": slots,
-        "exact": exact,
-        "queue": queue,
-        "store": store,
-    }
-    settings |= _given(
-        {
-            "stall": stall,
-            "cache": cache,
-            "store_bytes": store_bytes,
-            "threads": threads,
-            "n_batch": n_batch,
-            "shared": shared,
-            "k_type": k_type,
-            "v_type": v_type,
-            "flash": flash,
-            "swa_full": swa_full,
-            "rope_freq_base": rope_freq_base,
-            "rope_freq_scale": rope_freq_scale,
-        }
-    )
-    loaded = model is not None and not isinstance(model, (str, os.PathLike))
-    if loaded and loading:
-        raise InvalidInputError(
-            f"this model is loaded already: give {', '.join(loading)} to perdure.Model, or name the file here"
-        )
-    backend: Backend
-    if isolated:
-        if loaded:
-            raise InvalidInputError(
-                "a loaded model cannot move to another process; give its file or its name"
-            )
-        policy = isolated if isinstance(isolated, RestartPolicy) else None
-        backend = RemoteBackend(cast("str | None", model), restart_policy=policy, loading=loading, **settings)
-    elif loaded:
-        backend = LocalBackend(cast(ModelContract, model), **settings)
-    else:
-        own = load_model(cast("str | None", model), loading, n_ctx=n_ctx, slots=slots)
-        try:
-            backend = LocalBackend(own, own_model=True, **settings)
-        except BaseException:
-            own.close()
-            raise
-    try:
-        return Runtime(backend, store=store, template=template)
-    except BaseException:
-        backend.close()
-        raise
-
-
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that were chosen."""
-    return {name: value for name, value in values.items() if value is not None}

@@ -15,6 +15,8 @@ import os
 import platform
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -33,6 +35,11 @@ except ImportError:
     _FULL_FSYNC = None
 else:
     _FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)
+
+LOCAL_SOCKETS = POSIX and hasattr(socket, "AF_UNIX")
+"""Whether processes of one user can find each other by a socket in a folder."""
+ADDRESS_BYTES = 100
+"""The longest path that such a socket can have everywhere."""
 
 _PR_SET_PDEATHSIG = 1
 _CPU_NAMES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
@@ -201,6 +208,54 @@ def lock_with_children(handle: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def lock_file(handle: int, *, shared: bool = False) -> bool:
+    """Lock an open file until it is closed; False where another has it. `shared` lets others share it too,
+    except on Windows, where one has it alone."""
+    try:
+        if POSIX:
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        else:
+            import msvcrt
+
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+    except OSError:
+        return False
+    return True
+
+
+def lock_byte(handle: int, at: int) -> bool:
+    """Lock one byte of an open file, which need not be there, for this process; False where another has it.
+
+    The system drops it with the process, and when this process closes the file, by whatever handle.
+    """
+    if not POSIX:
+        # Where no two processes share a store, no two can be at one place of it.
+        return True
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, at)
+    except OSError:
+        return False
+    return True
+
+
+def unlock_byte(handle: int, at: int) -> None:
+    if POSIX:
+        fcntl.lockf(handle, fcntl.LOCK_UN, 1, at)
+
+
+def is_own_peer(end: socket.socket) -> bool:
+    """Whether the process at the other end of a local socket is of the same user as this one."""
+    try:
+        if (credentials := getattr(socket, "SO_PEERCRED", None)) is not None:
+            told = end.getsockopt(socket.SOL_SOCKET, credentials, 12)
+            return bool(struct.unpack("=iII", told)[1] == os.geteuid())
+        # macOS and the BSDs: a version, then the user.
+        told = end.getsockopt(0, 1, 76)
+        return bool(struct.unpack_from("=II", told)[1] == os.geteuid())
+    except (OSError, AttributeError, struct.error):
+        return False
 
 
 def isolated_python(*arguments: str) -> list[str]:

@@ -42,10 +42,18 @@ def test_a_server_is_started_shown_and_stopped(environment: dict[str, str]) -> N
     assert httpx.post(f"{address}/v1/chat/completions", json=said, timeout=60).status_code == 200
     again = piped(environment, "", "start")
     assert (again.returncode, f"runs already, at {address}" in again.stderr) == (1, True)
-    # Who else wants the store is told who has it, and by which process.
-    refused = piped(environment, "", "run", "hello", "--session", "a")
+    # Who else wants the store goes through the server, and is told so.
+    shared = piped(environment, "", "run", "hello", "--session", "a", "-n", "2")
+    assert shared.returncode == 0, shared.stderr
+    assert f"Through `perdure serve` (process {facts['server']['pid']}, since" in shared.stderr
+    told = httpx.get(f"{address}/v1/sessions/a", timeout=60).json()
+    assert told["turns"] == 2, told
+    # Where that cannot be, who has it is told, and what can be done.
+    refused = piped(environment, "", "run", "hello", "--session", "a", "--ctx", "1024")
     assert refused.returncode == 1
     assert f"in use by `perdure serve` (process {facts['server']['pid']}, since" in refused.stderr
+    assert "with a context of 512 tokens, and this asks for 1024" in refused.stderr
+    assert "choose another store by --store" in refused.stderr
     assert facts["holder"]["pid"] == facts["server"]["pid"]
     assert piped(environment, "", "stop").stdout == f"stopped the server at {address}\n"
     assert piped(environment, "", "status").returncode == 1

@@ -258,13 +258,14 @@ def test_a_store_that_is_not_there_is_told(environment: dict[str, str], tmp_path
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_store_in_use_is_read_but_not_changed(environment: dict[str, str], run: Run, store: Path) -> None:
+def test_a_store_in_use_is_read_and_changed(environment: dict[str, str], run: Run, store: Path) -> None:
     asked = ("chat", "-t", "0", "--max-tokens", "4", "--session", "mine", "--store", str(store))
     with terminal(environment, *asked) as user:
         user.until("mine> ")
         assert {row["name"] for row in facts(run("ls", "--json"))} == {NAME, "mine"}
-        for command in (["fork", NAME, "b"], ["rewind", NAME], ["label", NAME, "l"], ["sleep", NAME]):
-            assert "in use by `perdure chat` (process" in told(run(*command, model=True), 1)
+        for command in (["fork", NAME, "b"], ["rewind", NAME], ["label", "b", "l"], ["sleep", NAME]):
+            assert run(*command, model=True).returncode == 0
+        assert {row["name"] for row in facts(run("ls", "--json"))} == {NAME, "mine", "b"}
         found = facts(run("verify", "--json"), 1)
         assert found["damaged"] == []
         assert "in use by `perdure chat` (process" in found["unread"]

@@ -20,6 +20,7 @@ from perdure import (
     InvalidInputError,
     LogitsView,
     Message,
+    Runtime,
     Session,
     SessionBusyError,
     SessionError,
@@ -28,8 +29,10 @@ from perdure import (
     StoreFullError,
     StoreLockedError,
 )
+from perdure.backend import LocalBackend
 from perdure.engine.toy import Faults, ToyModel
 from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.turn import Turn
 from sessions.talking import ASK, Hold, said, talking
 from subjects import NARROW, Noise, Subject
 
@@ -547,11 +550,15 @@ def test_a_turn_that_was_tampered_with_is_refused(toy: Subject, tmp_path: Path) 
         s.wake()
 
 
-def test_a_store_has_one_writer(toy: Subject, tmp_path: Path) -> None:
+def test_a_store_has_one_engine_and_several_writers(toy: Subject, tmp_path: Path) -> None:
     with talking(toy, tmp_path) as talk:
         talk.say(talk.session("alice"), "Hello")
-        with pytest.raises(StoreLockedError):
-            perdure.open(toy.model, store=tmp_path, n_ctx=64, slots=1)
+        with pytest.raises(StoreLockedError, match="in use by another runtime of this process"):
+            Runtime(LocalBackend(toy.model, n_ctx=64, slots=1), store=tmp_path)
+        with contextlib.closing(SessionStore(tmp_path)) as writer:
+            writer.create("", "bob", [Turn(kind="start", messages=())])
+        assert [row.name for row in talk.rt.sessions.list()] == ["bob", "alice"]
+        talk.rt.sessions.delete("bob")
         reader = SessionStore(tmp_path, readonly=True)
         assert [row.name for row in reader.list()] == ["alice"]
         reader.close()

@@ -24,7 +24,6 @@ from perdure.engine.llama.core import LlamaCore
 from perdure.errors import (
     InvalidInputError,
     StoreDamagedError,
-    StoreLockedError,
 )
 from perdure.memory import FullAttention
 from perdure.store.disk import DiskTier
@@ -507,19 +506,19 @@ else:
 """
 
 
-def test_a_second_process_is_told_who_writes_and_gets_in_when_the_first_is_gone(
+def test_a_second_process_uses_the_same_engine_or_is_told_who_has_it(
     find_subject: Callable[[str], Subject], tmp_path: Path
 ) -> None:
     subject = find_subject("toy-full")
     with perdure.open(subject.model, store=tmp_path, n_ctx=64, slots=1) as runtime:
-        said = children.run(WRITE, tmp_path)
-        assert str(tmp_path) in said
-        assert "close that one, choose another store, or open this one for reading" in said
-        with pytest.raises(StoreLockedError):
-            perdure.open(subject.model, store=tmp_path, n_ctx=64, slots=1)
+        assert children.run(WRITE, tmp_path) == "done\n"
+        assert [each.labels for each in runtime.cache.records()] == [{"elsewhere"}]
+        said = children.run(WRITE.replace("n_ctx=64", "n_ctx=65"), tmp_path)
+        assert f"the store {tmp_path} is in use by" in said
+        assert "with a context of 64 tokens, and this asks for 65" in said
         runtime.cache.warm("from here", labels=["here"])
         with closing(DiskTier(tmp_path, budget=0, readonly=True)) as reader:
-            assert len(reader) == 1
+            assert len(reader) == 2
     assert children.run(WRITE, tmp_path) == "done\n"
     with perdure.open(subject.model, store=tmp_path, n_ctx=64, slots=1) as runtime:
         assert {label for each in runtime.cache.records() for label in each.labels} == {"here", "elsewhere"}

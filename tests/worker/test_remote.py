@@ -33,6 +33,7 @@ from perdure import (
 from perdure.cache.prefix_cache import PrefixCache
 from perdure.engine.toy import ToyModel
 from perdure.memory import MEMORY_KINDS, MemorySpec
+from perdure.store.disk import DiskTier
 from perdure.worker import remote as module
 from perdure.worker.remote_prefix_cache import RemotePrefixCache
 from perdure.worker.restart_policy import RestartPolicy
@@ -235,7 +236,10 @@ def test_a_store_is_the_childs_alone_and_outlives_it(tmp_path: Path) -> None:
     with isolated("full", store=tmp_path) as first:
         first.cache.warm(prompt, labels=["kept"])
         with pytest.raises(StoreLockedError):
-            isolated("full", store=tmp_path)
+            DiskTier(tmp_path, budget=0)
+        # Who opens it too uses the same engine.
+        with isolated("full", store=tmp_path) as guest:
+            assert guest.generate([*prompt, 1], max_tokens=2).reuse.tiers == {"memory": 100}
     with isolated("full", store=tmp_path) as second:
         assert [record.labels for record in second.cache.records()] == [{"kept"}]
         assert second.generate([*prompt, 1], max_tokens=2).reuse.tiers == {"disk": 100}

@@ -13,10 +13,12 @@ import typer
 
 from perdure.cli.output import progress, terminal, words
 from perdure.cli.output.reply_view import ReplyView
+from perdure.cli.runtime import model_path, opened
 from perdure.errors import ContextOverflow, PerdureError, SessionError, SessionNotFoundError
 
 if TYPE_CHECKING:
     from perdure import ChatReply, Model, Runtime, Session, TurnJob
+    from perdure.engine.keywords import LoadingKeywords
     from perdure.sessions.sessions import Sessions
 
 NAME = "chat"
@@ -32,17 +34,18 @@ class Conversation:
 
     def __init__(
         self,
-        model: Model,
+        model: str | None,
         name: str | None,
         *,
         system: str | None,
         settings: Mapping[str, Any],
         folder: Path,
-        n_ctx: int,
+        ctx: int | None,
+        loading: LoadingKeywords,
         template: str | None,
         watched: bool,
     ) -> None:
-        self.model = model
+        self._model = model
         self.settings = dict(settings)
         """What is asked of every reply."""
         self.folder = folder
@@ -52,7 +55,8 @@ class Conversation:
         self.think = False
         """Whether reasoning is shown."""
         self._hinted = False
-        self._n_ctx = n_ctx
+        self._ctx = ctx
+        self._loading = loading
         self._template = template
         self._stored = name is not None
         """Whether the runtime has the store, with state and all."""
@@ -91,6 +95,10 @@ class Conversation:
         return self._stored or self._home is self._extra
 
     @property
+    def model_path(self) -> Path:
+        return model_path(self.runtime)
+
+    @property
     def prompt(self) -> str:
         name = self.session.name
         if self.kept:
@@ -99,7 +107,7 @@ class Conversation:
 
     def greet(self) -> None:
         """What somebody at a terminal should know at the start."""
-        terminal.tell(f"{self.model.path.name}. /help lists what else can be typed, Ctrl-D leaves.")
+        terminal.tell(f"{self.model_path.name}. /help lists what else can be typed, Ctrl-D leaves.")
         if not self.kept:
             terminal.tell("This conversation is not kept; /keep NAME keeps it.")
 
@@ -127,8 +135,8 @@ class Conversation:
         except ContextOverflow as error:
             terminal.note(
                 f"with this message the conversation has {words.needed(error)}, but {error.fits} fit. It was "
-                f"not sent. /rewind goes back, /reset starts anew; a larger --ctx than {self._n_ctx} makes "
-                "more fit, and --overflow drop_oldest leaves out the oldest turns"
+                f"not sent. /rewind goes back, /reset starts anew; a larger --ctx than {self.runtime.n_ctx} "
+                "makes more fit, and --overflow drop_oldest leaves out the oldest turns"
             )
             return False
         except PerdureError as error:
@@ -285,6 +293,10 @@ class Conversation:
 
     def change_model(self, name: str) -> None:
         """Go on with another model. The old one stays until the new one is ready."""
+        if (holder := getattr(self.runtime.backend, "holder", None)) is not None:
+            raise SessionError(
+                f"the model is that of {holder}: `perdure chat {name}` starts another chat with that one"
+            )
         model = terminal.load(name)
         if not self._template and not model.metadata.get("tokenizer.chat_template", "").strip():
             model.close()
@@ -300,18 +312,16 @@ class Conversation:
             # Read now: what they are kept in is closed before they are copied.
             session.history()
         here = self.session.name
-        # A store has one writer, so the old runtime is closed before the new one is opened.
+        # A store has one engine, so the old runtime is closed before the new one is opened.
         old.close()
         try:
-            self.runtime = self._opened(model)
+            self.runtime = self._opened(name, model)
         except BaseException:
-            model.close()
-            self.runtime = self._opened(self.model)
+            self.runtime = self._opened(self._model)
             self._bring(held, here)
             raise
         self._bring(held, here)
-        before, self.model = self.model, model
-        before.close()
+        self._model = name
         terminal.tell(f"Now with {model.path.name}. It reads the conversation with the next message.")
 
     def _bring(self, held: list[Session], here: str) -> None:
@@ -320,13 +330,13 @@ class Conversation:
         self._home = self.runtime.sessions
         self.session = self._home.get(here)
 
-    def _opened(self, model: Model) -> Runtime:
-        import perdure
-
-        return perdure.open(
-            model,
-            n_ctx=self._n_ctx,
-            slots=1,
+    def _opened(self, name: str | None, model: Model | None = None) -> Runtime:
+        return opened(
+            name,
+            ctx=self._ctx,
             store=self.folder if self._stored else None,
             template=self._template,
+            loading=self._loading,
+            model=model,
+            slots=1,
         )

@@ -48,7 +48,14 @@ Store = Annotated[
     ),
 ]
 Ctx = Annotated[
-    int, typer.Option("--ctx", min=1, metavar="N", help="Context size: tokens of prompt and reply together.")
+    int | None,
+    typer.Option(
+        "--ctx",
+        min=1,
+        metavar="N",
+        show_default="4096",
+        help="Context size: tokens of prompt and reply together.",
+    ),
 ]
 MaxTokens = Annotated[
     int | None,

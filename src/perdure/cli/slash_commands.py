@@ -81,7 +81,7 @@ def _model(chat: Conversation, name: str) -> None:
     if name:
         chat.change_model(name)
     else:
-        terminal.tell(f"{chat.model.path}; /model NAME changes to another one.")
+        terminal.tell(f"{chat.model_path}; /model NAME changes to another one.")
 
 
 def _set(chat: Conversation, rest: str) -> None:

@@ -12,7 +12,7 @@ local_models                      the models of this machine
 from perdure.models.card import Card, TypeShare, card_of, read_card
 from perdure.models.download import Progress
 from perdure.models.header import Header, Tensor, read_header
-from perdure.models.local_models import Entry, entries, path, pull, remove
+from perdure.models.local_models import Entry, entries, is_here, path, pull, remove
 from perdure.models.parts import read_parts
 from perdure.models.registry import (
     FileSource,
@@ -40,6 +40,7 @@ __all__ = [
     "WheelSource",
     "card_of",
     "entries",
+    "is_here",
     "names_model",
     "path",
     "pull",

@@ -54,6 +54,11 @@ def path(name: str | os.PathLike[str] | None = None, progress: Progress | None =
     return read_parts(found)[0].path
 
 
+def is_here(name: str | os.PathLike[str] | None = None) -> bool:
+    """Whether nothing would have to be fetched for `path`."""
+    return locate(resolve(name or settings().model or DEFAULT)) is not None
+
+
 def pull(name: str | None = None, progress: Progress | None = None) -> Path:
     """Fetch a model, or what the hub changed about it since; then like `path`."""
     return read_parts(_fetch(resolve(name or settings().model or DEFAULT), progress))[0].path

@@ -90,8 +90,16 @@ class _Pending:
 
     head: int
     """The turn at which the session stood when it began."""
+    let_go: Callable[[], None]
     job: weakref.ref[Any] | None = None
     """None while it is being prepared."""
+    ended: bool = False
+
+    def release(self) -> None:
+        """Let other processes have the session again. Only the first time does something."""
+        if not self.ended:
+            self.ended = True
+            self.let_go()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +133,7 @@ class Session:
     A turn is a transaction: it is part of the session once its reply is whole and on the disk, and else the
     session is as it was before. `kept` in the reply says which. Nothing waits for the model while the
     session's lock is held. Once it was deleted, it refuses whatever would touch the store or the engine.
+    What another process has made of it in the meantime is seen by whoever reads or changes it next.
     """
 
     def __init__(self, host: Host, info: SessionInfo) -> None:
@@ -142,7 +151,7 @@ class Session:
             self._load()
 
     def __repr__(self) -> str:
-        return f"<Session {self.name!r}, {self.turns} turns>"
+        return f"<Session {self.name!r}, {self._turns} turns>"
 
     # What it is.
 
@@ -175,16 +184,19 @@ class Session:
 
     @property
     def system(self) -> str | None:
+        # The start of a session never changes.
         first = self._history.start.messages
         return first[0].content if first and first[0].role == "system" else None
 
     @property
     def turns(self) -> int:
-        return len(self._loaded) if self._loaded is not None else self._info.depth
+        self._refresh()
+        return self._turns
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """All that the model has read and written, as far as it is still in the conversation."""
+        self._refresh()
         return tuple(self._history.transcript.tokens)
 
     def history(self, *, limit: int | None = None, after: int = 0) -> list[Turn]:
@@ -192,10 +204,12 @@ class Session:
         for name, value, low in (("limit", limit, 1), ("after", after, 0)):
             if value is not None and (not is_whole(value) or value < low):
                 raise InvalidInputError(f"{name} is a number from {low}, got {value!r}")
+        self._refresh()
         return self._history.page(after, limit)
 
     def messages(self) -> list[Message]:
         """What the next prompt starts with."""
+        self._refresh()
         return list(self._history.messages)
 
     # Talking.
@@ -330,7 +344,8 @@ class Session:
         """A new session that starts after turn number `turn`, or where this one stands."""
         with self._lock:
             self._check_there()
-            count = self.turns if turn is None else turn
+            self._refresh()
+            count = self._turns if turn is None else turn
             self._check_turn(count, 0)
             return self._host.branch(self, name, self._place(count), how="fork")
 
@@ -339,11 +354,11 @@ class Session:
         with self._changing():
             if not is_whole(turns) or turns < 0:
                 raise InvalidInputError(f"turns is a whole number from 0, got {turns!r}")
-            if to is None and turns > self.turns:
+            if to is None and turns > self._turns:
                 raise InvalidInputError(
-                    f"session {self.name!r} has {_turns(self.turns)}, so it cannot go back by {turns}"
+                    f"session {self.name!r} has {_turns(self._turns)}, so it cannot go back by {turns}"
                 )
-            count = self.turns - turns if to is None else to
+            count = self._turns - turns if to is None else to
             self._check_turn(count, 0)
             now, then = self._history, self._history.first(count)
             self._host.store.move(self._info, then.head, digest=then.last.digest, expected=now.head)
@@ -360,7 +375,8 @@ class Session:
             raise InvalidInputError(f"a note is a text, got {note!r}")
         with self._lock:
             self._check_there()
-            count = self.turns if turn is None else turn
+            self._refresh()
+            count = self._turns if turn is None else turn
             self._check_turn(count, 0)
             at = self._place(count)
             return self._host.store.label(self._info, at.head, count, at.digest, label, kind, note)
@@ -446,6 +462,7 @@ class Session:
     def plan_wake(self) -> Plan:
         """What waking would take: tokens and bytes by tier, and what would be computed. Nothing is done."""
         self._check_there()
+        self._refresh()
         if not (tokens := self._usable.tokens):
             return Plan(tiers={}, blocks=0, nbytes=0, computed=0)
         return self._host.backend.cache.plan(tokens, namespace=self.namespace)
@@ -475,6 +492,7 @@ class Session:
 
     def transcript(self, form: Literal["markdown", "jsonl"] = "markdown") -> str:
         """The conversation as text to read, or as a message a line: everything that the model reads."""
+        self._refresh()
         found = [message for turn in self._history.turns for message in context([turn])]
         if form == "jsonl":
             return "".join(json.dumps(message.to_dict(), ensure_ascii=False) + "\n" for message in found)
@@ -492,6 +510,7 @@ class Session:
     ) -> Path:
         """Write the session to one file that can be moved, with its state or without."""
         self._check_there()
+        self._refresh()
         history = self._history
         # One at a time: all of the state is in memory meanwhile.
         with self._host.moving_state if state else nullcontext():
@@ -521,6 +540,38 @@ class Session:
         return await asyncio.to_thread(self.export, path, state=state, kind=kind, progress=progress)
 
     # Inside.
+
+    @property
+    def _turns(self) -> int:
+        return len(self._loaded) if self._loaded is not None else self._info.depth
+
+    def _refresh(self) -> None:
+        """Take in what another process has made of the session. A store that cannot be read changes nothing:
+        whoever writes is told of it."""
+        if self._deleted or self._host.store.folder is None or self._host.store.readonly:
+            return
+        # First without the lock, which somebody may hold for long: mostly there is nothing new.
+        if self._is_current():
+            return
+        with self._lock, suppress(StoreError):
+            if self._is_current():
+                return
+            now = self._host.store.find(self.namespace, self.name)
+            if now.number != self._info.number:
+                self._deleted = True
+                raise SessionNotFoundError(f"session {self.name!r} was deleted")
+            self._info, self._loaded = now, None
+
+    def _is_current(self) -> bool:
+        with suppress(StoreError):
+            try:
+                head = self._host.store.head(self._info)
+            except SessionNotFoundError:
+                self._deleted = True
+                raise
+            loaded = self._loaded
+            return head == (loaded.head if loaded is not None else self._info.head)
+        return True
 
     @property
     def _history(self) -> History:
@@ -584,7 +635,7 @@ class Session:
         except BaseException:
             self._end(pending)
             raise
-        pending.job = weakref.ref(job)
+        pending.job = weakref.ref(job, lambda _: pending.release())
         if extra.follower is not None:
             extra.follower._lend(pending)
         return job
@@ -593,9 +644,11 @@ class Session:
         """Have the reply made, behind a fold if there is one."""
 
         def settle(prompt: Prompt, whole: Transcript, reply: ChatReply) -> ChatReply:
-            reply = self._settle(asked, fold, prompt, whole, reply)
-            self.last = reply
-            return reply
+            try:
+                self.last = self._settle(asked, fold, prompt, whole, reply)
+                return self.last
+            finally:
+                asked.pending.release()
 
         messages = asked.base.messages if fold is None else fold.messages
         return self._host.chat_format.submit(
@@ -710,17 +763,27 @@ class Session:
     def _begin(self) -> tuple[_Pending, History]:
         """Have the session for a turn or a fold; nobody else gets it before `_end`, or the job's end."""
         with self._lock:
-            self._check_there()
-            self._check_free()
-            history = self._history
-            self._pending = pending = _Pending(history.head)
+            self._take()
+            try:
+                history = self._history
+            except BaseException:
+                self._host.store.release(self._info)
+                raise
+            info, store = self._info, self._host.store
+            self._pending = pending = _Pending(history.head, lambda: store.release(info))
             return pending, history
 
     def _lend(self, pending: _Pending) -> None:
         """Have nobody else change the session while a turn that it is to follow is on its way."""
         with self._lock:
-            self._check_there()
-            self._check_free()
+            self._take()
+            info, store, first = self._info, self._host.store, pending.let_go
+
+            def let_go() -> None:
+                first()
+                store.release(info)
+
+            pending.let_go = let_go
             self._pending = pending
 
     def _follow(self, history: History, pending: _Pending) -> None:
@@ -731,6 +794,7 @@ class Session:
 
     def _end(self, pending: _Pending) -> None:
         with self._lock:
+            pending.release()
             if self._pending is pending:
                 self._pending = None
 
@@ -738,9 +802,27 @@ class Session:
     def _changing(self) -> Iterator[None]:
         """Held while a session is moved about: nobody else does, and no turn is on its way."""
         with self._lock:
-            self._check_there()
-            self._check_free()
-            yield
+            self._take()
+            try:
+                yield
+            finally:
+                self._host.store.release(self._info)
+
+    def _take(self) -> None:
+        """Have the session as it is now, before all other threads and processes."""
+        self._check_there()
+        self._check_free()
+        if self._pending is not None:
+            self._pending.release()
+        if not self._host.store.take(self._info):
+            raise SessionBusyError(
+                f"session {self.name!r} is answering another turn in another program: wait for it, or fork it"
+            )
+        try:
+            self._refresh()
+        except BaseException:
+            self._host.store.release(self._info)
+            raise
 
     def _check_free(self) -> None:
         pending = self._pending
@@ -757,12 +839,14 @@ class Session:
             raise SessionNotFoundError(f"session {self.name!r} was deleted")
 
     def _check_turn(self, turn: int, low: int) -> None:
-        if not is_whole(turn) or not low <= turn <= self.turns:
+        if not is_whole(turn) or not low <= turn <= self._turns:
             known = (
-                f"turns are numbered from {low} to {self.turns}" if self.turns >= low else "none can be named"
+                f"turns are numbered from {low} to {self._turns}"
+                if self._turns >= low
+                else "none can be named"
             )
             raise InvalidInputError(
-                f"session {self.name!r} has {_turns(self.turns)} and no turn {turn!r}: {known}"
+                f"session {self.name!r} has {_turns(self._turns)} and no turn {turn!r}: {known}"
             )
 
 

@@ -1,25 +1,35 @@
-"""Which process writes to a store."""
+"""Which process runs the engine of a store, and where it serves the others."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-_FILE = "sessions.holder"
+from filelock import FileLock, Timeout
+
+from perdure import system
+from perdure.errors import StoreLockedError
+from perdure.store.durable import explained, make_folder, open_private
+
+_FILE, _LOCK, _SOCKET = "sessions.holder", "sessions.lock", "sessions.socket"
+_TEMPORARY = "perdure-socket-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A process that has opened a store for writing."""
+    """A process that runs the engine of a store."""
 
     pid: int
     command: str
     since: float
+    socket: str = ""
+    """Where it serves other processes of its user; empty where it does not."""
 
     @property
     def own(self) -> bool:
@@ -32,20 +42,57 @@ class Holder:
         return f"`{self.command}` (process {self.pid}, since {began})"
 
 
-def write_holder(folder: Path) -> None:
-    """Say that this process has the store. For the messages of others: nothing depends on it."""
-    holder = Holder(pid=os.getpid(), command=_command(sys.argv), since=time.time())
+class StoreLock:
+    """The right to run the engine of a store. One process has it; the system drops it with that process."""
+
+    def __init__(self, folder: Path) -> None:
+        make_folder(folder)
+        self.folder = folder
+        self._lock = FileLock(folder / _LOCK, thread_local=False, mode=0o600)
+        with explained(folder):
+            try:
+                self._lock.acquire(timeout=0)
+            except Timeout:
+                raise StoreLockedError(
+                    f"the store {folder} is in use by {described(folder)}: close that one, choose another "
+                    "store, or open this one for reading"
+                ) from None
+        try:
+            _forget_socket(read_holder(folder))
+            self.holder = write_holder(folder, socket=_address(folder))
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def release(self) -> None:
+        # Not twice: by then the socket may be another one's.
+        if self._lock.is_locked:
+            _forget_socket(self.holder)
+            self._lock.release()
+
+
+def write_holder(folder: Path, *, socket: str = "") -> Holder:
+    """Say that this process has the store. What others read of it they check for themselves."""
+    holder = Holder(pid=os.getpid(), command=_command(sys.argv), since=time.time(), socket=socket)
     path = folder / _FILE
     with suppress(OSError):
-        path.touch(mode=0o600)
-        path.write_text(json.dumps(asdict(holder)), encoding="utf-8")
+        new = path.with_name(f"{_FILE}.{os.getpid()}.tmp")
+        with open_private(new) as file:
+            file.write(json.dumps(asdict(holder)).encode())
+        new.replace(path)
+    return holder
 
 
 def read_holder(folder: Path) -> Holder | None:
     """Who said last that it has the store, if anybody did. Only of use where the store is locked."""
     try:
         found = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-        return Holder(pid=int(found["pid"]), command=str(found["command"]), since=float(found["since"]))
+        return Holder(
+            pid=int(found["pid"]),
+            command=str(found["command"]),
+            since=float(found["since"]),
+            socket=str(found.get("socket", "")),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -54,6 +101,29 @@ def described(folder: Path) -> str:
     """Who has a store that is locked, in words."""
     holder = read_holder(folder)
     return str(holder) if holder is not None else "another process or another runtime of this one"
+
+
+def _address(folder: Path) -> str:
+    """Where to serve others: beside the store, or where that path is too long for a socket, in a private
+    folder of its own."""
+    if not system.LOCAL_SOCKETS:
+        return ""
+    beside = str((folder / _SOCKET).absolute())
+    if len(os.fsencode(beside)) <= system.ADDRESS_BYTES:
+        return beside
+    elsewhere = os.path.join(tempfile.mkdtemp(prefix=_TEMPORARY), _SOCKET)
+    return elsewhere if len(os.fsencode(elsewhere)) <= system.ADDRESS_BYTES else ""
+
+
+def _forget_socket(holder: Holder | None) -> None:
+    """Delete the socket of a holder that is gone, and nothing else that its file may name."""
+    if holder is None or not holder.socket or (path := Path(holder.socket)).name != _SOCKET:
+        return
+    with suppress(OSError):
+        if path.is_socket():
+            path.unlink()
+        if path.parent.name.startswith(_TEMPORARY):
+            path.parent.rmdir()
 
 
 def _command(arguments: list[str]) -> str:

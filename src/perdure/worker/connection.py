@@ -67,11 +67,15 @@ class Connection:
             finally:
                 self._sending.release()
 
-    def close(self) -> None:
-        """Cut the connection; the other side reads its end."""
+    def cut(self) -> None:
+        """End the connection from any thread: both sides read its end. Whoever receives closes it."""
         self._cut = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Cut the connection and give it back; for the thread that receives."""
+        self.cut()
         with self._sending:
             self._socket.close()
 

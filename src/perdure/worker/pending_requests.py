@@ -56,6 +56,7 @@ class PendingRequests:
         self._requests: dict[RequestId, PendingRequest] = {}
         self._calls: dict[RequestId, PendingCall] = {}
         self._connection: Connection | None = None
+        self._leaving = False
         self._shut = False
 
     # For those who ask, in any thread.
@@ -66,7 +67,7 @@ class PendingRequests:
         data = packed(pending.message())
         with self._changing:
             self._check_open()
-            if self._connection is None:
+            if self._connection is None or self._leaving:
                 # Of those who wait here, some will find a free sequence at once.
                 waiting, limit = self._unfinished(), self._queue + self._slots
                 if waiting >= limit:
@@ -77,7 +78,7 @@ class PendingRequests:
                     )
                 pending.settle()
             self._requests[pending.id] = pending
-            if self._connection is not None:
+            if self._connection is not None and not self._leaving:
                 self._send(self._connection, pending, data)
         return pending
 
@@ -101,7 +102,7 @@ class PendingRequests:
         with self._changing:
             self._check_open()
             self._calls[call.call.id] = call
-            if self._connection is not None:
+            if self._connection is not None and not self._leaving:
                 call.tries += 1
                 self._connection.send_packed(data)
         return call.answer
@@ -139,6 +140,7 @@ class PendingRequests:
         """An engine is there: ask it all that waits, in the order in which it came."""
         with self._changing:
             self._connection = connection
+            self._leaving = False
             self._slots = slots
             for pending in self._requests.values():
                 self._send(connection, pending, pack(pending.message()))
@@ -146,10 +148,22 @@ class PendingRequests:
                 call.tries += 1
                 connection.send(call.call)
 
+    def pause(self) -> None:
+        """The engine finishes what it has and takes nothing more: the rest waits for the next one."""
+        with self._changing:
+            self._leaving = True
+
     def disconnect(self, death: Death) -> None:
-        """The engine is gone. What it did not get to show is asked again, once; the rest ends."""
+        """The engine is gone. What it did not get to show is asked again, once; the rest ends. One that has
+        said that it was leaving did not die of anything that it was asked."""
         with self._changing:
             self._connection = None
+            if self._leaving:
+                self._leaving = False
+                for pending in self._requests.values():
+                    pending.tries = 0
+                for call in self._calls.values():
+                    call.tries = 0
             requests, calls = list(self._requests.values()), list(self._calls.values())
         for pending in requests:
             pending.settle()

@@ -63,6 +63,22 @@ class Close:
     """End what is running as cancelled, give everything back, and exit."""
 
 
+# From the process that has a store, to others that use it too.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The first message: which engine it is, and the settings that were chosen for it."""
+
+    ready: Ready
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Nothing more is taken; what is running is finished first, then the connection ends."""
+
+
 # From the child.
 
 
@@ -76,6 +92,8 @@ class Ready:
     memory: MemorySpec
     metadata: Mapping[str, str]
     digest: str
+    path: str | None = None
+    """The model's file, where it has one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from perdure.engine.contract import Tokens
 from perdure.engine.keywords import LoadingKeywords
 from perdure.errors import InvalidInputError
 from perdure.worker.pending_requests import PendingRequests, packed
-from perdure.worker.protocol import Setup, Target
+from perdure.worker.protocol import Ready, Setup, Target
 from perdure.worker.remote_prefix_cache import RemotePrefixCache
 from perdure.worker.restart_policy import Health, RestartPolicy
 from perdure.worker.supervisor import Supervisor
@@ -34,12 +34,77 @@ _PATIENCE = 5.0
 """Seconds that `submit` waits to hear that a request was taken. After that, a refusal ends the job."""
 
 
-class RemoteBackend:
-    """The engine in a child process that may die: requests and calls outlive it, or are told so.
+class BackendClient:
+    """A backend whose engine is in another process: requests and calls outlive that one, or are told so.
 
     What is wrong with a request is raised by `submit`, as in process, while the engine is there to say so;
     for a request that has to wait for the engine to start again, it is raised where the result is asked for.
     """
+
+    no_processors = ""
+    """What to do instead of giving functions to a request."""
+
+    def __init__(self, queue: int) -> None:
+        self._pending = PendingRequests(queue)
+
+    def _meet(self, about: Ready) -> None:
+        """What the engine says about itself."""
+        self.n_ctx = about.n_ctx
+        self.slots = about.slots
+        self.model = RemoteVocabulary(about, self._method)
+        self.cache = RemotePrefixCache(self._ask_cache)
+
+    def _nudge(self) -> None:
+        """Somebody waits for the engine."""
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests waiting, and being served, as far as can be told from here without asking."""
+        return self._pending.load
+
+    def submit(self, request: Request) -> Job:
+        if request.processors:
+            raise InvalidInputError(
+                f"processors are functions of this process and the engine is in another; {self.no_processors}"
+            )
+        pending = self._pending.submit(replace(request, prompt=_plain(request.prompt)))
+        self._nudge()
+        job = Job(pending.output, lambda: self._pending.cancel(pending))
+        try:
+            pending.await_settled(_PATIENCE)
+        except BaseException:
+            job.cancel()
+            raise
+        if pending.refusal is not None:
+            raise pending.refusal
+        return job
+
+    def embed(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
+        answer = self._pending.ask("backend", "embed", ([_plain(text) for text in texts],), {})
+        self._nudge()
+        return answer
+
+    def embedding_width(self) -> int:
+        width: int = self._method("backend", "embedding_width")()
+        return width
+
+    def _ask_cache(self, name: str, *args: Any, **keywords: Any) -> Any:
+        return self._method("cache", name)(*args, **keywords)
+
+    def _method(self, target: Target, name: str) -> Asked:
+        def call(*args: Any, **keywords: Any) -> Any:
+            sent = {key: _plain(value) for key, value in keywords.items()}
+            answer = self._pending.ask(target, name, tuple(map(_plain, args)), sent)
+            self._nudge()
+            return result_of(answer)
+
+        return call
+
+
+class RemoteBackend(BackendClient):
+    """The engine in a child process that may die, and is then started again."""
+
+    no_processors = "open the runtime without isolated to use them"
 
     def __init__(
         self,
@@ -51,7 +116,7 @@ class RemoteBackend:
         **settings: Unpack[BackendKeywords],
     ) -> None:
         system.require_child_pipes("an engine in a process of its own")
-        factory = isinstance(source, str) and _FACTORY.fullmatch(source) is not None
+        factory = is_factory(source)
         # Fetched here, where a progress bar can be seen, and absolute: this process may go elsewhere.
         model = str(source) if factory else str(models.path(source).absolute())
         setup = Setup(
@@ -65,45 +130,12 @@ class RemoteBackend:
         )
         packed(setup)
         queue = settings.get("queue", QUEUE)
-        self._pending = PendingRequests(queue if isinstance(queue, int) else 0)
+        super().__init__(queue if isinstance(queue, int) else 0)
         self._supervisor = Supervisor(setup, restart_policy or RestartPolicy(), self._pending)
-        about = self._supervisor.start()
-        self.n_ctx = about.n_ctx
-        self.slots = about.slots
-        self.model = RemoteVocabulary(about, self._method)
-        self.cache = RemotePrefixCache(self._ask_cache)
+        self._meet(self._supervisor.start())
 
-    @property
-    def load(self) -> tuple[int, int]:
-        """Requests waiting, and being served, as far as can be told from here without asking."""
-        return self._pending.load
-
-    def submit(self, request: Request) -> Job:
-        if request.processors:
-            raise InvalidInputError(
-                "processors are functions of this process and the engine is in another; "
-                "open the runtime without isolated to use them"
-            )
-        pending = self._pending.submit(replace(request, prompt=_plain(request.prompt)))
+    def _nudge(self) -> None:
         self._supervisor.nudge()
-        job = Job(pending.output, lambda: self._pending.cancel(pending))
-        try:
-            pending.await_settled(_PATIENCE)
-        except BaseException:
-            job.cancel()
-            raise
-        if pending.refusal is not None:
-            raise pending.refusal
-        return job
-
-    def embed(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
-        answer = self._pending.ask("backend", "embed", ([_plain(text) for text in texts],), {})
-        self._supervisor.nudge()
-        return answer
-
-    def embedding_width(self) -> int:
-        width: int = self._method("backend", "embedding_width")()
-        return width
 
     def health(self) -> Health:
         return self._supervisor.health()
@@ -112,21 +144,14 @@ class RemoteBackend:
         """End what is running as cancelled, and let the process go."""
         self._supervisor.close()
 
-    def _ask_cache(self, name: str, *args: Any, **keywords: Any) -> Any:
-        return self._method("cache", name)(*args, **keywords)
-
-    def _method(self, target: Target, name: str) -> Asked:
-        def call(*args: Any, **keywords: Any) -> Any:
-            sent = {key: _plain(value) for key, value in keywords.items()}
-            answer = self._pending.ask(target, name, tuple(map(_plain, args)), sent)
-            self._supervisor.nudge()
-            return result_of(answer)
-
-        return call
-
 
 def _plain(value: Any) -> Any:
     """What iterates, as something that can be sent: a generator or a view of a dict cannot."""
     if isinstance(value, (str, bytes, list, tuple, set, frozenset, dict, np.ndarray)):
         return value
     return list(value) if isinstance(value, Iterable) else value
+
+
+def is_factory(source: object) -> bool:
+    """Whether a model is named by the function that makes it: "module:function"."""
+    return isinstance(source, str) and _FACTORY.fullmatch(source) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +25,7 @@ class RemoteVocabulary:
         self.memory: MemorySpec = about.memory
         self.metadata: Mapping[str, str] = MappingProxyType(dict(about.metadata))
         self.digest = about.digest
+        self.path = None if about.path is None else Path(about.path)
         self._ask = ask
 
     def tokenize(self, text: str, *, special: bool = False, bos: bool = True) -> list[int]:

@@ -44,7 +44,7 @@ def chat(
     ] = None,
     store: options.Store = None,
     system: options.SystemText = None,
-    ctx: options.Ctx = N_CTX,
+    ctx: options.Ctx = None,
     gpu_layers: GpuLayers = None,
     device: Devices = None,
     tensor_split: TensorSplit = None,
@@ -80,7 +80,7 @@ def chat(
     name, first = prompt.split_model(words, model)
     if store is not None and session is None:
         raise typer.BadParameter("a store keeps sessions: give --session NAME too", param_hint="--store")
-    settings = _settings(schema, overflow, max_tokens if max_tokens or overflow != "shift" else ctx)
+    settings = _settings(schema, overflow, max_tokens if max_tokens or overflow != "shift" else ctx or N_CTX)
     settings |= options.given(
         temperature=temperature,
         top_p=top_p,
@@ -92,17 +92,17 @@ def chat(
     system = prompt.system_text(system)
     folder = _folder(store, in_use=session is not None)
     watched = sys.stdin is not None and sys.stdin.isatty()
-    chosen = loading(gpu_layers, device, tensor_split, kv_offload)
     good = True
     with (
         terminal.leaving_in_order(),
         Conversation(
-            terminal.load(name, cells=ctx, **chosen),
+            name,
             session,
             system=system,
             settings=settings,
             folder=folder,
-            n_ctx=ctx,
+            ctx=ctx,
+            loading=loading(gpu_layers, device, tensor_split, kv_offload),
             template=template,
             watched=watched,
         ) as talk,
@@ -170,8 +170,7 @@ def _settings(schema: Path | None, overflow: Overflow, max_tokens: int | None) -
 
 
 def _folder(store: Path | None, *, in_use: bool) -> Path:
-    """Where sessions are kept. If it will be used, and somebody else writes to it, that is told before a
-    model is loaded."""
+    """Where sessions are kept. If it will be used and cannot be, that is told before a model is loaded."""
     from perdure.config import settings
     from perdure.sessions.storage.session_store import SessionStore
 

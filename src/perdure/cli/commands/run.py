@@ -15,10 +15,9 @@ import typer
 
 from perdure.cli import options
 from perdure.cli.offload import Devices, GpuLayers, KvOffload, TensorSplit, loading
-from perdure.config import N_CTX
 
 if TYPE_CHECKING:
-    from perdure import ChatReply, Grammar, Job, Model, Reply, Runtime, Session, TurnJob
+    from perdure import ChatReply, Grammar, Job, Reply, Runtime, Session, TurnJob
 
 LAST = "last-run"
 """The session that a run without a name is kept in, until the next one."""
@@ -40,7 +39,7 @@ def run(
     raw: Annotated[
         bool, typer.Option("--raw", help="Complete the text as it is, without the chat template.")
     ] = False,
-    ctx: options.Ctx = N_CTX,
+    ctx: options.Ctx = None,
     gpu_layers: GpuLayers = None,
     device: Devices = None,
     tensor_split: TensorSplit = None,
@@ -146,6 +145,8 @@ def run(
     from perdure.cli import prompt as prompts
     from perdure.cli.commands.chat import chat
     from perdure.cli.output import terminal
+    from perdure.cli.runtime import opened
+    from perdure.config import settings
 
     # Whatever is wrong with the request is told before a model is fetched or loaded.
     sampling = options.given(
@@ -203,23 +204,29 @@ def run(
     system = prompts.system_text(system)
     if go_on:
         session = _latest(store)
-    chosen = loading(gpu_layers, device, tensor_split, kv_offload)
-    loaded = terminal.load(name, cells=ctx * min(samples, _SLOTS), **chosen)
-    if not raw and template is None and not loaded.metadata.get("tokenizer.chat_template", "").strip():
-        if session is not None or system is not None:
-            raise InvalidInputError(
-                f"{loaded.path.name} has no chat template, so it takes no system prompt and no conversation; "
-                "give one with --template (such as chatml), or leave these options out to complete the text"
-            )
-        terminal.note(f"{loaded.path.name} has no chat template, so it completes the text as it is (--raw)")
-        raw = True
     output = Output(samples, stream=stream, as_json=as_json, verbose=verbose, limited=max_tokens is not None)
-    asking = Asking(loaded, text, request, ctx=ctx, exact=exact, template=template)
+    folder = store or settings().store
     try:
-        if raw or samples > 1:
-            stopped = asking.once(output, system, raw=raw)
-        else:
-            stopped = asking.in_session(output, session, system, store=store, keep=keep)
+        with (
+            terminal.leaving_in_order(),
+            opened(
+                name,
+                ctx=ctx,
+                store=folder if session else None,
+                template=template,
+                loading=loading(gpu_layers, device, tensor_split, kv_offload),
+                slots=min(samples, _SLOTS),
+                exact=exact,
+                # Without a conversation there is one prompt, and nothing to keep for later.
+                cache=None if session else 0,
+            ) as runtime,
+        ):
+            raw = raw or (template is None and _has_no_template(runtime, needed=bool(session or system)))
+            asking = Asking(runtime, text, request, output, system)
+            if raw or samples > 1:
+                stopped = asking.once(raw=raw)
+            else:
+                stopped = asking.in_session(session, folder, keep=keep)
     except BrokenPipeError:
         # Whoever read has gone. Python would complain once more when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -294,69 +301,63 @@ class Output:
 class Asking:
     """One prompt to one model."""
 
-    model: Model
+    runtime: Runtime
     text: str
     request: dict[str, Any]
-    ctx: int
-    exact: bool
-    template: str | None
+    output: Output
+    system: str | None
 
-    def once(self, output: Output, system: str | None, *, raw: bool) -> bool:
+    def once(self, *, raw: bool) -> bool:
         """Ask outside of any conversation. Whether Ctrl-C ended it."""
-        import perdure
-
         messages = [{"role": "user", "content": self.text}]
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": system})
-        # One prompt, so there is nothing to keep for later.
-        slots = min(self.request["n"], _SLOTS)
-        with perdure.open(
-            self.model, n_ctx=self.ctx, slots=slots, exact=self.exact, cache=0, template=self.template
-        ) as runtime:
-            with _advised(self.ctx):
-                job: Job | TurnJob = (
-                    runtime.submit(self.text, **self.request)
-                    if raw
-                    else runtime.submit_chat(messages, **self.request)
-                )
-            replies, stopped = output.follow(job)
-            output.tell(runtime, replies)
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        with _advised(self.runtime.n_ctx):
+            job: Job | TurnJob = (
+                self.runtime.submit(self.text, **self.request)
+                if raw
+                else self.runtime.submit_chat(messages, **self.request)
+            )
+        replies, stopped = self.output.follow(job)
+        self.output.tell(self.runtime, replies)
         return stopped
 
-    def in_session(
-        self, output: Output, name: str | None, system: str | None, *, store: Path | None, keep: bool
-    ) -> bool:
+    def in_session(self, name: str | None, folder: Path, *, keep: bool) -> bool:
         """Ask in a conversation: the one of that name, or one that the next run may continue."""
-        import perdure
+        from perdure import ChatReply
         from perdure.cli.output import terminal
-        from perdure.config import settings
 
-        folder = store or settings().store
-        with (
-            terminal.leaving_in_order(),
-            perdure.open(
-                self.model,
-                n_ctx=self.ctx,
-                slots=1,
-                exact=self.exact,
-                cache=None if name else 0,
-                store=folder if name else None,
-                template=self.template,
-            ) as runtime,
-        ):
-            session = runtime.session(name or LAST, system=system)
-            with _advised(self.ctx):
-                job = session.submit(self.text, keep_partial=True, **self.request)
-            replies, stopped = output.follow(job)
-            output.tell(runtime, replies, session if name else None)
-            [reply] = replies
-            assert isinstance(reply, perdure.ChatReply)
-            if name is not None:
-                if not reply.kept:
-                    terminal.note(f"this turn is not kept: {reply.not_kept}")
-            elif keep and reply.kept:
-                _keep(session, folder)
+        session = self.runtime.session(name or LAST, system=self.system)
+        with _advised(self.runtime.n_ctx):
+            job = session.submit(self.text, keep_partial=True, **self.request)
+        replies, stopped = self.output.follow(job)
+        self.output.tell(self.runtime, replies, session if name else None)
+        [reply] = replies
+        assert isinstance(reply, ChatReply)
+        if name is not None:
+            if not reply.kept:
+                terminal.note(f"this turn is not kept: {reply.not_kept}")
+        elif keep and reply.kept:
+            _keep(session, folder)
         return stopped
+
+
+def _has_no_template(runtime: Runtime, *, needed: bool) -> bool:
+    """Whether a model can only complete text; that is told, and an error where more is `needed`."""
+    from perdure import InvalidInputError
+    from perdure.cli.output import terminal
+    from perdure.cli.runtime import model_path
+
+    if runtime.model.metadata.get("tokenizer.chat_template", "").strip():
+        return False
+    name = model_path(runtime).name
+    if needed:
+        raise InvalidInputError(
+            f"{name} has no chat template, so it takes no system prompt and no conversation; "
+            "give one with --template (such as chatml), or leave these options out to complete the text"
+        )
+    terminal.note(f"{name} has no chat template, so it completes the text as it is (--raw)")
+    return True
 
 
 def _keep(session: Session, folder: Path) -> None:

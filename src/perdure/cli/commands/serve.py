@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perdure.cli.offload import Devices, GpuLayers, KvOffload, TensorSplit, loading
-from perdure.config import N_CTX, QUEUE, SLOTS
+from perdure.config import QUEUE, SLOTS
 
 if TYPE_CHECKING:
     from perdure.server.app_state import AppState
@@ -32,11 +32,16 @@ def serve(
         str | None, typer.Option("--name", help="What the model is called in answers; else its file's name.")
     ] = None,
     ctx: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--ctx", min=1, metavar="N", help="Tokens that one request may have.", rich_help_panel=_Engine
+            "--ctx",
+            min=1,
+            metavar="N",
+            show_default="4096",
+            help="Tokens that one request may have.",
+            rich_help_panel=_Engine,
         ),
-    ] = N_CTX,
+    ] = None,
     slots: Annotated[
         int,
         typer.Option(
@@ -201,6 +206,9 @@ def serve(
         note(str(error))
         raise typer.Exit(2) from None
     folder = None if no_store else store or settings().store
+    if models.is_here(model):
+        # What is wrong with a file is told before a library is fetched for it.
+        models.path(model)
     have_library()
     with fetching(model or "the default model") as progress:
         path = models.path(model, progress)
@@ -244,7 +252,10 @@ def _listen(app_state: AppState, listening: object, folder: Path | None, isolate
         logging.getLogger(name).setLevel(logging.ERROR)
     listening.listen(2048)
     runtime = app_state.runtime
+    holder = getattr(runtime.backend, "holder", None)
     state = "in a process of its own" if isolated else "in this process"
+    if holder is not None:
+        state = f"in {holder}, which has the store open"
     for title, value in (
         ("address", address(listening)),
         ("model", f"{app_state.name}, {state}"),

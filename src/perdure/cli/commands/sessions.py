@@ -305,9 +305,9 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Bring in a session that was exported, after proving all of it, and say what was left out."""
-    import perdure
-    from perdure.cli.output import terminal, words
+    from perdure.cli.output import words
     from perdure.cli.output.progress import working
+    from perdure.cli.runtime import opened
     from perdure.cli.store import session_folder, sessions_in
     from perdure.sessions.export import manifest_of
 
@@ -316,9 +316,9 @@ def import_(
         if state and manifest.get("identity") is not None:
             folder = session_folder(store, create=True)
             if (folder / "sessions.sqlite").is_file():
-                # That it is in use is better told before a model is loaded.
+                # That it cannot be used is better told before a model is loaded.
                 sessions_in(folder, readonly=False).close()
-            with perdure.open(terminal.load(model), n_ctx=N_CTX, slots=1, store=folder) as runtime:
+            with opened(model, ctx=None, slots=1, store=folder) as runtime:
                 result = runtime.sessions.import_(
                     file, name, namespace=namespace, trust_state=trust_state, progress=progress
                 )
@@ -362,14 +362,13 @@ def _awake(
     store: Path | None, model: str | None, name: str, namespace: str
 ) -> Iterator[tuple[Runtime, Session]]:
     """A session with an engine that has room for it. Whatever is wrong is told before a model is loaded."""
-    import perdure
-    from perdure.cli.output import terminal
+    from perdure.cli.runtime import opened
     from perdure.cli.store import session_folder, sessions_in
 
-    with sessions_in(store, readonly=False) as sessions:
+    with sessions_in(store, readonly=True) as sessions:
         needed = len(sessions.get(name, namespace).tokens)
-    ctx = max(N_CTX, needed + 1)
-    with perdure.open(terminal.load(model), n_ctx=ctx, slots=1, store=session_folder(store)) as runtime:
+    ctx = needed + 1 if needed >= N_CTX else None
+    with opened(model, ctx=ctx, slots=1, store=session_folder(store)) as runtime:
         yield runtime, runtime.sessions.get(name, namespace)
 
 

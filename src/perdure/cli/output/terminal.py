@@ -44,6 +44,9 @@ def load(name: str | None, *, cells: int = N_CTX, **loading: Unpack[LoadingKeywo
     from perdure import Model, models
     from perdure.cli.output.progress import fetching
 
+    if models.is_here(name):
+        # What is wrong with a file is told before a library is fetched for it.
+        models.path(name)
     have_library()
     with fetching(name or "the default model") as progress:
         path = models.path(name, progress)

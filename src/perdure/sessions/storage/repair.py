@@ -18,10 +18,11 @@ from typing import Any
 from perdure.errors import CorruptStateError, StoreDamagedError
 from perdure.sessions.storage.rows import INSERT_TURN, TURN, parse_turn, turn_values
 from perdure.sessions.storage.schema import MEMORY_SEAL, MIGRATIONS, SESSION_SEAL, TURN_SEAL, seal
-from perdure.sessions.storage.session_store import FILE, MENDED, locked, mark
+from perdure.sessions.storage.session_store import FILE, MENDED, mark
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store.durable import explained, make_private, sync_folder
 from perdure.store.index import APPLICATION, Index
+from perdure.store.locks import UseLock
 
 FOUND = "lost+found"
 """The namespace of turns whose session is not known any more."""
@@ -47,7 +48,7 @@ class Repair:
 
 def repair(folder: Path) -> Repair:
     """Put what can be proved of the sessions in `folder` in its place. `StoreDamagedError` if nothing can."""
-    lock = locked(folder)
+    lock = UseLock(folder, alone=True)
     try:
         aside = next(path for path in _places(folder) if not path.exists())
         if (folder / MENDED).exists():

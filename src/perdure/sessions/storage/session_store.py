@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from perdure.checks import is_whole
 from perdure.errors import (
@@ -22,7 +22,6 @@ from perdure.errors import (
     SessionExistsError,
     SessionNotFoundError,
     StoreDamagedError,
-    StoreLockedError,
 )
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.storage.rows import (
@@ -38,8 +37,8 @@ from perdure.sessions.storage.rows import (
 from perdure.sessions.storage.schema import MEMORY_SEAL, MIGRATIONS, SESSION_SEAL, TURN_SEAL, Value, seal
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store.durable import explained, make_folder, sync_folder, write_file
-from perdure.store.holder import described, write_holder
 from perdure.store.index import Index
+from perdure.store.locks import TurnLocks, UseLock
 
 FILE, MARK, MENDED, KEY = "sessions.sqlite", "sessions.id", "sessions.mended", "sessions.key"
 """The database; whose it is; what a repair that was interrupted has left; what seals exports."""
@@ -47,6 +46,8 @@ TRANSFERS = "transfers"
 """The folder of files that are on their way in or out."""
 RESPONSE = "response"
 """The kind of a session that is a stored response."""
+_OPENING, _PATIENCE = "sessions.opening", 60.0
+"""Held while a database is created, migrated and checked; and how many seconds one waits for others."""
 ADVICE = "`perdure sessions verify` keeps what can be proved and puts the rest aside"
 
 
@@ -56,21 +57,30 @@ class SessionStore:
     Always holds: a turn is written once and whole, after the one before it; a session names a turn that is
     there; turns that nothing leads to any more go with what last led to them. Each row is proved when it is
     read, and one that is not what it was is refused. Numbers of sessions, turns and memories are never
-    given out again, and a change of a session checks its number, namespace and name.
+    given out again, and a change of a session checks its number, namespace and name. Several processes may
+    write to one: a change is a transaction, and sees what the others have done.
     """
 
     def __init__(self, folder: Path | None, *, readonly: bool = False) -> None:
         """In `folder`, or without one in memory."""
         self.readonly = readonly
         self.folder = folder
-        with ExitStack() as held:
+        self._turn_locks: TurnLocks | None = None
+        with ExitStack() as held, ExitStack() as opening:
             known = ""
             if folder is not None:
                 if not readonly:
                     make_folder(folder)
-                    held.callback(locked(folder).release)
-                    # Of a process that was killed.
-                    shutil.rmtree(folder / TRANSFERS, ignore_errors=True)
+                    lock = FileLock(folder / _OPENING, timeout=_PATIENCE, thread_local=False, mode=0o600)
+                    with explained(folder):
+                        opening.enter_context(lock)
+                    use = UseLock(folder)
+                    held.callback(use.release)
+                    if use.first:
+                        # Of processes that were killed.
+                        shutil.rmtree(folder / TRANSFERS, ignore_errors=True)
+                    self._turn_locks = TurnLocks(folder)
+                    held.callback(self._turn_locks.close)
                 known = mark(folder)
                 _check_there(folder, known)
             self.index = Index(
@@ -246,6 +256,27 @@ class SessionStore:
             found = self._standing(session)
             self.index.run("DELETE FROM session WHERE number = ?", found.number)
             self._prune(found.head)
+
+    def head(self, session: SessionInfo) -> int:
+        """The number of the turn at which a session stands now, whoever moved it."""
+        rows = self.index.rows(
+            "SELECT head FROM session WHERE number = ? AND namespace = ? AND name = ?",
+            session.number,
+            session.namespace,
+            session.name,
+        )
+        if not rows:
+            raise SessionNotFoundError(f"session {session.name!r} was deleted")
+        return int(rows[0][0])
+
+    def take(self, session: SessionInfo) -> bool:
+        """Have a session for a turn or a change; False where another process, or another runtime of this
+        one, has it. Within a runtime, sessions see to that themselves."""
+        return self._turn_locks is None or self._turn_locks.take(session.number)
+
+    def release(self, session: SessionInfo) -> None:
+        if self._turn_locks is not None:
+            self._turn_locks.release(session.number)
 
     def exists(self, session: SessionInfo) -> bool:
         """Whether that very session is still there, and not another one of its name."""
@@ -487,18 +518,3 @@ def _check_there(folder: Path, known: str) -> None:
         raise StoreDamagedError(
             f"{file} is gone: restore it from a copy, or delete {MARK} beside it to begin without any session"
         )
-
-
-def locked(folder: Path) -> FileLock:
-    """Held by the one who writes."""
-    lock = FileLock(folder / "sessions.lock", thread_local=False, mode=0o600)
-    with explained(folder):
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise StoreLockedError(
-                f"the sessions in {folder} are in use by {described(folder)}: close that one, choose another "
-                "store, or open this one for reading"
-            ) from None
-    write_holder(folder)
-    return lock

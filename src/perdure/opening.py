@@ -1,0 +1,248 @@
+"""`perdure.open`: a runtime from a model, with an engine of this process, of a child, or of whoever has the
+store already."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Never, cast
+
+from perdure import config, models
+from perdure.backend import Backend, BackendKeywords, LocalBackend, load_model
+from perdure.chat.templates.template import Template
+from perdure.config import N_CTX, QUEUE, SLOTS
+from perdure.engine.keywords import LoadingKeywords
+from perdure.engine.model import Model as ModelContract
+from perdure.errors import InvalidInputError, ModelError, StoreLockedError
+from perdure.identity import content_digest
+from perdure.models.local_models import locate
+from perdure.option_names import unknown_options
+from perdure.runtime import Runtime
+from perdure.store.holder import StoreLock
+from perdure.worker.attached import Link, check_settings, hold_or_attach
+from perdure.worker.remote import RemoteBackend, is_factory
+from perdure.worker.restart_policy import RestartPolicy
+
+_RESOURCES = frozenset({"slots", "queue", "stall", "cache", "store_bytes", "threads", "n_batch"})
+"""Settings that do not change what a reply is: whoever has the store chooses them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendOptions:
+    """Which engine is wanted: for one of this process, or to compare with that of another."""
+
+    model: str | os.PathLike[str] | ModelContract | None
+    n_ctx: int | None = None
+    """None: whatever another process has, else the default."""
+    loading: LoadingKeywords = field(default_factory=LoadingKeywords)
+    settings: BackendKeywords = field(default_factory=BackendKeywords)
+    store: Path | None = None
+    isolated: bool | RestartPolicy = False
+
+    @property
+    def loaded(self) -> bool:
+        return self.model is not None and not isinstance(self.model, (str, os.PathLike))
+
+    @property
+    def distinctive(self) -> dict[str, Any]:
+        """What was chosen that changes replies."""
+        chosen: dict[str, Any] = {**self.loading, **self.settings}
+        chosen = {name: value for name, value in chosen.items() if name not in _RESOURCES}
+        return chosen if chosen.get("exact") else {n: v for n, v in chosen.items() if n != "exact"}
+
+    def build(self, n_ctx: int = 0) -> Backend:
+        """An engine for this process, for requests of at least so many tokens."""
+        wanted = N_CTX if self.n_ctx is None else self.n_ctx
+        n_ctx = max(wanted, n_ctx) if n_ctx else wanted
+        settings: BackendKeywords = {**self.settings, "n_ctx": n_ctx}
+        if self.isolated:
+            policy = self.isolated if isinstance(self.isolated, RestartPolicy) else None
+            source = cast("str | None", self.model)
+            return RemoteBackend(
+                source, restart_policy=policy, loading=self.loading, store=self.store, **settings
+            )
+        if self.loaded:
+            return LocalBackend(cast(ModelContract, self.model), store=self.store, **settings)
+        own = load_model(
+            cast("str | None", self.model), self.loading, n_ctx=n_ctx, slots=self.settings.get("slots", SLOTS)
+        )
+        try:
+            return LocalBackend(own, own_model=True, store=self.store, **settings)
+        except BaseException:
+            own.close()
+            raise
+
+    def check(self, link: Link, store: Path) -> None:
+        """Refuse the engine of another process that is not the one that is wanted."""
+        if not self._is_model_of(link):
+            ready = link.welcome.ready
+            raise StoreLockedError(
+                f"the store {store} is in use by {link.holder} with "
+                f"{Path(ready.path).name if ready.path else 'another model'}, and this asks for "
+                f"{self._model_name()}: leave the model out to use that one, close that process, or choose "
+                "another store"
+            )
+        check_settings(link, store, self.distinctive, self.n_ctx)
+
+    def _is_model_of(self, link: Link) -> bool:
+        ready = link.welcome.ready
+        if self.loaded:
+            return cast(ModelContract, self.model).digest == ready.digest
+        if is_factory(self.model):
+            return ready.path is None
+        name = self.model or config.settings().model
+        if name is None:
+            return True
+        if ready.path is None:
+            return False
+        try:
+            found = locate(models.resolve(cast(str, name)))
+            files = [part.path for part in models.read_parts(found)] if found is not None else []
+        except ModelError:
+            return False
+        if not files or files[0].samefile(ready.path):
+            return bool(files)
+        # The same bytes in another place. Hashing takes a while, so only where the size agrees.
+        if files[0].stat().st_size != Path(ready.path).stat().st_size:
+            return False
+        return "+".join(content_digest(file) for file in files) == ready.digest
+
+    def _model_name(self) -> str:
+        if self.loaded:
+            path = getattr(self.model, "path", None)
+            return Path(path).name if path else "another one"
+        return str(self.model or config.settings().model)
+
+
+def open_runtime(
+    options: BackendOptions,
+    *,
+    template: str | os.PathLike[str] | Template | None = None,
+    build: Callable[[], Backend] | None = None,
+) -> Runtime:
+    """A runtime with an engine of its own; or where another process has the store, with the engine of that
+    one. `build` makes the first backend of this process, if there is a better way than `options.build`."""
+    folder = options.store
+    if folder is None:
+        return _closed_on_error((build or options.build)(), template=template)
+    found = hold_or_attach(
+        folder, lambda link: options.check(link, folder), options.build, options.distinctive
+    )
+    if not isinstance(found, StoreLock):
+        return _closed_on_error(found, store=folder, template=template)
+    try:
+        return _closed_on_error(
+            (build or options.build)(),
+            store=folder,
+            template=template,
+            lock=found,
+            settings=options.distinctive,
+        )
+    except BaseException:
+        found.release()
+        raise
+
+
+def _closed_on_error(backend: Backend, **keywords: Any) -> Runtime:
+    try:
+        return Runtime(backend, **keywords)
+    except BaseException:
+        backend.close()
+        raise
+
+
+_NOT_OPTIONS = {"model", "unknown"}
+
+
+def open(  # noqa: A001
+    model: str | os.PathLike[str] | ModelContract | None = None,
+    *,
+    n_ctx: int | None = None,
+    slots: int = SLOTS,
+    exact: bool = False,
+    queue: int = QUEUE,
+    stall: float | None = None,
+    cache: int | None = None,
+    store: str | os.PathLike[str] | None = None,
+    store_bytes: int | None = None,
+    template: str | os.PathLike[str] | Template | None = None,
+    isolated: bool | RestartPolicy = False,
+    gpu_layers: int | Literal["auto"] | None = None,
+    devices: Sequence[str] | None = None,
+    tensor_split: Sequence[float] | None = None,
+    kv_offload: bool | None = None,
+    threads: int | None = None,
+    n_batch: int | None = None,
+    shared: bool | None = None,
+    k_type: str | None = None,
+    v_type: str | None = None,
+    flash: bool | None = None,
+    swa_full: bool | None = None,
+    rope_freq_base: float | None = None,
+    rope_freq_scale: float | None = None,
+    **unknown: Never,
+) -> Runtime:
+    """A runtime on a model: a file, a name, a loaded model, or the default one.
+
+    `n_ctx` is what one request can hold, 4096 tokens unless you choose; `slots` is how many are served at
+    once, and up to `queue` more wait. While others wait, a prompt is computed in chunks of about `stall`
+    seconds. `cache` is how many bytes of state are kept between requests, 0 for none; `store` is a folder
+    where that state, and every session, outlives the process, and `store_bytes` bounds it: where another
+    process has that folder open, its engine is used instead of a second one. `template` is a chat template to
+    use instead of the model's own: a name or a file. With `exact`, a reply does not depend in the last bit on
+    who else is served. With `isolated`, the engine is in a process of its own that may die and is started
+    again; a `RestartPolicy` says when and how. `gpu_layers`, `devices`, `tensor_split` and `kv_offload` are
+    those of `Model`; what follows them is as for `Model.context`. None is the default of whoever it is for.
+    """
+    if (
+        error := unknown_options(unknown, set(inspect.signature(open).parameters) - _NOT_OPTIONS)
+    ) is not None:
+        # Before a model is fetched and loaded for nothing.
+        raise error
+    chosen = {
+        "gpu_layers": gpu_layers,
+        "devices": None if devices is None else tuple(devices),
+        "tensor_split": None if tensor_split is None else tuple(tensor_split),
+        "kv_offload": kv_offload,
+    }
+    loading = cast(LoadingKeywords, _given(chosen))
+    settings: dict[str, Any] = {"slots": slots, "exact": exact, "queue": queue}
+    settings |= _given(
+        {
+            "stall": stall,
+            "cache": cache,
+            "store_bytes": store_bytes,
+            "threads": threads,
+            "n_batch": n_batch,
+            "shared": shared,
+            "k_type": k_type,
+            "v_type": v_type,
+            "flash": flash,
+            "swa_full": swa_full,
+            "rope_freq_base": rope_freq_base,
+            "rope_freq_scale": rope_freq_scale,
+        }
+    )
+    options = BackendOptions(
+        model=model,
+        n_ctx=n_ctx,
+        loading=loading,
+        settings=cast(BackendKeywords, settings),
+        store=None if store is None else Path(store),
+        isolated=isolated,
+    )
+    if options.loaded and loading:
+        raise InvalidInputError(
+            f"this model is loaded already: give {', '.join(loading)} to perdure.Model, or name the file here"
+        )
+    if options.loaded and isolated:
+        raise InvalidInputError("a loaded model cannot move to another process; give its file or its name")
+    return open_runtime(options, template=template)
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that were chosen."""
+    return {name: value for name, value in values.items() if value is not None}

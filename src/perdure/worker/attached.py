@@ -1,0 +1,357 @@
+"""A backend on the engine of another process that has the store."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perdure import system
+from perdure.backend import Backend
+from perdure.errors import ClosedError, EngineError, PerdureError, StoreLockedError
+from perdure.store.holder import Holder, StoreLock, read_holder
+from perdure.worker.connection import Connection
+from perdure.worker.listener import GREETING, Listener
+from perdure.worker.process import Death
+from perdure.worker.protocol import Answer, Leaving, StepOutput, Welcome
+from perdure.worker.remote import BackendClient
+from perdure.worker.restart_policy import Health, State
+
+log = logging.getLogger("perdure.store")
+
+_NAP = 0.05
+_TICK = 1.0
+_UNKNOWN = 2.0
+"""Seconds for a process that has just locked a store to say who it is."""
+_START = 300.0
+"""Seconds for it to have its model loaded."""
+_QUEUE = 256
+"""Requests that may wait while there is no engine."""
+_PATIENCE = 10.0
+"""Seconds for it to answer once it is connected, and for what it leaves behind to be gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection to the process that has a store, and what that one has said first."""
+
+    connection: Connection
+    welcome: Welcome
+    holder: Holder
+
+
+Check = Callable[[Link], None]
+"""Raises `StoreLockedError` where the engine at the other end is not the one that is wanted."""
+
+
+def hold_or_attach(
+    folder: Path, check: Check, build: Callable[[int], Backend], settings: Mapping[str, Any]
+) -> StoreLock | AttachedBackend:
+    """The right to run the engine of a store, or where another process has it, a backend on that one's.
+
+    `build` makes a backend of this process, for requests of at least so many tokens, when its turn comes;
+    `settings` are those that others are told then.
+    """
+    link = _find(folder)
+    if isinstance(link, StoreLock):
+        return link
+    try:
+        check(link)
+    except BaseException:
+        link.connection.close()
+        raise
+    return AttachedBackend(folder, link, check, build, settings)
+
+
+class AttachedBackend(BackendClient):
+    """The engine of another process. When that one leaves or dies, the next one has the store: this process,
+    with an engine of its own, or another one that waited too.
+
+    Requests of which nothing had come are asked again there; others end with an error that says so.
+    """
+
+    no_processors = "stop the process that has the store, or use another store"
+
+    def __init__(
+        self,
+        folder: Path,
+        link: Link,
+        check: Check,
+        build: Callable[[int], Backend],
+        settings: Mapping[str, Any],
+    ) -> None:
+        super().__init__(_QUEUE)
+        self._folder = folder
+        self._settings = settings
+        self._check = check
+        self._build = build
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._wanted = False
+        self._state: State = "ready"
+        self._moves = 0
+        self._last_death: str | None = None
+        self._since = time.monotonic()
+        self._held: tuple[StoreLock, Backend, Listener] | None = None
+        self._link = link
+        self._meet(link.welcome.ready)
+        self._pending.connect(link.connection, self.slots)
+        self._thread = threading.Thread(target=self._run, name="perdure-attached", daemon=True)
+        self._thread.start()
+
+    @property
+    def holder(self) -> Holder | None:
+        """The process whose engine this is; None where it is this one's own by now."""
+        return None if self._held is not None else self._link.holder
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests waiting, and being served, of all processes that use the engine."""
+        answer = self._pending.ask("backend", "load", (), {})
+        try:
+            waiting, served = answer.result(_TICK)
+            return waiting, served
+        except (TimeoutError, PerdureError):
+            answer.cancel()
+            return self._pending.load
+
+    def health(self) -> Health:
+        with self._changed:
+            return Health(
+                state=self._state,
+                restarts=self._moves,
+                last_death=self._last_death,
+                pid=self._link.holder.pid,
+                rss=None,
+                uptime=time.monotonic() - self._since if self._state == "ready" else None,
+            )
+
+    def close(self) -> None:
+        """End what is running as cancelled. An engine of this process is left to nobody."""
+        self._pending.shut()
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+            self._link.connection.cut()
+        self._thread.join()
+        if self._held is not None:
+            lock, backend, listener = self._held
+            listener.close()
+            backend.close()
+            lock.release()
+
+    def _nudge(self) -> None:
+        if self._state == "failed":
+            with self._changed:
+                self._wanted = True
+                self._changed.notify_all()
+
+    # The thread.
+
+    def _run(self) -> None:
+        error: Exception | None = None
+        try:
+            while not self._closing.is_set():
+                self._serve(self._link)
+                if self._closing.is_set():
+                    return
+                self._leave(self._link.holder)
+                if not self._move():
+                    return
+        except Exception as defect:
+            # Nobody may be left waiting for a thread that is gone.
+            error = EngineError(f"the thread that talks to the engine's process ended: {defect!r}")
+            raise
+        finally:
+            self._link.connection.close()
+            self._pending.shut()
+            self._pending.end_all(error)
+            self._set("closed")
+
+    def _serve(self, link: Link) -> None:
+        """Hand on what the other process says until it is gone."""
+        due = time.monotonic() + _TICK
+        while True:
+            try:
+                message = link.connection.receive(max(0.0, due - time.monotonic()))
+            except TimeoutError:
+                message = None
+            except EOFError:
+                return
+            match message:
+                case StepOutput():
+                    self._pending.deliver(message)
+                case Answer():
+                    self._pending.answered(message)
+                case Leaving():
+                    self._pending.pause()
+            if time.monotonic() >= due:
+                self._pending.end_overdue()
+                due = time.monotonic() + _TICK
+
+    def _leave(self, holder: Holder) -> None:
+        self._link.connection.close()
+        self._last_death = f"{holder}, which had the store, has ended"
+        log.warning("%s; the next one takes its place", self._last_death)
+        self._set("restarting")
+        self._pending.disconnect(Death(reason=self._last_death, signal=None, code=None, said=""))
+
+    def _move(self) -> bool:
+        """Have an engine again: of this process or of another one. False where this is closed first."""
+        while not self._closing.is_set():
+            try:
+                link = self._next()
+            except Exception as error:
+                if self._closing.is_set():
+                    return False
+                log.error("the engine is gone, and there is no other: %s", error)
+                self._last_death = str(error)
+                self._give_up(error)
+                continue
+            with self._changed:
+                self._link = link
+                self._moves += 1
+                self._since = time.monotonic()
+                self.n_ctx, self.slots = link.welcome.ready.n_ctx, link.welcome.ready.slots
+                if self._closing.is_set():
+                    link.connection.close()
+                    return False
+            self._set("ready")
+            self._pending.connect(link.connection, self.slots)
+            return True
+        return False
+
+    def _next(self) -> Link:
+        found = _find(self._folder, closing=self._closing)
+        if isinstance(found, Link):
+            try:
+                self._check(found)
+                self._check_digest(found.welcome.ready.digest, found.holder)
+            except BaseException:
+                found.connection.close()
+                raise
+            return found
+        log.warning("this process runs the engine of %s from now on", self._folder)
+        with ExitStack() as undo:
+            undo.callback(found.release)
+            backend = _built(lambda: self._build(self.n_ctx))
+            undo.callback(backend.close)
+            self._check_digest(backend.model.digest, found.holder)
+            listener = Listener(found.holder, backend, self._settings)
+            undo.callback(listener.close)
+            link = _greeted(listener.connect(), found.holder)
+            if link is None:
+                raise EngineError("the engine of this process does not answer")
+            self._held = (found, backend, listener)
+            undo.pop_all()
+        return link
+
+    def _check_digest(self, digest: str, holder: Holder) -> None:
+        if digest != self.model.digest:
+            raise StoreLockedError(
+                f"the store {self._folder} is in use by {holder} with another model now: open the runtime "
+                "again once it is free"
+            )
+
+    def _give_up(self, error: Exception) -> None:
+        """Tell everyone who waits, and rest until somebody asks again."""
+        with self._changed:
+            self._wanted = False
+            self._state = "failed"
+        self._pending.end_all(error)
+        with self._changed:
+            while not self._wanted and not self._closing.is_set():
+                self._changed.wait()
+            self._state = "restarting"
+
+    def _set(self, state: State) -> None:
+        with self._changed:
+            self._state = state
+            self._changed.notify_all()
+
+
+def _find(folder: Path, closing: threading.Event | None = None) -> StoreLock | Link:
+    """The lock of a store, or a connection to who has it. One that is still starting is waited for."""
+    began = time.monotonic()
+    while True:
+        try:
+            return StoreLock(folder)
+        except StoreLockedError as error:
+            locked = error
+        holder = read_holder(folder)
+        if holder is not None and holder.socket and (link := _connected(holder, locked)) is not None:
+            return link
+        waited = time.monotonic() - began
+        if waited > (_START if holder is not None and holder.socket else _UNKNOWN):
+            raise locked
+        if closing is not None and closing.is_set():
+            raise ClosedError("this runtime is closed")
+        time.sleep(_NAP)
+
+
+def _connected(holder: Holder, locked: StoreLockedError) -> Link | None:
+    """A connection to a process that has a store; None where it does not listen, or not yet."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        end.connect(holder.socket)
+    except OSError:
+        end.close()
+        return None
+    # What is said is code to Python: only a process that may do anything here anyway is listened to.
+    if not system.is_own_peer(end):
+        end.close()
+        raise StoreLockedError(f"{locked}. It is of another user, so its engine cannot be shared")
+    return _greeted(Connection(end), holder, locked)
+
+
+def _greeted(connection: Connection, holder: Holder, locked: StoreLockedError | None = None) -> Link | None:
+    try:
+        greeting = connection.receive(_PATIENCE)
+        if greeting != GREETING:
+            connection.close()
+            raise StoreLockedError(
+                f"{locked}. It runs perdure {greeting[1]} and this is {GREETING[1]}, so its engine cannot be "
+                "shared"
+            )
+        welcome = connection.receive(_START)
+    except (EOFError, TimeoutError):
+        connection.close()
+        return None
+    assert isinstance(welcome, Welcome)
+    return Link(connection=connection, welcome=welcome, holder=holder)
+
+
+def _built(build: Callable[[], Backend]) -> Backend:
+    """A backend of this process. What is left of the one before may take a moment to be gone."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return build()
+        except StoreLockedError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(_NAP)
+
+
+def check_settings(link: Link, folder: Path, wanted: Mapping[str, Any], n_ctx: int | None) -> None:
+    """Refuse an engine that was opened otherwise than somebody asks for here."""
+    ready, settings = link.welcome.ready, link.welcome.settings
+    has = f"the store {folder} is in use by {link.holder}"
+    if n_ctx is not None and n_ctx > ready.n_ctx:
+        raise StoreLockedError(
+            f"{has} with a context of {ready.n_ctx} tokens, and this asks for {n_ctx}: leave that out, "
+            "close that one, or choose another store"
+        )
+    for name, value in wanted.items():
+        if settings.get(name) != value:
+            there = f"{name}={settings[name]!r}" if name in settings else f"the default {name}"
+            raise StoreLockedError(
+                f"{has} with {there}, and this asks for {name}={value!r}: leave that out, close that one, or "
+                "choose another store"
+            )
