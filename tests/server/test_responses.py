@@ -322,3 +322,58 @@ def rt(gate: Turnstile) -> Iterator[Any]:
 def test_stored_responses_are_not_listed_as_sessions(client: httpx.Client) -> None:
     client.post(PATH, json={"input": "Hi", "max_output_tokens": 2}).raise_for_status()
     assert client.get("/v1/sessions").json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "item"),
+    [(PATH, "resp_" + "a" * 32, "input_items"), ("/v1/conversations", "conv_" + "b" * 32, "items")],
+)
+def test_a_session_that_only_has_such_a_name_is_none(path: str, name: str, item: str, tmp_path: Path) -> None:
+    """I5: sessions are named by their owners, who may call one like that."""
+    with server_on(tmp_path) as server, server.client() as client:
+        assert client.post("/v1/sessions", json={"name": name}).status_code == 201
+        for url in (f"{path}/{name}", f"{path}/{name}/{item}"):
+            assert client.get(url).status_code == 404, url
+        assert client.delete(f"{path}/{name}").status_code == 404
+        named = {"previous_response_id": name} if path == PATH else {"conversation": name}
+        assert client.post(PATH, json={"input": "Hi", **named}).status_code == 404
+        refers = [{"type": "item_reference", "id": f"msg_{name[5:]}"}]
+        assert client.post(PATH, json={"input": refers}).status_code == 404
+        assert client.get(f"/v1/sessions/{name}").status_code == 200
+
+
+def test_items_that_name_items_that_name_items_are_bounded(tmp_path: Path) -> None:
+    """I2: a few requests could have one ask for any number of look-ups."""
+    said = {"role": "user", "content": "x"}
+    with server_on(tmp_path) as server, server.client() as client:
+
+        def respond(named: list[str]) -> httpx.Response:
+            items = [{"type": "item_reference", "id": each} for each in named]
+            return client.post(PATH, json={"input": [*items, said], "max_output_tokens": 1})
+
+        def own_item(answer: httpx.Response) -> str:
+            assert answer.status_code == 200, answer.text
+            listed = client.get(f"{PATH}/{answer.json()['id']}/input_items").json()["data"]
+            key = answer.json()["id"].removeprefix("resp_")
+            return next(item["id"] for item in listed if key in item["id"])
+
+        item = own_item(respond([]))
+        item = own_item(respond([item] * 40))
+        refused = respond([item] * 40)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+        # In a row, too.
+        answer = respond([])
+        for _ in range(20):
+            if (answer := respond([own_item(answer)])).status_code != 200:
+                break
+        assert answer.status_code == 400
+
+
+def test_tools_in_namespaces_are_counted_too(tmp_path: Path) -> None:
+    """I2."""
+    many = [{"type": "function", "name": f"f{number}"} for number in range(1025)]
+    with server_on(tmp_path) as server, server.client() as client:
+        for store in (True, False):
+            tools = [{"type": "namespace", "name": "n", "tools": many}]
+            answer = client.post(PATH, json={"input": "Hi", "tools": tools, "store": store})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")

@@ -208,7 +208,8 @@ class Sessions:
                 namespace,
                 export.name if name is None else name,
                 turns,
-                kind=export.kind,
+                # A session that came in is listed, whatever it says to be.
+                kind=export.kind if export.kind != RESPONSE else "session",
                 settings=export.settings,
                 origin={"how": "import", "session": export.name, "turn": len(turns) - 1},
             )

@@ -15,6 +15,8 @@ from perdure.server.protocols.responses.items import Found, OutputForm, Unsealed
 from perdure.server.schemas.base import Items, RequestSchema
 
 _ITEMS = 1 << 14
+_TOOLS = 1024
+"""Of one request, those in namespaces included."""
 _ECHOED: tuple[tuple[str, Any], ...] = (
     ("model", ""),
     ("instructions", None),
@@ -132,14 +134,16 @@ class ToolSet:
 
 def tool_set(given: Sequence[Mapping[str, Any]]) -> ToolSet:
     """Functions and custom tools, in namespaces or not. Tools that OpenAI's servers run are left out."""
-    functions: list[dict[str, Any]] = []
+    functions: dict[str, dict[str, Any]] = {}
     custom: set[str] = set()
     namespaces: dict[str, str] = {}
 
     def add(tool: Mapping[str, Any], namespace: str | None) -> None:
         name, description = tool.get("name"), tool.get("description")
-        if not isinstance(name, str) or not name or any(each["name"] == name for each in functions):
+        if not isinstance(name, str) or not name or name in functions:
             return
+        if len(functions) == _TOOLS:
+            raise ApiError(400, f"tools: at most {_TOOLS} are allowed", param="tools", code="invalid_value")
         if tool.get("type") == "custom":
             custom.add(name)
             description = _custom_description(tool)
@@ -153,7 +157,7 @@ def tool_set(given: Sequence[Mapping[str, Any]]) -> ToolSet:
         else:
             parameters = tool.get("parameters")
         shown = description if isinstance(description, str) else ""
-        functions.append({"name": name, "description": shown, "parameters": parameters})
+        functions[name] = {"name": name, "description": shown, "parameters": parameters}
         if namespace is not None:
             namespaces[name] = namespace
 
@@ -164,7 +168,7 @@ def tool_set(given: Sequence[Mapping[str, Any]]) -> ToolSet:
             for inner in tool["tools"]:
                 if isinstance(inner, Mapping) and inner.get("type", "function") in ("function", "custom"):
                     add(inner, str(tool.get("name", "")))
-    return ToolSet(functions, frozenset(custom), namespaces)
+    return ToolSet(list(functions.values()), frozenset(custom), namespaces)
 
 
 def _custom_description(tool: Mapping[str, Any]) -> str:

@@ -31,6 +31,10 @@ from perdure.sessions.session import Session, TurnExtra
 from perdure.sessions.turn import Turn
 
 CONVERSATION = "conversation"
+_RESPONSE = "response"
+_REFERENCES, _REMOVES = 1024, 16
+"""Items that one request may name by their ids, those that they name in turn included, and over how many
+responses that may go: each is looked up."""
 _SEEDS = 2**32 - 1
 
 
@@ -45,6 +49,7 @@ class Responses:
         self._app_state = app_state
         self._namespace = namespace
         self._sessions = app_state.runtime.sessions
+        self._references = self._removes = 0
 
     # Beginning.
 
@@ -55,7 +60,7 @@ class Responses:
         self._read(asked)
         response_id = ids.new_response()
         about = {
-            "how": "response",
+            "how": _RESPONSE,
             "session": before.name if before is not None else None,
             "turn": before.turns if before is not None else 0,
             "request": asked.model_dump(mode="json", exclude_none=True, by_alias=True),
@@ -110,18 +115,22 @@ class Responses:
     def conversation(self, conversation_id: str) -> Session:
         if not ids.is_conversation(conversation_id):
             raise _missing("conversation", conversation_id)
-        try:
-            return self._sessions.get(conversation_id, self._namespace)
-        except SessionNotFoundError:
-            raise _missing("conversation", conversation_id) from None
+        return self._made_here(conversation_id, CONVERSATION, "conversation")
 
     def _find(self, response_id: str, what: str) -> Session:
         if not ids.is_response(response_id):
             raise _missing(what, response_id)
+        return self._made_here(response_id, _RESPONSE, what)
+
+    def _made_here(self, name: str, how: str, what: str) -> Session:
+        """A session that these routes made. Another one may have been given such a name by its owner."""
         try:
-            return self._sessions.get(response_id, self._namespace)
+            session = self._sessions.get(name, self._namespace)
         except SessionNotFoundError:
-            raise _missing(what, response_id) from None
+            raise _missing(what, name) from None
+        if session.origin.get("how") != how:
+            raise _missing(what, name)
+        return session
 
     def _before(self, asked: PromptRequest) -> Session | None:
         """The session that a request goes on from."""
@@ -163,20 +172,36 @@ class Responses:
     def found_items(self, item_id: str) -> list[Item]:
         """What an item's id stands for."""
         owner = ids.owner_of(item_id)
-        if owner is not None:
-            try:
-                response = self.get(owner)
-            except ApiError:
-                response = None
-            if response is not None:
-                for item in [*response.output_items(), *response.input_items()]:
-                    if item["id"] == item_id:
-                        return [item]
+        self._references += 1
+        self._removes += 1
+        try:
+            if self._references > _REFERENCES or self._removes > _REMOVES:
+                raise ApiError(
+                    400,
+                    f"input: more than {_REFERENCES} items are named by their ids, or over more than "
+                    f"{_REMOVES} responses; send the items themselves",
+                    param="input",
+                    code="invalid_value",
+                )
+            if (response := self._response(owner)) is not None:
+                # What it was asked may name others' items in turn: only where it must be looked at.
+                for items in (response.output_items, response.input_items):
+                    for item in items():
+                        if item["id"] == item_id:
+                            return [item]
+        finally:
+            self._removes -= 1
         raise ApiError(
             404, f"there is no item {item_id!r}", kind="not_found_error", param="input", code="item_not_found"
         )
 
     # Inside.
+
+    def _response(self, response_id: str | None) -> StoredResponse | None:
+        try:
+            return self.get(response_id) if response_id is not None else None
+        except ApiError:
+            return None
 
     def _read(self, asked: PromptRequest) -> tuple[list[Message], list[Message]]:
         """The instructions and the input of a request, as messages."""
