@@ -343,6 +343,9 @@ def test_as_many_files_at_once_as_are_allowed() -> None:
         ("/v1/sessions/long/turns", {"message": LONG}),
         ("/v1/sessions/long/turns", {"message": LONG, "perdure": {"overflow": "fold"}}),
         ("/v1/sessions/long/edit", {"turn": 1, "message": LONG, "perdure": {"overflow": "drop_oldest"}}),
+        ("/v1/responses", {"input": LONG}),
+        ("/v1/responses", {"input": LONG, "store": False, "truncation": "auto"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 4}),
         ("/v1/embeddings", {"input": ["x", LONG]}),
         ("/v1/cache/warm", {"prompt": LONG}),
     ],
@@ -366,4 +369,5 @@ def test_what_surely_does_not_fit_is_not_tokenised_c4(
     with server.client() as client:
         response = client.post(path, json=body)
     assert response.status_code in (400, 413)
-    assert "at least" in response.json()["error"]["message"]
+    # Clients of Messages look for words of Anthropic's.
+    assert ("too long" if path == "/v1/messages" else "at least") in response.json()["error"]["message"]

@@ -355,7 +355,7 @@ def test_items_that_name_items_that_name_items_are_bounded(tmp_path: Path) -> No
             assert answer.status_code == 200, answer.text
             listed = client.get(f"{PATH}/{answer.json()['id']}/input_items").json()["data"]
             key = answer.json()["id"].removeprefix("resp_")
-            return next(item["id"] for item in listed if key in item["id"])
+            return next(str(item["id"]) for item in listed if key in item["id"])
 
         item = own_item(respond([]))
         item = own_item(respond([item] * 40))
