@@ -39,7 +39,8 @@ from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.storage.verify import verify
 from perdure.sessions.turn import Turn
 from perdure.store import block_file
-from perdure.store import disk as disk_module
+from perdure.store import block_folder as folder_module
+from perdure.store.block_folder import BlockFolder
 from perdure.store.disk import DiskTier
 from perdure.store.index import APPLICATION, MIGRATIONS
 from perdure.store.records import Records
@@ -574,16 +575,16 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
 
 
 def write_in_place() -> None:
-    disk_module.write_file = lambda path, parts: path.write_bytes(b"".join(parts))  # type: ignore[attr-defined,assignment]
+    folder_module.write_file = lambda path, parts: path.write_bytes(b"".join(parts))  # type: ignore[attr-defined,assignment]
 
 
 def enter_first() -> None:
-    put, write = DiskTier.store, DiskTier._write
+    put, write = DiskTier.store, BlockFolder.write
 
     def wrong(self: DiskTier, blocks: Sequence[Block]) -> int:
-        with patch.object(DiskTier, "_write"):
+        with patch.object(BlockFolder, "write"):
             count = put(self, blocks)
-        write(self, blocks)
+        write(self.files, blocks)
         return count
 
     DiskTier.store = wrong  # type: ignore[method-assign]
@@ -594,7 +595,7 @@ def unlink_first() -> None:
 
     def wrong(self: DiskTier, blocks: Iterable[BlockId], **options: Any) -> None:
         doomed = list(blocks)
-        self._delete(self._path(name) for name in doomed)
+        self.files.delete(self.files.path(name) for name in doomed)
         drop(self, doomed, **options)
 
     DiskTier.drop = wrong  # type: ignore[method-assign]

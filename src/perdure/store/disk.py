@@ -2,75 +2,30 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from filelock import FileLock, Timeout
-from numpy.typing import NDArray
 
-from perdure.cache.block import Block, BlockId, block_id
+from perdure.cache.block import Block, BlockId
 from perdure.errors import (
-    CorruptStateError,
     StoreDamagedError,
     StoreError,
     StoreLockedError,
     StoreReadOnlyError,
 )
 from perdure.store import block_file
+from perdure.store.block_folder import NAME, BlockFolder
 from perdure.store.durable import TEMPORARY, explained, make_folder, sync_folder, write_file
+from perdure.store.entry import SELECT, Entry, entries_of, row_of
+from perdure.store.findings import Findings
 from perdure.store.holder import described
 from perdure.store.index import Index
-
-_NAME = re.compile("[0-9a-f]{64}")
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What the index says of a block; its state is still on the disk."""
-
-    id: BlockId
-    parent: BlockId
-    start: int
-    tokens: NDArray[np.int32]
-    has_tail_state: bool
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """What a walk over everything found, and did about it."""
-
-    blocks: int
-    nbytes: int
-    missing: int
-    """Entries without a whole file, dropped."""
-    adopted: int
-    """Whole files without an entry, entered."""
-    mended: int
-    """Entries that said something else than their files, put right."""
-    quarantined: int
-    """Damaged files, moved aside."""
-    leftovers: int
-    """Temporary files of writers that are gone, deleted."""
-    rebuilt: bool
-    """Whether the index could not be used, and was made anew from the files."""
-
-    @property
-    def sound(self) -> bool:
-        return not (self.missing or self.quarantined or self.mended or self.rebuilt)
 
 
 class DiskTier:
@@ -88,12 +43,10 @@ class DiskTier:
         self.folder = folder
         self.budget = budget
         self.readonly = readonly
-        self._blocks = folder / "blocks"
-        self._aside = folder / "quarantine"
+        self.files = BlockFolder(folder)
         self._lock: FileLock | None = None
         self._changing = threading.RLock()
         self._touched: dict[BlockId, int] = {}
-        self._durable_folders: set[Path] = set()
         self.rebuilt = False
         with ExitStack() as undo:
             undo.callback(self._let_go)
@@ -101,7 +54,7 @@ class DiskTier:
                 self._make_folders()
                 self._take_lock()
             interrupted = self._log.exists()
-            if not readonly and not self._has_index() and next(self._files(), None) is not None:
+            if not readonly and not self._has_index() and next(self.files.files(), None) is not None:
                 self._mark_unlisted()
             try:
                 self._open_index()
@@ -121,15 +74,15 @@ class DiskTier:
     # Reading.
 
     def lookup(self, block: BlockId) -> Entry | None:
-        return next(_entries(self.index.rows(f"{_SELECT} WHERE id = ?", block)), None)
+        return next(entries_of(self.index.rows(f"{SELECT} WHERE id = ?", block)), None)
 
     def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Entry]:
         """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
         within, order, limit = ("<=", "tokens DESC", 1) if back else (">=", "tokens", 1)
         while True:
-            query = f"{_SELECT} WHERE parent = ? AND tokens {within} ? ORDER BY {order} LIMIT {limit}"
+            query = f"{SELECT} WHERE parent = ? AND tokens {within} ? ORDER BY {order} LIMIT {limit}"
             rows = self.index.rows(query, parent, start)
-            yield from _entries(rows)
+            yield from entries_of(rows)
             if len(rows) < limit:
                 return
             # Who wants more than the first wants perhaps all.
@@ -138,7 +91,7 @@ class DiskTier:
     def load(self, block: BlockId) -> Block | None:
         """A block from its file, all of it verified; None where it is missing or damaged."""
         try:
-            found = self._read(self._path(block))
+            found = self.files.read(self.files.path(block))
         except StoreError:
             return None
         if found is not None:
@@ -160,7 +113,7 @@ class DiskTier:
                 return 0
             new = {block.id for block in fitting if self.lookup(block.id) is None}
             try:
-                self._write(fitting)
+                self.files.write(fitting)
                 with self._writing():
                     self._flush_touches()
                     for block in fitting:
@@ -169,7 +122,7 @@ class DiskTier:
                 # What has no entry would fill the disk uncounted.
                 for name in new:
                     with suppress(OSError):
-                        self._path(name).unlink(missing_ok=True)
+                        self.files.path(name).unlink(missing_ok=True)
                 raise
             return len(fitting)
 
@@ -188,7 +141,11 @@ class DiskTier:
                     gone.append(block)
                 if then is not None:
                     then()
-            self._delete(itertools.chain.from_iterable((self._path(b), self._aside / b.hex()) for b in gone))
+            self.files.delete(
+                itertools.chain.from_iterable(
+                    (self.files.path(b), self.files.quarantined / b.hex()) for b in gone
+                )
+            )
 
     def clear(self) -> None:
         """Forget every block, and whatever else lies about."""
@@ -196,7 +153,7 @@ class DiskTier:
             with self._writing():
                 self.index.run("DELETE FROM block")
                 self._count = self.nbytes = 0
-            self._delete([*self._files(), *self._aside.glob("*")])
+            self.files.delete([*self.files.files(), *self.files.quarantined.glob("*")])
 
     def forget(self, blocks: Iterable[BlockId]) -> None:
         """Let go of blocks that are damaged or gone, and of those behind them that are so too.
@@ -208,7 +165,7 @@ class DiskTier:
             suspects, gone = list(blocks), []
             for name in suspects:
                 suspects += [entry.id for entry in self.children(name)]
-                if self._read(self._path(name)) is None:
+                if self.files.read(self.files.path(name)) is None:
                     gone.append(name)
             if not gone:
                 return
@@ -216,7 +173,7 @@ class DiskTier:
                 for name in gone:
                     self._unlist(name)
             for name in gone:
-                self._quarantine(self._path(name))
+                self.files.quarantine(self.files.path(name))
 
     # Upkeep.
 
@@ -232,7 +189,7 @@ class DiskTier:
                 self._set_index_aside()
                 self._open_index()
                 findings = self._walk(progress)
-                self._delete([self._unlisted])
+                self.files.delete([self._unlisted])
                 return findings
 
     def close(self) -> None:
@@ -269,7 +226,7 @@ class DiskTier:
 
     def _make_folders(self) -> None:
         make_folder(self.folder)
-        make_folder(self._blocks, ours=True)
+        make_folder(self.files.folder, ours=True)
         sync_folder(self.folder)
 
     def _take_lock(self) -> None:
@@ -301,12 +258,12 @@ class DiskTier:
         """Put right what a crash, or the loss of the index, has left behind."""
         if self._unlisted.exists():
             self._walk(None)
-            self._delete([self._unlisted])
+            self.files.delete([self._unlisted])
             self.rebuilt = True
         elif interrupted:
             known = {row[0] for row in self.index.rows("SELECT id FROM block")}
-            for path in self._files():
-                ours = _NAME.fullmatch(path.name) and bytes.fromhex(path.name) not in known
+            for path in self.files.files():
+                ours = NAME.fullmatch(path.name) and bytes.fromhex(path.name) not in known
                 if ours or path.name.endswith(TEMPORARY):
                     with suppress(OSError):
                         path.unlink(missing_ok=True)
@@ -314,10 +271,10 @@ class DiskTier:
     def _set_index_aside(self) -> None:
         self._mark_unlisted()
         with explained(self._index):
-            make_folder(self._aside, ours=True)
+            make_folder(self.files.quarantined, ours=True)
             for path in (self._index, self._log, self.folder / "index.sqlite-shm"):
                 if path.exists():
-                    os.replace(path, self._aside / path.name)
+                    os.replace(path, self.files.quarantined / path.name)
         self.rebuilt = True
 
     # Inside.
@@ -347,52 +304,6 @@ class DiskTier:
         except BaseException:
             self._count, self.nbytes = before
             raise
-
-    def _path(self, block: BlockId) -> Path:
-        name = block.hex()
-        return self._blocks / name[:2] / name
-
-    def _files(self) -> Iterator[Path]:
-        """Whatever lies where block files are. One that may not be seen is not taken for gone."""
-        with explained(self._blocks):
-            for folder in self._blocks.iterdir():
-                if folder.is_dir():
-                    yield from folder.iterdir()
-
-    def _read(self, path: Path) -> Block | None:
-        """The block of a file; None where it is gone or damaged. One that may not be read is neither."""
-        with explained(path):
-            try:
-                return block_file.unpack(path.read_bytes(), BlockId(bytes.fromhex(path.name)))
-            except (FileNotFoundError, IsADirectoryError, CorruptStateError):
-                return None
-            except OSError as error:
-                if error.errno != errno.EIO:
-                    raise
-                return None
-
-    def _write(self, blocks: Sequence[Block]) -> None:
-        """Put the files and their names onto the disk."""
-        folders = {self._path(block.id).parent for block in blocks}
-        for folder in folders:
-            make_folder(folder)
-        for block in blocks:
-            write_file(self._path(block.id), block_file.pack(block))
-        for folder in folders:
-            sync_folder(folder)
-        if not folders <= self._durable_folders:
-            sync_folder(self._blocks)
-            self._durable_folders |= folders
-
-    def _delete(self, paths: Iterable[Path]) -> None:
-        """Delete files for good: what was cleared must not come back, not even after a power cut."""
-        folders = set()
-        for path in paths:
-            with explained(path), suppress(FileNotFoundError):
-                path.unlink()
-                folders.add(path.parent)
-        for folder in folders:
-            sync_folder(folder)
 
     def _enter(self, block: Block | Entry, size: int, used: int) -> None:
         before = self.index.rows("SELECT nbytes FROM block WHERE id = ?", block.id)
@@ -467,8 +378,8 @@ class DiskTier:
                     break
                 count += 1
         for name in victims:
-            with explained(self._path(name)):
-                self._path(name).unlink(missing_ok=True)
+            with explained(self.files.path(name)):
+                self.files.path(name).unlink(missing_ok=True)
         return list(blocks[:count])
 
     def _oldest_leaf(self, spared: set[BlockId]) -> BlockId | None:
@@ -481,25 +392,25 @@ class DiskTier:
             limit *= 2
 
     def _walk(self, progress: Callable[[int, int], None] | None) -> Findings:
-        known: dict[Any, tuple[Any, ...]] = {row[0]: row for row in self.index.rows(_SELECT)}
+        known: dict[Any, tuple[Any, ...]] = {row[0]: row for row in self.index.rows(SELECT)}
         there: dict[BlockId, Entry] = {}
         quarantined = leftovers = 0
-        files = sorted(self._files())
+        files = sorted(self.files.files())
         for number, path in enumerate(files, 1):
             if path.name.endswith(TEMPORARY):
                 with explained(path):
                     path.unlink(missing_ok=True)
                 leftovers += 1
-            elif (entry := self._inspect(path)) is not None:
+            elif (entry := self.files.inspect(path)) is not None:
                 there[entry.id] = entry
             else:
-                self._quarantine(path)
+                self.files.quarantine(path)
                 quarantined += 1
             if progress is not None:
                 progress(number, len(files))
         missing = [name for name in known if name not in there]
         new = [entry for name, entry in there.items() if name not in known]
-        wrong = [entry for name, entry in there.items() if name in known and known[name] != _row(entry)]
+        wrong = [entry for name, entry in there.items() if name in known and known[name] != row_of(entry)]
         with self._writing():
             for name in missing:
                 self.index.run("DELETE FROM block WHERE id = ?", name)
@@ -519,46 +430,10 @@ class DiskTier:
             rebuilt=rebuilt,
         )
 
-    def _inspect(self, path: Path) -> Entry | None:
-        """What the file of a block says of it, if it is whole. Its state is not kept: a store may be larger
-        than memory."""
-        if not _NAME.fullmatch(path.name) or path.parent.name != path.name[:2]:
-            return None
-        block = self._read(path)
-        if block is None:
-            return None
-        size = block_file.size(block)
-        return Entry(block.id, block.parent, block.start, block.tokens, block.has_tail_state, size)
-
-    def _quarantine(self, path: Path) -> None:
-        with explained(path), suppress(FileNotFoundError):
-            make_folder(self._aside, ours=True)
-            os.replace(path, self._aside / path.name)
-
-
-_SELECT = "SELECT id, parent, start, tokens, has_rest, nbytes FROM block"
-
 
 def _number(value: Any) -> int:
     """A number of the index. SQLite has no checksums: what is none counts for nothing until it is mended."""
     return value if isinstance(value, int) else 0
-
-
-def _row(entry: Entry) -> tuple[Any, ...]:
-    tokens = entry.tokens.astype("<i4").tobytes()
-    return entry.id, entry.parent, entry.start, tokens, int(entry.has_tail_state), entry.nbytes
-
-
-def _entries(rows: Iterable[tuple[Any, ...]]) -> Iterator[Entry]:
-    """The entries in `rows`. SQLite has no checksums: a row that does not prove itself is not believed."""
-    for name, parent, start, tokens, has_rest, nbytes in rows:
-        words = all(isinstance(value, bytes) for value in (name, parent, tokens))
-        numbers = all(isinstance(value, int) for value in (start, has_rest, nbytes))
-        if not words or not numbers or len(tokens) % 4:
-            continue
-        ids = np.frombuffer(tokens, "<i4").astype(np.int32)
-        if block_id(BlockId(parent), ids) == name:
-            yield Entry(BlockId(name), BlockId(parent), start, ids, bool(has_rest), nbytes)
 
 
 __all__ = ["DiskTier", "Entry", "Findings"]
