@@ -136,7 +136,7 @@ def fill(run: Run) -> Iterator[Figure]:
 
     from perdure import Model
     from perdure.engine.batch import Batch, Part
-    from perdure.engine.rows import outputs
+    from perdure.engine.context.rows import outputs
 
     context = Model(model_path()).context(n_ctx=STEP, threads=1)
     ours, peer = Batch(STEP), LlamaBatch(n_tokens=STEP, embd=0, n_seq_max=1, verbose=False)

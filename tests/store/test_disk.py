@@ -575,8 +575,8 @@ while not over:
     over = bool(select.select([sys.stdin], [], [], 0)[0])
     rounds += 1
     for (name,) in disk.index.rows("SELECT id FROM block"):
-        entry = disk.entry(name)
-        found = disk.get(name)
+        entry = disk.lookup(name)
+        found = disk.load(name)
         if entry is None or found is None:
             gone += 1
             continue
@@ -674,16 +674,16 @@ from perdure.errors import StoreError, StoreFullError
 from perdure.store.disk import DiskTier
 from store.chains import block, chain
 disk = DiskTier(Path(sys.argv[1]), budget=1 << 30)
-disk.put(chain(range(8)))
+disk.store(chain(range(8)))
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 try:
-    disk.put([*chain(range(4), "new"), block([9], row_bytes=60_000)])
+    disk.store([*chain(range(4), "new"), block([9], row_bytes=60_000)])
 except StoreFullError as error:
     print("full", error.needed > 60_000)
 added = 0
 try:
     for number in range(1000):
-        disk.put(chain([number], str(number)))
+        disk.store(chain([number], str(number)))
         added += 1
 except StoreError as error:
     print(added)
@@ -723,7 +723,7 @@ become_nobody()
 folder = Path(sys.argv[1]) / "store"
 blocks = chain(range(12))
 disk = DiskTier(folder, budget=1 << 30)
-disk.put(blocks)
+disk.store(blocks)
 
 def attempt(change):
     try:
@@ -741,17 +741,17 @@ def modes(folders, files):
         path.chmod(mode)
 
 modes(0o555, 0o444)
-attempt(lambda: disk.put(chain(range(50, 54))))
+attempt(lambda: disk.store(chain(range(50, 54))))
 attempt(lambda: disk.drop([blocks[2].id]))
-print(len(disk), all(same(disk.get(each.id), each) for each in blocks[:2]))
+print(len(disk), all(same(disk.load(each.id), each) for each in blocks[:2]))
 modes(0o755, 0o644)
-disk.put(blocks)
+disk.store(blocks)
 print(disk.verify().sound, len(disk))
 disk.close()
 modes(0o555, 0o444)
 attempt(lambda: DiskTier(folder, budget=1 << 30))
 disk = DiskTier(folder, budget=1 << 30, readonly=True)
-print(all(same(disk.get(each.id), each) for each in blocks))
+print(all(same(disk.load(each.id), each) for each in blocks))
 disk.close()
 modes(0o000, 0o000)
 attempt(lambda: DiskTier(folder, budget=1 << 30))
@@ -764,11 +764,11 @@ attempt(disk.verify)
 attempt(lambda: disk.forget(each.id for each in blocks))
 for path in (folder / "blocks").iterdir():
     path.chmod(0o755)
-print(disk.get(blocks[0].id))
+print(disk.load(blocks[0].id))
 attempt(disk.verify)
 attempt(lambda: disk.forget(each.id for each in blocks))
 modes(0o755, 0o644)
-print(disk.verify().sound, all(same(disk.get(each.id), each) for each in blocks))
+print(disk.verify().sound, all(same(disk.load(each.id), each) for each in blocks))
 disk.close()
 """
 

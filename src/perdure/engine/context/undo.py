@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure.engine.context.ledger import Ledger
+from perdure.engine.context.rows import StepRows
 from perdure.engine.contract import Core
-from perdure.engine.ledger import Ledger
-from perdure.engine.rows import StepRows
 from perdure.memory import MemorySpec
 
 

@@ -1,0 +1,303 @@
+"""Guarded core: one native context whose calls happen one at a time, and whole or not at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.checks import is_integer
+from perdure.engine.batch import Batch, Part
+from perdure.engine.context.ledger import Ledger
+from perdure.engine.context.rows import StepRows
+from perdure.engine.context.undo import Mark, Undo
+from perdure.engine.contract import (
+    Capabilities,
+    Core,
+    Outcome,
+    Tokens,
+)
+from perdure.engine.interrupt import stopped_by_ctrl_c
+from perdure.engine.token_ids import token_array
+from perdure.errors import (
+    ClosedError,
+    ContextOverflow,
+    DecodeCancelled,
+    DecodeError,
+    EngineError,
+    InvalidInputError,
+    SequenceError,
+    TokenError,
+)
+from perdure.identity import Identity
+from perdure.memory import MemorySpec
+
+_DIRECT = 8
+"""Steps up to this size are short enough to wait for; a longer one can be interrupted by Ctrl-C."""
+
+
+class Failure(Exception):
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.value)
+        self.outcome = outcome
+
+
+class GuardedCore:
+    """A core with its ledger, a lock, and the way back.
+
+    Always holds: the ledger says what is in the cache, whatever a call ended by; calls from several threads
+    queue; after `close` nothing reaches the engine.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        memory: MemorySpec,
+        capabilities: Capabilities,
+        identity: Callable[[str], Identity],
+        n_ctx: int,
+        n_seq: int,
+        n_batch: int,
+    ) -> None:
+        self.memory = memory
+        self.capabilities = capabilities
+        self.n_ctx = n_ctx
+        self.n_seq = n_seq
+        self.n_batch = n_batch
+        self._core = core
+        self._make_identity = identity
+        self._adapters = "none"
+        self._identity: Identity | None = None
+        self._row_bytes: tuple[int | None] | None = None
+        self._batch = Batch(n_batch)
+        self._ledger = Ledger(n_seq)
+        self._lock = threading.RLock()
+        self._rows = StepRows(core, self._lock)
+        self._undo = Undo(core, memory, self._ledger, self._rows)
+        self._stopping = False
+        self._stoppable = True
+        self._closing = False
+        self._busy = False
+        self._closed = False
+
+    # What it is.
+
+    @property
+    def identity(self) -> Identity:
+        """What this context's state depends on besides the tokens."""
+        if self._identity is None:
+            self._identity = self._make_identity(self._adapters)
+        return self._identity
+
+    @property
+    def n_vocab(self) -> int:
+        return self._core.n_vocab
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def cancel(self) -> None:
+        """Stop the decode in flight in another thread, if there is one: it raises `DecodeCancelled`.
+
+        A step of several sequences on a recurrent memory is not stopped once it has begun.
+        """
+        if self._busy:
+            self._stopping = True
+            self._halt()
+
+    def close(self) -> None:
+        """Stop what is in flight and give everything back. Closing twice is fine."""
+        self._closing = True
+        self._core.stop()
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                self._rows.retire()
+            except BufferError:
+                self._closing = False
+                self._core.rearm()
+                raise
+            self._closed = True
+            self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # The core goes with its last owner: this context, or an array borrowed from it.
+        if rows := getattr(self, "_rows", None):
+            rows.abandon()
+
+    # Inside: checks.
+
+    def _ready(self) -> None:
+        if self._closing:
+            raise ClosedError("this context is closed")
+        if self._undo.marks:
+            self._undo.carry_out()
+
+    @contextmanager
+    def _turn(self, *seqs: int) -> Iterator[None]:
+        with self._lock:
+            self._ready()
+            self._check_seqs(seqs)
+            yield
+
+    def _check_seqs(self, seqs: Iterable[int]) -> None:
+        for seq in seqs:
+            if not is_integer(seq) or not 0 <= seq < self.n_seq:
+                raise SequenceError(f"sequences run from 0 to {self.n_seq - 1}, got {seq!r}")
+
+    def _check_tokens(self, tokens: Tokens) -> NDArray[np.int32]:
+        # The usual case, at every token: NumPy would take ten times as long over one number (`bench.engine`).
+        if type(tokens) is list and len(tokens) == 1:
+            token = tokens[0]
+            if type(token) is int and 0 <= token < self.n_vocab:
+                return np.array(tokens, np.int32)
+        try:
+            if len(tokens) > self.n_ctx:
+                raise overflow(len(tokens), self.n_ctx, "too many tokens for any sequence")
+        except TypeError as error:
+            raise TokenError(f"a list of tokens is a flat list of token ids: {error}") from None
+        return token_array(tokens, self.n_vocab)
+
+    def _check_room(self, seq: int, count: int) -> int:
+        held = self._ledger.length(seq)
+        if held + count > self.n_ctx:
+            raise overflow(held + count, self.n_ctx, f"sequence {seq} holds {held} and got {count} more")
+        return held
+
+    def _held(self, seq: int) -> NDArray[np.int32]:
+        if not self._ledger.length(seq):
+            raise InvalidInputError(f"sequence {seq} is empty: there is nothing to keep")
+        return self._ledger.array(seq)
+
+    def _confirm(self, seq: int, length: int) -> None:
+        """Read back that `seq` holds `length` tokens; if not, empty it rather than guess."""
+        if self._core.newest(seq) != length - 1:
+            newest = self._core.newest(seq)
+            self._core.remove(seq, 0)
+            self._ledger.cut(seq, 0)
+            raise EngineError(
+                f"the engine holds positions up to {newest} of sequence {seq} where {length - 1} was "
+                "expected; the sequence was emptied"
+            )
+
+    # Inside: decoding.
+
+    def _chunks(self, outputs: NDArray[np.int8]) -> Iterator[tuple[int, int]]:
+        """Cut a decode into native steps, none with more tokens or rows than one can hold."""
+        count = len(outputs)
+        if count <= self.n_batch and count <= self.capabilities.max_outputs:
+            yield 0, count
+            return
+        rows = np.cumsum(outputs, dtype=np.int64)
+        at, done = 0, 0
+        while at < count:
+            fits = int(np.searchsorted(rows, done + self.capabilities.max_outputs, side="right"))
+            end = min(count, at + self.n_batch, fits)
+            yield at, end
+            at, done = end, int(rows[end - 1])
+
+    def _run(self, parts: Sequence[Part]) -> None:
+        self._batch.fill(parts)
+        ends = [part.start + len(part.tokens) - 1 for part in parts]
+        self._run_batch([part.seq for part in parts], ends, alone=len(parts) == 1)
+
+    def _run_batch(self, seqs: Sequence[int], ends: Sequence[int], *, alone: bool) -> None:
+        """Decode what the batch holds, and read back that each sequence ends where it should."""
+        # For a step of several sequences a recurrent memory moves states about, also those of others.
+        # Cut short, it loses them.
+        self._stoppable = self.memory.cuts or alone
+        if self._stopping or self._closing:
+            raise Failure(Outcome.ABORTED)
+        outcome = self._decode_batch()
+        if outcome is not Outcome.DONE:
+            if outcome in (Outcome.ABORTED, Outcome.FAILED) and not self._stoppable:
+                self._undo.doubt_all()
+            raise Failure(outcome)
+        if any(self._core.newest(seq) != end for seq, end in zip(seqs, ends, strict=True)):
+            raise Failure(Outcome.FAILED)
+
+    def _decode_batch(self) -> Outcome:
+        if self._batch.size <= _DIRECT:
+            return self._core.decode(self._batch)
+        with stopped_by_ctrl_c(self._halt):
+            return self._core.decode(self._batch)
+
+    @contextmanager
+    def _undoing(self, marks: Mapping[int, Mark]) -> Iterator[None]:
+        """Change the cache and the ledger; on any failure take every sequence to its mark, and say so.
+
+        Ctrl-C can strike anywhere, even here. What it leaves unfinished, the next call undoes.
+        """
+        self._begin(marks)
+        try:
+            yield
+            self._undo.marks = {}
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._end()
+
+    def _begin(self, marks: Mapping[int, Mark]) -> None:
+        # A cancel that came late was not meant for this call.
+        self._stopping = False
+        if not self._closing:
+            self._core.rearm()
+        self._undo.marks = marks
+        self._busy = True
+
+    def _fail(self, error: BaseException) -> None:
+        """Undo what is unfinished; a failure of the engine is raised with what was kept."""
+        before = self._undo.lengths()
+        kept = self._undo.carry_out()
+        if isinstance(error, Failure):
+            raise self._explain(error.outcome, before, kept) from None
+
+    def _end(self) -> None:
+        self._busy = self._stopping = False
+        if not self._closing:
+            self._core.rearm()
+
+    def _halt(self) -> None:
+        """Stop the native step in flight, where that harms no sequence but its own."""
+        if self._stoppable:
+            self._core.stop()
+
+    def _explain(self, outcome: Outcome, before: Mapping[int, int], kept: dict[int, int]) -> Exception:
+        left = "nothing was changed" if kept == before else f"tokens kept by sequence: {kept}"
+        if outcome is Outcome.ABORTED:
+            if self._closing:
+                return ClosedError("this context was closed during the decode")
+            return DecodeCancelled(f"the decode was cancelled; {left}", kept=kept)
+        if outcome is Outcome.FULL:
+            held = sum(self._ledger.length(seq) for seq in range(self.n_seq))
+            return ContextOverflow(
+                f"the engine found no room: {held} tokens are held over all sequences; {left}",
+                needed=held + 1,
+                fits=held,
+            )
+        return DecodeError(f"the engine failed to decode ({outcome.value}); {left}", kept=kept)
+
+
+def overflow(needed: int, fits: int, why: str) -> ContextOverflow:
+    return ContextOverflow(
+        f"needed {needed} tokens, {fits} fit: {why}. Open the context with a larger n_ctx, or drop some",
+        needed=needed,
+        fits=fits,
+    )
