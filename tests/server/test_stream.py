@@ -9,12 +9,14 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
+import h11
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.background import BackgroundTask
 from starlette.types import Message
 
+from perdure.engine.toy import ToyModel
 from perdure.server.sse import EventStream, Frame, events
 from server.live_server import PATIENCE, check_freed, hello, live_server, opened, raw
 
@@ -152,3 +154,31 @@ def test_a_client_that_stopped_reading_is_left_also_while_nothing_is_said() -> N
 
     asyncio.run(serve())
     assert left == [True]
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_events_are_framed_as_the_client_s_http_wants_them(version: str) -> None:
+    """In chunks that any parser takes, or for an old client as they are, until the connection ends."""
+    body = json.dumps(hello(stream=True)).encode()
+    head = f"POST /v1/chat/completions HTTP/{version}\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    with opened(ToyModel()) as runtime, live_server(runtime) as live, live.connect() as connection:
+        connection.sendall(head.encode() + body)
+        came = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    parser = h11.Connection(h11.CLIENT)
+    parser.send(h11.Request(method="POST", target="/", headers=[("host", "127.0.0.1")]))
+    parser.send(h11.EndOfMessage())
+    parser.receive_data(came)
+    parser.receive_data(b"")
+    answer = parser.next_event()
+    assert isinstance(answer, h11.Response)
+    chunked = (b"transfer-encoding", b"chunked") in answer.headers
+    assert chunked == (version == "1.1")
+    text = b""
+    while isinstance(event := parser.next_event(), h11.Data):
+        text += event.data
+    assert isinstance(event, h11.EndOfMessage)
+    *chunks, end = text.decode().split("\n\n")[:-1]
+    assert end == "data: [DONE]"
+    assert all(json.loads(chunk.removeprefix("data: "))["choices"] for chunk in chunks)
+    assert len(chunks) > 2

@@ -72,7 +72,9 @@ def joined(head: Callable[[], bytes], size: int, payload: NDArray[np.uint8]) -> 
         return b"".join((head(), payload.data))
     whole: bytes = _new_bytes(None, size + payload.nbytes)
     # Nobody else has seen it yet: until then it may be written.
-    memory = (ctypes.c_uint8 * len(whole)).from_address(_bytes_address(whole))
+    address = _bytes_address(whole)
+    system.prefer_large_pages(address, len(whole))
+    memory = (ctypes.c_uint8 * len(whole)).from_address(address)
     target = np.frombuffer(memoryview(memory), np.uint8)
     first = _pool().submit(head)
     places = range(0, payload.nbytes, _PIECE)
