@@ -51,7 +51,7 @@ def replies(run: Run) -> Iterator[Figure]:
     """Tokens a second of replies that are written together."""
     count = run.pick(128, 48)
     for name, path in _models():
-        for streams in run.pick((1, 4, 16, 64), (1, 64)):
+        for streams in run.pick((1, 4, 16, 64), (1, 16, 64)):
             prompts = [tokens(PROMPT, seed) for seed in range(streams)]
             with ExitStack() as held:
                 sides = [
