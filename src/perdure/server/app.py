@@ -18,6 +18,7 @@ from perdure.server.middleware.host_check import HostCheck
 from perdure.server.protocols.chat import routes as chat
 from perdure.server.protocols.messages import routes as messages
 from perdure.server.protocols.messages.errors import MessagesErrorAnswer
+from perdure.server.protocols.ollama import routes as ollama
 from perdure.server.protocols.ollama.errors import OllamaErrorAnswer
 from perdure.server.protocols.responses import conversations
 from perdure.server.protocols.responses import routes as responses
@@ -50,6 +51,7 @@ def build(app_state: AppState) -> FastAPI:
         messages,
         responses,
         conversations,
+        ollama,
         completions,
         embeddings,
         models,

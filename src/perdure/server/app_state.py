@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -56,6 +57,10 @@ class AppState:
     keys: Keys = field(default_factory=Keys)
     hosts: AllowedHosts | None = field(default_factory=AllowedHosts)
     """The names under which it may be asked; None for any."""
+    aliases: tuple[str, ...] = ()
+    """Patterns of further names for the model."""
+    model_bytes: int = 0
+    """Of the model's file, where there is one."""
     strict: bool = False
     log_text: bool = False
     started: float = field(default_factory=time.time)
@@ -71,6 +76,8 @@ class AppState:
         # Where sessions are kept, so is what seals: signatures are known again after a restart.
         key = self.runtime.sessions.store.key or secrets.token_bytes(32)
         self.seal = Seal(key, limit=self.limits.body_bytes)
+        self.names: dict[str, dict[str, None]] = {}
+        """Names that clients gave the model, by namespace."""
         self.client_jobs: WeakSet[Cancellable] = WeakSet()
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
@@ -133,10 +140,12 @@ class AppState:
             )
 
     def check_model(self, asked: str) -> None:
-        if asked not in ("", "default", self.name):
+        known = asked in ("", "default", self.name)
+        if not known and not any(fnmatchcase(asked, pattern) for pattern in self.aliases):
             raise ApiError(
                 404,
-                f"there is no model {asked!r} here, only {self.name!r}",
+                f"there is no model {asked[:100]!r} here, only {self.name!r}; "
+                "`perdure serve --alias` gives it another name",
                 kind="not_found_error",
                 code="model_not_found",
                 param="model",

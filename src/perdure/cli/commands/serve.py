@@ -11,9 +11,13 @@ from perdure.cli.offload import Devices, GpuLayers, KvOffload, TensorSplit, load
 from perdure.config import QUEUE, SLOTS
 
 if TYPE_CHECKING:
+    import socket
+    from collections.abc import Sequence
+
     from perdure.server.app_state import AppState
     from perdure.server.keys import Keys
 
+_OLLAMA = 11434
 _Engine = "Engine"
 _Access = "Access"
 _Limits = "Limits"
@@ -115,6 +119,17 @@ def serve(
             rich_help_panel=_Access,
         ),
     ] = None,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--alias",
+            metavar="PATTERN",
+            help="A further name for the model, such as 'gpt-*'; can be given again.",
+        ),
+    ] = None,
+    ollama: Annotated[
+        bool, typer.Option("--ollama", help=f"Listen on port {_OLLAMA} too, where Ollama's clients look.")
+    ] = False,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
@@ -201,7 +216,7 @@ def serve(
         hosts = AllowedHosts(host, allow_host or ()) if allow_host or not len(known) else None
         if store is not None and no_store:
             raise InvalidInputError("--store and --no-store cannot both be meant")
-        listening = bind(host, port)
+        listening = [bind(host, port), *([bind(host, _OLLAMA)] if ollama else [])]
     except InvalidInputError as error:
         note(str(error))
         raise typer.Exit(2) from None
@@ -227,6 +242,8 @@ def serve(
         app_state = AppState(
             runtime=runtime,
             name=name or path.stem,
+            aliases=tuple(alias or ()),
+            model_bytes=path.stat().st_size,
             limits=limits,
             keys=known,
             hosts=hosts,
@@ -236,28 +253,29 @@ def serve(
         _listen(app_state, listening, folder, isolated)
 
 
-def _listen(app_state: AppState, listening: object, folder: Path | None, isolated: bool) -> None:
+def _listen(
+    app_state: AppState, listening: Sequence[socket.socket], folder: Path | None, isolated: bool
+) -> None:
     import logging
-    import socket
     import sys
 
     from perdure.server.http_server import HttpServer, address
     from perdure.server.middleware.access_log import JsonLines
 
-    assert isinstance(listening, socket.socket)
     logging.getLogger().addHandler(JsonLines(sys.stderr))
     logging.getLogger("perdure").setLevel(logging.INFO)
     # What the engine has to say below this is for those who build it, and that clients leave is no news.
     for name in ("perdure.llama", "uvicorn.error", "asyncio"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    listening.listen(2048)
+    for each in listening:
+        each.listen(2048)
     runtime = app_state.runtime
     holder = getattr(runtime.backend, "holder", None)
     state = "in a process of its own" if isolated else "in this process"
     if holder is not None:
         state = f"in {holder}, which has the store open"
     for title, value in (
-        ("address", address(listening)),
+        ("address", " and ".join(map(address, listening))),
         ("model", f"{app_state.name}, {state}"),
         ("context", f"{runtime.n_ctx} tokens a request"),
         ("slots", f"{runtime.slots} requests at once"),
@@ -267,7 +285,7 @@ def _listen(app_state: AppState, listening: object, folder: Path | None, isolate
         typer.echo(f"{title:<8} {value}")
     typer.echo("Ctrl-C stops it.")
     sys.stdout.flush()
-    HttpServer(app_state).run(sockets=[listening])
+    HttpServer(app_state).run(sockets=list(listening))
 
 
 def _state(keys: Keys) -> str:

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from perdure.server.api_error import ApiError
 from perdure.server.keys import METRICS, Keys
 
-OPEN = frozenset({"/health", "/ready", "/openapi.json"})
+OPEN = frozenset({"/", "/health", "/ready", "/openapi.json"})
 """What anybody may ask for: whether the server lives, and how to speak to it."""
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from fastapi import APIRouter
 
 from perdure.server.app_state import AppState, AppStateDep
 from perdure.server.routes.responses import errors
 from perdure.server.schemas.base import refuse_fields
 from perdure.server.schemas.completion import (
+    CodexModel,
     DetokenizeAnswer,
     DetokenizeRequest,
     ModelAnswer,
@@ -22,7 +25,9 @@ router = APIRouter(tags=["OpenAI"])
 @router.get("/v1/models", responses=errors())
 async def list_models(app_state: AppStateDep) -> ModelList:
     """The model that this server has."""
-    return ModelList(data=[_model(app_state)])
+    model = _model(app_state)
+    codex = CodexModel(slug=model.id, display_name=model.id, context_window=model.n_ctx)
+    return ModelList(data=[model], first_id=model.id, last_id=model.id, models=[codex])
 
 
 @router.get("/v1/models/{name:path}", responses=errors(404))
@@ -54,6 +59,10 @@ def _model(app_state: AppState) -> ModelAnswer:
     return ModelAnswer(
         id=app_state.name,
         created=int(app_state.started),
+        display_name=app_state.name,
+        created_at=datetime.fromtimestamp(int(app_state.started), UTC).isoformat().replace("+00:00", "Z"),
+        max_input_tokens=app_state.runtime.n_ctx,
+        max_tokens=app_state.runtime.n_ctx,
         owned_by="perdure",
         n_ctx=app_state.runtime.n_ctx,
         n_vocab=model.n_vocab,

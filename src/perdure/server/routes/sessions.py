@@ -17,7 +17,7 @@ from perdure.server.api_error import ApiError, ClientLeft
 from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.middleware.body_limits import FILE_TYPE, check_length, too_large
 from perdure.server.protocols.chat.answers import ChatAnswer
-from perdure.server.protocols.chat.requests import chat_options, check_chat_options
+from perdure.server.protocols.chat.requests import chat_options, check_chat_options, check_parts
 from perdure.server.protocols.chat.routes import chat_answer
 from perdure.server.routes.responses import NO_BODY, errors, streamed
 from perdure.server.schemas.base import NAME, PAGE, Limit, ReuseAnswer, refuse_fields
@@ -280,6 +280,7 @@ def _said(asked: SayRequest, app_state: AppState) -> list[dict[str, Any]]:
         return [{"role": "user", "content": asked.message}]
     assert asked.messages is not None
     app_state.check_message_count(len(asked.messages))
+    check_parts(asked.messages)
     return [message.plain for message in asked.messages]
 
 

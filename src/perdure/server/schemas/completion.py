@@ -96,8 +96,16 @@ class DetokenizeAnswer(ResponseSchema):
 
 
 class ModelAnswer(ResponseSchema):
+    """A model with the fields that OpenAI's clients read, and those of Anthropic's."""
+
     id: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
     created: int
     owned_by: str
     n_ctx: int
@@ -107,6 +115,19 @@ class ModelAnswer(ResponseSchema):
     digest: str
 
 
+class CodexModel(ResponseSchema):
+    """A model as Codex reads it."""
+
+    slug: str
+    display_name: str
+    context_window: int
+    supported_in_api: bool = True
+
+
 class ModelList(ResponseSchema):
     object: Literal["list"] = "list"
     data: list[ModelAnswer]
+    has_more: bool = False
+    first_id: str
+    last_id: str
+    models: list[CodexModel]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -24,7 +25,6 @@ REFUSED = {
     "function_call": "give tool_choice instead",
     "audio": "only text can be written",
     "web_search_options": "there is no search",
-    "verbosity": "the model has no such setting; say it in a message",
 }
 """Fields of OpenAI's that would change the answer, and what to do instead."""
 
@@ -35,6 +35,12 @@ _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token"
 class TextPart(RequestSchema):
     type: Literal["text"]
     text: str
+
+
+class OtherPart(RequestSchema):
+    """A part that the current clients can send, and that cannot be read here."""
+
+    type: Literal["image_url", "input_audio", "file", "refusal"]
 
 
 class CallFunction(RequestSchema):
@@ -50,7 +56,7 @@ class Call(RequestSchema):
 
 class ChatMessage(RequestSchema):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[TextPart] | None = None
+    content: str | Items[Annotated[TextPart | OtherPart, Field(discriminator="type")]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: Items[Call] | None = None
@@ -136,6 +142,12 @@ class ChatOptionsSchema(SamplingSchema):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     reasoning_effort: str | None = None
     """Taken, and left to the model's template."""
+    verbosity: str | None = None
+    """The same."""
+    store: bool | None = None
+    """Taken: a chat is stored by `perdure.session` alone."""
+    prediction: dict[str, Any] | None = None
+    """Taken: a guess of the reply could only make it faster."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     perdure: Extension | None = None
@@ -194,8 +206,9 @@ def chat_options(asked: ChatOptionsSchema, app_state: AppState) -> dict[str, Any
     elif asked.response_format is not None and asked.response_format.type == "json_object":
         options["schema"] = {"type": "object"}
     variables: dict[str, Any] = {}
-    if asked.reasoning_effort is not None:
-        variables["reasoning_effort"] = asked.reasoning_effort
+    for name in ("reasoning_effort", "verbosity"):
+        if (value := getattr(asked, name)) is not None:
+            variables[name] = value
     if extension is not None:
         for name in ("overflow", "reasoning", "reasoning_budget", "regex"):
             if (value := getattr(extension, name)) is not None:
@@ -207,6 +220,23 @@ def chat_options(asked: ChatOptionsSchema, app_state: AppState) -> dict[str, Any
     return options
 
 
+def check_parts(messages: Sequence[ChatMessage]) -> None:
+    """Refuse what cannot be read, by its place."""
+    for at, message in enumerate(messages):
+        for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, OtherPart):
+                where = f"messages.{at}.content.{place}"
+                raise ApiError(
+                    400,
+                    f"{where}: {_UNREADABLE[part.type]} cannot be read here; send text",
+                    param=where,
+                    code="unsupported_content",
+                )
+
+
+_UNREADABLE = {"image_url": "images", "input_audio": "audio", "file": "files", "refusal": "refusals"}
+
+
 def reply_request(asked: ChatRequest, app_state: AppState) -> ReplyRequest:
     """What a request asks for, in the inner form."""
     check_chat_options(asked, app_state)
@@ -216,6 +246,7 @@ def reply_request(asked: ChatRequest, app_state: AppState) -> ReplyRequest:
             400, "modalities: only text can be written", param="modalities", code="unsupported_parameter"
         )
     app_state.check_message_count(len(asked.messages))
+    check_parts(asked.messages)
     options = {**chat_options(asked, app_state), **({"n": asked.n} if asked.n is not None else {})}
     return ReplyRequest(
         messages=[message.plain for message in asked.messages],

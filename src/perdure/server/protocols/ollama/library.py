@@ -1,0 +1,134 @@
+"""What Ollama's clients ask about models: the one that is served, under the names that it has."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from perdure.errors import PerdureError
+from perdure.server.app_state import AppState
+from perdure.server.protocols.ollama.stream import rfc3339
+
+VERSION = "0.13.5"
+"""Of Ollama's API: clients ask for one that they can work with."""
+_FILE_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 15: "Q4_K_M"} | {
+    10: "Q2_K",
+    12: "Q3_K_M",
+    14: "Q4_K_S",
+    16: "Q5_K_S",
+    17: "Q5_K_M",
+    18: "Q6_K",
+    32: "BF16",
+}
+_FOR_EVER = timedelta(days=36500)
+
+
+class Library:
+    """The served model as Ollama's clients see it."""
+
+    def __init__(self, app_state: AppState) -> None:
+        self._app_state = app_state
+        self._model = app_state.runtime.model
+        self._metadata = self._model.metadata
+
+    @property
+    def _started(self) -> datetime:
+        return datetime.fromtimestamp(self._app_state.started, UTC)
+
+    def listed(self) -> dict[str, Any]:
+        """As an entry of a list."""
+        name = tagged(self._app_state.name)
+        return {
+            "name": name,
+            "model": name,
+            "modified_at": rfc3339(self._started),
+            "size": self._app_state.model_bytes,
+            "digest": self._model.digest,
+            "details": self._details(),
+            "capabilities": self._capabilities(),
+        }
+
+    def running(self) -> dict[str, Any]:
+        """As an entry of what is loaded: it stays for as long as the server runs."""
+        n_ctx = self._app_state.runtime.n_ctx
+        expires = rfc3339(self._started + _FOR_EVER)
+        return {**self.listed(), "expires_at": expires, "size_vram": 0, "context_length": n_ctx}
+
+    def shown(self) -> dict[str, Any]:
+        n_ctx = self._app_state.runtime.n_ctx
+        architecture = self._metadata.get("general.architecture", "")
+        info: dict[str, Any] = {
+            name: _plain(value) for name, value in self._metadata.items() if len(value) < 1000
+        }
+        info.pop("tokenizer.chat_template", None)
+        info["general.architecture"] = architecture
+        # What can be used here, whatever the model was trained for: clients plan by it.
+        info[f"{architecture}.context_length"] = n_ctx
+        return {
+            "modelfile": f"FROM {self._app_state.name}\nPARAMETER num_ctx {n_ctx}\n",
+            "parameters": f"num_ctx                        {n_ctx}",
+            "template": self._template(),
+            "details": self._details(),
+            "model_info": info,
+            "capabilities": self._capabilities(),
+            "modified_at": rfc3339(self._started),
+        }
+
+    def pulled(self) -> list[dict[str, Any]]:
+        """What is told of a pull. Nothing is fetched for a client: the model is there."""
+        digest = f"sha256:{self._model.digest}"
+        size = self.listed()["size"]
+        return [
+            {"status": "pulling manifest"},
+            {"status": f"pulling {digest[7:19]}", "digest": digest, "total": size, "completed": size},
+            {"status": "verifying sha256 digest"},
+            {"status": "writing manifest"},
+            {"status": "success"},
+        ]
+
+    def _details(self) -> dict[str, Any]:
+        architecture = self._metadata.get("general.architecture", "")
+        kind = self._metadata.get("general.file_type", "")
+        return {
+            "parent_model": "",
+            "format": "gguf",
+            "family": architecture,
+            "families": [architecture],
+            "parameter_size": self._metadata.get("general.size_label", ""),
+            "quantization_level": _FILE_TYPES.get(int(kind), "unknown") if kind.isdigit() else "unknown",
+            "context_length": self._app_state.runtime.n_ctx,
+        }
+
+    def _capabilities(self) -> list[str]:
+        found = ["completion", "embedding"]
+        try:
+            chat_format = self._app_state.runtime.chat_format
+        except PerdureError:
+            return found
+        if chat_format.call_form.shown:
+            found.append("tools")
+        if chat_format.family.reasoning is not None:
+            found.append("thinking")
+        return found
+
+    def _template(self) -> str:
+        try:
+            return self._app_state.runtime.chat_format.template.source
+        except PerdureError:
+            return ""
+
+
+def tagged(name: str) -> str:
+    """A name with its tag."""
+    return name if ":" in name else f"{name}:latest"
+
+
+def _plain(value: str) -> Any:
+    if value in ("true", "false"):
+        return value == "true"
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value

@@ -1,0 +1,251 @@
+"""Requests of Ollama's API, read into the inner form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from perdure.server.api_error import ApiError
+from perdure.server.app_state import AppState
+from perdure.server.protocols.reply_request import ReplyRequest
+from perdure.server.schemas.base import Items, RequestSchema
+
+_SAMPLING = {
+    "seed": "seed",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "temperature": "temperature",
+    "repeat_penalty": "repeat_penalty",
+    "repeat_last_n": "penalty_last_n",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "mirostat": "mirostat",
+    "mirostat_tau": "mirostat_tau",
+    "mirostat_eta": "mirostat_eta",
+}
+"""Options of Ollama's, and what the runtime calls them."""
+_ENGINE = frozenset(
+    {
+        "num_batch",
+        "num_gpu",
+        "main_gpu",
+        "use_mmap",
+        "use_mlock",
+        "num_thread",
+        "num_keep",
+        "numa",
+        "low_vram",
+    }
+    | {"vocab_only", "f16_kv", "logits_all", "draft_num_predict", "num_gqa", "rope_frequency_base"}
+    | {"rope_frequency_scale", "penalize_newline"}
+)
+"""Settings of the engine, which are chosen when the server is started."""
+_DURATION = re.compile(r"(?:-?\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+|-?\d+(?:\.\d+)?")
+
+Format = Literal["", "json"] | dict[str, Any]
+KeepAlive = Annotated[str, Field(max_length=40)] | int | float
+
+
+class CallFunction(RequestSchema):
+    name: str = Field(min_length=1)
+    arguments: dict[str, Any] | str = Field(default_factory=dict)
+
+
+class Call(RequestSchema):
+    id: str = ""
+    function: CallFunction
+
+
+class OllamaMessage(RequestSchema):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: Items[Call] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As the runtime takes it."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        if self.role == "assistant":
+            if self.thinking:
+                found["reasoning_content"] = self.thinking
+            if self.tool_calls:
+                found["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+                found["content"] = self.content or None
+        if self.role == "tool":
+            found |= {"name": self.tool_name, "tool_call_id": self.tool_call_id}
+        return found
+
+
+class ModelNamed(RequestSchema):
+    model: str = ""
+    name: str = ""
+    """An older word for `model`."""
+
+
+class OptionsRequest(ModelNamed):
+    options: dict[str, Any] | None = None
+    keep_alive: KeepAlive | None = None
+    stream: bool | None = None
+
+    @property
+    def streams(self) -> bool:
+        return self.stream is not False
+
+
+class ReplyOptions(OptionsRequest):
+    format: Format | None = None
+    think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class ChatRequest(ReplyOptions):
+    messages: Items[OllamaMessage] = Field(default_factory=list)
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=1024)] | None = None
+
+
+class GenerateRequest(ReplyOptions):
+    prompt: str = ""
+    suffix: str | None = None
+    system: str | None = None
+    template: str | None = None
+    context: list[int] | None = None
+    raw: bool | None = None
+    images: list[Any] | None = None
+
+
+class EmbedRequest(OptionsRequest):
+    input: str | Annotated[Items[str], Field(max_length=2048)]
+    truncate: bool | None = None
+    dimensions: int | None = Field(None, ge=1)
+
+
+class EmbeddingsRequest(OptionsRequest):
+    prompt: str
+
+
+class CopyRequest(RequestSchema):
+    source: str
+    destination: str = Field(min_length=1, max_length=200)
+
+
+def chat_request(asked: ChatRequest, app_state: AppState) -> tuple[ReplyRequest, list[str]]:
+    """What a chat asks for, in the inner form, and what could not be done as it was said."""
+    app_state.check_message_count(len(asked.messages))
+    for at, message in enumerate(asked.messages):
+        _check_images(message.images, f"messages.{at}.images")
+    options, notes = reply_options(asked, app_state)
+    if asked.tools:
+        options["tools"] = asked.tools
+    return ReplyRequest(messages=[message.plain for message in asked.messages], options=options), notes
+
+
+def generate_request(asked: GenerateRequest, app_state: AppState) -> tuple[ReplyRequest, list[str]]:
+    """The same for a prompt, which is a conversation of one message unless it is `raw`."""
+    _check_images(asked.images, "images")
+    for name, instead in _REFUSED.items():
+        if getattr(asked, name):
+            raise ApiError(400, f"{name}: {instead}", param=name, code="unsupported_parameter")
+    options, notes = reply_options(asked, app_state)
+    messages = [{"role": "system", "content": asked.system}] if asked.system else []
+    return ReplyRequest(
+        messages=[*messages, {"role": "user", "content": asked.prompt}], options=options
+    ), notes
+
+
+_REFUSED = {
+    "suffix": "text is only ever added at the end",
+    "template": "the chat template is chosen when the server is started",
+    "context": "send the conversation to /api/chat instead: what was computed for it is found again",
+}
+
+
+def reply_options(asked: ReplyOptions, app_state: AppState) -> tuple[dict[str, Any], list[str]]:
+    """What is asked of a reply in the runtime's words, and what could not be done as it was said."""
+    check_keep_alive(asked.keep_alive)
+    options, notes = _mapped(asked.options or {}, app_state)
+    if isinstance(asked.format, dict):
+        options["schema"] = asked.format
+    elif asked.format == "json":
+        options["schema"] = {"type": "object"}
+    if isinstance(asked.think, bool):
+        options["variables"] = {"enable_thinking": asked.think}
+    elif asked.think is not None:
+        options["variables"] = {"enable_thinking": True, "reasoning_effort": asked.think}
+    if asked.logprobs:
+        options["logprobs"] = asked.top_logprobs or 0
+    options["timeout"] = app_state.seconds(None)
+    return options, notes
+
+
+def _mapped(given: Mapping[str, Any], app_state: AppState) -> tuple[dict[str, Any], list[str]]:
+    options: dict[str, Any] = {}
+    notes: list[str] = []
+    n_ctx = app_state.runtime.n_ctx
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name in _SAMPLING:
+            options[_SAMPLING[name]] = _number(name, value)
+        elif name == "num_predict":
+            limit = _number(name, value)
+            if limit > 0:
+                options["max_tokens"], options["limit_to_context"] = int(limit), True
+        elif name == "stop":
+            if not isinstance(value, (str, list)) or not all(isinstance(each, str) for each in value):
+                raise _invalid("options.stop", "a text, or a list of texts")
+            options["stop"] = [each for each in ([value] if isinstance(value, str) else value) if each]
+        elif name == "num_ctx":
+            if _number(name, value) != n_ctx:
+                notes.append(f"num_ctx is {n_ctx} here, as the server was started, not {value}")
+        elif name in _ENGINE:
+            notes.append(f"{name} is chosen when the server is started, and was left out")
+        else:
+            raise _invalid(f"options.{name}", "there is no such option here; leave it out")
+    if (seed := options.get("seed")) is not None:
+        if seed < 0:
+            del options["seed"]
+        else:
+            options["seed"] = int(seed) % (2**32 - 1)
+    for name in ("top_k", "penalty_last_n", "mirostat"):
+        if name in options:
+            options[name] = int(options[name])
+    return options, notes
+
+
+def check_keep_alive(given: KeepAlive | None) -> None:
+    """Refuse what is no duration. The model stays loaded for as long as the server runs, whatever it is."""
+    if isinstance(given, str) and not _DURATION.fullmatch(given):
+        raise _invalid("keep_alive", "a number of seconds, or a duration such as 5m")
+
+
+def is_unload(given: KeepAlive | None) -> bool:
+    return given in (0, "0") or (
+        isinstance(given, str) and re.fullmatch(r"0+(\.0+)?[a-zµ]*", given) is not None
+    )
+
+
+def _check_images(images: list[Any] | None, where: str) -> None:
+    if images:
+        raise ApiError(
+            400, f"{where}: images cannot be read here; send text", param=where, code="unsupported_content"
+        )
+
+
+def _number(name: str, value: Any) -> float | int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _invalid(f"options.{name}", f"a number, got {str(value)[:40]!r}")
+    return value
+
+
+def _invalid(where: str, problem: str) -> ApiError:
+    return ApiError(400, f"{where}: {problem}", param=where, code="invalid_value")

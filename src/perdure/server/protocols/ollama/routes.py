@@ -1,0 +1,225 @@
+"""Ollama's API: `/api/…`."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import PlainTextResponse, Response
+
+from perdure.decode.embedding import Embeddings
+from perdure.server.api_error import ApiError
+from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.protocols.answering import answer
+from perdure.server.protocols.ollama.library import VERSION, Library, tagged
+from perdure.server.protocols.ollama.requests import (
+    ChatRequest,
+    CopyRequest,
+    EmbeddingsRequest,
+    EmbedRequest,
+    GenerateRequest,
+    ModelNamed,
+    OptionsRequest,
+    chat_request,
+    check_keep_alive,
+    generate_request,
+    is_unload,
+)
+from perdure.server.protocols.ollama.stream import NDJSON, OllamaWriter, idle, nanoseconds
+from perdure.server.routes.responses import errors
+from perdure.server.sse import line
+
+router = APIRouter(tags=["Ollama"])
+
+
+def _lines(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {
+        200: {"description": "Lines of JSON, or with `stream` false one object", "content": {NDJSON: {}}},
+        **errors(504, *statuses),
+    }
+
+
+@router.post("/api/chat", responses=_lines(), response_model=dict[str, Any])
+async def chat(
+    asked: ChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> dict[str, Any] | Response:
+    """A reply to a conversation. Any `model` is served by this one."""
+    if not asked.messages:
+        check_keep_alive(asked.keep_alive)
+        return _idle(asked, app_state, "chat")
+    wanted, notes = chat_request(asked, app_state)
+    writer = OllamaWriter(app_state.name, "chat", notes)
+    job = await app_state.call(wanted.submit, app_state.runtime, caller.namespace)
+    return await _answered(job, writer, asked, request, app_state, caller)
+
+
+@router.post("/api/generate", responses=_lines(), response_model=dict[str, Any])
+async def generate(
+    asked: GenerateRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> dict[str, Any] | Response:
+    """A reply to a prompt, by the chat template or, with `raw`, as it is."""
+    if not asked.prompt:
+        check_keep_alive(asked.keep_alive)
+        return _idle(asked, app_state, "generate")
+    wanted, notes = generate_request(asked, app_state)
+    writer = OllamaWriter(app_state.name, "generate", notes)
+    job: Any
+    if asked.raw:
+        options: Any = {name: value for name, value in wanted.options.items() if name not in _CHAT_ONLY}
+        job = await app_state.call(
+            app_state.runtime.submit, asked.prompt, namespace=caller.namespace, **options
+        )
+    else:
+        job = await app_state.call(wanted.submit, app_state.runtime, caller.namespace)
+    return await _answered(job, writer, asked, request, app_state, caller)
+
+
+_CHAT_ONLY = frozenset({"variables", "limit_to_context"})
+
+
+async def _answered(
+    job: Any,
+    writer: OllamaWriter,
+    asked: OptionsRequest,
+    request: Request,
+    app_state: AppState,
+    caller: Caller,
+) -> dict[str, Any] | Response:
+    return await answer(
+        job,
+        request,
+        app_state,
+        caller,
+        timeout=None,
+        whole=writer.whole,
+        writer=(lambda: writer) if asked.streams else None,
+    )
+
+
+def _idle(asked: OptionsRequest, app_state: AppState, kind: Any) -> dict[str, Any] | Response:
+    shown = idle(app_state.name, kind, "unload" if is_unload(asked.keep_alive) else "load")
+    return Response(line(shown), media_type=NDJSON) if asked.streams else shown
+
+
+@router.post("/api/embed", responses=errors(504), response_model=dict[str, Any])
+async def embed(asked: EmbedRequest, request: Request, app_state: AppStateDep, caller: CallerDep) -> Response:
+    """Texts as vectors. What does not fit is an error, never cut."""
+    check_keep_alive(asked.keep_alive)
+    texts = [asked.input] if isinstance(asked.input, str) else list(asked.input)
+    started = time.perf_counter()
+    found = await _embedded(texts, request, app_state)
+    width = len(found.vectors[0]) if len(found.vectors) else 0
+    if asked.dimensions is not None and asked.dimensions != width:
+        raise ApiError(
+            400,
+            f"dimensions: the vectors of this model have {width}; leave it out",
+            param="dimensions",
+            code="invalid_value",
+        )
+    caller.notes["prompt_tokens"] = sum(found.tokens)
+
+    def body() -> bytes:
+        shown = {
+            "model": app_state.name,
+            "embeddings": [vector.tolist() for vector in found.vectors],
+            "total_duration": nanoseconds(time.perf_counter() - started),
+            "load_duration": 0,
+            "prompt_eval_count": sum(found.tokens),
+        }
+        return json.dumps(shown).encode()
+
+    return Response(await app_state.call(body), media_type="application/json")
+
+
+@router.post("/api/embeddings", responses=errors(504))
+async def embeddings(
+    asked: EmbeddingsRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> dict[str, Any]:
+    """An older route for one text."""
+    check_keep_alive(asked.keep_alive)
+    found = await _embedded([asked.prompt], request, app_state)
+    caller.notes["prompt_tokens"] = sum(found.tokens)
+    return {"embedding": found.vectors[0].tolist()}
+
+
+async def _embedded(texts: list[str], request: Request, app_state: AppState) -> Embeddings:
+    if not texts or not all(texts):
+        raise ApiError(
+            400, "input: give at least one text, and none that is empty", param="input", code="invalid_value"
+        )
+    found = await app_state.outcome(await app_state.call(app_state.runtime.submit_embed, texts), request)
+    app_state.metrics.embedded(sum(found.tokens))
+    return found
+
+
+@router.get("/api/tags", responses=errors())
+async def tags(app_state: AppStateDep, caller: CallerDep) -> dict[str, Any]:
+    """The model that is served, under each of its names."""
+    model = await app_state.call(Library(app_state).listed)
+    names = [tagged(name) for name in app_state.names.get(caller.namespace, {})]
+    return {"models": [model, *({**model, "name": name, "model": name} for name in names)]}
+
+
+@router.get("/api/ps", responses=errors())
+async def ps(app_state: AppStateDep) -> dict[str, Any]:
+    """The models that are loaded: the same one."""
+    return {"models": [await app_state.call(Library(app_state).running)]}
+
+
+@router.post("/api/show", responses=errors())
+async def show(asked: ModelNamed, app_state: AppStateDep) -> dict[str, Any]:
+    """The model, its template and what it can do."""
+    return await app_state.call(Library(app_state).shown)
+
+
+@router.get("/api/version", responses=errors())
+async def version(app_state: AppStateDep) -> dict[str, str]:
+    return {"version": VERSION}
+
+
+@router.post("/api/pull", responses=_lines(), response_model=dict[str, Any])
+async def pull(asked: OptionsRequest, app_state: AppStateDep) -> dict[str, Any] | Response:
+    """Says that the model is there. A client cannot have this server fetch anything."""
+    told = Library(app_state).pulled()
+    if not asked.streams:
+        return told[-1]
+    return Response(b"".join(map(line, told)), media_type=NDJSON)
+
+
+@router.post("/api/copy", responses=errors())
+async def copy(asked: CopyRequest, app_state: AppStateDep, caller: CallerDep) -> dict[str, str]:
+    """Another name for the model, listed for those who gave it until the server ends."""
+    names = app_state.names.setdefault(caller.namespace, {})
+    if asked.destination not in names and len(names) >= _NAMES:
+        raise ApiError(400, f"destination: {_NAMES} names are enough; delete one first", code="invalid_value")
+    names[asked.destination] = None
+    return {"status": "success"}
+
+
+@router.delete("/api/delete", responses=errors(404))
+async def delete(asked: ModelNamed, app_state: AppStateDep, caller: CallerDep) -> dict[str, str]:
+    """Take a name back that was given by a copy. The model itself is chosen when the server is started."""
+    name = asked.model or asked.name
+    if name in app_state.names.get(caller.namespace, {}):
+        del app_state.names[caller.namespace][name]
+        return {"status": "success"}
+    if tagged(name) == tagged(app_state.name):
+        raise ApiError(
+            403,
+            "no client can delete the model; `perdure models` manages those of this machine",
+            kind="permission_error",
+            code="forbidden",
+        )
+    raise ApiError(404, f"model {name[:100]!r} not found", kind="not_found_error", code="model_not_found")
+
+
+_NAMES = 64
+"""That one namespace may give."""
+
+
+@router.api_route("/", methods=["GET", "HEAD"], response_class=PlainTextResponse, include_in_schema=False)
+async def running() -> Response:
+    """How clients find out that somebody is there."""
+    return PlainTextResponse("Ollama is running")

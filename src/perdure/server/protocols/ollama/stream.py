@@ -1,0 +1,129 @@
+"""Answers in Ollama's shape: lines of JSON, or the last of them with all in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from perdure.chat.reply import ChatDelta, ChatReply
+from perdure.decode.request import Delta, Reply
+from perdure.server.api_error import ApiError
+from perdure.server.protocols.call_buffer import CallBuffer, WholeCall
+from perdure.server.protocols.messages.answers import call_input
+from perdure.server.protocols.ollama.errors import error_body
+from perdure.server.schemas.base import ReuseAnswer
+from perdure.server.sse import Frame, line
+
+Kind = Literal["chat", "generate"]
+NDJSON = "application/x-ndjson"
+
+
+class OllamaWriter:
+    """Lines of one reply: of a chat, or of a prompt, whose text has another name."""
+
+    media_type = NDJSON
+
+    def __init__(self, model: str, kind: Kind, notes: Sequence[str] = ()) -> None:
+        self._model = model
+        self._kind = kind
+        self._notes = list(notes)
+        self._calls = CallBuffer()
+        # The moment of its beginning, so that a line is not made anew for each token.
+        self._created = now()
+        self._frame = Frame(lambda text: self._chunk(text), line)
+        self.sign_of_life = line(self._chunk(""))
+
+    def opening(self) -> bytes:
+        return b""
+
+    def piece(self, delta: ChatDelta | Delta) -> bytes:
+        if isinstance(delta, Delta):
+            return self._frame(delta.text) if delta.text else b""
+        written = b""
+        if delta.reasoning:
+            written += line(self._chunk("", delta.reasoning))
+        if delta.text:
+            written += self._frame(delta.text)
+        return written + self._write_calls(self._calls.push(delta.tool_calls))
+
+    def ending(self, replies: Sequence[ChatReply] | Sequence[Reply]) -> bytes:
+        return self._write_calls(self._calls.finish()) + line(self._last(replies[0], "", None, ()))
+
+    def broken(self, error: ApiError) -> bytes:
+        return line(error_body(error)[1])
+
+    def whole(self, replies: Sequence[ChatReply] | Sequence[Reply]) -> dict[str, Any]:
+        """All of a reply as one object."""
+        reply = replies[0]
+        if isinstance(reply, Reply):
+            return self._last(reply, reply.text, None, ())
+        calls = [WholeCall(call.id, call.name, call.arguments) for call in reply.tool_calls]
+        return self._last(reply, reply.text, reply.reasoning, calls)
+
+    def _chunk(
+        self, text: str, thinking: str | None = None, calls: Sequence[WholeCall] = (), **more: Any
+    ) -> dict[str, Any]:
+        shown: dict[str, Any] = {"model": self._model, "created_at": self._created}
+        if self._kind == "chat":
+            message: dict[str, Any] = {"role": "assistant", "content": text}
+            if thinking:
+                message["thinking"] = thinking
+            if calls:
+                message["tool_calls"] = [_call(call, at) for at, call in enumerate(calls)]
+            shown["message"] = message
+        else:
+            shown["response"] = text
+            if thinking:
+                shown["thinking"] = thinking
+        return {**shown, "done": False, **more}
+
+    def _last(
+        self, reply: ChatReply | Reply, text: str, thinking: str | None, calls: Sequence[WholeCall]
+    ) -> dict[str, Any]:
+        timings, usage = reply.timings, reply.usage
+        more: dict[str, Any] = {
+            "done": True,
+            "done_reason": "length" if reply.finish_reason == "length" else "stop",
+            "total_duration": nanoseconds(timings.queued + timings.prefill + timings.decode),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": nanoseconds(timings.prefill),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": nanoseconds(timings.decode),
+            "perdure": {"reuse": ReuseAnswer.of(reply.reuse).model_dump(), "notes": self._notes},
+        }
+        if self._kind == "generate":
+            # The tokens of a conversation, which older clients send back; here what was computed is found.
+            more["context"] = []
+        return self._chunk(text, thinking, calls, **more)
+
+    def _write_calls(self, calls: Sequence[WholeCall]) -> bytes:
+        return line(self._chunk("", None, calls)) if calls else b""
+
+
+def idle(model: str, kind: Kind, reason: str) -> dict[str, Any]:
+    """The answer to a request that only has the model loaded or let go."""
+    shown: dict[str, Any] = {"model": model, "created_at": now()}
+    if kind == "chat":
+        shown["message"] = {"role": "assistant", "content": ""}
+    else:
+        shown["response"] = ""
+    return {**shown, "done": True, "done_reason": reason}
+
+
+def now() -> str:
+    return rfc3339(datetime.now(UTC))
+
+
+def rfc3339(moment: datetime) -> str:
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def nanoseconds(seconds: float) -> int:
+    return max(0, int(seconds * 1e9))
+
+
+def _call(call: WholeCall, index: int) -> dict[str, Any]:
+    arguments = call_input(call.arguments)
+    return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}}
