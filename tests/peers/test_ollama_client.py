@@ -50,7 +50,7 @@ def test_generate_by_the_template_and_raw(client: ollama.Client) -> None:
     assert by_template.prompt_eval_count is not None
     assert raw.prompt_eval_count < by_template.prompt_eval_count
     chunks = list(client.generate(MODEL, "Hello", raw=True, options=SHORT, stream=True))
-    assert "".join(chunk.response for chunk in chunks) == raw.response
+    assert "".join(chunk.response or "" for chunk in chunks) == raw.response
     assert client.generate(MODEL, "").done_reason == "load"
     assert client.generate(MODEL, "", keep_alive=0).done_reason == "unload"
 
@@ -68,7 +68,7 @@ def test_num_ctx_is_clamped_and_told_and_options_are_mapped_or_refused(client: o
     notes = reply.model_dump()["perdure"]["notes"] if "perdure" in reply.model_dump() else []
     assert not notes or any("num_ctx is 512" in note for note in notes)
     with pytest.raises(ollama.ResponseError, match=r"options\.tfs_z"):
-        client.chat(MODEL, USER, options={"tfs_z": 0.5})  # type: ignore[typeddict-unknown-key]
+        client.chat(MODEL, USER, options={"tfs_z": 0.5})
 
 
 def test_embeddings(client: ollama.Client) -> None:
