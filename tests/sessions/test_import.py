@@ -358,6 +358,22 @@ def test_s5_a_small_file_takes_little_memory(what: str, tmp_path: Path) -> None:
     assert most < 1 << 20
 
 
+OTHERS = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE, tarfile.CONTTYPE)
+SPECIAL = (tarfile.GNUTYPE_SPARSE, tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE)
+
+
+@pytest.mark.parametrize("kind", [*OTHERS, *SPECIAL])
+def test_s5_nothing_but_plain_files_is_taken(kind: bytes, toy: Subject, tmp_path: Path) -> None:
+    """Though all else is right: what another program makes of such an archive is something else."""
+    data = bytearray(exported(toy, tmp_path, state=False).read_bytes())
+    data[156:157] = kind
+    data[148:156] = b"        "
+    data[148:156] = b"%06o\0 " % sum(data[:512])
+    (tmp_path / "other").write_bytes(data)
+    with pytest.raises(CorruptStateError, match="no plain file"):
+        read_export(tmp_path / "other")
+
+
 def test_s5_state_is_not_held_in_memory_before_it_is_wanted(toy: Subject, tmp_path: Path) -> None:
     """Block by block, and only if it is taken."""
     path = exported(toy, tmp_path, state=False)

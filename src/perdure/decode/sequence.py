@@ -228,11 +228,18 @@ class TokenSequence:
         self._put(Delta(text + rest, tokens, logprobs, self.index, reason))
 
     def lost(self, error: Exception) -> Reply:
-        """The reply where it could not be put together: nothing of it but the error."""
-        self._parts, self._logprobs, self._prompt_logprobs = [], [], []
-        del self.tokens[self.prompt_length :]
-        self.finish_reason, self.error = "error", error
-        return self.reply()
+        """What there is of a reply that could not be put together: the error."""
+        return Reply(
+            text="",
+            tokens=(),
+            finish_reason="error",
+            usage=Usage(prompt_tokens=self.prompt_length, completion_tokens=0),
+            timings=Timings(queued=0.0, prefill=0.0, decode=0.0, prefilled_tokens=0, decoded_tokens=0),
+            reuse=self.report,
+            seed=self._sampling.seed or 0,
+            index=self.index,
+            error=error,
+        )
 
     def reply(self) -> Reply:
         assert self.finish_reason is not None
