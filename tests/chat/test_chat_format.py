@@ -320,7 +320,7 @@ def test_a_budget_ends_reasoning_and_has_the_model_answer() -> None:
 
 
 def test_a_call_is_parsed_and_its_arguments_checked() -> None:
-    with toy() as rt:
+    with toy(n_ctx=1024) as rt:
         call = '{"name": "look", "arguments": {"at": "sea"}}'
         bad = '{"name": "look", "arguments": {"at": "mars"}}'
         for text, problems in ((call, 0), (bad, 1)):
@@ -340,7 +340,7 @@ def test_a_call_is_parsed_and_its_arguments_checked() -> None:
 
 @pytest.mark.parametrize("choice", ["required", "look", {"type": "function", "function": {"name": "look"}}])
 def test_a_call_that_is_required_is_made(choice: Any, subject: Subject) -> None:
-    with opened(subject) as rt:
+    with opened(subject, n_ctx=1024) as rt:
         reply = rt.chat(
             [user("Look!")],
             tools=[TOOL],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
@@ -19,33 +19,17 @@ from perdure.chat.parsing.families import Family, detect
 from perdure.chat.parsing.learned import CallForm, learn
 from perdure.chat.parsing.reasoned import Thought, reasoned
 from perdure.chat.parsing.reply_parser import ReplyParser
+from perdure.chat.prompt_builder import Prompt, PromptBuilder
 from perdure.chat.reply import ChatReply
-from perdure.chat.templates.renderer import Rendering, TemplateRenderer
-from perdure.chat.templates.rendering_cache import RenderingCache
-from perdure.chat.templates.template import Guard, Template
-from perdure.chat.transcript import ChatTokenizer, Transcript, shared_length
-from perdure.chat.transcript_cache import TranscriptCache
+from perdure.chat.templates.renderer import Rendering
+from perdure.chat.templates.template import Template
+from perdure.chat.transcript import ChatTokenizer, Transcript
+from perdure.config import ReasoningMode
 from perdure.decode.job import Job
-from perdure.decode.prompt_size import check_prompt_size
 from perdure.decode.request import Request, take_deadline
-from perdure.errors import ContextOverflow, InvalidInputError, PerdureError
+from perdure.errors import ContextOverflow, InvalidInputError
 
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Messages as the model reads them, up to where its reply begins."""
-
-    transcript: Transcript
-    new: str
-    """The text that had to be tokenised."""
-    thinking: bool
-    """Whether it has opened the model's reasoning."""
-    keep_at: tuple[int, ...] = ()
-    rendering: Rendering | None = None
-    """What the next prompt of the same conversation may go on from."""
-
-    def __len__(self) -> int:
-        return len(self.transcript.tokens)
+_TOOL_USE = "tokenizer.chat_template.tool_use"
 
 
 class ChatFormat:
@@ -55,30 +39,52 @@ class ChatFormat:
     whatever else was read before, wherever the new text still agrees with it.
     """
 
-    def __init__(self, backend: Backend, template: Template, family: Family) -> None:
+    def __init__(
+        self, backend: Backend, template: Template, family: Family, *, tool_use: ChatFormat | None = None
+    ) -> None:
         self.template = template
         self.family = family
         self._backend = backend
-        self.tokenizer = ChatTokenizer(
-            backend.model, template.mark_texts | family.marks, erased=template.erased_texts
-        )
-        self._transcript_cache = TranscriptCache(self.tokenizer)
-        self._renderer = TemplateRenderer(
-            template, Guard(self.tokenizer.guard_field, self.tokenizer.guard_name)
-        )
-        self._rendering_cache = RenderingCache()
-        self._returns = backend.model.memory.needs_checkpoint
+        self._tool_use = tool_use
+        marks = template.mark_texts | family.marks
+        erased = template.erased_texts
+        if tool_use is not None:
+            # One tokenizer for both, so that a conversation may go on under the other.
+            marks |= tool_use.template.mark_texts | tool_use.family.marks
+            erased = tuple(sorted({*erased, *tool_use.template.erased_texts}))
+        self.tokenizer = ChatTokenizer(backend.model, marks, erased=erased)
+        self._builder = PromptBuilder(backend, template, family, self.tokenizer)
+        if tool_use is not None:
+            tool_use.tokenizer = self.tokenizer
+            tool_use._builder = PromptBuilder(backend, tool_use.template, tool_use.family, self.tokenizer)
 
     @classmethod
     def of(cls, backend: Backend, chosen: str | os.PathLike[str] | Template | None = None) -> ChatFormat:
-        """For the model's own template, or for another: one that is named, or in a file."""
+        """For the model's own template, or for another: one that is named, or in a file. A file may bring a
+        second one for conversations with tools."""
         template = _template(backend, chosen)
         architecture = backend.model.metadata.get("general.architecture", "")
-        return cls(backend, template, detect(template.source, architecture))
+        tool_use = None
+        if chosen is None and (source := backend.model.metadata.get(_TOOL_USE, "")).strip():
+            with_tools = Template(
+                source, bos=template.bos, eos=template.eos, name="the model's tool_use template"
+            )
+            tool_use = cls(backend, with_tools, detect(source, architecture))
+        return cls(backend, template, detect(template.source, architecture), tool_use=tool_use)
+
+    def _for(self, options: ChatOptions) -> ChatFormat:
+        """The chat format of a request: the file's own for tools, where there are some."""
+        return self._tool_use if self._tool_use is not None and options.shown_tools else self
 
     @property
     def n_ctx(self) -> int:
         return self._backend.n_ctx
+
+    @property
+    def asks_date(self) -> bool:
+        """Whether a template of this model asks for the date."""
+        own = "strftime_now" in self.template.source
+        return own or (self._tool_use is not None and self._tool_use.asks_date)
 
     def prompt(
         self,
@@ -90,38 +96,10 @@ class ChatFormat:
         before: Rendering | None = None,
         must_fit: bool = False,
     ) -> Prompt:
-        """Messages as tokens. `known` is a transcript that they may go on from, besides those remembered;
-        `before` is how their beginning was rendered. What `must_fit` and surely does not is refused before
-        it is tokenised."""
-        options = options or ChatOptions()
-        messages = tuple(map(self._with_reasoning_apart, messages))
-        if before is None and known is None:
-            before = self._rendering_cache.lookup(messages, namespace)
-            if before is not None:
-                # The very same messages are compared at once.
-                messages = before.messages + messages[len(before.messages) :]
-        text, rendering = self._renderer.prompt(
-            messages, tools=options.shown_tools, variables=options.variables, before=before
-        )
-        if must_fit:
-            check_prompt_size(text, self._backend.model, self._backend.n_ctx - 1)
-        if rendering is not None and known is None:
-            self._rendering_cache.store(rendering, namespace, instead_of=before)
-        base = self.tokenizer.shared_prefix(text, known) if known is not None else None
-        if base is None or base is not known:
-            # What goes on from all of `known` needs no other.
-            found = [
-                each for each in (base, self._transcript_cache.lookup(text, namespace)) if each is not None
-            ]
-            base = max(found, key=lambda each: len(each.text), default=None)
-        new = text[len(base.text) :] if base is not None else text
-        transcript = base if base is not None and not new else self.tokenizer.encode(new, base)
-        return Prompt(
-            transcript,
-            new,
-            thinking=self.family.opens_reasoning(text),
-            keep_at=self._departures(messages, options, transcript, rendering) if self._returns else (),
-            rendering=rendering,
+        """Messages as tokens, as `PromptBuilder.prompt` makes them."""
+        chosen = self._for(options) if options is not None else self
+        return chosen._builder.prompt(
+            messages, options, namespace=namespace, known=known, before=before, must_fit=must_fit
         )
 
     def submit(
@@ -138,11 +116,24 @@ class ChatFormat:
         the prompt, the prompt with the reply to it, and the reply, and may wait for the disk."""
         settings: dict[str, Any] = {**asked}
         options = ChatOptions.take(settings)
+        return self._for(options)._submit(messages, options, settings, namespace, known, before, then)
+
+    def _submit(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        options: ChatOptions,
+        settings: dict[str, Any],
+        namespace: str,
+        known: Transcript | None,
+        before: Rendering | None,
+        then: Callable[[Prompt, Transcript, ChatReply], ChatReply] | None,
+    ) -> ChatJob:
         # From here on: what goes on from this request, if anything does, ends at the same instant.
         deadline = take_deadline(settings)
         tools, grammar = self._tools(options, settings)
         options = replace(options, tools=tools)
-        prompt, dropped = self._fitting(parse_messages(messages), options, settings, namespace, known, before)
+        asked = parse_messages(messages)
+        prompt, dropped = self._fitting(asked, options, settings, namespace, known, before)
         # Its own limits are checked before anything is queued.
         request = Request.of(
             prompt.transcript.tokens,
@@ -161,12 +152,20 @@ class ChatFormat:
 
         def ended(reply: ChatReply) -> ChatReply:
             whole = self._transcript(prompt, reply)
-            self._transcript_cache.store(whole, namespace)
+            self._builder.remember(whole, asked, reply.message, namespace)
+            message = replace(reply.message, reasoning=None) if hides else reply.message
+            reply = replace(reply, message=message, prefill=prompt.prefill, notes=prompt.notes)
             return then(prompt, whole, reply) if then is not None else reply
 
+        # What is hidden is remembered all the same: templates show it while the model works with tools.
+        hides = options.reasoning == "hide"
+        mode: ReasoningMode = "capture" if hides else options.reasoning
+
         def parser() -> ReplyParser:
-            text = prompt.transcript.text
-            return ReplyParser.after(self.family, text, reasoning=options.reasoning, tools=tools)
+            if prompt.prefill is not None:
+                thinking = prompt.thinking
+                return ReplyParser(self.family, reasoning=mode, tools=tools, thinking=thinking, goes_on=True)
+            return ReplyParser.after(self.family, prompt.transcript.text, reasoning=mode, tools=tools)
 
         return ChatJob(
             self._backend.submit(self._first(options, request)),
@@ -177,6 +176,7 @@ class ChatFormat:
             dropped=dropped,
             budget=self._budget(options, held, is_call=grammar is not None),
             shift=self._shift(options, request, prompt),
+            hides=hides,
             then=ended,
             waits=then is not None,
         )
@@ -185,51 +185,6 @@ class ChatFormat:
         """A prompt with the reply to it."""
         end = () if reply.raw.end is None else (reply.raw.end,)
         return prompt.transcript + self.tokenizer.decode([*reply.raw.tokens, *end])
-
-    # Rendering.
-
-    def _with_reasoning_apart(self, message: Message) -> Message:
-        """A client may send reasoning back within the text. Its marks are guarded there, so that the template
-        would no longer find them."""
-        markers, content = self.family.reasoning, message.content
-        if (
-            markers is None
-            or message.role != "assistant"
-            or message.reasoning
-            or not content
-            or markers.close not in content
-            or markers.close not in self.tokenizer.marks.values()
-        ):
-            return message
-        reasoning, _, answer = content.rpartition(markers.close)
-        reasoning = reasoning.rpartition(markers.open)[2].strip("\n")
-        return replace(message, reasoning=reasoning or None, content=answer.lstrip("\n"))
-
-    def _departures(
-        self,
-        messages: tuple[Message, ...],
-        options: ChatOptions,
-        prompt: Transcript,
-        rendering: Rendering | None,
-    ) -> tuple[int, ...]:
-        """Where the next turn's prompt will differ from this one, if it does so before its end.
-
-        Templates strip reasoning from earlier turns, or open it for the reply alone.
-        """
-        answer = Message(role="assistant", content="x", reasoning="y" if self.family.reasoning else None)
-        try:
-            later, _ = self._renderer.prompt(
-                (*messages, answer, Message(role="user", content="z")),
-                tools=options.shown_tools,
-                variables=options.variables,
-                before=rendering,
-            )
-        except PerdureError:
-            return ()
-        shared = shared_length(later, prompt.text)
-        if shared == len(prompt.text):
-            return ()
-        return tuple(tokens for chars, tokens in prompt.cuts if chars <= shared)[-1:]
 
     # Submitting.
 
@@ -316,7 +271,7 @@ class ChatFormat:
 
     def _reasoned(self, request: Request, prompt: Prompt, *, is_call: bool) -> Request:
         """A request whose grammar lets the model think first, where the prompt has it think."""
-        if request.grammar is None:
+        if request.grammar is None or (prompt.prefill is not None and prompt.prefill.part == "content"):
             return request
         thought: Thought = "opened" if prompt.thinking else "none"
         grammar = reasoned(request.grammar, self.family, thought, is_call=is_call, control=self._control)

@@ -73,7 +73,8 @@ class ChatJob:
     """The caller's end of a chat request: iterate it for deltas, ask it for the reply, or cancel it.
 
     `then` is called once with each finished reply, before anybody gets it, and may change it. If it `waits`,
-    such as for the disk, no event loop waits with it.
+    such as for the disk, no event loop waits with it. A job that `hides` gives no reasoning out: `then` takes
+    it out of the reply.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class ChatJob:
         budget: ReasoningBudget | None,
         shift: ContextShift | None,
         then: Callable[[ChatReply], ChatReply],
+        hides: bool = False,
         waits: bool = False,
     ) -> None:
         self._job = job
@@ -100,6 +102,7 @@ class ChatJob:
         self._shifting = False
         self._shifted = 0
         self._then = then
+        self._hides = hides
         self._waits = waits
         self._finishing = threading.Lock()
         self._replacing = threading.Lock()
@@ -181,7 +184,7 @@ class ChatJob:
             parts += sample.parser.finish()
             sample.finished = True
         sample.thought += len(delta.tokens) if sample.parser.thinking else 0
-        text, reasoning, calls = sample.take(parts)
+        text, reasoning, calls = self._taken(sample, parts)
         if reason == "stop" and sample.calls:
             reason = "tool_calls"
         elif not (text or reasoning or calls or delta.tokens or reason):
@@ -197,6 +200,10 @@ class ChatJob:
                 finish_reason=reason,
             )
         ]
+
+    def _taken(self, sample: _Sample, parts: Sequence[Part]) -> tuple[str, str, tuple[CallDelta, ...]]:
+        text, reasoning, calls = sample.take(parts)
+        return text, "" if self._hides else reasoning, calls
 
     # Going on where the engine stopped.
 
@@ -228,7 +235,7 @@ class ChatJob:
         sample.tokens += budget.closing
         so_far = replace(so_far, tokens=so_far.tokens + budget.closing, text=so_far.text + budget.close)
         self._earlier = _joined(self._earlier, so_far)
-        text, reasoning, calls = sample.take(sample.parser.push(budget.close))
+        text, reasoning, calls = self._taken(sample, sample.parser.push(budget.close))
         self._replace(budget.go_on(self._earlier.tokens))
         return [ChatDelta(text=text, reasoning=reasoning, tool_calls=calls)] if text or reasoning else []
 

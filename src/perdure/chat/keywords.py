@@ -21,7 +21,12 @@ class TurnKeywords(ReplyKeywords, total=False):
     reasoning_budget: int | None
     overflow: Overflow
     limit_to_context: bool
+    keep_reasoning: bool | None
+    continue_final_message: bool
+    add_generation_prompt: bool | None
+    date: str | None
     variables: Mapping[str, Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 class ChatKeywords(TurnKeywords, total=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from perdure.chat.message import Message, ToolCall
+from perdure.chat.prefill import Prefill
 from perdure.decode.request import FinishReason, Reply, Timings, TokenLogprob, Usage
 from perdure.decode.slots import ReuseReport
 
@@ -49,6 +50,10 @@ class ChatReply:
     """How many of the oldest tokens were left out while it was written."""
     problems: tuple[str, ...] = ()
     """What is wrong with the arguments of tool calls, by their schemas."""
+    notes: tuple[str, ...] = ()
+    """What the template does not show as it was given, and what the model read instead."""
+    prefill: Prefill | None = None
+    """The beginning that it goes on from, where a caller wrote one; `message` is only what was added."""
     kept: bool = False
     """Whether it is now a durable part of a session."""
     not_kept: str = ""
@@ -57,6 +62,11 @@ class ChatReply:
     @property
     def text(self) -> str:
         return self.message.content or ""
+
+    @property
+    def whole(self) -> Message:
+        """The message with the beginning that a caller wrote."""
+        return self.message if self.prefill is None else self.prefill.joined(self.message)
 
     @property
     def reasoning(self) -> str | None:

@@ -24,9 +24,11 @@ def row(name: str, template: Template) -> tuple[str, ...]:
     if family.reasoning is not None:
         reasoning = "opened by the prompt" if _opens(template) else "yes"
     calls = type(family.calls).__name__ if family.calls is not None else "JsonCalls"
-    forced = "as the template writes it" if form.exact else "as the family does"
+    forced = "as the family does"
+    if form.exact:
+        forced = "as the template writes it" if form.shown else "as it is written into the text"
     reuse = "turn by turn" if TemplateRenderer(template).opening is not None else "whole"
-    shown = calls if form.shown else f"{calls}, not shown by the template"
+    shown = calls if form.shown else f"{calls}, written into the text"
     return name, family.name, reasoning, shown, "yes" if form.parallel else "no", forced, reuse
 
 

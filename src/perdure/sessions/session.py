@@ -10,14 +10,17 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol, Unpack
 
 from perdure.backend import Backend
-from perdure.chat.chat_format import ChatFormat, Prompt, reply_room
+from perdure.chat.chat_format import ChatFormat, reply_room
 from perdure.chat.job import ChatJob
 from perdure.chat.keywords import TurnKeywords
 from perdure.chat.message import Message
+from perdure.chat.options import ChatOptions
+from perdure.chat.prompt_builder import Prompt
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
 from perdure.checks import is_whole
@@ -622,6 +625,8 @@ class Session:
                 raise
         # Without the lock: it takes time to render and to tokenise.
         try:
+            if wanted.get("date") is None and self._host.chat_format.asks_date:
+                wanted["date"] = _date(base)
             asked = _Asked(
                 base=base,
                 said=said,
@@ -675,10 +680,12 @@ class Session:
             ):
                 return replace(reply, not_kept=f"the turn ended by {reply.finish_reason}")
             keep, more = added(base.transcript if fold is None else Transcript(), whole)
+            # A beginning that the caller wrote is part of the reply.
+            said = asked.said if reply.prefill is None else asked.said[:-1]
             turn = Turn(
                 kind="turn",
-                messages=tuple(asked.said),
-                reply=reply.message,
+                messages=tuple(said),
+                reply=reply.whole,
                 keep=keep,
                 added=more,
                 settings=_plain({**asked.settings, **asked.extra.notes}),
@@ -729,9 +736,10 @@ class Session:
         """Tokens of a prompt that starts with `messages`, and of the reply to it; and whether these are only
         a lower bound, since it surely does not fit."""
         room = reply_room(asked.settings, self._host.backend.n_ctx)
+        options = ChatOptions.take(dict(asked.settings))
         try:
             prompt = self._host.chat_format.prompt(
-                [*messages, *asked.said], namespace=self.namespace, must_fit=True
+                [*messages, *asked.said], options, namespace=self.namespace, must_fit=True
             )
         except ContextOverflow as error:
             return error.needed + room, True
@@ -869,6 +877,14 @@ def _markdown(message: Message) -> str:
     thought = f"\n*reasoning*\n\n{message.reasoning}\n" if message.reasoning else ""
     calls = "".join(f"\n`{call.name}({call.arguments})`\n" for call in message.tool_calls)
     return f"\n**{message.role}**{named}\n{thought}\n{message.content or ''}\n{calls}"
+
+
+def _date(history: History) -> str:
+    """The day that a conversation began on. It stays, or each new day would change the prompt's beginning."""
+    for turn in history.turns:
+        if isinstance(found := turn.settings.get("date"), str):
+            return found
+    return datetime.now().isoformat(timespec="seconds")
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -250,7 +250,7 @@ _BUILT_IN = (
     Family(
         "lfm2-thinking",
         markers.THINK,
-        python_calls.LFM2,
+        python_calls.LFM2_REPR,
         ("<|tool_call_start|>", "<think>"),
         ends=_CHATML,
         quotes_calls=True,

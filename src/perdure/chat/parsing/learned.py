@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from perdure.chat.adapter import MessageAdapter
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.parsing.call_writer import ID, INDEX, CallText, CallWriter, TaggedText
 from perdure.chat.parsing.families import Family
 from perdure.chat.parsing.formats.tagged import TaggedCalls
 from perdure.chat.parsing.json_scanner import Malformed
 from perdure.chat.parsing.reply_parser import parse_reply
-from perdure.chat.templates.template import Template
+from perdure.chat.templates.template import UNGUARDED, Template
 from perdure.chat.transcript import shared_length
 from perdure.errors import PerdureError
 
@@ -55,7 +56,7 @@ class CallForm:
     parallel: bool
     """Whether two calls are."""
     shown: bool
-    """Whether the template shows calls at all."""
+    """Whether the template shows calls at all; else they are written into the text, as the family does."""
 
 
 def learn(template: Template, family: Family) -> CallForm:
@@ -63,14 +64,15 @@ def learn(template: Template, family: Family) -> CallForm:
     probe = _Probe(template, family)
     fallback = family.writer
     learned = None
+    shown = probe.shows_calls
     try:
         learned = probe.json_text() or probe.tagged_text()
     except (PerdureError, Malformed, ValueError):
         learned = None
     for writer in (learned, fallback):
         if writer is not None and probe.is_exact(writer, 1):
-            return CallForm(writer, writer is learned, True, probe.is_exact(writer, 2), True)
-    return CallForm(fallback, False, False, False, probe.reply(_calls([{_KEYS[0]: "zqval"}])) is not None)
+            return CallForm(writer, shown and writer is learned, True, probe.is_exact(writer, 2), shown)
+    return CallForm(fallback, False, False, False, shown)
 
 
 def _calls(arguments: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
@@ -86,21 +88,35 @@ class _Probe:
     def __init__(self, template: Template, family: Family) -> None:
         self._template = template
         self._family = family
+        self._adapter = MessageAdapter(template, family.writer, UNGUARDED)
+        shown = self._adapter.capabilities(with_tools=True)
+        self.shows_calls = shown.calls
+        self._most = 2 if shown.two_calls or not shown.calls else 1
+
+    def _render(self, *messages: Message, reply_follows: bool = True) -> str:
+        adapted = self._adapter.adapt(messages, _TOOLS)
+        return self._template.render(
+            adapted.messages,
+            tools=adapted.tools,
+            add_generation_prompt=reply_follows,
+            **adapted.variables,
+        )
 
     def reply(self, calls: Sequence[ToolCall], text: str = "") -> str | None:
-        """What a reply with these calls looks like behind its prompt, up to the end of the turn."""
+        """What a reply with these calls looks like behind its prompt, up to the end of the turn; None where
+        a template does not write so many."""
+        if len(calls) > self._most:
+            return None
         asked = Message(role="user", content="zquser")
         said = Message(role="assistant", content=text or None, tool_calls=tuple(calls))
         # Templates that insist on what follows a call get that.
         results = [Message(role="tool", content="zqresult", tool_call_id=c.id, name=c.name) for c in calls]
         try:
-            prompt = self._template.render([asked], tools=_TOOLS)
+            prompt = self._render(asked)
             try:
-                whole = self._template.render([asked, said], tools=_TOOLS, add_generation_prompt=False)
+                whole = self._render(asked, said, reply_follows=False)
             except PerdureError:
-                whole = self._template.render(
-                    [asked, said, *results], tools=_TOOLS, add_generation_prompt=False
-                )
+                whole = self._render(asked, said, *results, reply_follows=False)
         except PerdureError:
             return None
         start = self._start(prompt, whole)

@@ -47,7 +47,9 @@ class ReplyParser:
         reasoning: ReasoningMode = "capture",
         tools: Sequence[Tool] = (),
         thinking: bool = False,
+        goes_on: bool = False,
     ) -> None:
+        """`goes_on` says that the prompt ends within what the reply is to say."""
         check_mode(reasoning)
         self._scanner = family.scanner
         self._format = family.calls
@@ -59,13 +61,13 @@ class ReplyParser:
         self._held = ""
         """The start of a marker, perhaps."""
         self._space: list[str] = []
-        self._trims = self.thinking
+        self._trims = self.thinking and not goes_on
         """Whether white space that comes now touches a marker."""
         self._shown = False
         self._before: list[str] = []
         self._after: list[str] = []
         """White space before a marker and behind it, for when more text comes."""
-        self._may_lead = bool(tools)
+        self._may_lead = bool(tools) and not (goes_on and not self.thinking)
         self._call_parser: CallParser | None = None
         self._opener = ""
         self._raw: list[str] = []
@@ -74,7 +76,8 @@ class ReplyParser:
         self._id = ""
         self._hidden = False
         self._quotes_calls = family.quotes_calls and reasoning == "capture"
-        if self.thinking and family.reasoning is not None and family.reasoning.opens_in_words:
+        opens_in_words = family.reasoning is not None and family.reasoning.opens_in_words
+        if self.thinking and opens_in_words and family.reasoning is not None and not goes_on:
             self._say(family.reasoning.open)
 
     @classmethod

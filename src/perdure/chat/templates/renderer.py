@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
@@ -52,12 +53,14 @@ class TemplateRenderer:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
         reply_follows: bool = True,
+        now: datetime | None = None,
     ) -> str:
         return self._template.render(
             messages,
             tools=tools,
             add_generation_prompt=reply_follows,
             guard=self._guard,
+            now=now,
             **(variables or {}),
         )
 
@@ -68,13 +71,14 @@ class TemplateRenderer:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
         before: Rendering | None = None,
+        now: datetime | None = None,
     ) -> tuple[str, Rendering | None]:
         """The prompt of a conversation, and what a later prompt may go on from.
 
         `before` is a rendering of its beginning.
         """
         if tools or variables or self.opening is None or not messages or messages[-1].role != "user":
-            return self.whole(messages, tools=tools, variables=variables), None
+            return self.whole(messages, tools=tools, variables=variables, now=now), None
         if before is not None and before.begins(messages):
             new = messages[len(before.messages) :]
             if all(map(_is_plain, (*before.near, *new))):

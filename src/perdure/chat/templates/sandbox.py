@@ -63,7 +63,7 @@ _METHODS: dict[type, frozenset[str]] = {
         )
     ),
     bytes: frozenset(("decode",)),
-    list: frozenset(("append", "copy", "count", "index")),
+    list: frozenset(("append", "copy", "count", "index", "pop")),
     tuple: frozenset(("count", "index")),
     dict: frozenset(("copy", "get", "items", "keys", "values")),
     int: frozenset(),
@@ -78,11 +78,13 @@ class BoundedContext(Context):
     """The variables of one rendering, and its limits."""
 
     limits: RenderLimits
+    now: datetime | None = None
+    """What a template is told that asks for the date; None for the clock's."""
 
     def derived(self, locals: dict[str, Any] | None = None) -> Context:  # noqa: A002
         made = super().derived(locals)
         assert isinstance(made, BoundedContext)
-        made.limits = self.limits
+        made.limits, made.now = self.limits, self.now
         return made
 
 
@@ -160,11 +162,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if isinstance(owner, str) and __obj.__name__ in sizes.METHODS:
                 args = _settled(limits, args)
                 limits.fits(sizes.METHODS[__obj.__name__](limits, owner, *args, **kwargs))
-            elif isinstance(owner, list) and __obj.__name__ == "append":
+            elif isinstance(owner, list) and __obj.__name__ in ("append", "pop"):
                 if limits.given is None:
                     limits.given = frozenset(_lists(__context.parent))
                 if id(owner) in limits.given:
                     raise TemplateError("the template changes what it was given")
+                # What is taken out is not given back to the limits: they bound what was ever made.
                 limits.added(owner, limits.weigh(owner) + sum(map(limits.weigh, args)))
         elif isinstance(__obj, LoopContext) and args:
             args = (_Paced(args[0], limits, limits.largest >> 8), *args[1:])
@@ -435,5 +438,7 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(format: str) -> str:  # noqa: A002
-    return datetime.now().strftime(format)
+@pass_context
+def _strftime_now(context: Context, format: str) -> str:  # noqa: A002
+    now = context.now if isinstance(context, BoundedContext) else None
+    return (now or datetime.now()).strftime(format)

@@ -7,7 +7,9 @@ import hashlib
 import importlib.resources
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,21 @@ class Guard:
 
 
 UNGUARDED = Guard(str, str)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedMessage(Message):
+    """A message in the form that a template takes it in."""
+
+    before: str = ""
+    behind: str = ""
+    """What stands around the content. It was guarded where that was needed."""
+    null_content: bool = False
+    """Whether content that is empty goes in as none."""
+    text_arguments: bool = False
+    """Whether the arguments of calls go in as JSON text."""
+    thinking_part: bool = False
+    """Whether reasoning goes in as a part of the content."""
 
 
 class Template:
@@ -116,9 +133,12 @@ class Template:
         tools: Sequence[Tool] = (),
         add_generation_prompt: bool = True,
         guard: Guard = UNGUARDED,
+        now: datetime | None = None,
+        no_tools: list[Any] | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as text. `variables` are what this template takes besides, as plain values.
+        """The conversation as text. `variables` are what this template takes besides, as plain values; `now`
+        is what it is told if it asks for the date, `no_tools` what it is given where there are none.
 
         Every text that came from outside passes `guard` first, after it was decoded.
         """
@@ -127,13 +147,14 @@ class Template:
             "bos_token": self.bos,
             "eos_token": self.eos,
             "documents": None,
-            **{name: _plain(value, name, guard.text) for name, value in variables.items()},
+            **{name: plain(value, name, guard.text) for name, value in variables.items()},
             "messages": shaped,
-            "tools": [_shape_tool(tool, guard) for tool in tools] or None,
+            "tools": [shape_tool(tool, guard) for tool in tools] or no_tools,
             "add_generation_prompt": add_generation_prompt,
         }
         context = self._compiled.new_context(values)
         assert isinstance(context, BoundedContext)
+        context.now = now
         size = _size(shaped)
         context.limits = RenderLimits(size + (len(repr(values["tools"])) if tools else 0))
         context.limits.know(shaped, size)
@@ -159,24 +180,33 @@ class Template:
     def _shape(self, message: Message, guard: Guard) -> dict[str, Any]:
         """As templates expect a message: they add texts up, and take arguments apart."""
         shape: dict[str, Any] = {"role": message.role, "content": guard.text(message.content or "")}
-        if message.reasoning:
-            # OpenAI's own template has another word for it.
-            shape["reasoning_content"] = shape["thinking"] = guard.text(message.reasoning)
+        form = message if isinstance(message, AdaptedMessage) else _AS_GIVEN
+        if form.before or form.behind:
+            shape["content"] = form.before + shape["content"] + form.behind
+        elif form.null_content and not shape["content"]:
+            shape["content"] = None
+        if message.reasoning and form.thinking_part:
+            text = [{"type": "text", "text": shape["content"]}] if shape["content"] else []
+            shape["content"] = [{"type": "thinking", "thinking": guard.text(message.reasoning)}, *text]
+        elif message.reasoning:
+            # Templates have three words for it.
+            thought = guard.text(message.reasoning)
+            shape["reasoning_content"] = shape["thinking"] = shape["reasoning"] = thought
         if message.tool_calls:
-            shape["tool_calls"] = [self._shape_call(call, guard) for call in message.tool_calls]
+            as_text = form.text_arguments
+            shape["tool_calls"] = [self._shape_call(call, guard, as_text) for call in message.tool_calls]
         if message.tool_call_id is not None:
             shape["tool_call_id"] = guard.name(self._id(message.tool_call_id))
         if message.name is not None:
             shape["name"] = guard.name(message.name)
         return shape
 
-    def _shape_call(self, call: ToolCall, guard: Guard) -> dict[str, Any]:
-        arguments: Any
-        try:
+    def _shape_call(self, call: ToolCall, guard: Guard, as_text: bool) -> dict[str, Any]:
+        arguments: Any = guard.text(call.arguments)
+        if not as_text:
             # Guarded only now: JSON may hide a mark in its escapes.
-            arguments = _plain(call.parsed, "arguments", guard.text, guard.name)
-        except InvalidInputError:
-            arguments = guard.text(call.arguments)
+            with suppress(InvalidInputError):
+                arguments = plain(call.parsed, "arguments", guard.text, guard.name)
         function = {"name": guard.name(call.name), "arguments": arguments}
         return {"id": guard.name(self._id(call.id)), "type": "function", "function": function}
 
@@ -184,6 +214,9 @@ class Template:
         if not self._short_ids or (len(given) == 9 and given.isalnum()):
             return given
         return hashlib.sha256(given.encode()).hexdigest()[:9]
+
+
+_AS_GIVEN = AdaptedMessage(role="user")
 
 
 @functools.cache
@@ -198,19 +231,21 @@ def _library() -> Any:
 def _size(messages: Sequence[Mapping[str, Any]]) -> int:
     total = 0
     for message in messages:
-        total += 64 + len(message["content"]) + 2 * len(message.get("thinking", ""))
+        content = message["content"]
+        said = len(content) if isinstance(content, str) else len(repr(content))
+        total += 64 + said + 2 * len(message.get("thinking", ""))
         if "tool_calls" in message:
             total += len(repr(message["tool_calls"]))
     return total
 
 
-def _shape_tool(tool: Tool, guard: Guard) -> dict[str, Any]:
-    shape: dict[str, Any] = _plain(tool.to_dict(), tool.name, guard.text)
+def shape_tool(tool: Tool, guard: Guard) -> dict[str, Any]:
+    shape: dict[str, Any] = plain(tool.to_dict(), tool.name, guard.text)
     shape["function"]["name"] = guard.name(tool.name)
     return shape
 
 
-def _plain(
+def plain(
     value: Any,
     name: str,
     guard: Callable[[str], str],
@@ -228,11 +263,10 @@ def _plain(
     key_guard = guard_key or guard
     if isinstance(value, Mapping):
         return {
-            key_guard(str(key)): _plain(each, name, guard, key_guard, depth + 1)
-            for key, each in value.items()
+            key_guard(str(key)): plain(each, name, guard, key_guard, depth + 1) for key, each in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_plain(each, name, guard, key_guard, depth + 1) for each in value]
+        return [plain(each, name, guard, key_guard, depth + 1) for each in value]
     if isinstance(value, (int, float)):
         return int(value) if isinstance(value, int) else float(value)
     raise InvalidInputError(f"{name} must be a plain value for the template, got {type(value).__name__}")

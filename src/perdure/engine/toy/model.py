@@ -31,7 +31,6 @@ CHATML = (
 )
 _IDS = {text: 256 + index for index, text in enumerate(SPECIAL)}
 _ENDS = frozenset({_IDS["<|endoftext|>"], _IDS["<|im_end|>"]})
-_MARKS = re.compile("(" + "|".join(map(re.escape, SPECIAL)) + ")")
 _ROWS = 16
 _WINDOW = 8
 
@@ -49,15 +48,21 @@ class ToyModel:
         window: int = _WINDOW,
         seed: int = 0,
         faults: Faults | None = None,
+        marks: Iterable[str] = (),
     ) -> None:
+        """`marks` are further control tokens, for templates that have others."""
         if window < 1:
             raise InvalidInputError(f"a window holds at least 1 token, got {window}")
         self._memory = kind(window=window if kind.has_window else None)
-        words = f"toy/{kind.name}/{self._memory.window}/{seed}"
+        self._special = (*SPECIAL, *sorted(set(marks) - set(SPECIAL)))
+        self._ids = {text: 256 + index for index, text in enumerate(self._special)}
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._marks = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        words = f"toy/{kind.name}/{self._memory.window}/{seed}{''.join(self._special[len(SPECIAL) :])}"
         self._digest = hashlib.sha256(words.encode()).hexdigest()
         self._faults = faults or Faults()
         self._closed = False
-        self.n_vocab = 256 + len(SPECIAL)
+        self.n_vocab = 256 + len(self._special)
         # Likely text is readable, and ends now and then.
         self._bias = np.full(self.n_vocab, -12, np.float32)
         self._bias[[10, *range(32, 127), _IDS["<|im_end|>"]]] = 0
@@ -108,10 +113,10 @@ class ToyModel:
             text.encode()
         except (UnicodeEncodeError, AttributeError) as error:
             raise InvalidInputError(f"text to tokenize must be valid Unicode text: {error}") from None
-        pieces = _MARKS.split(text) if special else [text]
+        pieces = self._marks.split(text) if special else [text]
         ids: list[int] = []
         for piece in pieces:
-            ids.extend([_IDS[piece]] if special and piece in _IDS else piece.encode())
+            ids.extend([self._ids[piece]] if special and piece in self._ids else piece.encode())
         return ids
 
     def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
@@ -121,7 +126,7 @@ class ToyModel:
         token = self._check_token(token)
         if token < 256:
             return bytes([token])
-        return SPECIAL[token - 256].encode() if special else b""
+        return self._special[token - 256].encode() if special else b""
 
     def is_end(self, token: int) -> bool:
         return self._check_token(token) in _ENDS

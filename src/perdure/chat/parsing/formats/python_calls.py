@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,14 @@ from perdure.chat.parsing.call_parser import CallParser
 from perdure.chat.parsing.call_writer import CallText, CallWriter, Rules, within
 from perdure.chat.parsing.formats.json_objects import JsonObjectsParser
 from perdure.chat.parsing.json_scanner import Malformed
-from perdure.chat.parsing.values import properties_of
+from perdure.chat.parsing.values import kinds_of, properties_of, resolved
 
 _LONGEST = 100_000
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _WORDS = {"true": True, "false": False, "null": None}
+_SINGLE = re.compile(r"[^'\\\n]*")
+_BOUNDING = frozenset(("enum", "const", "pattern", "format", "minLength", "maxLength"))
+"""What a schema says of a string that single quotes do not see to."""
 _ESCAPES = frozenset("\n\\'\"abfnrtvxuUN01234567")
 
 
@@ -57,17 +60,51 @@ class PythonText(CallWriter):
     """A call with keywords, whose values are JSON: Python's own words for them are read, too."""
 
     def call_text(self, call: ToolCall, number: int) -> str:
-        written = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in call.parsed.items())
+        written = (f"{key}={self.value_text(value)}" for key, value in call.parsed.items())
         return f"{call.name}({', '.join(written)})"
 
     def call_rule(self, rules: Rules, tool: Tool) -> str:
         schema, required = tool.parameters, tool.parameters.get("required") or ()
         members = [
-            (rules.rule(f"{rules.words(f'{key}=')} {rules.json(within(each, schema))}"), key in required)
+            (rules.rule(f"{rules.words(f'{key}=')} {self.value_rule(rules, each, schema)}"), key in required)
             for key, each in properties_of(schema).items()
         ]
         members_rule = rules.members(members, ", ")
         return f"{rules.words(tool.name + '(')} {members_rule} {rules.words(')')}"
+
+    def value_text(self, value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
+    def value_rule(self, rules: Rules, schema: Any, root: Mapping[str, Any]) -> str:
+        return rules.json(within(schema, root))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReprText(PythonText):
+    """A call with keywords, whose values are Python's: single quotes, True and None. What single quotes
+    cannot hold, and objects, are JSON."""
+
+    def value_text(self, value: Any) -> str:
+        if isinstance(value, str) and _SINGLE.fullmatch(value):
+            return f"'{value}'"
+        if isinstance(value, (str, dict)):
+            return json.dumps(value, ensure_ascii=False)
+        return repr(value)
+
+    def value_rule(self, rules: Rules, schema: Any, root: Mapping[str, Any]) -> str:
+        kinds, meant = kinds_of(schema, root), resolved(schema, root)
+        as_json = rules.json(within(schema, root))
+        if kinds == {"boolean"}:
+            return '("True" | "False")'
+        if kinds != {"string"}:
+            return as_json
+        values = meant.get("enum") if isinstance(meant.get("enum"), list) else None
+        values = [meant["const"]] if values is None and "const" in meant else values
+        if values and all(isinstance(each, str) and _SINGLE.fullmatch(each) for each in values):
+            return f"({' | '.join(rules.words(self.value_text(each)) for each in values)})"
+        if _BOUNDING & meant.keys():
+            return as_json
+        return f"(/'{_SINGLE.pattern}'/ | {as_json})"
 
 
 class PythonParser(CallParser):
@@ -211,6 +248,13 @@ LFM2 = PythonCalls(
     close="<|tool_call_end|>",
     marks=("<|tool_call_end|>",),
 )
+LFM2_REPR = PythonCalls(
+    writer=ReprText(start="<|tool_call_start|>[", between=", ", end="]<|tool_call_end|>"),
+    openers=("<|tool_call_start|>",),
+    close="<|tool_call_end|>",
+    marks=("<|tool_call_end|>",),
+)
+"""As LFM2.5 writes values."""
 LLAMA4 = PythonCalls(
     writer=PythonText(start="[", between=", ", end="]"),
     openers=("<|python_start|>",),

@@ -65,6 +65,8 @@ class ExtensionAnswer(ResponseSchema):
     """Of the oldest messages, left out because an overflow policy was chosen."""
     problems: list[str] = Field(default_factory=list)
     """What is wrong with the arguments of tool calls, by their schemas."""
+    notes: list[str] = Field(default_factory=list)
+    """What the model's template does not show as it was given, and what the model read instead."""
     session: str | None = None
     kept: bool = False
     """Whether it is now a durable part of the session."""
@@ -92,6 +94,7 @@ def extension(reply: ChatReply, session: str | None = None) -> ExtensionAnswer:
         seed=reply.seed,
         dropped=reply.dropped,
         problems=list(reply.problems),
+        notes=list(reply.notes),
         session=session,
         kept=reply.kept,
         not_kept=reply.not_kept or None,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from perdure.chat.options import RESERVED
 from perdure.config import Overflow, ReasoningMode
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState
@@ -27,9 +28,6 @@ REFUSED = {
     "web_search_options": "there is no search",
 }
 """Fields of OpenAI's that would change the answer, and what to do instead."""
-
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
-"""Variables of a template that are the server's to set."""
 
 
 class TextPart(RequestSchema):
@@ -59,6 +57,8 @@ class ChatMessage(RequestSchema):
     content: str | Items[Annotated[TextPart | OtherPart, Field(discriminator="type")]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same, as vLLM and OpenRouter call it."""
     tool_calls: Items[Call] | None = None
     tool_call_id: str | None = None
 
@@ -123,8 +123,12 @@ class Extension(RequestSchema):
     """Seconds until the request ends, wherever it is."""
     regex: str | None = Field(None, max_length=10_000)
     """What the reply must match."""
+    keep_reasoning: bool | None = None
+    """Whether the template shows the reasoning of earlier turns, where it has a switch for that."""
+    date: str | None = Field(None, max_length=40)
+    """The day that a template is told when it asks, in ISO 8601. A session stays at its first."""
     variables: dict[str, Any] | None = None
-    """For the model's template."""
+    """For the model's template; `chat_template_kwargs` are the same."""
 
 
 class ChatOptionsSchema(SamplingSchema):
@@ -148,6 +152,12 @@ class ChatOptionsSchema(SamplingSchema):
     """Taken: a chat is stored by `perdure.session` alone."""
     prediction: dict[str, Any] | None = None
     """Taken: a guess of the reply could only make it faster."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """For the model's template, as vLLM and llama.cpp take them."""
+    continue_final_message: bool | None = None
+    """Whether the reply goes on from the last message, which is the assistant's."""
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends with what opens a reply: unless a message is continued, if not told."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     perdure: Extension | None = None
@@ -176,14 +186,12 @@ def check_chat_options(asked: ChatOptionsSchema, app_state: AppState) -> None:
         raise ApiError(400, "top_logprobs: set logprobs too", param="top_logprobs", code="invalid_value")
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options: only with stream", param="stream_options", code="invalid_value")
-    variables = (asked.perdure.variables if asked.perdure else None) or {}
-    if taken := sorted(_RESERVED & variables.keys()):
-        raise ApiError(
-            400,
-            f"perdure.variables: {taken[0]} is set by the server",
-            param="perdure.variables",
-            code="invalid_value",
-        )
+    for name, variables in (
+        ("perdure.variables", asked.perdure.variables if asked.perdure else None),
+        ("chat_template_kwargs", asked.chat_template_kwargs),
+    ):
+        if taken := sorted(RESERVED & (variables or {}).keys()):
+            raise ApiError(400, f"{name}: {taken[0]} is set by the server", param=name, code="invalid_value")
 
 
 def chat_options(asked: ChatOptionsSchema, app_state: AppState) -> dict[str, Any]:
@@ -210,10 +218,14 @@ def chat_options(asked: ChatOptionsSchema, app_state: AppState) -> dict[str, Any
         if (value := getattr(asked, name)) is not None:
             variables[name] = value
     if extension is not None:
-        for name in ("overflow", "reasoning", "reasoning_budget", "regex"):
+        for name in ("overflow", "reasoning", "reasoning_budget", "regex", "keep_reasoning", "date"):
             if (value := getattr(extension, name)) is not None:
                 options[name] = value
         variables |= extension.variables or {}
+    variables |= asked.chat_template_kwargs or {}
+    for name in ("continue_final_message", "add_generation_prompt"):
+        if (value := getattr(asked, name)) is not None:
+            options[name] = value
     if variables:
         options["variables"] = variables
     options["timeout"] = app_state.seconds(extension.timeout if extension else None)

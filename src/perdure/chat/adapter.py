@@ -1,0 +1,319 @@
+"""Message adapter: conversations in the form that a template shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+from perdure.chat.message import Message, Tool, ToolCall
+from perdure.chat.parsing.call_writer import CallText, CallWriter
+from perdure.chat.templates.capabilities import Capabilities, capabilities, given_tools
+from perdure.chat.templates.template import AdaptedMessage, Guard, Template, plain, shape_tool
+from perdure.errors import InvalidInputError
+
+_LEADING = ("system", "developer")
+_EXAMPLE = ToolCall(id="abcdefghi", name="function_name", arguments='{"argument_name": "value"}')
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """A conversation as a template takes it."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    variables: dict[str, Any]
+    notes: tuple[str, ...]
+    """What the template does not show as it was given, and what it gets instead."""
+
+
+class MessageAdapter:
+    """Writes what a template does not show in the nearest form that it shows. Safe from any thread.
+
+    Messages that need nothing are handed on as they are, and the beginning of a conversation is adapted like
+    the whole of it, but for a last message that later ones are joined to.
+    """
+
+    def __init__(self, template: Template, writer: CallWriter, guard: Guard) -> None:
+        self._template = template
+        self._writer = writer
+        self._guard = guard
+
+    def capabilities(self, *, with_tools: bool) -> Capabilities:
+        return capabilities(self._template, with_tools=with_tools)
+
+    def adapt(
+        self,
+        messages: Sequence[Message],
+        tools: tuple[Tool, ...] = (),
+        *,
+        keep_reasoning: bool | None = None,
+        now: datetime | None = None,
+    ) -> Adapted:
+        shown = self.capabilities(with_tools=bool(tools))
+        work = _Adapting(shown, self._writer, self._guard)
+        said = work.leading(messages)
+        said = work.with_calls(said)
+        said = work.with_tools(said, tools)
+        said = work.joined(said)
+        given, variables = given_tools(shown.tools, work.described(tools), now)
+        if keep_reasoning is not None:
+            variables |= work.keep_reasoning(said, keep_reasoning)
+        return Adapted(tuple(said), given, variables, tuple(work.notes))
+
+
+@dataclass(slots=True)
+class _Adapting:
+    """One conversation on its way into a template's form."""
+
+    shown: Capabilities
+    writer: CallWriter
+    guard: Guard
+    notes: dict[str, None] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    """The names of calls, by their ids."""
+
+    def note(self, words: str) -> None:
+        self.notes[words] = None
+
+    # Instructions.
+
+    def leading(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages of the system and of developers in roles and places that are shown."""
+        count = next((at for at, each in enumerate(messages) if each.role not in _LEADING), len(messages))
+        head = self._head(list(messages[:count]))
+        rest = [self._later(each) if each.role in _LEADING else each for each in messages[count:]]
+        if head and head[0].role == "system" and not self.shown.system and rest and rest[0].role == "user":
+            self.note("system: written before the first message of the user")
+            text = "\n\n".join(each.content or "" for each in (*head, rest[0]))
+            return [replace(rest[0], content=text), *rest[1:]]
+        return [*head, *rest]
+
+    def _head(self, head: list[Message]) -> list[Message]:
+        has_developer = any(each.role == "developer" for each in head)
+        second = self.shown.second_developer if has_developer else self.shown.second_system
+        alone = self.shown.developer if has_developer else True
+        if (len(head) > 1 and not second) or not alone:
+            if has_developer:
+                self.note("developer: written as system")
+            if len(head) > 1:
+                self.note("system: messages at the start written as one")
+            text = "\n\n".join(each.content or "" for each in head)
+            return [Message(role="system", content=text)]
+        return head
+
+    def _later(self, message: Message) -> Message:
+        if self.shown.later_developer if message.role == "developer" else self.shown.later_system:
+            return message
+        if message.role == "developer" and self.shown.later_system:
+            self.note("developer: written as system")
+            return replace(message, role="system")
+        self.note(f"{message.role}: written as a message of the user behind the start")
+        return replace(message, role="user")
+
+    # Calls and their results.
+
+    def with_calls(self, messages: Iterable[Message]) -> list[Message]:
+        found: list[Message] = []
+        for message in self._one_at_a_time(list(messages)):
+            if message.tool_calls:
+                self.names |= {call.id: call.name for call in message.tool_calls}
+                found += self._called(message)
+            elif message.role == "tool" and not self.shown.results:
+                self.note("results of tools: written as messages of the user")
+                name = message.name or self.names.get(message.tool_call_id or "", "") or "the call"
+                text = f"Result of {name}:\n{message.content or ''}"
+                found.append(Message(role="user", content=text))
+            elif message.reasoning and self.shown.reasoning == "part":
+                found.append(self._form(message))
+            else:
+                found.append(message)
+        return found
+
+    def _one_at_a_time(self, messages: list[Message]) -> list[Message]:
+        """Calls that were made together, each with its result, where only one is shown."""
+        if not self.shown.calls or self.shown.two_calls:
+            return messages
+        found: list[Message] = []
+        at = 0
+        while at < len(messages):
+            message, at = messages[at], at + 1
+            if len(message.tool_calls) < 2:
+                found.append(message)
+                continue
+            self.note("calls made together: written one after the other")
+            end = at
+            while end < len(messages) and messages[end].role == "tool":
+                end += 1
+            results, at = messages[at:end], end
+            for index, call in enumerate(message.tool_calls):
+                first = message if not index else Message(role="assistant")
+                found.append(replace(first, tool_calls=(call,)))
+                mine = [each for each in results if each.tool_call_id == call.id]
+                found += mine
+                results = [each for each in results if each not in mine]
+            found += results
+        return found
+
+    def _called(self, message: Message) -> list[Message]:
+        """A message with calls, and what must stand before it."""
+        calls = tuple(map(self._with_arguments, message.tool_calls))
+        if calls != message.tool_calls:
+            message = replace(message, tool_calls=calls)
+        if not self.shown.calls:
+            self.note("calls: written into the text")
+            text = self.writer.write(map(self._guarded, message.tool_calls))
+            gap = "\n" if message.content else ""
+            return [_adapted(message, tool_calls=(), behind=gap + text)]
+        if message.content and not self.shown.text_with_calls:
+            if not self.shown.split_text:
+                self.note("text beside calls: not shown by the template")
+            else:
+                self.note("text beside calls: written as a message of its own")
+                text_only = replace(message, tool_calls=(), reasoning=None)
+                return [text_only, self._form(replace(message, content=None))]
+        return [self._form(message)]
+
+    def _form(self, message: Message) -> Message:
+        part = bool(message.reasoning) and self.shown.reasoning == "part"
+        as_text = bool(message.tool_calls) and self.shown.text_arguments
+        null = bool(message.tool_calls) and self.shown.null_content
+        if not (part or as_text or null):
+            return message
+        return _adapted(message, thinking_part=part, text_arguments=as_text, null_content=null)
+
+    def _with_arguments(self, call: ToolCall) -> ToolCall:
+        """A call with arguments that the template can take apart."""
+        if not call.arguments.strip():
+            return replace(call, arguments="{}")
+        if self.shown.calls and (self.shown.raw_arguments or self.shown.text_arguments):
+            return call
+        try:
+            _ = call.parsed
+        except InvalidInputError:
+            self.note("arguments that are no JSON object: written as one argument")
+            return replace(call, arguments=json.dumps({"arguments": call.arguments}, ensure_ascii=False))
+        return call
+
+    def _guarded(self, call: ToolCall) -> ToolCall:
+        """A call for a writer: what came from outside in it stays text."""
+        if isinstance(self.writer, CallText):
+            arguments = self.guard.text(call.arguments)
+        else:
+            # JSON may hide a mark in its escapes, which the writer takes apart.
+            values = plain(call.parsed, "arguments", self.guard.text, self.guard.name)
+            arguments = json.dumps(values, ensure_ascii=False)
+        return ToolCall(id=self.guard.name(call.id), name=self.guard.name(call.name), arguments=arguments)
+
+    # Tools.
+
+    def with_tools(self, messages: list[Message], tools: tuple[Tool, ...]) -> list[Message]:
+        has_system = bool(messages) and messages[0].role == "system"
+        if not tools or self.shown.tools not in ("with system", "none"):
+            return messages
+        if self.shown.tools == "with system":
+            if has_system:
+                return messages
+            self.note("tools: an empty system message added, without which they are not shown")
+            return [Message(role="system", content=""), *messages]
+        text = self._tools_text(tools)
+        if has_system:
+            self.note("tools: written into the system message")
+            return [_adapted(messages[0], behind=f"\n\n{text}"), *messages[1:]]
+        if self.shown.system:
+            self.note("tools: written into a system message")
+            return [AdaptedMessage(role="system", content="", behind=text), *messages]
+        for at, message in enumerate(messages):
+            if message.role == "user":
+                self.note("tools: written before the first message of the user")
+                return [*messages[:at], _adapted(message, before=f"{text}\n\n"), *messages[at + 1 :]]
+        raise InvalidInputError(
+            "the template shows neither tools nor system messages, and there is no message of a user to "
+            "write the tools into: add one, or leave the tools out"
+        )
+
+    def described(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+        """Tools whose parameters all have a description, for templates that fail without."""
+        if self.shown.bare_tools:
+            return tools
+        return tuple(replace(tool, parameters=_described(tool.parameters)) for tool in tools)
+
+    def _tools_text(self, tools: tuple[Tool, ...]) -> str:
+        shapes = [shape_tool(tool, self.guard)["function"] for tool in tools]
+        lines = "\n".join(json.dumps(shape, ensure_ascii=False) for shape in shapes)
+        return (
+            f"You can call these functions, each described by a line of JSON:\n{lines}\n\n"
+            "To call one, reply with nothing but this, its name and arguments in their places:\n"
+            f"{self.writer.write([_EXAMPLE])}"
+        )
+
+    # Roles.
+
+    def joined(self, messages: list[Message]) -> list[Message]:
+        """Messages of one role as one, where the template insists that roles take turns."""
+        joins = {
+            role
+            for role, repeats in (
+                ("user", self.shown.repeated_users),
+                ("assistant", self.shown.repeated_assistants),
+            )
+            if not repeats
+        }
+        found: list[Message] = []
+        for message in messages:
+            last = found[-1] if found else None
+            if last is None or last.role != message.role or last.role not in joins:
+                found.append(message)
+                continue
+            if not _can_join(last, message):
+                found.append(message)
+                continue
+            self.note(f"messages of the {last.role} in a row: written as one")
+            form = _adapted(message)
+            found[-1] = _adapted(
+                last,
+                content="\n\n".join(each.content for each in (last, message) if each.content),
+                reasoning="\n\n".join(each.reasoning for each in (last, message) if each.reasoning) or None,
+                tool_calls=message.tool_calls,
+                behind=form.behind,
+                text_arguments=form.text_arguments,
+                null_content=form.null_content,
+                thinking_part=form.thinking_part,
+            )
+        return found
+
+    # Reasoning.
+
+    def keep_reasoning(self, messages: list[Message], keep: bool) -> dict[str, Any]:
+        """The template's own switch for the reasoning of earlier turns."""
+        if self.shown.switch is not None:
+            name, value = self.shown.switch
+            return {name: value if keep else not value}
+        if keep and not self.shown.keeps_reasoning and any(each.reasoning for each in messages):
+            self.note("reasoning of earlier turns: the template has no switch that keeps it")
+        return {}
+
+
+def _adapted(message: Message, **form: Any) -> AdaptedMessage:
+    if isinstance(message, AdaptedMessage):
+        return replace(message, **form)
+    fields = {name: getattr(message, name) for name in Message.__dataclass_fields__}
+    return AdaptedMessage(**{**fields, **form})
+
+
+def _described(schema: dict[str, Any]) -> dict[str, Any]:
+    properties = schema.get("properties")
+    if not isinstance(properties, dict):
+        return schema
+    filled = {
+        key: {"type": "string", "description": "", **each} if isinstance(each, dict) else each
+        for key, each in properties.items()
+    }
+    return {**schema, "properties": filled}
+
+
+def _can_join(first: Message, second: Message) -> bool:
+    """Whether nothing stands between the texts of two messages."""
+    return not (first.tool_calls or _adapted(first).behind or _adapted(second).before)

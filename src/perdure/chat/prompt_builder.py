@@ -1,0 +1,215 @@
+"""Prompt builder: the messages of a conversation as the tokens that a model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from perdure.backend import Backend
+from perdure.chat.adapter import Adapted, MessageAdapter
+from perdure.chat.message import Message, ToolCall
+from perdure.chat.options import ChatOptions
+from perdure.chat.parsing.families import Family
+from perdure.chat.prefill import Prefill
+from perdure.chat.reasoning_cache import ReasoningCache
+from perdure.chat.templates.renderer import Rendering, TemplateRenderer
+from perdure.chat.templates.rendering_cache import RenderingCache
+from perdure.chat.templates.template import Guard, Template
+from perdure.chat.transcript import ChatTokenizer, Transcript, shared_length
+from perdure.chat.transcript_cache import TranscriptCache
+from perdure.decode.prompt_size import check_prompt_size
+from perdure.errors import PerdureError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Messages as the model reads them, up to where its reply begins."""
+
+    transcript: Transcript
+    new: str
+    """The text that had to be tokenised."""
+    thinking: bool
+    """Whether it has opened the model's reasoning."""
+    keep_at: tuple[int, ...] = ()
+    rendering: Rendering | None = None
+    """What the next prompt of the same conversation may go on from."""
+    prefill: Prefill | None = None
+    """The beginning of the reply, where a caller wrote it."""
+    notes: tuple[str, ...] = ()
+    """What the template does not show as it was given, and what was written instead."""
+
+    def __len__(self) -> int:
+        return len(self.transcript.tokens)
+
+
+class PromptBuilder:
+    """Makes the prompts of one template. Safe from any thread.
+
+    Only what is new in a conversation is tokenised: a reply's own tokens stand for its text, and so does
+    whatever else was read before, wherever the new text still agrees with it.
+    """
+
+    def __init__(
+        self, backend: Backend, template: Template, family: Family, tokenizer: ChatTokenizer
+    ) -> None:
+        self._backend = backend
+        self._family = family
+        self._tokenizer = tokenizer
+        self._transcript_cache = TranscriptCache(tokenizer)
+        guard = Guard(tokenizer.guard_field, tokenizer.guard_name)
+        self._adapter = MessageAdapter(template, family.writer, guard)
+        self._renderer = TemplateRenderer(template, guard)
+        self._rendering_cache = RenderingCache()
+        self._reasoning_cache = ReasoningCache()
+        self._returns = backend.model.memory.needs_checkpoint
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions | None = None,
+        *,
+        namespace: str = "",
+        known: Transcript | None = None,
+        before: Rendering | None = None,
+        must_fit: bool = False,
+    ) -> Prompt:
+        """Messages as tokens. `known` is a transcript that they may go on from, besides those remembered;
+        `before` is how their beginning was rendered. What `must_fit` and surely does not is refused before
+        it is tokenised."""
+        options = options or ChatOptions()
+        messages = self._reasoning_cache.put_back(messages, namespace)
+        messages = tuple(map(self._with_reasoning_apart, messages))
+        prefill = Prefill.of(messages, self._family) if options.continue_final_message else None
+        adapted = self._adapted(messages, options)
+        if before is None and known is None:
+            before = self._rendering_cache.lookup(adapted.messages, namespace)
+            if before is not None:
+                # The very same messages are compared at once.
+                same = before.messages + adapted.messages[len(before.messages) :]
+                adapted = replace(adapted, messages=same)
+        rendering = None
+        if prefill is not None:
+            text = self._continued(messages[:-1], prefill, options)
+        elif not options.opens_reply:
+            text = self._whole(adapted, options, reply_follows=False)
+        else:
+            text, rendering = self._rendered(adapted, options, before)
+        if must_fit:
+            check_prompt_size(text, self._backend.model, self._backend.n_ctx - 1)
+        if rendering is not None and known is None:
+            self._rendering_cache.store(rendering, namespace, instead_of=before)
+        transcript, new = self._transcript(text, namespace, known)
+        thinking = self._family.opens_reasoning(text) if prefill is None else prefill.part == "reasoning"
+        returns = self._returns and prefill is None and options.opens_reply
+        return Prompt(
+            transcript,
+            new,
+            thinking=thinking,
+            keep_at=self._departures(messages, options, transcript, rendering) if returns else (),
+            rendering=rendering,
+            prefill=prefill,
+            notes=adapted.notes,
+        )
+
+    def remember(self, whole: Transcript, asked: Sequence[Message], reply: Message, namespace: str) -> None:
+        """Remember a prompt with the reply to it, for prompts that go on from both."""
+        self._transcript_cache.store(whole, namespace)
+        self._reasoning_cache.store(asked, reply, namespace)
+
+    # Text.
+
+    def _adapted(self, messages: Sequence[Message], options: ChatOptions) -> Adapted:
+        """Messages and tools as the template takes them, and all variables."""
+        adapted = self._adapter.adapt(
+            messages, options.shown_tools, keep_reasoning=options.keep_reasoning, now=options.now
+        )
+        return replace(adapted, variables={**adapted.variables, **(options.variables or {})})
+
+    def _whole(self, adapted: Adapted, options: ChatOptions, *, reply_follows: bool) -> str:
+        return self._renderer.whole(
+            adapted.messages,
+            tools=adapted.tools,
+            variables=adapted.variables,
+            reply_follows=reply_follows,
+            now=options.now,
+        )
+
+    def _rendered(
+        self, adapted: Adapted, options: ChatOptions, before: Rendering | None
+    ) -> tuple[str, Rendering | None]:
+        return self._renderer.prompt(
+            adapted.messages,
+            tools=adapted.tools,
+            variables=adapted.variables,
+            before=before,
+            now=options.now,
+        )
+
+    def _continued(self, earlier: tuple[Message, ...], prefill: Prefill, options: ChatOptions) -> str:
+        def render(messages: tuple[Message, ...], reply_follows: bool) -> str:
+            return self._whole(self._adapted(messages, options), options, reply_follows=reply_follows)
+
+        return prefill.text(earlier, render, self._tokenizer.guard_field, self._family)
+
+    def _transcript(self, text: str, namespace: str, known: Transcript | None) -> tuple[Transcript, str]:
+        """The tokens of a text, and what of it had to be tokenised."""
+        base = self._tokenizer.shared_prefix(text, known) if known is not None else None
+        if base is None or base is not known:
+            # What goes on from all of `known` needs no other.
+            found = [
+                each for each in (base, self._transcript_cache.lookup(text, namespace)) if each is not None
+            ]
+            base = max(found, key=lambda each: len(each.text), default=None)
+        new = text[len(base.text) :] if base is not None else text
+        return (base if base is not None and not new else self._tokenizer.encode(new, base)), new
+
+    # Reasoning.
+
+    def _with_reasoning_apart(self, message: Message) -> Message:
+        """A client may send reasoning back within the text. Its marks are guarded there, so that the template
+        would no longer find them."""
+        markers, content = self._family.reasoning, message.content
+        if (
+            markers is None
+            or message.role != "assistant"
+            or message.reasoning
+            or not content
+            or markers.close not in content
+            or markers.close not in self._tokenizer.marks.values()
+        ):
+            return message
+        reasoning, _, answer = content.rpartition(markers.close)
+        reasoning = reasoning.rpartition(markers.open)[2].strip("\n")
+        return replace(message, reasoning=reasoning or None, content=answer.lstrip("\n"))
+
+    # Checkpoints.
+
+    def _departures(
+        self,
+        messages: tuple[Message, ...],
+        options: ChatOptions,
+        prompt: Transcript,
+        rendering: Rendering | None,
+    ) -> tuple[int, ...]:
+        """Where the next prompt of this conversation will differ from this one, if it does so before its end.
+
+        Templates strip reasoning from earlier turns, or open it for the reply alone; while the model works
+        with tools they may do neither.
+        """
+        thought = "y" if self._family.reasoning else None
+        answer = Message(role="assistant", content="x", reasoning=thought)
+        nexts = [(answer, Message(role="user", content="z"))]
+        if options.shown_tools:
+            call = ToolCall(id="zq1234567", name=options.shown_tools[0].name, arguments="{}")
+            called = Message(role="assistant", reasoning=thought, tool_calls=(call,))
+            result = Message(role="tool", content="z", tool_call_id=call.id, name=call.name)
+            nexts.append((called, result))
+        found = set()
+        for more in nexts:
+            with suppress(PerdureError):
+                later, _ = self._rendered(self._adapted((*messages, *more), options), options, rendering)
+                shared = shared_length(later, prompt.text)
+                if shared < len(prompt.text):
+                    found.update([tokens for chars, tokens in prompt.cuts if chars <= shared][-1:])
+        return tuple(sorted(found))
