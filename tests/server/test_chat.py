@@ -139,7 +139,7 @@ def test_a_tool_that_is_required_is_called(client: httpx.Client) -> None:
             },
         },
     }
-    body = hello(tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=200)
+    body = hello(tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=60)
     choice = client.post(CHAT, json=body).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     [call] = choice["message"]["tool_calls"]
@@ -310,3 +310,38 @@ def reasoned(client: httpx.Client, stream: bool, **asked: Any) -> tuple[dict[str
         message, usage = answer["choices"][0]["message"], answer["usage"]
     assert message["content"] == "fine"
     return usage, message["reasoning_content"]
+
+
+def test_a_last_message_of_the_assistant_is_continued(client: httpx.Client) -> None:
+    """As vLLM takes it, whole and as a stream, with samples and log probabilities."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well, "}]
+    body = {"messages": messages, "continue_final_message": True, "seed": 3, "max_tokens": 6}
+    answer = client.post(CHAT, json={**body, "n": 2, "logprobs": True}).json()
+    begun = client.post(CHAT, json={**body, "continue_final_message": False}).json()
+    # What ends the message and opens another is not there.
+    assert answer["usage"]["prompt_tokens"] < begun["usage"]["prompt_tokens"]
+    assert [len(choice["logprobs"]["content"]) for choice in answer["choices"]] == [6, 6]
+    text = "".join(
+        each["delta"].get("content", "") for chunk in streamed(client, CHAT, body) for each in chunk["choices"]
+    )
+    assert text == client.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
+    for wrong in ({"messages": messages[:1]}, {"add_generation_prompt": True}):
+        refused = client.post(CHAT, json={**body, **wrong})
+        assert refused.status_code == 400
+        assert "continue_final_message" in refused.json()["error"]["message"]
+
+
+def test_variables_of_the_template_come_as_others_send_them(client: httpx.Client) -> None:
+    assert client.post(CHAT, json=hello(chat_template_kwargs={"enable_thinking": False})).status_code == 200
+    refused = client.post(CHAT, json=hello(chat_template_kwargs={"messages": []}))
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "chat_template_kwargs"
+
+
+def test_the_answer_says_what_the_template_does_not_show(client: httpx.Client) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    answer = client.post(CHAT, json=hello(tools=[tool], max_tokens=1)).json()
+    assert answer["perdure"]["notes"] == ["tools: written into a system message"]
+    last = streamed(client, CHAT, hello(tools=[tool], max_tokens=1))[-1]
+    assert last["perdure"]["notes"] == ["tools: written into a system message"]
+    assert client.post(CHAT, json=hello(max_tokens=1)).json()["perdure"]["notes"] == []

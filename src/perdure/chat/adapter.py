@@ -15,7 +15,7 @@ from perdure.chat.templates.template import AdaptedMessage, Guard, Template, pla
 from perdure.errors import InvalidInputError
 
 _LEADING = ("system", "developer")
-_EXAMPLE = ToolCall(id="abcdefghi", name="function_name", arguments='{"argument_name": "value"}')
+_EXAMPLE = ToolCall(id="abcdefghi", name="function", arguments='{"argument": "value"}')
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +243,8 @@ class _Adapting:
     def _tools_text(self, tools: tuple[Tool, ...]) -> str:
         shapes = [shape_tool(tool, self.guard)["function"] for tool in tools]
         lines = "\n".join(json.dumps(shape, ensure_ascii=False) for shape in shapes)
-        return (
-            f"You can call these functions, each described by a line of JSON:\n{lines}\n\n"
-            "To call one, reply with nothing but this, its name and arguments in their places:\n"
-            f"{self.writer.write([_EXAMPLE])}"
-        )
+        example = self.writer.write([_EXAMPLE])
+        return f"You can call these functions:\n{lines}\n\nTo call one, reply with nothing but:\n{example}"
 
     # Roles.
 
