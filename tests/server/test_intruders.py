@@ -31,7 +31,7 @@ LONG = "x" * 400_000
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    with opened(toy(), n_ctx=2048) as rt, live_server(rt) as server:
+    with opened(toy(), n_ctx=8192) as rt, live_server(rt) as server:
         yield server
 
 
