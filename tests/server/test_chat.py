@@ -322,7 +322,9 @@ def test_a_last_message_of_the_assistant_is_continued(client: httpx.Client) -> N
     assert answer["usage"]["prompt_tokens"] < begun["usage"]["prompt_tokens"]
     assert [len(choice["logprobs"]["content"]) for choice in answer["choices"]] == [6, 6]
     text = "".join(
-        each["delta"].get("content", "") for chunk in streamed(client, CHAT, body) for each in chunk["choices"]
+        each["delta"].get("content", "")
+        for chunk in streamed(client, CHAT, body)
+        for each in chunk["choices"]
     )
     assert text == client.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
     for wrong in ({"messages": messages[:1]}, {"add_generation_prompt": True}):
