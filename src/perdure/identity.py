@@ -99,9 +99,9 @@ def file_version(path: Path) -> tuple[int, int, int, int]:
 
 @functools.lru_cache(maxsize=256)
 def _cached_digest(path: Path, key: str) -> str:
-    book = settings().home / "digests.json"
+    digests = settings().home / "digests.json"
     with _digests_lock:
-        known = _read_book(book).get(key)
+        known = _read_digests(digests).get(key)
     if known is not None:
         return known
     digest = hashlib.sha256()
@@ -110,18 +110,18 @@ def _cached_digest(path: Path, key: str) -> str:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     with _digests_lock:
-        entries = _read_book(book)
+        entries = _read_digests(digests)
         # One entry a path: a file that changed leaves no dead entries behind.
         prefix = key.split("|", 1)[0] + "|"
         entries = {old: value for old, value in entries.items() if not old.startswith(prefix)}
         entries[key] = digest.hexdigest()
-        _write_book(book, entries)
+        _write_digests(digests, entries)
     return digest.hexdigest()
 
 
-def _read_book(book: Path) -> dict[str, str]:
+def _read_digests(digests: Path) -> dict[str, str]:
     try:
-        entries = json.loads(book.read_bytes())
+        entries = json.loads(digests.read_bytes())
     except (OSError, ValueError):
         return {}
     if not isinstance(entries, dict):
@@ -129,12 +129,12 @@ def _read_book(book: Path) -> dict[str, str]:
     return {k: v for k, v in entries.items() if isinstance(v, str) and len(v) == 64}
 
 
-def _write_book(book: Path, entries: dict[str, str]) -> None:
-    # A book that cannot be written costs a hash next time, nothing else.
-    temporary = book.with_name(f"{book.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+def _write_digests(digests: Path, entries: dict[str, str]) -> None:
+    # A file that cannot be written costs a hash next time, nothing else.
+    temporary = digests.with_name(f"{digests.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        book.parent.mkdir(parents=True, exist_ok=True)
+        digests.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(entries, indent=0))
-        temporary.replace(book)
+        temporary.replace(digests)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -19,8 +19,8 @@ import numpy as np
 import zoo
 from subjects import Row, Subject, divergence, find
 
-from .machine import LONGEST, N_CTX
 from .served import BOUND, Answer, Served
+from .state_machine import LONGEST, N_CTX
 
 SHAPES = (N_CTX, 64, 16, 3, 1)
 

@@ -36,7 +36,7 @@ TOYS = {kind.name: kind for kind in MEMORY_KINDS}
 
 
 @dataclass
-class Desk:
+class CheckedRuntime:
     """A runtime with someone who checks every row that it draws from against a fresh context."""
 
     model: Model | ToyModel
@@ -50,7 +50,7 @@ class Desk:
         self.opened = {**narrow.settings, **self.settings}
         self.bound = self.noise or narrow.bound
 
-    def __enter__(self) -> Desk:
+    def __enter__(self) -> CheckedRuntime:
         self.rt: Runtime = perdure.open(
             self.model, n_ctx=640, slots=self.slots, n_batch=NARROW, threads=1, **self.opened, **self.more
         )
@@ -103,45 +103,45 @@ def noise_of(kind: Kind) -> float:
 
 
 @pytest.fixture
-def desk(kind: Kind, model: Model) -> Desk:
-    return Desk(model, dict(kind.settings), noise_of(kind))
+def checked(kind: Kind, model: Model) -> CheckedRuntime:
+    return CheckedRuntime(model, dict(kind.settings), noise_of(kind))
 
 
 @pytest.fixture(params=TOYS)
-def toy_desk(request: pytest.FixtureRequest) -> Desk:
-    return Desk(ToyModel(TOYS[request.param]), {"swa_full": False})
+def toy_runtime(request: pytest.FixtureRequest) -> CheckedRuntime:
+    return CheckedRuntime(ToyModel(TOYS[request.param]), {"swa_full": False})
 
 
 # K. Reuse of the cache.
 
 
-def patterns(desk: Desk) -> None:
+def patterns(checked: CheckedRuntime) -> None:
     """Ten ways and more in which prompts follow one another."""
-    base, other = desk.text(330), desk.text(150, 1)
-    first = desk.ask(base)
+    base, other = checked.text(330), checked.text(150, 1)
+    first = checked.ask(base)
     said = [*base, *first.tokens]
-    desk.ask([*said, *desk.text(9, 2)])  # going on
-    desk.ask(base)  # the same again
-    desk.ask(base[:-1])  # one token back
-    desk.ask([*base[:95], 5, 6])  # to where a part of the window is gone
-    desk.ask([*base[:322], 5, 6])  # a few back, and on
-    desk.ask([*base[:290], 5, 6])  # further than the window
-    desk.ask(other)  # somebody else
-    desk.ask([*base[:40], 5, 6])  # almost all the way back
-    desk.ask([*said, *desk.text(9, 3)])  # on from where it once was
-    desk.ask([9, *base[1:]])  # another first token
-    desk.ask([*other, 7])
-    desk.ask(base[:1])
+    checked.ask([*said, *checked.text(9, 2)])  # going on
+    checked.ask(base)  # the same again
+    checked.ask(base[:-1])  # one token back
+    checked.ask([*base[:95], 5, 6])  # to where a part of the window is gone
+    checked.ask([*base[:322], 5, 6])  # a few back, and on
+    checked.ask([*base[:290], 5, 6])  # further than the window
+    checked.ask(other)  # somebody else
+    checked.ask([*base[:40], 5, 6])  # almost all the way back
+    checked.ask([*said, *checked.text(9, 3)])  # on from where it once was
+    checked.ask([9, *base[1:]])  # another first token
+    checked.ask([*other, 7])
+    checked.ask(base[:1])
 
 
-def test_k1_ten_reuse_patterns_answer_as_a_fresh_context_would(desk: Desk) -> None:
-    with desk:
-        patterns(desk)
+def test_k1_ten_reuse_patterns_answer_as_a_fresh_context_would(checked: CheckedRuntime) -> None:
+    with checked:
+        patterns(checked)
 
 
-def test_k1_ten_reuse_patterns_on_the_toy_engine(toy_desk: Desk) -> None:
-    with toy_desk:
-        patterns(toy_desk)
+def test_k1_ten_reuse_patterns_on_the_toy_engine(toy_runtime: CheckedRuntime) -> None:
+    with toy_runtime:
+        patterns(toy_runtime)
 
 
 @pytest.mark.parametrize("liar", ["memory", "engine"])
@@ -156,22 +156,22 @@ def test_k1_the_checker_notices_a_lie_about_the_window(
         monkeypatch.setattr(ToyCore, "oldest", lambda *_: 0)
     for model in (open_model(WINDOW.name), ToyModel(SlidingWindow)):
         with (
-            Desk(model, dict(WINDOW.settings), noise_of(WINDOW)) as desk,
+            CheckedRuntime(model, dict(WINDOW.settings), noise_of(WINDOW)) as checked,
             pytest.raises(AssertionError, match="warm is not cold"),
         ):
-            patterns(desk)
+            patterns(checked)
 
 
 @pytest.mark.parametrize("back", [1, 8, "window", "window+1", "all"])
-def test_k2_going_back_says_what_it_went_back_to_and_why(desk: Desk, back: int | str) -> None:
-    window = desk.model.memory.window or 32
+def test_k2_going_back_says_what_it_went_back_to_and_why(checked: CheckedRuntime, back: int | str) -> None:
+    window = checked.model.memory.window or 32
     steps = {"window": window, "window+1": window + 1, "all": 330}
-    with desk:
+    with checked:
         base = prompt(330)
-        desk.ask(base)
+        checked.ask(base)
         keep = 330 - steps.get(str(back), back if isinstance(back, int) else 0)
-        reply = desk.ask([*base[:keep], 377, 378, 379])
-        can_cut = desk.model.memory.kind in (FullAttention, SlidingWindow)
+        reply = checked.ask([*base[:keep], 377, 378, 379])
+        can_cut = checked.model.memory.kind in (FullAttention, SlidingWindow)
         if can_cut or keep == 0:
             assert reply.reuse.reused == keep
             assert reply.reuse.why == (
@@ -181,7 +181,7 @@ def test_k2_going_back_says_what_it_went_back_to_and_why(desk: Desk, back: int |
             # Checkpoints lie at multiples of 256, and before the last token of a prompt.
             assert reply.reuse.reused == (329 if keep == 329 else 256)
             if keep != 329:
-                kind = desk.model.memory.kind.name
+                kind = checked.model.memory.kind.name
                 assert (
                     reply.reuse.why
                     == f"a {kind} memory has no checkpoint at token {keep}: it went back to 256"
@@ -189,28 +189,28 @@ def test_k2_going_back_says_what_it_went_back_to_and_why(desk: Desk, back: int |
 
 
 def test_k2_a_lost_window_is_restored_from_a_checkpoint(open_model: Callable[[str], Model]) -> None:
-    with Desk(open_model(WINDOW.name), dict(WINDOW.settings), noise_of(WINDOW), slots=1) as desk:
+    with CheckedRuntime(open_model(WINDOW.name), dict(WINDOW.settings), noise_of(WINDOW), slots=1) as checked:
         base = prompt(600)
-        desk.ask(base)
-        reply = desk.ask([*base[:300], 1, 2])
+        checked.ask(base)
+        reply = checked.ask([*base[:300], 1, 2])
         assert reply.reuse.reused == 256
         assert reply.reuse.why == "a sliding memory has no checkpoint at token 300: it went back to 256"
 
 
-def test_k3_the_same_prompt_four_times_has_one_answer(desk: Desk) -> None:
-    with desk:
-        replies = [desk.ask(prompt(100), max_tokens=8) for _ in range(4)]
+def test_k3_the_same_prompt_four_times_has_one_answer(checked: CheckedRuntime) -> None:
+    with checked:
+        replies = [checked.ask(prompt(100), max_tokens=8) for _ in range(4)]
         assert len({reply.tokens for reply in replies}) == 1
         assert [reply.reuse.reused for reply in replies] == [0, 99, 99, 99]
 
 
-def test_k4_a_sequence_holds_exactly_what_was_read_and_written(desk: Desk) -> None:
-    with desk:
+def test_k4_a_sequence_holds_exactly_what_was_read_and_written(checked: CheckedRuntime) -> None:
+    with checked:
         base = prompt(100)
-        said = [*base, *desk.ask(base, max_tokens=5).tokens]
+        said = [*base, *checked.ask(base, max_tokens=5).tokens]
         for tokens in ([*said, 1, 2], [*base[:70], 3], prompt(90, 1), [*said, 4]):
-            reply = desk.ask(tokens, max_tokens=3)
-            context = inside(desk.rt).context
+            reply = checked.ask(tokens, max_tokens=3)
+            context = inside(checked.rt).context
             held = [context.tokens(seq) for seq in range(context.n_seq)]
             # The last token that is written is never fed.
             assert [*tokens, *reply.tokens[:-1]] in held
@@ -227,50 +227,54 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_k5_settings_act_the_same_on_every_way_of_reuse(desk: Desk, settings: dict[str, Any]) -> None:
+def test_k5_settings_act_the_same_on_every_way_of_reuse(
+    checked: CheckedRuntime, settings: dict[str, Any]
+) -> None:
     base = prompt(120)
     request = {"max_tokens": 12, **settings}
-    if desk.noise:
+    if checked.noise:
         pytest.skip("rounds: a draw may come out differently")
-    with Desk(desk.model, desk.settings, more={"cache": 0}) as fresh:
+    with CheckedRuntime(checked.model, checked.settings, more={"cache": 0}) as fresh:
         expected = fresh.rt.generate(base, **request)
-    with desk:
+    with checked:
         ways: dict[str, Callable[[], object]] = {
             "computed": lambda: None,
             "in its slot": lambda: None,
-            "went back": lambda: desk.rt.generate([*base, 5, 6], max_tokens=2),
-            "swapped out": lambda: [desk.rt.generate(prompt(90, salt), max_tokens=2) for salt in (1, 2, 3)],
-            "copied": lambda: desk.rt.generate([*base[:-1], 9], max_tokens=30, temperature=0),
+            "went back": lambda: checked.rt.generate([*base, 5, 6], max_tokens=2),
+            "swapped out": lambda: [
+                checked.rt.generate(prompt(90, salt), max_tokens=2) for salt in (1, 2, 3)
+            ],
+            "copied": lambda: checked.rt.generate([*base[:-1], 9], max_tokens=30, temperature=0),
         }
         for way, prepare in ways.items():
             prepare()
-            reply = desk.rt.generate(base, **request)
+            reply = checked.rt.generate(base, **request)
             assert (reply.tokens, reply.text) == (expected.tokens, expected.text), way
             assert reply.reuse.reused == (0 if way == "computed" else 119), way
 
 
-def test_k6_a_cleared_runtime_is_a_new_one(desk: Desk) -> None:
-    with desk:
-        patterns(desk)
-        desk.rt.cache.warm(prompt(40), labels="a")
-        desk.rt.cache.clear()
-        context = inside(desk.rt).context
+def test_k6_a_cleared_runtime_is_a_new_one(checked: CheckedRuntime) -> None:
+    with checked:
+        patterns(checked)
+        checked.rt.cache.warm(prompt(40), labels="a")
+        checked.rt.cache.clear()
+        context = inside(checked.rt).context
         assert [context.tokens(seq) for seq in range(context.n_seq)] == [[], []]
         assert [positions(context, seq) for seq in range(context.n_seq)] == [0, 0]
-        with Desk(desk.model, desk.settings, desk.noise) as new:
-            assert desk.rt.cache.stats() == new.rt.cache.stats()
-            assert desk.rt.cache.records() == []
-            one, other = desk.ask(prompt(200), max_tokens=6), new.ask(prompt(200), max_tokens=6)
+        with CheckedRuntime(checked.model, checked.settings, checked.noise) as new:
+            assert checked.rt.cache.stats() == new.rt.cache.stats()
+            assert checked.rt.cache.records() == []
+            one, other = checked.ask(prompt(200), max_tokens=6), new.ask(prompt(200), max_tokens=6)
             assert (one.tokens, one.reuse) == (other.tokens, other.reuse)
-            assert desk.rt.cache.stats() == new.rt.cache.stats()
+            assert checked.rt.cache.stats() == new.rt.cache.stats()
 
 
 # C. Conversations.
 
 
-def test_c5_low_level_calls_cannot_make_a_conversation_wrong(desk: Desk) -> None:
-    with desk:
-        context = inside(desk.rt).context
+def test_c5_low_level_calls_cannot_make_a_conversation_wrong(checked: CheckedRuntime) -> None:
+    with checked:
+        context = inside(checked.rt).context
 
         def overwrite(seq: int) -> None:
             context.clear(seq)
@@ -286,11 +290,11 @@ def test_c5_low_level_calls_cannot_make_a_conversation_wrong(desk: Desk) -> None
         ]
         said = [*prompt(300)]
         for turn, meddle in enumerate(meddling):
-            said = [*said, *desk.ask(said).tokens, turn]
+            said = [*said, *checked.ask(said).tokens, turn]
             held = next(seq for seq in (0, 1) if context.tokens(seq) == said[:-2])
-            desk.raw(partial(meddle, held))
-            desk.ask([*prompt(290, 4)[:280], turn])
-        desk.ask(said)
+            checked.raw(partial(meddle, held))
+            checked.ask([*prompt(290, 4)[:280], turn])
+        checked.ask(said)
 
 
 OTHER: dict[str, dict[str, Any]] = {
@@ -307,58 +311,58 @@ def test_c11_p1_another_identity_finds_nothing_and_answers_as_if_cold(
 ) -> None:
     """C11, P1: each field of the identity in turn."""
     base = prompt(150)
-    with Desk(llama, more={"store": tmp_path / "store"}) as desk:
-        desk.ask(base)
-    with Desk(llama, OTHER[changed], more={"store": tmp_path / "store"}) as desk:
-        assert desk.ask(base).reuse.reused == 0
+    with CheckedRuntime(llama, more={"store": tmp_path / "store"}) as checked:
+        checked.ask(base)
+    with CheckedRuntime(llama, OTHER[changed], more={"store": tmp_path / "store"}) as checked:
+        assert checked.ask(base).reuse.reused == 0
     # The same again finds it, so that what was found before was the identity's doing.
-    with Desk(llama, more={"store": tmp_path / "store"}) as desk:
-        assert desk.ask(base).reuse.reused == 149
+    with CheckedRuntime(llama, more={"store": tmp_path / "store"}) as checked:
+        assert checked.ask(base).reuse.reused == 149
 
 
 def test_c11_other_weights_find_nothing(tmp_path: Path) -> None:
-    base = Desk(ToyModel()).text(150)
-    with Desk(ToyModel(), more={"store": tmp_path / "store"}) as desk:
-        desk.ask(base)
-    with Desk(ToyModel(seed=1), more={"store": tmp_path / "store"}) as desk:
-        assert desk.ask(base).reuse.reused == 0
+    base = CheckedRuntime(ToyModel()).text(150)
+    with CheckedRuntime(ToyModel(), more={"store": tmp_path / "store"}) as checked:
+        checked.ask(base)
+    with CheckedRuntime(ToyModel(seed=1), more={"store": tmp_path / "store"}) as checked:
+        assert checked.ask(base).reuse.reused == 0
 
 
 def test_c11_an_adapter_is_another_identity(llama: Model, zoo_path: Callable[[str], Path]) -> None:
     base = prompt(150)
     adapter = llama.adapter(zoo_path("llama-lora"))
-    with Desk(llama) as desk:
-        plain = desk.ask(base, max_tokens=6)
-        desk.rt.cache.warm(base)
-        desk.raw(lambda: inside(desk.rt).context.adapt({adapter: 1.0}))
-        adapted = desk.rt.generate(base, max_tokens=6, temperature=0, ignore_eos=True)
+    with CheckedRuntime(llama) as checked:
+        plain = checked.ask(base, max_tokens=6)
+        checked.rt.cache.warm(base)
+        checked.raw(lambda: inside(checked.rt).context.adapt({adapter: 1.0}))
+        adapted = checked.rt.generate(base, max_tokens=6, temperature=0, ignore_eos=True)
         assert adapted.reuse.reused == 0
         assert adapted.reuse.why == "the identity changed in its adapters"
         assert adapted.tokens != plain.tokens
-        desk.raw(lambda: inside(desk.rt).context.adapt({}))
-        assert desk.ask(base, max_tokens=6).tokens == plain.tokens
+        checked.raw(lambda: inside(checked.rt).context.adapt({}))
+        assert checked.ask(base, max_tokens=6).tokens == plain.tokens
 
 
 # P. The block-prefix cache.
 
 
-def test_p1_a_namespace_is_part_of_the_name(desk: Desk) -> None:
+def test_p1_a_namespace_is_part_of_the_name(checked: CheckedRuntime) -> None:
     """P1: whose prompt it is counts as much as what it is computed with."""
-    with desk:
-        desk.ask(prompt(150), namespace="a")
-        assert desk.ask(prompt(150), namespace="b").reuse.reused == 0
-        assert desk.ask(prompt(150), namespace="a").reuse.reused == 149
+    with checked:
+        checked.ask(prompt(150), namespace="a")
+        assert checked.ask(prompt(150), namespace="b").reuse.reused == 0
+        assert checked.ask(prompt(150), namespace="a").reuse.reused == 149
 
 
-def swap_out(desk: Desk, base: list[int]) -> None:
+def swap_out(checked: CheckedRuntime, base: list[int]) -> None:
     """Leave `base` in memory and in no slot."""
-    desk.ask(base)
-    desk.ask([9, 9, 9, *base[3:90]], max_tokens=1)
+    checked.ask(base)
+    checked.ask([9, 9, 9, *base[3:90]], max_tokens=1)
 
 
-def damage(desk: Desk, number: int, part: str, place: int) -> None:
+def damage(checked: CheckedRuntime, number: int, part: str, place: int) -> None:
     """Flip a bit in a part of the `number`-th block of what is kept."""
-    nodes = list(desk.tier._nodes.values())
+    nodes = list(checked.tier._nodes.values())
     node = nodes[number % len(nodes)]
     change: dict[str, Any] = {part: PARTS[part](node.block, place)}
     node.block = dataclasses.replace(node.block, **change)
@@ -386,43 +390,45 @@ PARTS: dict[str, Callable[[Block, int], Any]] = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_p2_a_flipped_bit_in_any_field_is_refused_and_computed(toy_desk: Desk, part: str) -> None:
+def test_p2_a_flipped_bit_in_any_field_is_refused_and_computed(
+    toy_runtime: CheckedRuntime, part: str
+) -> None:
     dice = np.random.default_rng(11)
-    toy_desk.slots = 1
-    base = toy_desk.text(200)
-    with toy_desk as desk:
+    toy_runtime.slots = 1
+    base = toy_runtime.text(200)
+    with toy_runtime as checked:
         for _ in range(12):
-            swap_out(desk, base)
+            swap_out(checked, base)
             place, number = (int(dice.integers(1 << 20)) for _ in range(2))
-            damage(desk, number, part, place)
-            desk.ask([*base, 5])
+            damage(checked, number, part, place)
+            checked.ask([*base, 5])
 
 
-def test_p2_two_hundred_flipped_payload_places_give_no_wrong_answer(toy_desk: Desk) -> None:
+def test_p2_two_hundred_flipped_payload_places_give_no_wrong_answer(toy_runtime: CheckedRuntime) -> None:
     dice = np.random.default_rng(12)
-    toy_desk.slots = 1
-    base = toy_desk.text(140)
+    toy_runtime.slots = 1
+    base = toy_runtime.text(140)
     refused = 0
-    with toy_desk as desk:
+    with toy_runtime as checked:
         for _ in range(50):
-            swap_out(desk, base)
+            swap_out(checked, base)
             place, number = (int(dice.integers(1 << 20)) for _ in range(2))
             for part in ("rows", "tail_state"):
-                damage(desk, number, part, place)
-            refused += "damaged" in desk.ask([*base, 5]).reuse.why
+                damage(checked, number, part, place)
+            refused += "damaged" in checked.ask([*base, 5]).reuse.why
     assert refused
 
 
-def test_p2_flipped_payload_places_on_every_kind(desk: Desk) -> None:
+def test_p2_flipped_payload_places_on_every_kind(checked: CheckedRuntime) -> None:
     dice = np.random.default_rng(13)
-    desk.slots = 1
-    with desk:
+    checked.slots = 1
+    with checked:
         for _ in range(6):
-            swap_out(desk, prompt(140))
-            for number in range(len(desk.tier)):
+            swap_out(checked, prompt(140))
+            for number in range(len(checked.tier)):
                 for part in ("rows", "tail_state"):
-                    damage(desk, number, part, int(dice.integers(1 << 20)))
-            reply = desk.ask([*prompt(140), 5])
+                    damage(checked, number, part, int(dice.integers(1 << 20)))
+            reply = checked.ask([*prompt(140), 5])
             assert reply.reuse.reused == 0
             assert reply.reuse.why == "what was kept from token 0 on was damaged or is gone"
 
@@ -430,44 +436,44 @@ def test_p2_flipped_payload_places_on_every_kind(desk: Desk) -> None:
 def test_p2_the_checker_notices_when_nothing_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Block, "verify", lambda self: None)
     with pytest.raises(AssertionError, match="warm is not cold"):
-        test_p2_two_hundred_flipped_payload_places_give_no_wrong_answer(Desk(ToyModel()))
+        test_p2_two_hundred_flipped_payload_places_give_no_wrong_answer(CheckedRuntime(ToyModel()))
 
 
-def test_p2_a_dropped_block_costs_a_computation(desk: Desk) -> None:
-    desk.slots = 1
-    with desk:
+def test_p2_a_dropped_block_costs_a_computation(checked: CheckedRuntime) -> None:
+    checked.slots = 1
+    with checked:
         base = prompt(300)
-        swap_out(desk, base)
+        swap_out(checked, base)
         whole = [
-            name for name, node in desk.tier._nodes.items() if node.block.tokens.tolist() == base[64:128]
+            name for name, node in checked.tier._nodes.items() if node.block.tokens.tolist() == base[64:128]
         ]
         assert len(whole) == 1
-        desk.raw(lambda: desk.tier.drop(whole[0]))
-        reply = desk.ask([*base, 5])
-        assert reply.reuse.reused == (64 if desk.model.memory.kind is FullAttention else 0)
+        checked.raw(lambda: checked.tier.drop(whole[0]))
+        reply = checked.ask([*base, 5])
+        assert reply.reuse.reused == (64 if checked.model.memory.kind is FullAttention else 0)
 
 
-def test_p4_clearing_a_label_clears_just_that(desk: Desk) -> None:
-    with desk:
+def test_p4_clearing_a_label_clears_just_that(checked: CheckedRuntime) -> None:
+    with checked:
         one, other = prompt(150, 1), [1, *prompt(150, 2)]
-        desk.rt.cache.warm(one, labels=["one"])
-        desk.rt.cache.warm(other, labels=["other"])
-        assert desk.rt.cache.clear(labels=["one"]) == 1
-        assert [record.labels for record in desk.rt.cache.records()] == [{"other"}]
-        assert desk.ask([*one, 5], max_tokens=1).reuse.reused == 0
-        assert desk.ask([*other, 5]).reuse.reused == 151
+        checked.rt.cache.warm(one, labels=["one"])
+        checked.rt.cache.warm(other, labels=["other"])
+        assert checked.rt.cache.clear(labels=["one"]) == 1
+        assert [record.labels for record in checked.rt.cache.records()] == [{"other"}]
+        assert checked.ask([*one, 5], max_tokens=1).reuse.reused == 0
+        assert checked.ask([*other, 5]).reuse.reused == 151
 
 
-def test_p5_the_longest_prefix_wins_and_stays_for_others(desk: Desk) -> None:
+def test_p5_the_longest_prefix_wins_and_stays_for_others(checked: CheckedRuntime) -> None:
     """P5, whoever took it before."""
-    desk.slots = 1
-    with desk:
+    checked.slots = 1
+    with checked:
         base = prompt(256)
-        desk.rt.cache.warm(base[:128])
-        desk.rt.cache.warm(base)
+        checked.rt.cache.warm(base[:128])
+        checked.rt.cache.warm(base)
         for salt in range(3):
-            desk.ask([300 + salt, *prompt(80, 3)])
-            reply = desk.ask([*base, *prompt(5, 10 + salt)])
+            checked.ask([300 + salt, *prompt(80, 3)])
+            reply = checked.ask([*base, *prompt(5, 10 + salt)])
             assert reply.reuse.tiers == {"memory": 256}
 
 
@@ -481,28 +487,28 @@ def test_p6_ten_times_the_budget_under_load_never_passes_it(monkeypatch: pytest.
             super().__setattr__(name, value)
 
     monkeypatch.setattr(slot_cache, "MemoryTier", Watched)
-    base = Desk(ToyModel()).text(180)
-    with Desk(ToyModel(), slots=1) as probe:
+    base = CheckedRuntime(ToyModel()).text(180)
+    with CheckedRuntime(ToyModel(), slots=1) as probe:
         probe.ask(base)
         probe.rt.cache.warm(base)
         needed = probe.rt.cache.stats().nbytes
     seen.clear()
     budget = 2 * needed
-    with Desk(ToyModel(), slots=2, more={"cache": budget}) as desk:
+    with CheckedRuntime(ToyModel(), slots=2, more={"cache": budget}) as checked:
 
         def load(salt: int) -> None:
             for turn in range(5):
-                desk.rt.generate([salt, turn, *base], max_tokens=2)
+                checked.rt.generate([salt, turn, *base], max_tokens=2)
 
         threads = [threading.Thread(target=load, args=(salt,)) for salt in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        stats = desk.rt.cache.stats()
+        stats = checked.rt.cache.stats()
         assert stats.evicted
         assert stats.nbytes <= stats.budget == budget
-        desk.ask([0, 0, *base])
+        checked.ask([0, 0, *base])
     assert max(seen) <= budget
 
 

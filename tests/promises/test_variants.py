@@ -19,7 +19,7 @@ PROMISES = [
     "promises/test_decode_promises.py",
     "promises/test_reuse_rules.py",
     "engine/test_going_back.py",
-    "cache/test_machine.py",
+    "cache/test_state_machine.py",
     pytest.param("promises/test_reuse_promises.py", marks=pytest.mark.soak),
     pytest.param("store/test_runtime_store.py", marks=pytest.mark.soak),
 ]

@@ -30,7 +30,7 @@ from perdure.store.disk import DiskTier
 from perdure.store.writer import WriteBehind
 from store import children
 from store.chains import files
-from store.kept import SETTINGS, kept
+from store.checked_runtime import SETTINGS, kept
 from subjects import Subject
 
 LENGTH = 150

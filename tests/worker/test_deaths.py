@@ -298,7 +298,7 @@ def test_an_engine_above_its_memory_limit_is_replaced(hold: Hold) -> None:
 
 
 @dataclass
-class Crowd:
+class ConcurrentReaders:
     """Readers of many requests, and a killer that strikes after certain numbers of deltas."""
 
     rt: Runtime
@@ -334,12 +334,12 @@ class Crowd:
             self.results.append((prompt, settings, seen, outcome(job)))
 
 
-def run_crowd(
+def run_concurrently(
     rt: Runtime, answer: Callable[..., list[Reply]], *, readers: int, each: int, strikes: int
 ) -> None:
     dice = random.Random(11)
     total = readers * each * 20
-    crowd = Crowd(rt, sorted(dice.randrange(1, total // 2) for _ in range(strikes)))
+    crowd = ConcurrentReaders(rt, sorted(dice.randrange(1, total // 2) for _ in range(strikes)))
     plans = [
         [
             (
@@ -384,7 +384,7 @@ def run_crowd(
 def test_kills_at_any_moment_cost_an_honest_error_at_most() -> None:
     """H4, C10: kill -9 under load; each reply is right or says what happened, and service is back."""
     with isolated("full", slots=4) as rt:
-        run_crowd(rt, lambda *a, **k: alone(FullAttention, *a, **k), readers=6, each=5, strikes=4)
+        run_concurrently(rt, lambda *a, **k: alone(FullAttention, *a, **k), readers=6, each=5, strikes=4)
         assert 1 <= remote(rt).health().restarts <= 4
 
 
@@ -398,7 +398,7 @@ def test_kills_at_any_moment_on_the_real_engine(zoo_path: Callable[[str], Path])
             return reference.submit(prompt, **request).replies()
 
         with perdure.open(path, slots=3, exact=True, isolated=QUICK, **settings) as rt:
-            run_crowd(rt, answer, readers=4, each=4, strikes=3)
+            run_concurrently(rt, answer, readers=4, each=4, strikes=3)
 
 
 def test_what_was_kept_on_disk_is_there_after_a_death(tmp_path: Path) -> None:

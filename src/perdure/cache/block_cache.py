@@ -250,7 +250,7 @@ class BlockCache:
         return blocks
 
     def unpack(self, identity: Identity, blocks: Sequence[Block], namespace: str) -> int:
-        """Take in copies of blocks of another archive, under names of this one. How many tokens, from the
+        """Take in copies of blocks of another cache, under names of this one. How many tokens, from the
         first on."""
         here = self._context.identity
         if self._exact:

@@ -115,7 +115,7 @@ def deadline(seconds: float) -> ApiError:
     )
 
 
-def crowded(limit: int) -> ApiError:
+def too_many_connections(limit: int) -> ApiError:
     return ApiError(
         503,
         f"{limit} connections are open, which is the limit; ask again later",

@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from perdure.server import api_error
-from perdure.server.api_error import crowded
+from perdure.server.api_error import too_many_connections
 from perdure.server.app_state import AppState
 from perdure.server.middleware.access_log import AccessLog
 from perdure.server.middleware.auth import OPEN, Auth
@@ -76,7 +76,7 @@ def served(app_state: AppState) -> ASGIApp:
 
 def turned_away(app_state: AppState) -> ASGIApp:
     """What answers on a connection that is one too many."""
-    refused = crowded(app_state.limits.connections)
+    refused = too_many_connections(app_state.limits.connections)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await refused.response()(scope, receive, send)

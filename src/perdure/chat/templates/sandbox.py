@@ -3,7 +3,8 @@
 A template comes with a model file, so it is somebody else's code. It runs in Jinja's immutable sandbox, as
 Hugging Face's library has it. Besides, every loop, call and filter looks at the clock, and whatever makes a
 value larger than what it is made of asks first. The hooks are put into the parsed template once; a rendering
-pays for what it does, and there is no thread that watches.
+pays for what it does, and there is no thread that watches. Kept by hand: Jinja's sandbox bounds what a
+template reaches, not what it costs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Markdown for a terminal, as it comes."""
+"""Markdown for a terminal, as it comes.
+
+Kept by hand: rich renders a whole text again for every piece of it, and repaints what has scrolled away. This
+prints each word once.
+"""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _said(choice: Choice) -> Choice:
 
 def verdict(source: LibrarySource) -> Verdict:
     """The verdict on a library: the remembered one, or that of a probe now."""
-    known = _read_book().get(_key(source))
+    known = _read_verdicts().get(_key(source))
     if known is not None:
         return known
     return test(source)
@@ -156,9 +156,9 @@ def test(source: LibrarySource) -> Verdict:
             if not attempt.died:
                 break
     found = Verdict(folder=str(source.folder), attempts=tuple(attempts))
-    book = _read_book()
-    book[_key(source)] = found
-    _write_book(book)
+    verdicts = _read_verdicts()
+    verdicts[_key(source)] = found
+    _write_verdicts(verdicts)
     return found
 
 
@@ -263,7 +263,7 @@ def _book() -> Path:
     return settings().home / "verdicts.json"
 
 
-def _read_book() -> dict[str, Verdict]:
+def _read_verdicts() -> dict[str, Verdict]:
     try:
         entries = json.loads(_book().read_bytes())
         return {
@@ -277,13 +277,13 @@ def _read_book() -> dict[str, Verdict]:
         return {}
 
 
-def _write_book(book: dict[str, Verdict]) -> None:
+def _write_verdicts(verdicts: dict[str, Verdict]) -> None:
     # A verdict that cannot be kept costs another probe, nothing else.
     path = _book()
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({key: asdict(entry) for key, entry in book.items()}, indent=1))
+        temporary.write_text(json.dumps({key: asdict(entry) for key, entry in verdicts.items()}, indent=1))
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

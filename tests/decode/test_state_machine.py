@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from decode.machine import life
 from decode.observed import (
     Turnstile,
     alone,
@@ -25,6 +24,7 @@ from decode.observed import (
     read,
     trouble,
 )
+from decode.state_machine import life
 from perdure.cache.slots.slot_cache import SlotCache
 from perdure.decode.executor import Executor
 from perdure.decode.sequence import TokenSequence

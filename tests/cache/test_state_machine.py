@@ -13,7 +13,7 @@ import subjects
 from perdure.engine.toy import ToyModel
 from subjects import Subject
 
-from .machine import RuntimeMachine
+from .state_machine import RuntimeMachine
 
 Find = Callable[[str], Subject]
 SLIDING = ("toy-sliding", "gemma3")

@@ -37,7 +37,7 @@ class Fault(NamedTuple):
     outcome: Outcome
 
 
-class Kept(NamedTuple):
+class Saved(NamedTuple):
     """Something to come back to, with the sequence it is of and what that held."""
 
     what: bytes | Checkpoint
@@ -239,11 +239,11 @@ class ContextMachine(RuleBasedStateMachine):
     def save(self, seq: int) -> object:
         return self.keep(seq) or multiple()
 
-    def keep(self, seq: int) -> Kept | None:
-        return Kept(self.ctx.save(seq), seq, [*self.held[seq]]) if self.held[seq] else None
+    def keep(self, seq: int) -> Saved | None:
+        return Saved(self.ctx.save(seq), seq, [*self.held[seq]]) if self.held[seq] else None
 
     @rule(kept=states, seq=seqs, spoil=st.none() | st.integers(0, 1 << 20), probe=probes)
-    def load(self, kept: Kept, seq: int, spoil: int | None, probe: bool) -> None:
+    def load(self, kept: Saved, seq: int, spoil: int | None, probe: bool) -> None:
         assert isinstance(kept.what, bytes)
         if spoil is None:
             self.ctx.load(kept.what, seq)
@@ -260,10 +260,10 @@ class ContextMachine(RuleBasedStateMachine):
     def checkpoint(self, seq: int) -> object:
         if not self.held[seq]:
             return multiple()
-        return Kept(self.ctx.checkpoint(seq), seq, [*self.held[seq]])
+        return Saved(self.ctx.checkpoint(seq), seq, [*self.held[seq]])
 
     @rule(kept=points, elsewhere=st.sampled_from([0, 0, 1, 2]), probe=probes)
-    def restore(self, kept: Kept, elsewhere: int, probe: bool) -> None:
+    def restore(self, kept: Saved, elsewhere: int, probe: bool) -> None:
         self.go_back(kept, (kept.seq + elsewhere) % N_SEQ)
         if probe:
             self.probe((kept.seq + elsewhere) % N_SEQ)
@@ -272,14 +272,14 @@ class ContextMachine(RuleBasedStateMachine):
     def go_on_and_return(self, seq: int, text: tuple[int, int], probe: bool) -> None:
         """What a turn that is taken back does."""
         if self.held[seq] and len(self.held[seq]) + text[0] <= self.ctx.n_ctx:
-            kept = Kept(self.ctx.checkpoint(seq), seq, [*self.held[seq]])
+            kept = Saved(self.ctx.checkpoint(seq), seq, [*self.held[seq]])
             self.ctx.decode(self.subject.tokens(*text), seq)
             self.held[seq] += self.subject.tokens(*text)
             self.go_back(kept, seq)
             if probe:
                 self.probe(seq)
 
-    def go_back(self, kept: Kept, seq: int) -> None:
+    def go_back(self, kept: Saved, seq: int) -> None:
         assert isinstance(kept.what, Checkpoint)
         starts = self.held[seq][: len(kept.tokens)] == kept.tokens
         if starts or self.ctx.memory.kind is Recurrent:
@@ -290,7 +290,7 @@ class ContextMachine(RuleBasedStateMachine):
                 self.ctx.restore(kept.what, seq)
 
     @rule(kept=states | points, length=lengths)
-    def refuse(self, kept: Kept, length: int) -> None:
+    def refuse(self, kept: Saved, length: int) -> None:
         """The engine refuses what it gave itself: the sequence is then empty, and said to be."""
         seq = kept.seq
         with refused_write(self.ctx):

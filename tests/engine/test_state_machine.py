@@ -17,7 +17,7 @@ from perdure.engine.toy import ToyCore
 from perdure.memory import MemorySpec
 from subjects import Subject
 
-from .machine import ContextMachine
+from .state_machine import ContextMachine
 from .test_contract import (
     test_b6_a_failed_step_leaves_each_sequence_before_it_or_says_what_is_left as fail_a_step,
 )
