@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from perdure.cache.slots import slot_cache
 from perdure.cache.slots.slot_cache import SlotCache
 from perdure.cache.slots.slot_index import SlotIndex
 from perdure.decode import executor
@@ -18,7 +19,8 @@ ERRORS: dict[str, Exception] = {
 }
 PLACES: dict[str, tuple[Any, str]] = {
     "admitting": (SlotCache, "acquire"),
-    "admitting, with a slot taken": (SlotIndex, "put"),
+    "admitting, with a slot taken": (slot_cache, "why_not_more"),
+    "admitting, while slots are looked at": (SlotIndex, "put"),
     "admitting, while state is moved": (SlotCache, "_swap_out"),
     "reaching": (SlotCache, "reached"),
     "drawing": (executor, "draw"),
