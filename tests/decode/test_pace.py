@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from perdure.decode.engine_loop import EngineLoop
+from perdure.decode.request import Request
+from perdure.decode.sampling.settings import Sampling
 from perdure.decode.scheduling.pace import Pace
+from perdure.engine.toy import ToyModel
 
 
 def settled(
@@ -48,3 +54,39 @@ def test_short_steps_say_nothing_and_a_stall_of_0_keeps_the_chunk() -> None:
 
 def test_no_chunk_is_larger_than_a_step() -> None:
     assert settled(1e-6, largest=8) == 8
+
+
+def test_steps_of_replies_say_nothing_of_how_fast_prompts_are_read() -> None:
+    """One token each of many replies takes far longer than as many tokens of one prompt."""
+    model = ToyModel()
+    with model.context(n_ctx=64, n_seq=20, n_batch=128) as context:
+        loop = EngineLoop(model, context, stall=10.0)
+        try:
+            jobs = [
+                loop.submit(Request(prompt=[40 + at], max_tokens=12, ignore_eos=True)) for at in range(20)
+            ]
+            assert [len(job.reply(60).tokens) for job in jobs] == [12] * 20
+            assert loop._pace.chunk == 64
+            loop.submit(Request(prompt=[40] * 50, max_tokens=1)).reply(60)
+            assert loop._pace.chunk == context.n_batch
+        finally:
+            loop.close()
+
+
+def test_where_steps_return_before_they_are_computed_readers_get_the_same() -> None:
+    model = ToyModel()
+    found = []
+    for asynchronous in (False, True):
+        with model.context(n_ctx=128, n_seq=2, n_batch=32) as context:
+            context.capabilities = replace(context.capabilities, asynchronous=asynchronous)
+            loop = EngineLoop(model, context)
+            try:
+                jobs = [
+                    loop.submit(Request(prompt=[40 + at] * 40, max_tokens=9, sampling=Sampling(seed=at)))
+                    for at in range(2)
+                ]
+                deltas = [[delta.tokens for delta in job] for job in jobs]
+                found.append((deltas, [job.reply(60).text for job in jobs]))
+            finally:
+                loop.close()
+    assert found[0] == found[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from perdure.decode.sampling.candidates import masked, top, top_of_rows
 from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.sampling.sampler import NothingToDraw, RandomNumbers, Sampler, draw, weights
 from perdure.decode.sampling.together import TopK, draw_together
+from perdure.engine.logits import LogitsView, Step
 from perdure.errors import EngineError
 
 Row = NDArray[np.float32]
@@ -310,8 +312,8 @@ def test_m6_k5_drawn_together_is_what_each_draws_alone(chosen: dict[str, Any]) -
         rule = TopK.of(sampler)
         assert rule is not None
         streams.append((sampler, rule, 11 * at))
-    together = draw_together(streams, rows)
-    alone = [draw_together([stream], rows[at : at + 1])[0] for at, stream in enumerate(streams)]
+    together, _ = draw_together(streams, rows)
+    alone = [draw_together([stream], rows[at : at + 1])[0][0] for at, stream in enumerate(streams)]
     by_hand = [
         draw([(sampler, sampler.select(row), position)])[0]
         for (sampler, _, position), row in zip(streams, rows, strict=True)
@@ -346,3 +348,25 @@ def test_rows_that_hold_no_numbers_or_nothing_to_draw_are_errors_together_too() 
         rows[1] = value
         with pytest.raises(error):
             draw_together([(sampler, rule, 0)] * 3, rows)
+
+
+@pytest.mark.parametrize("size", [300, 6000])
+@pytest.mark.parametrize("shown", [0, 3, 90])
+def test_log_probabilities_come_from_the_same_pass_and_are_the_model_s_own(size: int, shown: int) -> None:
+    """Before any bias, as a view of the row tells them; for those who asked, and nobody else."""
+    rows = rows_of(6, size)
+    streams = []
+    for at in range(len(rows)):
+        sampler = Sampler(Sampling(seed=at, logit_bias={1: 50.0, 2: -math.inf}), n_ctx=N_CTX)
+        rule = TopK.of(sampler, shown if at % 2 else None)
+        assert rule is not None
+        streams.append((sampler, rule, at))
+    tokens, found = draw_together(streams, rows)
+    assert sorted(found) == [1, 3, 5]
+    for at, each in found.items():
+        view = LogitsView(rows[at], Step(threading.RLock(), rows))
+        assert each.logprob == pytest.approx(view.logprobs([tokens[at]])[0], abs=1e-12)
+        assert list(each.best) == (view.top(shown) if shown else [])
+    quiet, nothing = draw_together([(sampler, TopK.of(sampler), at) for sampler, _, at in streams], rows)  # type: ignore[misc]
+    assert quiet == tokens
+    assert not nothing

@@ -206,7 +206,7 @@ class Executor:
             return
         streams = [(sequence.sampler, rule, len(sequence.tokens)) for sequence, rule, _ in plain]
         try:
-            tokens = self._context.read_rows(
+            tokens, shown = self._context.read_rows(
                 lambda rows: draw_together(streams, rows), [place for _, _, place in plain]
             )
         except Exception as error:
@@ -217,9 +217,9 @@ class Executor:
                 for each in plain:
                     self._take_together([each])
             return
-        for (sequence, _, _), token in zip(plain, tokens, strict=True):
+        for at, ((sequence, _, _), token) in enumerate(zip(plain, tokens, strict=True)):
             try:
-                sequence.take(token)
+                sequence.take(token, shown.get(at))
             except BaseException as error:
                 _end_by(error, sequence)
 

@@ -16,7 +16,7 @@ from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings,
 from perdure.decode.sampling.candidates import Candidates
 from perdure.decode.sampling.grammar import Matcher
 from perdure.decode.sampling.sampler import NothingToDraw, Sampler
-from perdure.decode.sampling.together import TopK
+from perdure.decode.sampling.together import Shown, TopK
 from perdure.decode.slots import ReuseReport
 from perdure.decode.text import TextStream
 from perdure.engine.context import Context
@@ -91,7 +91,7 @@ class TokenSequence:
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
         self._end: int | None = None
-        self._top_k = None if self.steered or request.logprobs is not None else TopK.of(sampler)
+        self._top_k = None if self.steered else TopK.of(sampler, request.logprobs)
         self._view: LogitsView | None = None
         self._best: tuple[Candidate, ...] = ()
 
@@ -183,11 +183,13 @@ class TokenSequence:
             return found
         return self._sampler.select(row, matcher.mask())
 
-    def take(self, token: int) -> None:
+    def take(self, token: int, shown: Shown | None = None) -> None:
         """Go on with a token that was drawn, and end the reply where it ends."""
         request = self.request
         new: tuple[TokenLogprob, ...] = ()
-        if (view := self._view) is not None:
+        if shown is not None:
+            new = (TokenLogprob(token, shown.logprob, shown.best),)
+        elif (view := self._view) is not None:
             new = (TokenLogprob(token, float(view[token]) - view.log_norm(), self._best),)
             self._view = None
         if self.first_token is None:

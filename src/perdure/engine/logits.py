@@ -35,6 +35,12 @@ class Candidate(NamedTuple):
     logprob: float
 
 
+def log_norm(row: Floats) -> float:
+    """What to subtract from a logit of `row` for its natural log probability."""
+    peak = row.max()
+    return float(peak) + float(np.log(np.sum(np.exp(row - peak), dtype=np.float64)))
+
+
 class Step:
     """The span between two changes of a context's state. Once over, it is never alive again.
 
@@ -251,8 +257,7 @@ class LogitsView(NDArrayOperatorsMixin):
 
     def _log_norm(self, row: Floats) -> float:
         if self._norm is None:
-            peak = row.max()
-            self._norm = float(peak) + float(np.log(np.sum(np.exp(row - peak), dtype=np.float64)))
+            self._norm = log_norm(row)
         return self._norm
 
     def _top(self, row: Floats, k: int) -> list[Candidate]:

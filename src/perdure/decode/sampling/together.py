@@ -8,8 +8,9 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,11 @@ from numpy.typing import NDArray
 from perdure.decode.sampling.candidates import top_of_rows
 from perdure.decode.sampling.sampler import NothingToDraw, Sampler
 from perdure.engine.contract import Floats
+from perdure.engine.logits import Candidate, log_norm
+from perdure.engine.parallel import spread
 from perdure.errors import EngineError
+
+_Key: TypeAlias = tuple[int, int | None, bytes, bytes]
 
 _FEW = 128
 """Candidates of one stream that are drawn from one by one."""
@@ -34,13 +39,15 @@ class TopK:
     bias: Floats
     numbers: tuple[float, float, float]
     """The limit of top-p, the depth of min-p, and the temperature."""
+    shown: int | None
+    """How many of the likeliest are told beside the log probability of what is drawn; None: nothing is."""
     banned: bool
     """Whether no token that has a bias can be drawn at all."""
-    key: tuple[int, bytes, bytes]
+    key: _Key
     """Samplers with the same key find their candidates in one pass."""
 
     @classmethod
-    def of(cls, sampler: Sampler) -> TopK | None:
+    def of(cls, sampler: Sampler, shown: int | None = None) -> TopK | None:
         """None where a sampler looks at more than that."""
         sampling = sampler.sampling
         further = (
@@ -59,27 +66,57 @@ class TopK:
             sampling.temperature or 1.0,
         )
         banned = bool((bias == -np.inf).all())
-        return cls(k, biased, bias, numbers, banned, (k, biased.tobytes(), bias.tobytes()))
+        key = (k, shown, biased.tobytes(), bias.tobytes())
+        return cls(k, biased, bias, numbers, shown, banned, key)
 
 
-def draw_together(streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats) -> list[int]:
-    """A token for each stream, from its row, at its position."""
-    places: dict[tuple[int, bytes, bytes], list[int]] = {}
+class Shown(NamedTuple):
+    """The log probability of a token that was drawn, and the likeliest in its place: of the model's own
+    distribution, before any bias."""
+
+    logprob: float
+    best: tuple[Candidate, ...]
+
+
+def draw_together(
+    streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats
+) -> tuple[list[int], dict[int, Shown]]:
+    """A token for each stream, from its row, at its position; and by its place what is to be shown of it."""
+    places: dict[_Key, list[int]] = {}
     for at, (_, rule, _) in enumerate(streams):
         places.setdefault(rule.key, []).append(at)
-    if len(places) == 1:
-        return _drawn(streams, rows)
     tokens = [0] * len(streams)
+    shown: dict[int, Shown] = {}
     for chosen in places.values():
-        found = _drawn([streams[at] for at in chosen], rows[chosen])
-        for at, token in zip(chosen, found, strict=True):
-            tokens[at] = token
-    return tokens
+        alone = len(places) == 1
+        some, table = ([streams[at] for at in chosen], rows[chosen]) if not alone else (streams, rows)
+        rule = some[0][1]
+        wide = min(max(rule.k + len(rule.biased), rule.shown or 0), rows.shape[1])
+        ids, logits = top_of_rows(table, wide)
+        found = _drawn(some, *_biased(rule, table, ids, logits))
+        if alone:
+            tokens = found
+        else:
+            for at, token in zip(chosen, found, strict=True):
+                tokens[at] = token
+        if rule.shown is not None:
+            best = ids[:, : rule.shown].tolist(), logits[:, : rule.shown].tolist()
+            shown |= dict(zip(chosen, _shown(table, found, *best), strict=True))
+    return tokens, shown
 
 
-def _drawn(streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats) -> list[int]:
-    rule = streams[0][1]
-    ids, logits = _candidates(rule, rows)
+def _shown(
+    rows: Floats, tokens: Sequence[int], ids: Sequence[Sequence[int]], logits: Sequence[Sequence[float]]
+) -> Iterator[Shown]:
+    norms = spread(log_norm, list(rows), rows.nbytes)
+    for row, token, norm, best in zip(rows, tokens, norms, zip(ids, logits, strict=True), strict=True):
+        pairs = zip(*best, strict=True)
+        likeliest = tuple(Candidate(other, logit, logit - norm) for other, logit in pairs)
+        yield Shown(float(row[token]) - norm, likeliest)
+
+
+def _drawn(streams: Sequence[tuple[Sampler, TopK, int]], ids: NDArray[np.intp], logits: Floats) -> list[int]:
+    """A token for each stream out of its candidates, largest first."""
     largest = logits[:, 0]
     if (largest == -np.inf).any():
         raise NothingToDraw("every token is ruled out")
@@ -127,12 +164,13 @@ def _drawn_alone(stream: tuple[Sampler, TopK, int], logits: Sequence[float]) -> 
     return min(found, len(sums) - 1)
 
 
-def _candidates(rule: TopK, rows: Floats) -> tuple[NDArray[np.intp], Floats]:
-    """The `k` largest of each row after the bias, largest first."""
+def _biased(
+    rule: TopK, rows: Floats, ids: NDArray[np.intp], logits: Floats
+) -> tuple[NDArray[np.intp], Floats]:
+    """The `k` largest of each row after the bias, out of enough of those before it; both largest first."""
     count = min(rule.k, rows.shape[1])
     if not len(rule.biased):
-        return top_of_rows(rows, count)
-    ids, logits = top_of_rows(rows, min(rule.k + len(rule.biased), rows.shape[1]))
+        return ids[:, :count], logits[:, :count]
     taken = (ids[..., None] == rule.biased).any(axis=2)
     if rule.banned and not taken.any():
         return ids[:, :count], logits[:, :count]
