@@ -77,7 +77,7 @@ def test_a_reply_that_was_begun_ends_with_an_honest_error(
     assert isinstance(seen.error, EngineDiedError)
     assert (seen.error.signal, seen.error.code, seen.error.kept) == (name, code, len(reply.tokens))
     assert (name or "code 5") in str(seen.error)
-    assert f"{len(reply.tokens)} tokens that had come are kept" in str(seen.error)
+    assert f"{len(reply.tokens)} tokens of the reply had come, the rest is lost" in str(seen.error)
     assert seen.reasons == ["error"]
     assert 0 < len(reply.tokens) < 30
     assert reply.tokens == toy_alone(prompt, **LONG).tokens[: len(reply.tokens)]

@@ -19,6 +19,7 @@ from perdure.cli.commands import (
     doctor,
     engine,
     inspect,
+    keys,
     models,
     run,
     serve,
@@ -90,6 +91,7 @@ app.command(
 app.command(name="stop", rich_help_panel=_Ask)(background.stop)
 app.command(name="status", rich_help_panel=_Ask)(background.status)
 app.command(name="ps", hidden=True)(background.status)
+app.add_typer(keys.app, name="keys", rich_help_panel=_Ask)
 app.add_typer(sessions.app, name="sessions", rich_help_panel=_Kept)
 app.add_typer(cache.app, name="cache", rich_help_panel=_Kept)
 app.command(name="pull", rich_help_panel=_Models)(models.pull)

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from perdure.server import api_error
@@ -71,6 +72,14 @@ def served(app_state: AppState) -> ASGIApp:
     app: ASGIApp = Auth(BodyLimits(build(app_state), app_state.limits), app_state.keys)
     if app_state.hosts is not None:
         app = HostCheck(app, app_state.hosts)
+    if app_state.origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=app_state.origins,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
     return AccessLog(app, app_state.metrics)
 
 

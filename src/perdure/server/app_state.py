@@ -61,6 +61,8 @@ class AppState:
     """Patterns of further names for the model."""
     model_bytes: int = 0
     """Of the model's file, where there is one."""
+    origins: tuple[str, ...] = ()
+    """Pages of other sites that may use it."""
     strict: bool = False
     log_text: bool = False
     started: float = field(default_factory=time.time)

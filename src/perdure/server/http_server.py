@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import signal
 import socket
 import threading
@@ -17,10 +18,13 @@ from h11._writers import ChunkedWriter
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from perdure.config import choices
 from perdure.errors import InvalidInputError
 from perdure.server.app import served, turned_away
 from perdure.server.app_state import AppState
 from perdure.server.limits import Limits
+
+log = logging.getLogger("perdure.server")
 
 _LEEWAY = 5
 """Seconds for answers to be sent after their replies were ended."""
@@ -34,7 +38,7 @@ def check_address(host: str, keys: int) -> None:
         return
     raise InvalidInputError(
         f"{host} can be reached from other machines, and there are no keys: anybody there could use the "
-        "model and read every session. Give --keys FILE (`perdure serve --new-key NAME` makes a key), or "
+        "model and read every session. Give --keys FILE (`perdure keys add NAME` makes a key), or "
         "listen on 127.0.0.1"
     )
 
@@ -78,6 +82,7 @@ class HttpServer(uvicorn.Server):
         )
         self._app_state = app_state
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._choices = choices()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -104,11 +109,27 @@ class HttpServer(uvicorn.Server):
             yield
             return
         before = {each: signal.signal(each, self._signalled) for each in (signal.SIGINT, signal.SIGTERM)}
+        if (reload := getattr(signal, "SIGHUP", None)) is not None:
+            before[reload] = signal.signal(reload, self._reload)
         try:
             yield
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+    def _reload(self, number: int, frame: FrameType | None) -> None:
+        """Read the keys again. Requests that are running go on; the next ones are met by the new keys."""
+        try:
+            self._app_state.keys.reload()
+            log.info("the keys were read again: %d", len(self._app_state.keys))
+        except InvalidInputError as error:
+            log.error("the keys are as they were: %s", error)
+        now = choices()
+        changed = sorted(
+            name for name in now.keys() | self._choices.keys() if now.get(name) != self._choices.get(name)
+        )
+        if changed:
+            log.warning("%s changed since the start: restart the server for that", ", ".join(changed))
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         # Whoever asks twice does not want to wait for replies.

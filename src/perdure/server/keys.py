@@ -1,4 +1,4 @@
-"""Who may come in, and whose namespace that is."""
+"""Who may come in, whose namespace that is, until when, and how much of the server it may use."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import hashlib
 import hmac
 import re
 import secrets
+import threading
 import tomllib
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from perdure.checks import is_whole
 from perdure.errors import InvalidInputError
 
 METRICS = "metrics"
@@ -18,6 +23,8 @@ METRICS = "metrics"
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_LIMITS = ("requests_per_minute", "tokens_per_day")
+_MINUTE, _DAY = 60.0, 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +33,11 @@ class Key:
 
     namespace: str
     digest: str
+    expires: str | None = None
+    """The first day, in UTC, on which it is not good any more: 2027-01-31."""
+    requests_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    """Of prompts and replies together, by the days of UTC."""
 
     def __post_init__(self) -> None:
         if not _NAMESPACE.fullmatch(self.namespace):
@@ -36,19 +48,94 @@ class Key:
         if not _DIGEST.fullmatch(self.digest):
             raise InvalidInputError(
                 f"the key of {self.namespace} is not a SHA-256 in 64 lower-case hex digits; "
-                "`perdure serve --new-key NAME` makes a key and its line"
+                "`perdure keys add NAME` makes a key and its line"
             )
+
+        if self.expires is not None and _day(self.expires) is None:
+            raise InvalidInputError(f"expires is a day such as 2027-01-31, got {self.expires!r}")
+        for name in _LIMITS:
+            value = getattr(self, name)
+            if value is not None and (not is_whole(value) or value < 1):
+                raise InvalidInputError(f"{name} is a whole number from 1, got {value!r}")
+
+    @property
+    def id(self) -> str:
+        """What it is called in lists: the start of its digest."""
+        return self.digest[:12]
 
     @property
     def line(self) -> str:
-        return f"{self.namespace}:{self.digest}"
+        more = {name: getattr(self, name) for name in ("expires", *_LIMITS)}
+        said = [f"{name}={value}" for name, value in more.items() if value is not None]
+        return " ".join([f"{self.namespace}:{self.digest}", *said])
+
+    def is_expired(self, now: float) -> bool:
+        day = _day(self.expires) if self.expires is not None else None
+        return day is not None and now >= day.timestamp()
+
+
+@dataclass(frozen=True, slots=True)
+class OverLimit:
+    """Why a key has to wait, and for how many seconds."""
+
+    why: str
+    retry_after: int
+
+
+class KeyUsage:
+    """What each key has used since the server started. For any thread."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._requests: dict[str, deque[float]] = {}
+        self._tokens: dict[str, tuple[int, int]] = {}
+
+    def admit(self, key: Key, now: float) -> OverLimit | None:
+        """Count a request, or say why it has to wait."""
+        with self._changing:
+            today, used = self._tokens.get(key.digest, (0, 0))
+            day = int(now // _DAY)
+            if key.tokens_per_day is not None and today == day and used >= key.tokens_per_day:
+                left = int((day + 1) * _DAY - now) + 1
+                return OverLimit(
+                    f"this key has used {used} tokens today, {key.tokens_per_day} are allowed", left
+                )
+            if key.requests_per_minute is None:
+                return None
+            recent = self._requests.setdefault(key.digest, deque())
+            while recent and recent[0] <= now - _MINUTE:
+                recent.popleft()
+            if len(recent) >= key.requests_per_minute:
+                left = int(recent[0] + _MINUTE - now) + 1
+                return OverLimit(
+                    f"{key.requests_per_minute} requests a minute are allowed for this key", left
+                )
+            recent.append(now)
+            return None
+
+    def spend(self, key: Key, tokens: int, now: float) -> None:
+        """Count the tokens of a request that is over."""
+        with self._changing:
+            today, used = self._tokens.get(key.digest, (0, 0))
+            day = int(now // _DAY)
+            self._tokens[key.digest] = (day, tokens + (used if today == day else 0))
 
 
 class Keys:
     """The keys of a server. With none, everybody comes in, and all are in the namespace ""."""
 
-    def __init__(self, keys: Iterable[Key] = ()) -> None:
+    def __init__(self, keys: Iterable[Key] = (), *, path: Path | None = None) -> None:
         self._keys = tuple(keys)
+        self._path = path
+        self.usage = KeyUsage()
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._keys)
+
+    def reload(self) -> None:
+        """Read the file again. What is wrong with it is raised, and the keys stay as they were."""
+        if self._path is not None:
+            self._keys = Keys.read(self._path)._keys
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -61,11 +148,16 @@ class Keys:
         """Whose key this is; None where it is nobody's. Takes as long for a wrong key as for a right one."""
         if not self._keys:
             return ""
+        key = self.find(secret)
+        return key.namespace if key is not None else None
+
+    def find(self, secret: str | None) -> Key | None:
+        """The key of that secret, expired or not. Takes as long for a wrong one as for a right one."""
         digest = hashlib.sha256((secret or "").encode("utf-8", "surrogatepass")).hexdigest()
-        found = None
+        found: Key | None = None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
-                found = key.namespace
+                found = key
         return found if secret else None
 
     @classmethod
@@ -78,15 +170,27 @@ class Keys:
         keys = _toml(path, text) if path.suffix.lower() == ".toml" else _lines(path, text)
         if not keys:
             raise InvalidInputError(
-                f"{path} has no key in it; `perdure serve --new-key NAME` makes one and its line"
+                f"{path} has no key in it; `perdure keys add NAME` makes one and its line"
             )
-        return cls(keys)
+        return cls(keys, path=path)
 
 
-def new_key(namespace: str) -> tuple[str, Key]:
+def new_key(
+    namespace: str,
+    *,
+    expires: str | None = None,
+    requests_per_minute: int | None = None,
+    tokens_per_day: int | None = None,
+) -> tuple[str, Key]:
     """A fresh secret, and the key as it is kept."""
     secret = f"pk-{secrets.token_urlsafe(32)}"
-    return secret, Key(namespace, hashlib.sha256(secret.encode()).hexdigest())
+    return secret, Key(
+        namespace,
+        hashlib.sha256(secret.encode()).hexdigest(),
+        expires=expires,
+        requests_per_minute=requests_per_minute,
+        tokens_per_day=tokens_per_day,
+    )
 
 
 def _lines(path: Path, text: str) -> list[Key]:
@@ -95,11 +199,35 @@ def _lines(path: Path, text: str) -> list[Key]:
         entry = line.split("#")[0].strip()
         if not entry:
             continue
-        namespace, separator, digest = entry.rpartition(":")
+        first, *more = entry.split()
+        namespace, separator, digest = first.rpartition(":")
         if not separator:
             raise InvalidInputError(f"{path}, line {number}: not `namespace:sha256`")
-        keys.append(Key(namespace.strip(), digest.strip().lower()))
+        try:
+            keys.append(Key(namespace, digest.lower(), **_terms(more)))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{path}, line {number}: {error}") from None
     return keys
+
+
+def _terms(words: Iterable[str]) -> Mapping[str, Any]:
+    """What stands behind a key in its line: `expires=2027-01-31 requests_per_minute=60`."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, separator, value = word.partition("=")
+        if not separator or name not in ("expires", *_LIMITS):
+            raise InvalidInputError(f"{word!r} is none of expires=DAY, {'=N, '.join(_LIMITS)}=N")
+        if name in _LIMITS and not (value.isascii() and value.isdigit()):
+            raise InvalidInputError(f"{name} is a whole number from 1, got {value!r}")
+        found[name] = int(value) if name in _LIMITS else value
+    return found
+
+
+def _day(text: str) -> datetime | None:
+    try:
+        return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)
+    except ValueError:
+        return None
 
 
 def _toml(path: Path, text: str) -> list[Key]:

@@ -119,7 +119,7 @@ class PendingRequest:
         """End it by the death of the process that worked on it."""
         kept = sum(len(sample.tokens) for sample in self._samples)
         if kept:
-            what = f"the {kept} tokens that had come are kept, the rest is lost"
+            what = f"{kept} tokens of the reply had come, the rest is lost"
         elif again:
             what = (
                 f"nothing of this request had come, in {self.tries} tries: it may be what the engine dies of"

@@ -161,7 +161,10 @@ class Supervisor:
         death = self._bury(process)
         if not self._closing.is_set():
             self._last_death = str(death)
-            log.warning("%s; it is started again", death)
+            # One line: what the process said last follows at a level of its own.
+            log.error("%s; it is started again", death.reason)
+            if death.said:
+                log.info("%s", death.said)
             self._pending.disconnect(death)
         return time.monotonic() - began
 

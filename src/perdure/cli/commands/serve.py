@@ -139,6 +139,16 @@ def serve(
             rich_help_panel=_Access,
         ),
     ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cors",
+            metavar="ORIGIN",
+            help="A site whose pages may use the server, such as https://chat.example.org, or * for any "
+            "(with --keys); can be given again.",
+            rich_help_panel=_Access,
+        ),
+    ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse fields that nobody knows.", rich_help_panel=_Access)
     ] = False,
@@ -198,7 +208,7 @@ def serve(
         from perdure.server.http_server import bind, check_address
         from perdure.server.keys import Keys
         from perdure.server.limits import Limits
-        from perdure.server.middleware.host_check import AllowedHosts
+        from perdure.server.middleware.host_check import AllowedHosts, check_origins
     except ModuleNotFoundError as error:
         note(f"{error.name} is not installed: pip install 'perdure[server]'")
         raise typer.Exit(1) from None
@@ -213,7 +223,8 @@ def serve(
         )
         known = Keys.read(keys) if keys is not None else Keys()
         check_address(host, len(known))
-        hosts = AllowedHosts(host, allow_host or ()) if allow_host or not len(known) else None
+        origins = check_origins(cors or (), keys=len(known))
+        hosts = AllowedHosts(host, allow_host or (), origins) if allow_host or not len(known) else None
         if store is not None and no_store:
             raise InvalidInputError("--store and --no-store cannot both be meant")
         listening = [bind(host, port), *([bind(host, _OLLAMA)] if ollama else [])]
@@ -247,6 +258,7 @@ def serve(
             limits=limits,
             keys=known,
             hosts=hosts,
+            origins=origins,
             strict=strict,
             log_text=log_text,
         )

@@ -335,6 +335,26 @@ def import_(
 
 
 @app.command()
+def sizes(store: Store = None, as_json: Json = False) -> None:
+    """Show how many sessions, turns and bytes each namespace of a server has; never what was said."""
+    from dataclasses import asdict
+
+    from perdure.cli.output import words
+    from perdure.cli.store import sessions_in
+    from perdure.sessions.storage.sizes import namespace_sizes
+
+    with sessions_in(store, readonly=True) as sessions:
+        found = namespace_sizes(sessions.store)
+    if as_json:
+        _print([asdict(each) for each in found])
+        return
+    for each in found:
+        name = words.quoted(each.namespace) if each.namespace else "(no key)"
+        counts = f"{words.count(each.sessions, 'session')}, {words.count(each.turns, 'turn')}"
+        typer.echo(f"{name:<24}  {counts:<28}  {words.size(each.nbytes)}")
+
+
+@app.command()
 def verify(store: Store = None, as_json: Json = False) -> None:
     """Prove every turn of every session and read all state that is kept, moving damaged files aside.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from perdure.server.api_error import ApiError
-from perdure.server.keys import METRICS, Keys
+from perdure.server.keys import METRICS, Key, Keys
 
 OPEN = frozenset({"/", "/health", "/ready", "/openapi.json"})
 """What anybody may ask for: whether the server lives, and how to speak to it."""
@@ -19,26 +21,49 @@ class Auth:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN:
-            namespace = self._keys.namespace(_secret(scope))
-            refused = self._refused(scope["path"], namespace)
-            if refused is not None:
-                await refused.response()(scope, receive, send)
-                return
-            scope["state"]["namespace"] = namespace
-            if namespace:
-                scope["state"]["notes"]["namespace"] = namespace
-        await self._app(scope, receive, send)
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            await self._app(scope, receive, send)
+            return
+        secret = _secret(scope)
+        key = self._keys.find(secret)
+        notes = scope["state"]["notes"]
+        if (refused := self._refused(scope["path"], secret, key)) is not None:
+            if key is not None:
+                notes["namespace"] = key.namespace
+            await refused.response()(scope, receive, send)
+            return
+        scope["state"]["namespace"] = key.namespace if key is not None else ""
+        if key is None:
+            await self._app(scope, receive, send)
+            return
+        notes["namespace"] = key.namespace
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            used = notes.get("prompt_tokens", 0) + notes.get("completion_tokens", 0)
+            self._keys.usage.spend(key, used, time.time())
 
-    def _refused(self, path: str, namespace: str | None) -> ApiError | None:
-        if namespace is None:
-            return ApiError(
-                401,
-                "this server needs a key: send it as `Authorization: Bearer KEY`",
-                kind="authentication_error",
-                code="invalid_api_key",
+    def _refused(self, path: str, secret: str | None, key: Key | None) -> ApiError | None:
+        if not len(self._keys):
+            return None
+        if key is None:
+            return _unauthorised(
+                "this server does not know that key: check it, or ask whoever runs the server for another"
+                if secret
+                else "this server needs a key: send it as `Authorization: Bearer KEY`"
             )
-        if (path == "/metrics") is not (namespace == METRICS) and len(self._keys):
+        now = time.time()
+        if key.is_expired(now):
+            return _unauthorised(f"this key expired on {key.expires}: ask for a new one")
+        if (over := self._keys.usage.admit(key, now)) is not None:
+            return ApiError(
+                429,
+                over.why,
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry_after=over.retry_after,
+            )
+        if (path == "/metrics") is not (key.namespace == METRICS):
             return ApiError(
                 403,
                 f"the metrics are for keys of the namespace {METRICS}, and those are for nothing else",
@@ -46,6 +71,10 @@ class Auth:
                 code="forbidden",
             )
         return None
+
+
+def _unauthorised(message: str) -> ApiError:
+    return ApiError(401, message, kind="authentication_error", code="invalid_api_key")
 
 
 def _secret(scope: Scope) -> str | None:

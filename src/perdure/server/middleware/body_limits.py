@@ -133,7 +133,8 @@ def check_type(scope: Scope) -> None:
     if given.partition(";")[0].strip().lower() != wanted:
         raise ApiError(
             415,
-            f"the content type is {given[:100]!r}; send `content-type: {wanted}`",
+            f"the content type is {given[:100]!r}; send `content-type: {wanted}` "
+            f"(curl: -H 'content-type: {wanted}')",
             code="unsupported_media_type",
         )
 

@@ -21,7 +21,11 @@ _OWN = (b"same-origin", b"none")
 class AllowedHosts:
     """The names under which a server may be asked: this machine's, where it listens, and further ones."""
 
-    def __init__(self, bound: str = "127.0.0.1", further: Iterable[str] = ()) -> None:
+    def __init__(
+        self, bound: str = "127.0.0.1", further: Iterable[str] = (), origins: Iterable[str] = ()
+    ) -> None:
+        """`origins` are pages of other sites that may use the server, as CORS tells browsers."""
+        self._origins = frozenset(origins)
         self._further = frozenset(_checked(host) for host in further)
         self._names = frozenset((*LOOPBACK, bound.lower())) | self._further
 
@@ -30,6 +34,8 @@ class AllowedHosts:
 
     def trusts_page(self, origin: str, host: str) -> bool:
         """Whether a page of `origin` may ask the server at `host`: its own, and those of further names."""
+        if origin in self._origins:
+            return True
         parts = _split(origin)
         if parts is None:
             return False
@@ -97,6 +103,24 @@ def _checked(host: str) -> str:
             f"--allow-host takes the name of a host, such as chat.example.org, got {host!r}"
         )
     return name
+
+
+def check_origins(origins: Iterable[str], *, keys: int) -> tuple[str, ...]:
+    """Pages of other sites that may use a server: `https://chat.example.org`, or `*` for any."""
+    found = tuple(origins)
+    for origin in found:
+        parts = _split(origin)
+        if origin == "*":
+            if not keys:
+                raise InvalidInputError(
+                    "--cors '*' lets every page that is open in a browser here use the server: give --keys "
+                    "too, or name the pages"
+                )
+        elif parts is None or origin != f"{parts[0]}://{parts[1]}":
+            raise InvalidInputError(
+                f"--cors takes an origin such as https://chat.example.org, or *, got {origin!r}"
+            )
+    return found
 
 
 def _forbidden(message: str, *, code: str) -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, TypedDict, TypeVar
@@ -171,7 +172,18 @@ class StreamOptions(RequestSchema):
 
 
 def refuse_fields(asked: RequestSchema, *, strict: bool, refused: Mapping[str, str]) -> None:
-    """Refuse what would change the answer and cannot be done; when `strict`, also what nobody knows."""
+    """Refuse what would change the answer and cannot be done; when `strict`, also what nobody knows.
+
+    Within `perdure`, which is ours alone, what nobody knows is always a mistake.
+    """
+    own = getattr(asked, "perdure", None)
+    if isinstance(own, RequestSchema) and own.model_extra:
+        name = next(iter(own.model_extra))
+        known = list(type(own).model_fields)
+        near = difflib.get_close_matches(name, known, n=1)
+        advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        path = f"perdure.{name[:100]}"
+        raise ApiError(400, f"{path}: no such field; {advice}", param=path, code="unknown_parameter")
     for name, value in (asked.model_extra or {}).items():
         if name in refused and value not in (None, [], {}, False):
             raise ApiError(400, f"{name}: {refused[name]}", param=name, code="unsupported_parameter")

@@ -1,0 +1,60 @@
+"""`perdure backup` and `perdure restore`: all sessions of a store in one file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from perdure.cli.options import Json
+
+if TYPE_CHECKING:
+    from perdure.sessions.storage.backup import Backup
+
+
+def backup(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="The folder of the sessions.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file. Keep it where only you can read it.")],
+    state: Annotated[
+        bool,
+        typer.Option("--state", help="State too: larger, and the first turns after a restore are faster."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Copy all sessions of a store into one file, as they are at one moment. Others may use the store."""
+    from perdure.cli.output.progress import working
+    from perdure.cli.store import session_folder
+    from perdure.sessions.storage.backup import back_up
+
+    with working(f"Writing {file.name}") as progress:
+        made = back_up(session_folder(store), file, state=state, progress=progress)
+    _tell(made, f"{made.path} has", as_json)
+
+
+def restore(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `perdure backup` wrote.")],
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="A folder that is new or empty.")],
+    as_json: Json = False,
+) -> None:
+    """Make a store of a backup. All of it is proved first, and a store is there whole or not at all."""
+    from perdure.cli.output.progress import working
+    from perdure.sessions.storage.backup import restore as restore_store
+
+    with working(f"Reading {file.name}") as progress:
+        found = restore_store(file, store, progress=progress)
+    _tell(found, f"{store} has", as_json)
+
+
+def _tell(made: Backup, what: str, as_json: bool) -> None:
+    from perdure.cli.output import words
+
+    if as_json:
+        typer.echo(json.dumps({**asdict(made), "path": str(made.path)}))
+        return
+    counts = [words.count(made.sessions, "session"), words.count(made.turns, "turn")]
+    if made.blocks:
+        counts.append(words.count(made.blocks, "block") + " of state")
+    typer.echo(f"{what} {', '.join(counts)} as of {words.moment(made.created)}")

@@ -1,0 +1,163 @@
+"""`perdure keys`: who may use a server, kept as hashes in a file."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perdure.cli.options import Json
+
+if TYPE_CHECKING:
+    from perdure.server.keys import Key
+
+app = typer.Typer(help="Keys of a server: who may use it, until when, and how much.", no_args_is_help=True)
+
+File = Annotated[
+    Path | None,
+    typer.Option(
+        "--keys",
+        metavar="FILE",
+        show_default="keys, in the folder that `perdure paths` shows",
+        help="The file of the keys, as `perdure serve --keys FILE` takes it.",
+    ),
+]
+
+
+@app.command()
+def add(
+    namespace: Annotated[
+        str,
+        typer.Argument(
+            help="Whose key it is. Keys of one namespace share sessions; others see none of them."
+        ),
+    ],
+    expires: Annotated[
+        str | None,
+        typer.Option(
+            "--expires", metavar="DAY|Nd", help="Last day + 1, such as 2027-01-31, or 90d from now."
+        ),
+    ] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option("--requests-per-minute", min=1, metavar="N", help="Most requests a minute.")
+    ] = None,
+    tokens_per_day: Annotated[
+        int | None,
+        typer.Option("--tokens-per-day", min=1, metavar="N", help="Most tokens a day, prompts and replies."),
+    ] = None,
+    file: File = None,
+) -> None:
+    """Make a key, print it once, and put its hash into the file."""
+    from perdure.cli.output import terminal
+    from perdure.server.keys import new_key
+
+    path = _path(file)
+    secret, key = new_key(
+        namespace,
+        expires=_day(expires),
+        requests_per_minute=requests_per_minute,
+        tokens_per_day=tokens_per_day,
+    )
+    lines = _lines(path)
+    _write(path, [*lines, key.line])
+    typer.echo(secret)
+    terminal.note(
+        f"this is shown once; its hash is in {path}. `perdure serve --keys {path}` asks for it; a server "
+        "that runs takes it in at SIGHUP"
+    )
+
+
+@app.command(name="ls")
+def list_(file: File = None, as_json: Json = False) -> None:
+    """List the keys: never themselves, which nobody knows any more."""
+    import json
+
+    path = _path(file)
+    keys = _keys(path)
+    if as_json:
+        typer.echo(json.dumps([_plain(key) for key in keys], indent=2))
+        return
+    for key in keys:
+        limits = [f"expires {key.expires}"] if key.expires else []
+        if key.requests_per_minute:
+            limits.append(f"{key.requests_per_minute} requests a minute")
+        if key.tokens_per_day:
+            limits.append(f"{key.tokens_per_day} tokens a day")
+        typer.echo(f"{key.id}  {key.namespace:<20}  {', '.join(limits)}".rstrip())
+    if not keys:
+        typer.echo(f"no keys in {path}; `perdure keys add NAMESPACE` makes one")
+
+
+@app.command()
+def rm(
+    key: Annotated[str, typer.Argument(help="The id that `perdure keys ls` shows.")],
+    file: File = None,
+) -> None:
+    """Take a key out of the file. A server that runs lets it in until SIGHUP or its end."""
+    from perdure.errors import InvalidInputError
+
+    path = _path(file)
+    found = [each for each in _keys(path) if len(key) >= 4 and each.digest.startswith(key.lower())]
+    if len(found) != 1:
+        raise InvalidInputError(
+            f"{len(found)} keys in {path} start with {key!r}: give the id that `perdure keys ls` shows"
+        )
+    _write(path, [line for line in _lines(path) if found[0].digest not in line.lower()])
+    typer.echo(f"{found[0].id} of {found[0].namespace} is out of {path}")
+
+
+def _path(file: Path | None) -> Path:
+    from perdure.config import settings
+    from perdure.errors import InvalidInputError
+
+    path = file or settings().home / "keys"
+    if path.suffix.lower() == ".toml":
+        raise InvalidInputError(
+            f"{path} is TOML, which is yours to edit: these commands keep a file of lines"
+        )
+    return path
+
+
+def _lines(path: Path) -> list[str]:
+    from perdure.errors import InvalidInputError
+
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"the keys in {path} cannot be read: {error}") from None
+
+
+def _keys(path: Path) -> list[Key]:
+    from perdure.server.keys import Keys
+
+    has_some = any(line.split("#")[0].strip() for line in _lines(path))
+    return list(Keys.read(path)) if has_some else []
+
+
+def _write(path: Path, lines: list[str]) -> None:
+    from perdure.store.durable import make_folder, sync_folder, write_file
+
+    make_folder(path.parent)
+    write_file(path, ["".join(f"{line}\n" for line in lines).encode()])
+    sync_folder(path.parent)
+
+
+def _day(text: str | None) -> str | None:
+    if text is not None and (days := re.fullmatch(r"(\d{1,5})d", text)):
+        return (datetime.now(UTC) + timedelta(days=int(days[1]))).strftime("%Y-%m-%d")
+    return text
+
+
+def _plain(key: Key) -> dict[str, Any]:
+    return {
+        "id": key.id,
+        "namespace": key.namespace,
+        "expires": key.expires,
+        "requests_per_minute": key.requests_per_minute,
+        "tokens_per_day": key.tokens_per_day,
+    }

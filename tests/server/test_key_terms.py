@@ -1,0 +1,162 @@
+"""What a key allows: until when, how many requests, how many tokens; and that it can be changed in use."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from decode.observed import toy
+from perdure import InvalidInputError
+from perdure.server.keys import Key, Keys, KeyUsage, new_key
+from perdure.server.middleware.host_check import AllowedHosts, check_origins
+from server.live_server import hello, live_server, opened
+
+CHAT = "/v1/chat/completions"
+DAY = 86400.0
+
+
+def test_a_wrong_key_and_an_expired_one_are_told_apart_from_none() -> None:
+    secret, key = new_key("old", expires="2020-01-31")
+    with opened(toy()) as rt, live_server(rt, keys=Keys([key, new_key("a")[1]])) as server:
+        with server.client() as client:
+            assert "needs a key" in client.get("/v1/models").json()["error"]["message"]
+        with server.client("pk-wrong") as client:
+            refused = client.get("/v1/models")
+            assert refused.status_code == 401
+            assert "does not know that key" in refused.json()["error"]["message"]
+        with server.client(secret) as client:
+            assert "this key expired on 2020-01-31" in client.get("/v1/models").json()["error"]["message"]
+
+
+def test_a_key_has_so_many_requests_a_minute_and_so_many_tokens_a_day() -> None:
+    (slow, slow_key), (small, small_key) = (
+        new_key("slow", requests_per_minute=2),
+        new_key("small", tokens_per_day=5),
+    )
+    with opened(toy()) as rt, live_server(rt, keys=Keys([slow_key, small_key])) as server:
+        with server.client(slow) as client:
+            assert [client.get("/v1/models").status_code for _ in range(3)] == [200, 200, 429]
+            refused = client.get("/v1/models")
+            assert refused.json()["error"]["message"] == "2 requests a minute are allowed for this key"
+            assert 1 <= int(refused.headers["retry-after"]) <= 61
+        with server.client(small) as client:
+            first = client.post(CHAT, json=hello())
+            assert first.status_code == 200
+            used = first.json()["usage"]["total_tokens"]
+            refused = client.post(CHAT, json=hello())
+            assert refused.status_code == 429
+            assert f"has used {used} tokens today, 5 are allowed" in refused.json()["error"]["message"]
+
+
+def test_limits_end_with_their_minute_and_their_day() -> None:
+    usage, key = KeyUsage(), Key("a", "0" * 64, requests_per_minute=1, tokens_per_day=10)
+    assert usage.admit(key, 0.0) is None
+    assert usage.admit(key, 59.0) is not None
+    assert usage.admit(key, 60.5) is None
+    usage.spend(key, 10, 61.0)
+    refused = usage.admit(key, 200.0)
+    assert refused is not None
+    assert refused.retry_after == int(DAY - 200) + 1
+    assert usage.admit(key, DAY + 1) is None
+
+
+@pytest.mark.parametrize(
+    "words", ["expires=tomorrow", "requests_per_minute=0", "tokens_per_day=x", "colour=red"]
+)
+def test_terms_that_make_no_sense_are_told_with_their_line(tmp_path: Path, words: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"# ours\na:{'0' * 64} {words}\n")
+    with pytest.raises(InvalidInputError, match="line 2: "):
+        Keys.read(path)
+
+
+def test_keys_are_read_again_without_a_request_lost(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    first, second = new_key("a", tokens_per_day=1000), new_key("b")
+    path.write_text(f"{first[1].line}\n")
+    with opened(toy()) as rt, live_server(rt, keys=Keys.read(path)) as server:
+        path.write_text(f"{second[1].line}\n")
+        with server.client(first[0]) as old, server.client(second[0]) as new:
+            assert (old.get("/v1/models").status_code, new.get("/v1/models").status_code) == (200, 401)
+            with old.stream("POST", CHAT, json=hello(stream=True, max_tokens=32)) as running:
+                server.http_server._reload(signal.SIGHUP, None)
+                assert new.get("/v1/models").status_code == 200
+                assert list(running.iter_lines())[-2] == "data: [DONE]"
+            assert old.get("/v1/models").status_code == 401
+            path.write_text("nonsense\n")
+            server.http_server._reload(signal.SIGHUP, None)
+            assert new.get("/v1/models").status_code == 200
+
+
+def test_our_own_fields_are_never_taken_for_somebody_elses() -> None:
+    """A misspelt `session` returned 200, and the conversation was gone."""
+    with opened(toy()) as rt, live_server(rt) as server, server.client() as client:
+        refused = client.post(CHAT, json=hello(perdure={"sesion": "a"}))
+        assert refused.status_code == 400
+        assert "perdure.sesion: no such field; did you mean 'session'?" in refused.json()["error"]["message"]
+        refused = client.post("/v1/completions", json={"prompt": "a", "perdure": {"regexp": "a"}})
+        assert refused.status_code == 400
+        assert "did you mean 'regex'?" in refused.json()["error"]["message"]
+        refused = client.post(
+            CHAT, content="{}", headers={"content-type": "application/x-www-form-urlencoded"}
+        )
+        assert refused.status_code == 415
+        assert "curl: -H 'content-type: application/json'" in refused.json()["error"]["message"]
+
+
+def test_pages_of_another_site_come_in_by_option_alone() -> None:
+    """I3: the preflight is answered, and the answer may be read, only for the sites that were named."""
+    named, other = "https://chat.example.org", "https://evil.example.org"
+    hosts = AllowedHosts(origins=[named])
+    with (
+        opened(toy()) as rt,
+        live_server(rt, hosts=hosts, origins=(named,)) as server,
+        server.client() as client,
+    ):
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+        allowed = client.options(CHAT, headers={"origin": named, **asked})
+        assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, named)
+        answer = client.post(CHAT, json=hello(), headers={"origin": named})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, named)
+        refused = client.options(CHAT, headers={"origin": other, **asked})
+        assert "access-control-allow-origin" not in refused.headers
+        assert client.post(CHAT, json=hello(), headers={"origin": other}).status_code == 403
+    assert check_origins(["*"], keys=1) == ("*",)
+    for wrong in (["*"], ["chat.example.org"], ["https://a.example.org/path"]):
+        with pytest.raises(InvalidInputError, match="--cors"):
+            check_origins(wrong, keys=0)
+
+
+def test_keys_are_added_listed_and_removed_by_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+
+    def keys(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "perdure.cli", "keys", *words, "--keys", str(path)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PERDURE_HOME": str(tmp_path / "home")},
+        )
+        assert done.returncode == code, done.stderr
+        return done
+
+    secret = keys("add", "alice", "--expires", "90d", "--requests-per-minute", "60").stdout.strip()
+    keys("add", "bob", "--tokens-per-day", "1000")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert secret not in path.read_text()
+    known = Keys.read(path)
+    found = known.find(secret)
+    assert found is not None
+    assert (found.namespace, found.requests_per_minute, found.tokens_per_day) == ("alice", 60, None)
+    shown = keys("ls").stdout
+    assert f"{found.id}  alice" in shown
+    assert "1000 tokens a day" in shown
+    assert secret not in shown
+    keys("rm", found.id)
+    assert Keys.read(path).namespaces == ["bob"]
+    assert "0 keys in" in keys("rm", found.id, code=1).stderr
