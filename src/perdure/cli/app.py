@@ -13,6 +13,7 @@ import typer
 from perdure import __version__
 from perdure.cli.commands import (
     background,
+    backup,
     cache,
     chat,
     config,
@@ -94,6 +95,8 @@ app.command(name="ps", hidden=True)(background.status)
 app.add_typer(keys.app, name="keys", rich_help_panel=_Ask)
 app.add_typer(sessions.app, name="sessions", rich_help_panel=_Kept)
 app.add_typer(cache.app, name="cache", rich_help_panel=_Kept)
+app.command(name="backup", rich_help_panel=_Kept)(backup.backup)
+app.command(name="restore", rich_help_panel=_Kept)(backup.restore)
 app.command(name="pull", rich_help_panel=_Models)(models.pull)
 app.command(name="ls", rich_help_panel=_Models)(models.list_)
 app.command(name="show", rich_help_panel=_Models)(inspect.inspect)

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def backup(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="The folder of the sessions.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file. Keep it where only you can read it.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A new file. Keep it where only you can read it.")
+    ],
     state: Annotated[
         bool,
         typer.Option("--state", help="State too: larger, and the first turns after a restore are faster."),
