@@ -22,4 +22,6 @@ gpu       a GPU: replies, state, long prompts and the server, against the librar
 device    state and long prompts on it, in such processes
 random_model  models of random weights, for speed
 chat      what of a chat is computed again, and what a turn costs besides
+growing/  what growth measures, a module for each layer
+growth    what each operation costs when a hundred times as much is there
 """

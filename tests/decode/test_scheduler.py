@@ -14,7 +14,7 @@ from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.scheduling.scheduler import BatchScheduler, Budget, ExactScheduler, Step, admit
-from perdure.decode.slots import LATER, FreshSlots, Later, SlotAssignment, Slots
+from perdure.decode.slots import FreshSlots, Later, SlotAssignment, Slots
 from perdure.engine.context import Context
 from perdure.engine.toy import ToyModel
 
@@ -92,7 +92,34 @@ def test_slots_go_to_those_who_came_first(model: ToyModel, context: Context) -> 
 
 def test_who_is_to_wait_for_anothers_prompt_lets_others_pass(model: ToyModel, context: Context) -> None:
     groups = [asked(model, context, length) for length in (5, 6, 7)]
-    assert admitted(groups, PickySlots(context, {5: LATER})) == [groups[0], groups[2]]
+    assert admitted(groups, PickySlots(context, {5: Later(0, 5, 0)})) == [groups[0], groups[2]]
+
+
+def test_who_waits_for_anothers_prompt_is_asked_about_again_only_when_it_is_over(
+    model: ToyModel, context: Context
+) -> None:
+    """A burst of prompts that begin alike would else be looked up once more in each round."""
+
+    class CountingSlots(PickySlots):
+        asked, over = 0, False
+
+        def acquire(
+            self, tokens: NDArray[np.int32], *, namespace: str = "", reuse: bool = True
+        ) -> SlotAssignment | Later | None:
+            self.asked += 1
+            return super().acquire(tokens)
+
+        def is_over(self, later: Later) -> bool:
+            return self.over
+
+    groups = [asked(model, context, 6) for _ in range(3)]
+    slots = CountingSlots(context, {5: Later(0, 5, 0)})
+    for _ in range(10):
+        assert admitted(groups, slots) == []
+    assert slots.asked == 3
+    slots.over, slots._answers = True, {}
+    assert admitted(groups, slots) == groups
+    assert slots.asked == 6
 
 
 def test_without_a_free_slot_nobody_overtakes(model: ToyModel, context: Context) -> None:

@@ -96,7 +96,7 @@ def test_the_cache_of_one_is_not_the_others_to_see_or_clear_h5(callers: dict[str
     alice, bob = callers["alice"], callers["bob"]
     record = alice.post("/v1/cache/warm", json={"prompt": "Mine alone", "labels": ["x"]}).json()
     assert record["labels"] == ["x"]
-    assert bob.get("/v1/cache").json() == {"records": [], "totals": None}
+    assert bob.get("/v1/cache").json() == {"records": [], "has_more": False, "totals": None}
     assert bob.delete("/v1/cache", params={"label": "x"}).json() == {"deleted": 0}
     assert bob.delete("/v1/cache").json() == {"deleted": 0}
     assert record in alice.get("/v1/cache").json()["records"]

@@ -24,6 +24,7 @@ from perdure.sessions.storage.repair import FOUND
 from perdure.sessions.storage.schema import MIGRATIONS, seal
 from perdure.sessions.storage.session_store import FILE, MARK, SessionStore
 from perdure.sessions.storage.verify import Verification, verify
+from perdure.sessions.turn import Turn
 from sessions.talking import talking
 from store.conftest import folder_in_memory
 from subjects import Subject
@@ -485,7 +486,13 @@ def test_a_turn_that_is_believed_unproved_is_found(
     closed: Path, damaged: Damaged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: what was said is taken as it lies."""
-    monkeypatch.setattr(store_module, "read_turn", rows_module.parse_turn)
+
+    def believing(row: Any, before: bytes) -> Turn:
+        turn = rows_module.parse_turn(row, before)
+        object.__setattr__(turn, "_digest", row[-1])
+        return turn
+
+    monkeypatch.setattr(store_module, "read_turn", believing)
     known = everything(closed)
     folder = damaged(
         closed, changed("UPDATE turn SET messages = replace(messages, 'Mess', 'Mass') WHERE number = 3")

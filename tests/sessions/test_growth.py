@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from perdure import Message
+from perdure import CorruptStateError, Message
 from perdure.chat.transcript import Transcript
 from perdure.sessions import turn as turn_module
 from perdure.sessions.sessions import Sessions
+from perdure.sessions.storage.schema import seal, turn_seal
 from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.turn import FIRST, Turn, transcript
 from perdure.store.index import Index
@@ -132,6 +133,77 @@ def test_opening_reads_no_turns_and_the_first_use_reads_each_once(
             session.transcript()
             # And one each to see that no other process has moved it.
             assert (work.digests, work.rows) == (1001, 1001 + 3)
+
+
+@pytest.mark.parametrize("how", ["say", "rewind", "fork", "system", "tokens", "last"])
+def test_the_first_use_of_a_long_session_reads_no_more_than_it_needs(
+    how: str, toy: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a conversation that was folded, a turn needs what came after; to go back or to fork, a few turns."""
+    digests = []
+    for size in (40, 400):
+        with talking(toy, tmp_path / str(size), n_ctx=4096) as talk:
+            turns = chain(size)
+            fold = Turn(kind="fold", messages=(Message(role="system", content="s"),), before=turns[-1].digest)
+            talk.rt.sessions.store.create("", "a", [*turns, fold])
+        with talking(toy, tmp_path / str(size), n_ctx=4096) as talk, counted(monkeypatch) as work:
+            session = talk.session("a")
+            {
+                "say": lambda s: s.say("Go on", **ASK),
+                "rewind": lambda s: s.rewind(2),
+                "fork": lambda s: s.fork("b", turn=s.turns - 5),
+                "system": lambda s: s.system,
+                "tokens": lambda s: s.token_count,
+                "last": lambda s: s.history(after=s.turns - 3),
+            }[how](session)
+            digests.append(work.digests)
+    assert digests[0] == digests[1] < 40
+
+
+def test_turns_are_the_same_however_they_are_read(tmp_path: Path) -> None:
+    """From the end in pieces, from the start, or all at once; also after going back and on."""
+    made = chain(300)
+    with Sessions(tmp_path) as sessions:
+        sessions.store.create("", "a", made)
+    wanted = made[1:]
+    for pieces in ([(299, None), (200, 50), (0, None)], [(0, 10), (150, 3)], [(0, None)]):
+        with Sessions(tmp_path) as sessions:
+            session = sessions.get("a")
+            for after, limit in pieces:
+                end = None if limit is None else after + limit
+                assert session.history(after=after, limit=limit) == wanted[after:end]
+            assert session.system is None
+    with Sessions(tmp_path) as sessions:
+        session = sessions.get("a")
+        session.rewind(1)
+        assert session.history(after=290) == wanted[290:299]
+        session.fold(summary="Short", keep=1)
+        assert [turn.kind for turn in session.history(after=297)] == ["turn", "turn", "fold"]
+        assert [message.content for message in session.messages()][1:] == ["Message 298", "Yes"]
+        session.rewind(to=100)
+        assert session.history() == wanted[:100]
+        assert len(session.messages()) == 200
+
+
+def test_a_place_is_sealed_alike_one_by_one_and_at_once() -> None:
+    for place in ((1, None, 0, bytes(32)), (2**40, 7, 12, bytes(range(32)))):
+        assert turn_seal(*place) == seal(*place)
+
+
+@pytest.mark.parametrize("column", ["parent = OTHER", "seal = x'00'", "digest = x'00'"])
+def test_a_damaged_place_on_the_way_leads_to_no_start(column: str, tmp_path: Path) -> None:
+    """I5: the system message of another session is not taken for this one's."""
+    with Sessions(tmp_path) as sessions:
+        other = sessions.create("other", system="Of another")
+        sessions.store.create("", "a", chain(60))
+        assert sessions.get("a").system is None
+    with Sessions(tmp_path) as sessions:
+        head = sessions.store.find("", "a").head
+        with sessions.store.index.writing():
+            statement = f"UPDATE turn SET {column} WHERE number = ?"
+            sessions.store.index.run(statement.replace("OTHER", str(other.info.head)), head - 30)
+        with pytest.raises(CorruptStateError):
+            _ = sessions.get("a").system
 
 
 def test_the_transcript_of_a_session_is_made_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:

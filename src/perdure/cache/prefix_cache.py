@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
+from perdure.cache.block_list import BlockInfo
 from perdure.cache.record import Record, RecordIndex, check_labels
 from perdure.cache.slots.slot_cache import SlotCache
 from perdure.decode.slots import Plan, ReuseReport
 from perdure.engine.token_ids import token_array
+from perdure.errors import InvalidInputError
 from perdure.identity import Identity
 
 
@@ -41,7 +43,17 @@ class PrefixCacheCalls(Protocol):
     def warm(
         self, prompt: str | Iterable[int], *, labels: Iterable[str] = (), namespace: str = ""
     ) -> Record: ...
-    def records(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> list[Record]: ...
+    def records(
+        self,
+        labels: Iterable[str] | None = None,
+        *,
+        namespace: str = "",
+        limit: int | None = None,
+        after: str | None = None,
+    ) -> list[Record]: ...
+    def blocks(
+        self, *, namespace: str = "", limit: int | None = None, after: str | None = None
+    ) -> list[BlockInfo]: ...
     def clear(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> int: ...
     def plan(self, tokens: Iterable[int], *, namespace: str = "") -> Plan: ...
     def wake(self, tokens: Iterable[int], *, namespace: str = "") -> ReuseReport: ...
@@ -107,10 +119,31 @@ class PrefixCache:
                     self._record_store.store(latest)
         return record
 
-    def records(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> list[Record]:
-        """The warmed prefixes of a namespace, or those of them that carry one of `labels`."""
+    def records(
+        self,
+        labels: Iterable[str] | None = None,
+        *,
+        namespace: str = "",
+        limit: int | None = None,
+        after: str | None = None,
+    ) -> list[Record]:
+        """The warmed prefixes of a namespace, or those of them that carry one of `labels`: up to `limit`,
+        behind the one whose `id` is `after`."""
         wanted = None if labels is None else _names(labels)
-        return self._call(lambda: self._records.of(wanted, namespace))  # type: ignore[no-any-return]
+        _check_limit(limit)
+        return self._call(  # type: ignore[no-any-return]
+            lambda: self._records.page(wanted, namespace, limit=limit, after=after)
+        )
+
+    def blocks(
+        self, *, namespace: str = "", limit: int | None = None, after: str | None = None
+    ) -> list[BlockInfo]:
+        """The blocks that are kept of a namespace, in memory and on disk, each before those that follow it:
+        up to `limit`, behind the one whose `id` is `after`."""
+        _check_limit(limit)
+        return self._call(  # type: ignore[no-any-return]
+            lambda: self._slots.list_blocks(namespace, limit=limit, after=after)
+        )
 
     def clear(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> int:
         """Drop the prefixes of a namespace that carry one of `labels`, or all of them, wherever they are
@@ -243,6 +276,11 @@ class PrefixCache:
             reused_tokens=dict(self._slots.reused),
             computed_tokens=self._slots.computed,
         )
+
+
+def _check_limit(limit: int | None) -> None:
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise InvalidInputError(f"limit is None or a number from 1, got {limit!r}")
 
 
 def _names(labels: Iterable[str]) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -51,8 +52,9 @@ class Record:
     """Where its chain of blocks starts: what its state depends on besides the tokens."""
 
     @property
-    def key(self) -> tuple[BlockId, tuple[int, ...]]:
-        return self.root, self.tokens
+    def id(self) -> str:
+        """What tells it from others, also after a restart."""
+        return block_id(self.root, self.ids).hex()
 
     @property
     def ids(self) -> Ids:
@@ -80,7 +82,11 @@ class RecordIndex:
         self.nbytes = 0
         self._limit = limit
         self._budget = budget
-        self._records: dict[str, dict[bytes, Record]] = {}
+        self._records: dict[str, SortedKeys[Record]] = {}
+        """By namespace, in the order in which they came."""
+        self._places: dict[str, bytes] = {}
+        """Where each stands in that order, by its id."""
+        self._last = 0
         self._keys: SortedKeys[Record] = SortedKeys()
         for record in records:
             self.put(record)
@@ -96,10 +102,26 @@ class RecordIndex:
 
     def of(self, labels: frozenset[str] | None, namespace: str) -> list[Record]:
         """The records of a namespace, or those of them that carry one of `labels`."""
-        return [each for each in self._records.get(namespace, {}).values() if each.carries(labels, namespace)]
+        return self.page(labels, namespace)
+
+    def page(
+        self,
+        labels: frozenset[str] | None,
+        namespace: str,
+        *,
+        limit: int | None = None,
+        after: str | None = None,
+    ) -> list[Record]:
+        """Up to `limit` of them, those that came after the one whose id is `after`."""
+        records: SortedKeys[Record] = self._records.get(namespace, SortedKeys())
+        place = b"" if after is None else self._places.get(after, b"")
+        if after is not None and records.get(place) is None:
+            raise InvalidInputError(f"there is no record {after!r}, or none any more: list from the first on")
+        fitting = (each for each in records.walk(place + b"\0") if each.carries(labels, namespace))
+        return list(islice(fitting, limit))
 
     def all(self) -> list[Record]:
-        return [record for each in self._records.values() for record in each.values()]
+        return [record for each in self._records.values() for record in each.walk()]
 
     def check_room(self, tokens: int, namespace: str) -> None:
         """Raise unless one more record of this size may be kept."""
@@ -121,7 +143,9 @@ class RecordIndex:
         self.remove(record)
         key = record.root + key_of(record.ids)
         self._keys.add(key, record)
-        self._records.setdefault(record.namespace, {})[key] = record
+        self._last += 1
+        place = self._places[record.id] = self._last.to_bytes(8, "big")
+        self._records.setdefault(record.namespace, SortedKeys()).add(place, record)
         self.nbytes += record.nbytes
 
     def remove(self, record: Record) -> None:
@@ -131,12 +155,13 @@ class RecordIndex:
             return
         self._keys.remove(key)
         self.nbytes -= known.nbytes
-        del self._records[known.namespace][key]
-        if not self._records[known.namespace]:
+        records = self._records[known.namespace]
+        records.remove(self._places.pop(known.id))
+        if not len(records):
             del self._records[known.namespace]
 
     def clear(self) -> None:
-        self._records, self._keys, self.nbytes = {}, SortedKeys(), 0
+        self._records, self._places, self._keys, self.nbytes = {}, {}, SortedKeys(), 0
 
     # Who needs what.
 

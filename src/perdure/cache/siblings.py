@@ -48,8 +48,11 @@ def key_of(tokens: Ids) -> bytes:
 def common(first: Ids, second: Ids) -> int:
     """How many tokens two lists start with alike."""
     count = min(len(first), len(second))
-    different = np.flatnonzero(first[:count] != second[:count])
-    return int(different[0]) if len(different) else count
+    if not count:
+        return 0
+    different = first[:count] != second[:count]
+    at = int(different.argmax())
+    return at if different[at] else count
 
 
 def closest(source: Source[E], parent: BlockId, tokens: Ids) -> tuple[int, E | None]:

@@ -17,7 +17,7 @@ from perdure.cli.runtime import model_path, opened
 from perdure.errors import ContextOverflow, PerdureError, SessionError, SessionNotFoundError
 
 if TYPE_CHECKING:
-    from perdure import ChatReply, Model, Runtime, Session, TurnJob
+    from perdure import ChatReply, Model, Runtime, Session, Turn, TurnJob
     from perdure.engine.keywords import LoadingKeywords
     from perdure.sessions.sessions import Sessions
 
@@ -122,14 +122,14 @@ class Conversation:
 
     def regenerate(self) -> bool:
         settings = dict(self.settings)
-        if settings.get("seed") is not None and self.session.history():
+        if settings.get("seed") is not None and (last := self._last_turns(1)):
             # The same seed would only draw the same reply again.
-            settings["seed"] = (self.session.history()[-1].seed + 1) % (1 << 32)
+            settings["seed"] = (last[-1].seed + 1) % (1 << 32)
         return self.follow(lambda: self.session.submit_regenerate(keep_partial=True, **settings))
 
     def follow(self, submit: Callable[[], TurnJob]) -> bool:
         """Show a reply until it ends, or until Ctrl-C ends it."""
-        before = self._folds()
+        started = time.time()
         try:
             job = submit()
         except ContextOverflow as error:
@@ -161,7 +161,7 @@ class Conversation:
             job.cancel()
         view.end()
         # A fold is kept together with the reply it made room for, so it shows only now.
-        if self._folds() - before:
+        if any(turn.kind == "fold" and turn.created >= started for turn in self._last_turns(2)):
             terminal.tell("The conversation was full: a summary and its last turns stand for it now.")
         self._tell(reply, view)
         if stopped.is_set() and not self.watched:
@@ -199,8 +199,8 @@ class Conversation:
         limit = self.settings.get("max_tokens")
         return limit is not None and reply.usage.completion_tokens >= limit
 
-    def _folds(self) -> set[bytes]:
-        return {turn.digest for turn in self.session.history() if turn.kind == "fold"}
+    def _last_turns(self, count: int) -> list[Turn]:
+        return self.session.history(after=max(0, self.session.turns - count))
 
     # Moving about.
 
@@ -212,7 +212,7 @@ class Conversation:
         took = time.monotonic() - started
         turns = words.count(session.turns, "turn")
         terminal.tell(
-            f"{words.quoted(session.name)}: {turns}, {words.count(len(session.tokens), 'token')}; woken in "
+            f"{words.quoted(session.name)}: {turns}, {words.count(session.token_count, 'token')}; woken in "
             f"{words.milliseconds(took)}: {words.sources(report.tiers, report.computed)}."
         )
 

@@ -127,11 +127,11 @@ def _number(name: str, text: str) -> float | int:
 
 
 def _undo(chat: Conversation, _: str) -> None:
-    history = chat.session.history()
-    if not history:
+    last = chat.session.history(after=max(0, chat.session.turns - 1))
+    if not last:
         raise SessionError("there is nothing to take back yet")
     chat.session.rewind(1)
-    said = next((message.content or "" for message in history[-1].messages), "a summary")
+    said = next((message.content or "" for message in last[-1].messages), "a summary")
     terminal.tell(f"Took back: {said}")
 
 
@@ -153,10 +153,12 @@ def _edit(chat: Conversation, rest: str) -> None:
     if number.isascii() and number.isdigit() and text.strip():
         chat.edit(int(number), text.strip())
         return
-    said = [at for at, turn in enumerate(chat.session.history(), 1) if turn.kind == "turn"]
-    if not said:
+    session = chat.session
+    numbers = range(session.turns, 0, -1)
+    last = next((at for at in numbers if session.history(limit=1, after=at - 1)[0].kind == "turn"), None)
+    if last is None:
         raise SessionError("there is nothing to edit yet")
-    chat.edit(said[-1], _needed(rest, "the new text: /edit TEXT, or /edit TURN TEXT"))
+    chat.edit(last, _needed(rest, "the new text: /edit TEXT, or /edit TURN TEXT"))
 
 
 def _regenerate(chat: Conversation, _: str) -> None:
@@ -205,7 +207,7 @@ def _stats(chat: Conversation, _: str) -> None:
     session, last = chat.session, chat.session.last
     turns, used = (
         words.count(session.turns, "turn"),
-        f"{len(session.tokens)} of {chat.runtime.n_ctx} tokens",
+        f"{session.token_count} of {chat.runtime.n_ctx} tokens",
     )
     terminal.tell(f"session  {words.quoted(session.name)}, {turns}, {used}")
     terminal.tell(words.effort(last) if last is not None else "nothing was answered yet")

@@ -11,7 +11,7 @@ from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.sampling.sampler import Sampler
 from perdure.decode.sequence import TokenSequence
-from perdure.decode.slots import SlotAssignment
+from perdure.decode.slots import Later, SlotAssignment
 from perdure.engine.context import Context
 from perdure.engine.model import Model
 from perdure.engine.state import Checkpoint
@@ -31,6 +31,8 @@ class SequenceGroup:
     sequences: list[TokenSequence]
     deadline: float | None
     cancelled: bool = False
+    later: Later | None = None
+    """What it waits for though there is room, if it does."""
     checkpoint: Checkpoint | None = None
 
     @property

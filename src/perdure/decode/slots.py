@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,13 +48,14 @@ class SlotAssignment:
     report: ReuseReport
 
 
-class _Later(enum.Enum):
-    LATER = enum.auto()
+@dataclass(frozen=True, slots=True)
+class Later:
+    """There is room, but another request is about to compute what this one needs: the first `until` tokens
+    of slot `seq`. `since` tells that request from the next one in the same slot."""
 
-
-LATER: Final = _Later.LATER
-"""There is room, but another request is about to compute what this one needs."""
-Later: TypeAlias = Literal[_Later.LATER]
+    seq: int
+    until: int
+    since: int
 
 
 class Slots(Protocol):
@@ -65,6 +65,10 @@ class Slots(Protocol):
         self, tokens: NDArray[np.int32], *, namespace: str = "", reuse: bool = True
     ) -> SlotAssignment | Later | None:
         """A slot for a prompt; None where all are taken. After an error nothing is taken."""
+        ...
+
+    def is_over(self, later: Later) -> bool:
+        """Whether what was to be waited for is there, or will not come: it is time to ask again."""
         ...
 
     def release(self, seq: int) -> None: ...
@@ -101,6 +105,9 @@ class FreshSlots:
         return SlotAssignment(
             seq, 0, ReuseReport(computed=len(tokens), why="nothing is kept between requests")
         )
+
+    def is_over(self, later: Later) -> bool:
+        return True
 
     def release(self, seq: int) -> None:
         self._free.append(seq)

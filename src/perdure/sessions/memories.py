@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from perdure.errors import AmbiguousError, SessionNotFoundError
+from perdure.errors import AmbiguousError, InvalidInputError, SessionNotFoundError
 from perdure.sessions.info import SessionMemory, parse_address
 from perdure.sessions.session import Session
 from perdure.sessions.storage.session_store import SessionStore
@@ -46,6 +46,10 @@ class Memories:
         if text is None:
             where.append(f"m.number > {last}")
             return self._store.memories(" AND ".join(where), *values, limit=limit)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"this is not valid Unicode text: {error}") from None
         where.append("(instr(lower(m.note), lower(?)) OR instr(lower(t.text), lower(?)))")
         found: list[SessionMemory] = []
         # A few at a time: all their texts are read, and others wait for the index meanwhile.

@@ -28,6 +28,7 @@ from perdure.decode.request import take_deadline
 from perdure.decode.slots import Plan, ReuseReport
 from perdure.errors import (
     ContextOverflow,
+    CorruptStateError,
     InvalidInputError,
     PerdureError,
     SessionBusyError,
@@ -38,21 +39,12 @@ from perdure.errors import (
 )
 from perdure.sessions.export import write_export
 from perdure.sessions.fold import FoldingJob, TurnJob, fold_turn, summarised, written
-from perdure.sessions.history import History
+from perdure.sessions.history import Chunk, History, Place, Read
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.turn import Turn, added, context
 
 Said = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A turn of a session: its number in the store, its digest, and how many lead to it."""
-
-    head: int
-    digest: bytes
-    depth: int
 
 
 class Host(Protocol):
@@ -144,14 +136,16 @@ class Session:
         self._info = info
         self._lock = threading.RLock()
         self._pending: _Pending | None = None
-        self._loaded: History | None = None
-        self._saved = 0
+        place = Place(info.head, info.digest, info.depth)
+        self._history = History.at(place, self._reader())
+        self._saved: int | None = None
+        """Tokens whose state was written. None before the first turn: what there is was then written."""
         self._deleted = False
         self.last: ChatReply | None = None
         """The latest reply that this process has made."""
         if host.store.readonly:
             # Somebody else may change it at any time.
-            self._load()
+            self._history.turns  # noqa: B018
 
     def __repr__(self) -> str:
         return f"<Session {self.name!r}, {self._turns} turns>"
@@ -188,7 +182,7 @@ class Session:
     @property
     def system(self) -> str | None:
         # The start of a session never changes.
-        first = self._history.start.messages
+        first = self._start.messages
         return first[0].content if first and first[0].role == "system" else None
 
     @property
@@ -201,6 +195,12 @@ class Session:
         """All that the model has read and written, as far as it is still in the conversation."""
         self._refresh()
         return tuple(self._history.transcript.tokens)
+
+    @property
+    def token_count(self) -> int:
+        """How many those are. The last turn says so: no other is read for it."""
+        self._refresh()
+        return self._history.token_count
 
     def history(self, *, limit: int | None = None, after: int = 0) -> list[Turn]:
         """Its turns, the first one first: up to `limit` of them, behind turn number `after`."""
@@ -254,10 +254,10 @@ class Session:
                 messages=tuple(messages),
                 keep=whole.cuts[-1] if whole.cuts else (0, 0),
                 created=time.time(),
-                before=base.last.digest,
+                before=base.place.digest,
             )
             numbers = self._host.store.add(self._info, [turn], parent=base.head, expected=base.head)
-            self._loaded = base.then(numbers, [turn])
+            self._history = base.then(numbers, [turn])
 
     def note(self, origin: Mapping[str, Any]) -> None:
         """Write down something else of where it comes from."""
@@ -364,8 +364,9 @@ class Session:
             count = self._turns - turns if to is None else to
             self._check_turn(count, 0)
             now, then = self._history, self._history.first(count)
-            self._host.store.move(self._info, then.head, digest=then.last.digest, expected=now.head)
-            self._loaded = then
+            there = then.place
+            self._host.store.move(self._info, there.head, digest=there.digest, expected=now.head)
+            self._history = then
 
     def label(
         self, label: str, *, kind: str = "memory", turn: int | None = None, note: str = ""
@@ -418,17 +419,18 @@ class Session:
         try:
             if summary is None:
                 chat_format = self._host.chat_format
-                steps = summarised(chat_format, base.turns, keep, self.namespace, wanted, deadline)
+                turns = self._foldable(base, keep)
+                steps = summarised(chat_format, turns, keep, self.namespace, wanted, deadline)
                 turn = written(steps)
             else:
-                turn = fold_turn(base.turns, summary, keep)
+                turn = fold_turn(self._foldable(base, keep), summary, keep)
             with self._lock:
                 self._check_there()
                 if name is not None:
                     place = self._place(len(base))
                     return self._host.branch(self, name, place, how="fold", turns=[turn], kind="fold")
                 numbers = self._host.store.add(self._info, [turn], parent=base.head, expected=pending.head)
-                self._loaded = base.then(numbers, [turn])
+                self._history = base.then(numbers, [turn])
                 return self
         finally:
             self._end(pending)
@@ -474,7 +476,9 @@ class Session:
         """Bring its state back, after proving that its turns are what they were. What is missing or
         damaged is computed with the next turn, and the report says so."""
         with self._changing():
-            self._loaded = History(*self._host.store.chain(self._history.head, self.name))
+            proved = History.at(self._history.place, self._reader())
+            proved.turns  # noqa: B018
+            self._history = proved
             if not (tokens := self._usable.tokens):
                 return ReuseReport(computed=0, why="nothing was said under this model yet")
             return self._host.backend.cache.wake(tokens, namespace=self.namespace)
@@ -546,7 +550,7 @@ class Session:
 
     @property
     def _turns(self) -> int:
-        return len(self._loaded) if self._loaded is not None else self._info.depth
+        return len(self._history)
 
     def _refresh(self) -> None:
         """Take in what another process has made of the session. A store that cannot be read changes nothing:
@@ -563,7 +567,8 @@ class Session:
             if now.number != self._info.number:
                 self._deleted = True
                 raise SessionNotFoundError(f"session {self.name!r} was deleted")
-            self._info, self._loaded = now, None
+            self._info = now
+            self._history = History.at(Place(now.head, now.digest, now.depth), self._reader())
 
     def _is_current(self) -> bool:
         with suppress(StoreError):
@@ -572,29 +577,45 @@ class Session:
             except SessionNotFoundError:
                 self._deleted = True
                 raise
-            loaded = self._loaded
-            return head == (loaded.head if loaded is not None else self._info.head)
+            return head == self._history.head
         return True
 
-    @property
-    def _history(self) -> History:
-        return self._loaded if self._loaded is not None else self._load()
+    def _reader(self) -> Read:
+        """Reads its turns. It does not hold the session: one that nobody holds goes at once."""
+        store, name, session = self._host.store, self.name, weakref.ref(self)
 
-    def _load(self) -> History:
-        """Read its turns, when they are first needed."""
-        with self._lock:
-            if self._loaded is None:
-                self._check_there()
-                self._loaded = History(*self._host.store.chain(self._info.head, self.name))
-                self._saved = len(self._loaded.transcript.tokens)
-            return self._loaded
+        def read(place: Place, count: int) -> Chunk:
+            try:
+                return store.turns(place, count, name)
+            except CorruptStateError:
+                # Turns that are gone are those of a session that was deleted, or moved by another process.
+                if (here := session()) is not None:
+                    here._check_there()
+                    if not here._is_current():
+                        raise SessionError(f"session {name!r} was changed meanwhile: ask again") from None
+                raise
+
+        return read
+
+    @property
+    def _start(self) -> Turn:
+        history = self._history
+        return history.start(lambda: self._host.store.start(history.head, self.name))
 
     def _place(self, count: int) -> Place:
-        """After its first `count` turns. Where it stands is known without reading them."""
-        if self._loaded is None and count == self._info.depth:
-            return Place(self._info.head, self._info.digest, count)
-        at = self._history.first(count)
-        return Place(at.head, at.last.digest, count)
+        """After its first `count` turns."""
+        return self._history.first(count).place
+
+    def _foldable(self, history: History, keep: int) -> list[Turn]:
+        """The start, and the last turns as far as a fold looks back: to the fold before it, and further only
+        for the turns that it keeps."""
+        folded, said, first = False, 0, 0
+        for depth, turn in history.back():
+            folded, said = folded or turn.kind == "fold", said + (turn.kind == "turn")
+            if folded and said > keep:
+                first = depth
+                break
+        return [self._start, *history.page(max(0, first - 1), None)]
 
     @property
     def _usable(self) -> Transcript:
@@ -700,7 +721,7 @@ class Session:
                 dropped=reply.dropped,
                 model=self._host.backend.model.digest,
                 created=time.time(),
-                before=(fold or base.last).digest,
+                before=fold.digest if fold is not None else base.place.digest,
             )
             turns = [turn] if fold is None else [fold, turn]
             follower = asked.extra.follower
@@ -715,11 +736,12 @@ class Session:
             except (StoreError, StateError, SessionError, InvalidInputError) as error:
                 # What was said was said: the caller has the reply, and learns that it will not last.
                 return replace(reply, not_kept=str(error))
-            self._loaded = base.then(numbers, turns, whole, prompt.rendering)
+            self._history = base.then(numbers, turns, whole, prompt.rendering)
             if follower is not None:
-                follower._follow(self._loaded, asked.pending)
+                follower._follow(self._history, asked.pending)
             # Going back or branching has others begin where this one was.
-            saved = min(self._saved, keep[1])
+            before = len(base.transcript.tokens) if self._saved is None else self._saved
+            saved = min(before, keep[1])
         self._saved = self._host.write_behind(whole.tokens, self.namespace, saved)
         return replace(reply, kept=True)
 
@@ -748,10 +770,10 @@ class Session:
     def _folding(self, asked: _Asked) -> Generator[ChatJob, ChatReply, ChatJob]:
         """The fold that makes room for a turn, and then the turn. Nothing is stored before its reply."""
         limit = self._host.backend.n_ctx - 1
-        turns = asked.base.turns
         # Before anything is written: what no summary makes room for.
-        needed, at_least = self._needed(turns[0].messages, asked)
+        needed, at_least = self._needed(self._start.messages, asked)
         for keep in (2, 1, 0) if needed <= limit else ():
+            turns = self._foldable(asked.base, keep)
             turn = yield from summarised(
                 self._host.chat_format, turns, keep, self.namespace, {}, asked.deadline
             )
@@ -796,7 +818,7 @@ class Session:
 
     def _follow(self, history: History, pending: _Pending) -> None:
         with self._lock:
-            self._loaded = history
+            self._history = history
             if self._pending is pending:
                 self._pending = None
 

@@ -23,10 +23,11 @@ from perdure.errors import (
     TemplateError,
 )
 from perdure.sessions.export import read_export
+from perdure.sessions.history import Place
 from perdure.sessions.importing import ImportResult, check_settings, take_state, why_not_tokens
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.memories import Memories
-from perdure.sessions.session import Place, Session
+from perdure.sessions.session import Session
 from perdure.sessions.storage.session_store import RESPONSE, SessionStore
 from perdure.sessions.turn import Turn, transcript, without_tokens
 from perdure.store.durable import explained
@@ -171,10 +172,10 @@ class Sessions:
         history, saved = after._history, after._saved
         with self._lock:
             info = self.store.create(
-                namespace, name, head=history.head, digest=history.last.digest, kind=kind, origin=origin
+                namespace, name, head=history.head, digest=history.place.digest, kind=kind, origin=origin
             )
             session = self._opened(info)
-            session._loaded, session._saved = history, saved
+            session._history, session._saved = history, saved
             return session
 
     def import_(

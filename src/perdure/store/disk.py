@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 
 from perdure.cache.block import Block, BlockId
 from perdure.errors import (
+    InvalidInputError,
     StoreDamagedError,
     StoreError,
     StoreLockedError,
@@ -75,6 +76,15 @@ class DiskTier:
 
     def lookup(self, block: BlockId) -> Entry | None:
         return next(entries_of(self.index.rows(f"{SELECT} WHERE id = ?", block)), None)
+
+    def page(self, *, limit: int | None = None, after: str | None = None) -> list[Entry]:
+        """Blocks by their ids: up to `limit`, behind the one with the id `after`."""
+        try:
+            behind = b"" if after is None else bytes.fromhex(after)
+        except ValueError:
+            raise InvalidInputError(f"{after!r} is no id of a block: it has 64 digits of 0 to f") from None
+        query = f"{SELECT} WHERE id > ? ORDER BY id LIMIT ?"
+        return list(entries_of(self.index.rows(query, behind, -1 if limit is None else limit)))
 
     def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Entry]:
         """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""

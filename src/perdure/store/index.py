@@ -135,11 +135,20 @@ class Index:
             with self._reading:
                 return self._reader.execute(query, values).fetchall()
 
-    def check(self, table: str | None = None) -> None:
+    def check(self, table: str | None = None, reader: sqlite3.Connection | None = None) -> None:
         """Raise `StoreDamagedError` unless every page of the index, or of one table in it, is sound."""
-        found = self.rows(f"PRAGMA integrity_check({table or 1})")
+        query = f"PRAGMA integrity_check({table or 1})"
+        with self._typed():
+            found = self.rows(query) if reader is None else reader.execute(query).fetchall()
         if found != [("ok",)]:
             raise self._damaged(found[0][0] if found else "no answer")
+
+    def connect_reader(self) -> sqlite3.Connection | None:
+        """One more connection for reading, of whoever asked for it. None where all is in memory."""
+        if self._path is None:
+            return None
+        with self._typed():
+            return self._open_for_reading()
 
     def close(self) -> None:
         with self._changing, self._reading:

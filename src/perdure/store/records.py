@@ -27,27 +27,41 @@ class Records:
         self._disk = disk
         self._behind = behind
 
+    def __len__(self) -> int:
+        [(count,)] = self._disk.index.rows("SELECT count(*) FROM record")
+        return int(count)
+
     def all(self) -> list[Record]:
+        return [record for _, record in self.page()]
+
+    def page(self, *, limit: int | None = None, after: int = 0) -> list[tuple[int, Record]]:
+        """Records with their numbers, the oldest first: up to `limit`, behind number `after`."""
+        rows = self._disk.index.rows(
+            "SELECT number, namespace, tokens, root FROM record WHERE number > ? ORDER BY number LIMIT ?",
+            after,
+            -1 if limit is None else limit,
+        )
         labels: dict[int, set[str]] = {}
-        for number, name in self._disk.index.rows("SELECT record, name FROM label"):
-            labels.setdefault(number, set()).add(str(name))
+        if rows:
+            # The labels of these and no others.
+            for number, name in self._disk.index.rows(
+                "SELECT record, name FROM label WHERE record BETWEEN ? AND ?", rows[0][0], rows[-1][0]
+            ):
+                labels.setdefault(number, set()).add(str(name))
         found = []
-        for number, namespace, tokens, root in self._disk.index.rows(
-            "SELECT number, namespace, tokens, root FROM record ORDER BY number"
-        ):
+        for number, namespace, tokens, root in rows:
             # SQLite has no checksums: what cannot be a record is not one.
             if not isinstance(tokens, bytes) or not isinstance(root, bytes) or len(tokens) % 4:
                 continue
             ids = np.frombuffer(tokens, "<i4").astype(np.int32)
-            found.append(
-                Record(
-                    tokens=tuple(ids.tolist()),
-                    kept=_kept(self._path(BlockId(root), ids), len(ids)),
-                    labels=frozenset(labels.get(number, ())),
-                    namespace=str(namespace),
-                    root=BlockId(root),
-                )
+            record = Record(
+                tokens=tuple(ids.tolist()),
+                kept=_kept(self._path(BlockId(root), ids), len(ids)),
+                labels=frozenset(labels.get(number, ())),
+                namespace=str(namespace),
+                root=BlockId(root),
             )
+            found.append((number, record))
         return found
 
     def flush(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from perdure.cache.block import Block
+from perdure.cache.block_list import BlockInfo
 from perdure.cache.prefix_cache import CacheStats
 from perdure.cache.record import Record
 from perdure.decode.slots import Plan, ReuseReport
@@ -28,9 +29,22 @@ class RemotePrefixCache:
         record: Record = self._ask("warm", prompt, labels=labels, namespace=namespace)
         return record
 
-    def records(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> list[Record]:
-        records: list[Record] = self._ask("records", labels, namespace=namespace)
+    def records(
+        self,
+        labels: Iterable[str] | None = None,
+        *,
+        namespace: str = "",
+        limit: int | None = None,
+        after: str | None = None,
+    ) -> list[Record]:
+        records: list[Record] = self._ask("records", labels, namespace=namespace, limit=limit, after=after)
         return records
+
+    def blocks(
+        self, *, namespace: str = "", limit: int | None = None, after: str | None = None
+    ) -> list[BlockInfo]:
+        blocks: list[BlockInfo] = self._ask("blocks", namespace=namespace, limit=limit, after=after)
+        return blocks
 
     def clear(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> int:
         count: int = self._ask("clear", labels, namespace=namespace)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import BLOCK, Block, BlockId
 from perdure.cache.block_cache import BlockCache
+from perdure.cache.block_list import BlockInfo, list_blocks
 from perdure.cache.found import Found, Match
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.record import Record, RecordIndex
@@ -19,7 +20,7 @@ from perdure.cache.slots.slot_checkpoints import SlotCheckpoints
 from perdure.cache.slots.slot_choice import PUT_BACK, Choice, Counts, Option, SlotView, choose
 from perdure.cache.slots.slot_index import SlotIndex
 from perdure.cache.tiers import LowerTier, Tiers
-from perdure.decode.slots import LATER, Later, Plan, ReuseReport, SlotAssignment
+from perdure.decode.slots import Later, Plan, ReuseReport, SlotAssignment
 from perdure.engine.context import Context
 from perdure.errors import EngineError
 from perdure.identity import Identity
@@ -101,8 +102,9 @@ class SlotCache:
         found = self._blocks.lookup(wanted, namespace)
         choice, shared, held = self._choose(idle, tokens, wanted, namespace, found)
         # What a busy sequence has so far does not count: the rest of it is worth waiting for too.
-        if self._soon(shared, held) - choice.sure >= _WORTH_WAITING:
-            return LATER
+        soon = self._soon(shared, held)
+        if soon.until - choice.sure >= _WORTH_WAITING:
+            return soon
         anywhere = max(
             self._blocks.shared(wanted, namespace, found), int(np.minimum(shared, held).max(initial=0))
         )
@@ -144,6 +146,9 @@ class SlotCache:
             self.computed += len(tokens) + 1 - reused
         report = ReuseReport(tiers=tiers, computed=len(tokens) + 1 - reused, why=why)
         return SlotAssignment(slot.seq, reused, report)
+
+    def is_over(self, later: Later) -> bool:
+        return self._used[later.seq] != later.since or self._context.length(later.seq) >= later.until
 
     def release(self, seq: int) -> None:
         slot = self._slots[seq]
@@ -199,6 +204,10 @@ class SlotCache:
             nbytes=sum(entry.nbytes for entry in found.entries),
             computed=len(tokens) - found.length,
         )
+
+    def list_blocks(self, namespace: str, *, limit: int | None, after: str | None) -> list[BlockInfo]:
+        """A page of what the tiers hold of a namespace."""
+        return list_blocks(self.tiers, self._blocks.root(namespace), limit=limit, after=after)
 
     def swap_in(self, tokens: Ids, namespace: str) -> ReuseReport:
         """Bring the state of `tokens` into a sequence, as far as it is kept. The rest is computed when it
@@ -376,10 +385,12 @@ class SlotCache:
         self._checkpoints.along(slot.seq)
         return self._checkpoints.reach(slot.seq, shared, self._context.length(slot.seq))
 
-    def _soon(self, shared: Counts, held: Counts) -> int:
+    def _soon(self, shared: Counts, held: Counts) -> Later:
         """The longest prefix of a prompt that a running request is about to have computed."""
         shared = self._checkpoints.coming(self._usable(shared), self._index.lengths)
-        return int(np.where(~self._idle & (shared > held), shared, 0).max(initial=0))
+        coming = np.where(~self._idle & (shared > held), shared, 0)
+        seq = int(coming.argmax())
+        return Later(seq, int(coming[seq]), int(self._used[seq]))
 
     # Moving.
 
@@ -398,16 +409,17 @@ class SlotCache:
                 return {"slot": option.length}, ""
             self._swap_out(slot, source)
             slot.namespace = namespace
+            if source is None:
+                return {}, ""
             if isinstance(source, _Slot):
                 self._context.fork(source.seq, slot.seq)
                 slot.exact = source.exact
                 self._checkpoints.copy(source.seq, slot.seq)
                 self._checkpoints.go_back(slot.seq, option.length)
                 return {"slot": option.length}, ""
-            if source is not None:
-                tiers, trouble = self._swap_in(slot, source, tokens)
-                if tiers:
-                    return tiers, trouble
+            tiers, trouble = self._swap_in(slot, source, tokens)
+            if tiers:
+                return tiers, trouble
         except Exception as error:
             # What could not be moved, for whatever reason, is computed; the ledger says what is there.
             trouble = f"what was held could not be brought in place: {error}"
@@ -417,6 +429,9 @@ class SlotCache:
 
     def _swap_out(self, slot: _Slot, source: _Slot | Found | None) -> None:
         """Empty `slot`, keeping what it holds in the tiers, and there what is about to take its place."""
+        if not self._context.length(slot.seq):
+            self._checkpoints.forget(slot.seq)
+            return
         held = [each for each in source.entries if each.id in self.tier] if isinstance(source, Found) else []
         self.tier.pin(held)
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +64,7 @@ def choose(
     slots: SlotView,
     kept: Sequence[tuple[Found, float]],
     *,
-    fits: Callable[[Counts], NDArray[np.bool_] | bool],
+    fits: Callable[[Any], NDArray[np.bool_] | np.bool_ | bool],
     copy: float | None,
 ) -> Choice:
     """The best way to serve a prompt of `length` tokens.
@@ -73,30 +74,41 @@ def choose(
     """
     seqs = np.flatnonzero(slots.idle)
     held, here, used = slots.held[seqs], slots.reach[seqs], slots.used[seqs]
-    room = fits(held)
+    # Mostly all of them do, and the largest says so.
+    all_fit = bool(fits(held.max()))
+    room = all_fit or fits(held)
+    moving = held * (_TAKE_OUT + PUT_BACK) + _PLACE
 
     def displaced(kept: Counts | int) -> NDArray[np.float64]:
         """What it costs to move out, or to lose, what the idle slots hold beyond `kept`."""
-        cost = np.where(room, held * (_TAKE_OUT + PUT_BACK), (held - kept) * _LOST)
-        return np.where(held <= kept, 0.0, _PLACE + cost)
+        cost = moving if all_fit else np.where(room, moving, (held - kept) * _LOST + _PLACE)
+        return np.where(held > kept, cost, 0.0)
 
     in_place = length - here + displaced(here)
-    first = int(np.lexsort((used, in_place))[0])
+    first = _cheapest(in_place, used)
     stays = int(seqs[first]) if here[first] else None
     options = [Option(int(seqs[first]), int(here[first]), float(in_place[first]), stays)]
-    moved = displaced(0)
-    # The two that are cheapest to empty: the cheapest may be the one to copy from.
-    cheapest = [int(at) for at in np.lexsort((used, moved))[:2]]
-    for found, read in kept:
-        cost = length - found.length + found.length * PUT_BACK + read + moved[cheapest[0]]
-        options.append(Option(int(seqs[cheapest[0]]), found.length, float(cost), found))
     source = int(np.argmax(slots.reach))
-    there = int(slots.reach[source])
-    target = next((at for at in cheapest if seqs[at] != source), None)
-    if copy is not None and there and target is not None:
-        cost = length - there + copy + moved[target]
-        options.append(Option(int(seqs[target]), there, float(cost), source))
-    last_used = dict(zip(seqs.tolist(), used.tolist(), strict=True))
-    best = min(options, key=lambda option: (option.cost, last_used[option.seq], option.seq))
+    there = int(slots.reach[source]) if copy is not None else 0
+    if kept or there:
+        moved = displaced(0)
+        target = _cheapest(moved, used)
+        for found, read in kept:
+            cost = length - found.length + found.length * PUT_BACK + read + moved[target]
+            options.append(Option(int(seqs[target]), found.length, float(cost), found))
+        if there and seqs[target] == source:
+            # What is copied from cannot be what is copied to: the next cheapest.
+            moved[target] = np.inf
+            target = _cheapest(moved, used)
+        if copy is not None and there and seqs[target] != source:
+            cost = length - there + copy + moved[target]
+            options.append(Option(int(seqs[target]), there, float(cost), source))
+    best = min(options, key=lambda option: (option.cost, slots.used[option.seq], option.seq))
     lengths = [int(here.max()), *(found.length for found, _ in kept)]
-    return Choice(best=best, sure=max(lengths), reach=max(*lengths, there if copy is not None else 0))
+    return Choice(best=best, sure=max(lengths), reach=max(*lengths, there))
+
+
+def _cheapest(cost: NDArray[np.float64], used: Counts) -> int:
+    """Which costs least; of several, the one that was used longest ago."""
+    best = np.flatnonzero(cost == cost.min())
+    return int(best[used[best].argmin()])

@@ -42,7 +42,7 @@ class SlotIndex:
             namespace, key = where
             space = self._spaces[namespace]
             space.remove(key, seq)
-            if not space.seqs:
+            if not len(space):
                 # A namespace that nobody serves any more leaves nothing behind.
                 del self._spaces[namespace]
 
@@ -60,39 +60,49 @@ class _Space:
 
     def __init__(self) -> None:
         self._keys: list[bytes] = []
-        self.seqs: list[int] = []
-        self._gaps: list[int] = []
+        # Arrays with room to grow: a prompt is compared with all of them at once.
+        self._seqs = np.zeros(4, np.int64)
+        self._gaps = np.zeros(4, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
     def add(self, key: bytes, seq: int) -> None:
-        at = bisect_left(self._keys, key)
+        at, count = bisect_left(self._keys, key), len(self._keys)
+        if count == len(self._seqs):
+            self._seqs, self._gaps = np.resize(self._seqs, 2 * count), np.resize(self._gaps, 2 * count)
+        for each, value in ((self._seqs, seq), (self._gaps, 0)):
+            each[at + 1 : count + 1] = each[at:count].copy()
+            each[at] = value
         self._keys.insert(at, key)
-        self.seqs.insert(at, seq)
-        self._gaps.insert(at, 0)
         self._measure(at)
         self._measure(at + 1)
 
     def remove(self, key: bytes, seq: int) -> None:
-        at = self.seqs.index(seq, bisect_left(self._keys, key))
-        del self._keys[at], self.seqs[at], self._gaps[at]
+        at, count = bisect_left(self._keys, key), len(self._keys)
+        # Several slots may hold the same.
+        at += int(np.flatnonzero(self._seqs[at:count] == seq)[0])
+        for each in (self._seqs, self._gaps):
+            each[at : count - 1] = each[at + 1 : count].copy()
+        del self._keys[at]
         self._measure(at)
 
     def fill(self, found: NDArray[np.int64], key: bytes, tokens: Ids) -> None:
-        at = bisect_left(self._keys, key)
-        seqs, steps = np.array(self.seqs), np.array(self._gaps)
+        at, count = bisect_left(self._keys, key), len(self._keys)
         if at:
-            steps[0] = common(_ids(self._keys[at - 1]), tokens)
             # From the nearest back: what they share among themselves, but for the first.
-            before = np.concatenate((steps[:1], steps[at - 1 : 0 : -1]))
-            found[seqs[at - 1 :: -1]] = np.minimum.accumulate(before)
-        if at < len(seqs):
-            steps[at] = common(_ids(self._keys[at]), tokens)
-            found[seqs[at:]] = np.minimum.accumulate(steps[at:])
+            steps = np.empty(at, np.int64)
+            steps[0] = common(_ids(self._keys[at - 1]), tokens)
+            steps[1:] = self._gaps[at - 1 : 0 : -1]
+            found[self._seqs[at - 1 :: -1]] = np.minimum.accumulate(steps)
+        if at < count:
+            steps = self._gaps[at:count].copy()
+            steps[0] = common(_ids(self._keys[at]), tokens)
+            found[self._seqs[at:count]] = np.minimum.accumulate(steps)
 
     def _measure(self, at: int) -> None:
         if 0 < at < len(self._keys):
             self._gaps[at] = common(_ids(self._keys[at - 1]), _ids(self._keys[at]))
-        elif at == 0 and self._keys:
-            self._gaps[0] = 0
 
 
 def _ids(key: bytes) -> Ids:

@@ -1,4 +1,4 @@
-"""`perdure cache`: stats, warm, clear, verify."""
+"""`perdure cache`: stats, blocks, warm, clear, verify."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perdure.config import N_CTX, STORE_BYTES
 
 if TYPE_CHECKING:
     from perdure.cache.record import Record
-    from perdure.store.disk import DiskTier
+    from perdure.store.disk import DiskTier, Entry
 
 app = typer.Typer(help="State that is kept between runs.", no_args_is_help=True)
 
@@ -22,17 +22,24 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Store = Annotated[
     Path | None, typer.Option("--store", help="The folder of the store; else the one under PERDURE_HOME.")
 ]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="How many at most.")]
 Labels = Annotated[list[str] | None, typer.Option("--label", "-l", help="A label; may be given again.")]
 
 
 @app.command()
-def stats(store: Store = None, as_json: Json = False) -> None:
+def stats(
+    limit: Limit = None,
+    after: Annotated[int, typer.Option("--after", min=0, help="Prefixes behind the one numbered so.")] = 0,
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
     """Show what is kept, and under which labels."""
     from perdure.store.records import Records
 
     disk = _open(store, readonly=True)
     try:
-        records = Records(disk).all()
+        records = Records(disk)
+        page = records.page(limit=limit, after=after)
         facts = {
             "store": str(disk.folder),
             "blocks": len(disk),
@@ -42,9 +49,29 @@ def stats(store: Store = None, as_json: Json = False) -> None:
     finally:
         disk.close()
     if as_json:
-        typer.echo(json.dumps({**facts, "records": [_plain(record) for record in records]}, indent=2))
+        shown = [{"number": number, **_plain(record)} for number, record in page]
+        typer.echo(json.dumps({**facts, "records": shown}, indent=2))
     else:
-        _table(facts, records)
+        _table(facts, page)
+
+
+@app.command()
+def blocks(
+    limit: Limit = 100,
+    after: Annotated[str | None, typer.Option("--after", help="Blocks behind the one with this id.")] = None,
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """List the blocks that are kept on disk, by their ids."""
+    disk = _open(store, readonly=True)
+    try:
+        found = disk.page(limit=limit, after=after)
+    finally:
+        disk.close()
+    if as_json:
+        typer.echo(json.dumps([_block(entry) for entry in found], indent=2))
+    for entry in () if as_json else found:
+        typer.echo(f"{entry.id.hex()}  tokens {entry.start} to {entry.end}, {entry.nbytes} bytes")
 
 
 @app.command()
@@ -179,7 +206,17 @@ def _plain(record: Record) -> dict[str, object]:
     }
 
 
-def _table(facts: dict[str, object], records: list[Record]) -> None:
+def _block(entry: Entry) -> dict[str, object]:
+    return {
+        "id": entry.id.hex(),
+        "parent": entry.parent.hex() if entry.start else "",
+        "start": entry.start,
+        "tokens": len(entry.tokens),
+        "nbytes": entry.nbytes,
+    }
+
+
+def _table(facts: dict[str, object], page: list[tuple[int, Record]]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -187,9 +224,9 @@ def _table(facts: dict[str, object], records: list[Record]) -> None:
     console = Console()
     for name, value in facts.items():
         console.print(f"{name:<8} {value}", highlight=False, markup=False, soft_wrap=True)
-    if records:
-        table = Table("tokens", "kept", "labels")
-        for record in records:
+    if page:
+        table = Table("number", "tokens", "kept", "labels")
+        for number, record in page:
             labels = escape(", ".join(sorted(record.labels)))
-            table.add_row(str(len(record.tokens)), str(record.kept), labels)
+            table.add_row(str(number), str(len(record.tokens)), str(record.kept), labels)
         console.print(table)

@@ -82,7 +82,7 @@ def show(
         _print(
             {
                 **_listed(row),
-                "tokens": len(session.tokens),
+                "tokens": session.token_count,
                 "system": session.system,
                 "settings": dict(row.settings),
                 "history": [_turn(number, turn) for number, turn in enumerate(turns, after + 1)],
@@ -91,7 +91,7 @@ def show(
         return
     facts = {
         "session": words.quoted(row.name),
-        "turns": f"{session.turns}, {words.count(len(session.tokens), 'token')}",
+        "turns": f"{session.turns}, {words.count(session.token_count, 'token')}",
         "system": session.system or "",
         "settings": json.dumps(dict(row.settings), ensure_ascii=False) if row.settings else "",
         "origin": _origin(row.origin) if row.origin else "",
@@ -420,7 +420,7 @@ def _figures(session: Session) -> dict[str, Any]:
         "name": session.name,
         "namespace": session.namespace,
         "turns": session.turns,
-        "tokens": len(session.tokens),
+        "tokens": session.token_count,
         "origin": dict(session.origin),
     }
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from perdure.decode.group import SequenceGroup
 from perdure.decode.sequence import TokenSequence
-from perdure.decode.slots import SlotAssignment, Slots
+from perdure.decode.slots import Later, Slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,8 @@ def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGr
     Yields each group that was dealt with: it has a slot now, or an error ended it.
     """
     for group in waiting:
+        if group.later is not None and not slots.is_over(group.later):
+            continue
         first = group.sequences[0]
         try:
             # At least one token is computed, so that there is a row to draw from; a scored prompt needs all.
@@ -60,9 +62,11 @@ def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGr
             continue
         if slot is None:
             return
-        if isinstance(slot, SlotAssignment):
-            group.start(slot)
-            yield group
+        if isinstance(slot, Later):
+            group.later = slot
+            continue
+        group.start(slot)
+        yield group
 
 
 class Scheduler(Protocol):

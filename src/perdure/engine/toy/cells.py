@@ -48,6 +48,7 @@ class Cells:
     def __init__(self) -> None:
         self.total = 0
         self._at: dict[int, Cell] = {}
+        self._newest = -1
 
     def __len__(self) -> int:
         return len(self._at)
@@ -56,22 +57,22 @@ class Cells:
         return min(self._at, default=-1)
 
     def newest(self) -> int:
-        return max(self._at, default=-1)
+        # Asked for at every token: what comes next is the newest, and what goes is looked at then.
+        return self._newest
 
     def put(self, pos: int, cell: Cell) -> None:
         self._drop(pos)
         self._at[pos] = cell
+        self._newest = max(self._newest, pos)
         self.total += cell.value
 
     def cut(self, start: int) -> None:
         """Drop the positions from `start` on."""
-        for pos in [pos for pos in self._at if pos >= start]:
-            self._drop(pos)
+        self._drop_all([pos for pos in self._at if pos >= start])
 
     def expire(self, end: int) -> None:
         """Drop the positions before `end`."""
-        for pos in [pos for pos in self._at if pos < end]:
-            self._drop(pos)
+        self._drop_all([pos for pos in self._at if pos < end])
 
     def sum(self, start: int, end: int) -> int:
         """The values of the positions from `start` up to but not with `end`, as far as they are there."""
@@ -80,7 +81,7 @@ class Cells:
     def copy(self) -> Cells:
         twin = Cells()
         twin._at = dict(self._at)
-        twin.total = self.total
+        twin._newest, twin.total = self._newest, self.total
         return twin
 
     def pack(self, start: int = 0) -> bytes:
@@ -96,6 +97,12 @@ class Cells:
         for pos, token, value in np.frombuffer(data[4:end], _CELL, count).tolist():
             found.put(pos, Cell(token, value))
         return found, data[end:]
+
+    def _drop_all(self, positions: list[int]) -> None:
+        for pos in positions:
+            self._drop(pos)
+        if positions:
+            self._newest = max(self._at, default=-1)
 
     def _drop(self, pos: int) -> None:
         if cell := self._at.pop(pos, None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -10,8 +11,10 @@ from perdure.cache.prefix_cache import CacheStats
 from perdure.cache.record import Record
 from perdure.server.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.routes.responses import errors
-from perdure.server.schemas.base import refuse_fields
+from perdure.server.schemas.base import PAGE, Limit, refuse_fields
 from perdure.server.schemas.session import (
+    BlockAnswer,
+    BlockList,
     CacheAnswer,
     DeletedAnswer,
     RecordAnswer,
@@ -21,11 +24,29 @@ from perdure.server.schemas.session import (
 
 router = APIRouter(prefix="/v1/cache", tags=["cache"])
 
+OptionalId = Annotated[str | None, Query(pattern="^[0-9a-f]{64}$")]
+
 
 @router.get("", responses=errors())
-async def read(app_state: AppStateDep, caller: CallerDep) -> CacheAnswer:
-    """Your warmed prefixes, and on a server without keys what the whole cache holds."""
-    return await app_state.call(_read, app_state, caller.namespace)
+async def read(
+    app_state: AppStateDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalId = None
+) -> CacheAnswer:
+    """Your warmed prefixes, a page of them behind the one with the id `after`; and on a server without keys
+    what the whole cache holds."""
+    return await app_state.call(_read, app_state, caller.namespace, limit, after)
+
+
+@router.get("/blocks", responses=errors())
+async def blocks(
+    app_state: AppStateDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalId = None
+) -> BlockList:
+    """The blocks that are kept of yours, each before those that follow it: a page of them, behind the one
+    with the id `after`."""
+    found = await app_state.call(
+        app_state.runtime.cache.blocks, namespace=caller.namespace, limit=limit + 1, after=after
+    )
+    data = [BlockAnswer(**asdict(block)) for block in found[:limit]]
+    return BlockList(data=data, has_more=len(found) > limit)
 
 
 @router.post("/warm", status_code=201, responses=errors(507))
@@ -51,13 +72,17 @@ async def clear(
 
 
 def _record(record: Record) -> RecordAnswer:
-    return RecordAnswer(tokens=len(record.tokens), kept=record.kept, labels=sorted(record.labels))
+    return RecordAnswer(
+        id=record.id, tokens=len(record.tokens), kept=record.kept, labels=sorted(record.labels)
+    )
 
 
-def _read(app_state: AppState, namespace: str) -> CacheAnswer:
-    records = app_state.runtime.cache.records(namespace=namespace)
+def _read(app_state: AppState, namespace: str, limit: int, after: str | None) -> CacheAnswer:
+    records = app_state.runtime.cache.records(namespace=namespace, limit=limit + 1, after=after)
     totals = None if len(app_state.keys) else _totals(app_state.runtime.cache.stats())
-    return CacheAnswer(records=[_record(record) for record in records], totals=totals)
+    return CacheAnswer(
+        records=[_record(record) for record in records[:limit]], has_more=len(records) > limit, totals=totals
+    )
 
 
 def _totals(stats: CacheStats) -> TotalsAnswer:

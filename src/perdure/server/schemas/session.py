@@ -168,7 +168,7 @@ class SessionAnswer(ResponseSchema):
             kind=session.kind,
             system=session.system,
             turns=session.turns,
-            tokens=len(session.tokens),
+            tokens=session.token_count,
             settings=dict(session.settings),
             origin=OriginAnswer.of(session.origin),
         )
@@ -257,6 +257,7 @@ class DeletedAnswer(ResponseSchema):
 class RecordAnswer(ResponseSchema):
     """A prefix that was warmed."""
 
+    id: str
     tokens: int
     kept: int
     labels: list[str]
@@ -275,7 +276,28 @@ class TotalsAnswer(ResponseSchema):
     computed_tokens: int
 
 
+class BlockAnswer(ResponseSchema):
+    """A run of tokens whose state is kept."""
+
+    id: str
+    parent: str
+    """The block that it follows; empty for the first of a chain."""
+    start: int
+    tokens: int
+    nbytes: int
+    tier: str
+
+
+class BlockList(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[BlockAnswer]
+    has_more: bool
+    """Whether there are more behind these: ask with `after`, the id of the last one."""
+
+
 class CacheAnswer(ResponseSchema):
     records: list[RecordAnswer]
+    has_more: bool
+    """Whether there are more records behind these: ask with `after`, the id of the last one."""
     totals: TotalsAnswer | None
     """Only on a server without keys: where there are several callers, it is nobody's business."""

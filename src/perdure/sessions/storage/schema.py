@@ -19,6 +19,15 @@ def seal(*values: Value) -> bytes:
     return hashlib.sha256(b"perdure/row/1\0" + json.dumps(plain).encode()).digest()
 
 
+def turn_seal(number: int, parent: int | None, depth: int, digest: Value) -> bytes:
+    """The `seal` of a turn's place, made faster: on the way to a start, every turn's is checked."""
+    if not isinstance(digest, bytes):
+        return b""
+    above = "null" if parent is None else parent
+    place = f'[{number}, {above}, {depth}, ["bytes", "{digest.hex()}"]]'
+    return hashlib.sha256(b"perdure/row/1\0" + place.encode()).digest()
+
+
 TURN_SEAL = ("number", "parent", "depth", "digest")
 """Its place. What was said is proved by the digest, which is also over all that led there."""
 SESSION_SEAL = (

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from filelock import FileLock
@@ -23,6 +24,7 @@ from perdure.errors import (
     SessionNotFoundError,
     StoreDamagedError,
 )
+from perdure.sessions.history import Chunk, Place
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.storage.rows import (
     INSERT_TURN,
@@ -34,11 +36,20 @@ from perdure.sessions.storage.rows import (
     read_turn,
     turn_values,
 )
-from perdure.sessions.storage.schema import MEMORY_SEAL, MIGRATIONS, SESSION_SEAL, TURN_SEAL, Value, seal
+from perdure.sessions.storage.schema import (
+    MEMORY_SEAL,
+    MIGRATIONS,
+    SESSION_SEAL,
+    TURN_SEAL,
+    Value,
+    seal,
+    turn_seal,
+)
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store.durable import explained, make_folder, sync_folder, write_file
 from perdure.store.index import Index
 from perdure.store.locks import TurnLocks, UseLock
+from perdure.store.table_check import TableCheck
 
 FILE, MARK, MENDED, KEY = "sessions.sqlite", "sessions.id", "sessions.mended", "sessions.key"
 """The database; whose it is; what a repair that was interrupted has left; what seals exports."""
@@ -91,9 +102,12 @@ class SessionStore:
                 advice=f"{ADVICE}; else restore it from a copy",
             )
             held.callback(self.index.close)
-            # So that none of them is missed: what is found through an index is all there is.
-            for table in ("session", "memory", "register", "counter"):
+            # These have a few rows each, however much is kept.
+            for table in ("register", "counter"):
                 self.index.check(table)
+            # So that none of these is missed: what is found through an index is all there is.
+            self._check = TableCheck(self.index, ("session", "memory"))
+            held.callback(self._check.close)
             if folder is not None:
                 self._check_own(folder, known)
             self.key = _key(folder, readonly=readonly)
@@ -127,33 +141,58 @@ class SessionStore:
         origin: Mapping[str, Any] | None = None,
     ) -> SessionInfo:
         """A new session: at a turn that is there and has that digest, followed by turns that are not yet."""
-        now = time.time()
+        # Before the transaction: a name that is missed would be given away twice.
+        self._check.wait()
         with self._writing():
-            if self._find(namespace, name) is not None:
-                raise SessionExistsError(
-                    f"there is a session {name!r} already: choose another name, or delete it"
-                )
-            if head is not None:
-                self._check_turn(head, digest)
-            for turn in turns:
-                head = self._add(head, turn)
-            number = self._next("session")
-            self.index.run(
-                f"INSERT INTO session ({', '.join(SESSION_SEAL)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                number,
+            return self._create(
                 namespace,
                 name,
-                kind,
-                head,
-                json.dumps(dict(settings or {})),
-                json.dumps(dict(origin or {})),
-                now,
-                now,
+                turns,
+                head=head,
+                digest=digest,
+                kind=kind,
+                settings=settings or {},
+                origin=origin or {},
             )
-            self._seal(number)
-            info = self._find(namespace, name)
-            assert info is not None
-            return info
+
+    def _create(
+        self,
+        namespace: str,
+        name: str,
+        turns: Sequence[Turn],
+        *,
+        head: int | None = None,
+        digest: bytes = FIRST,
+        kind: str = "session",
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        origin: Mapping[str, Any] = MappingProxyType({}),
+    ) -> SessionInfo:
+        """`create` within a transaction."""
+        if self._find(namespace, name) is not None:
+            raise SessionExistsError(
+                f"there is a session {name!r} already: choose another name, or delete it"
+            )
+        if head is not None:
+            self._check_turn(head, digest)
+        for turn in turns:
+            head = self._add(head, turn)
+        number, now = self._next("session"), time.time()
+        self.index.run(
+            f"INSERT INTO session ({', '.join(SESSION_SEAL)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            number,
+            namespace,
+            name,
+            kind,
+            head,
+            json.dumps(dict(settings)),
+            json.dumps(dict(origin)),
+            now,
+            now,
+        )
+        self._seal(number)
+        info = self._find(namespace, name)
+        assert info is not None
+        return info
 
     def find(self, namespace: str, name: str) -> SessionInfo:
         found = self._find(namespace, name)
@@ -169,6 +208,7 @@ class SessionStore:
     ) -> list[SessionInfo]:
         """The latest first: those of a namespace or all, up to `limit`, of those that come behind `after`.
         Stored responses are found by their ids, and not listed."""
+        self._check.wait()
         where, values = ["s.kind != ?"], builtins.list[Value]([RESPONSE])
         if namespace is not None:
             where.append("s.namespace = ?")
@@ -185,30 +225,64 @@ class SessionStore:
 
     def chain(self, head: int, name: str = "") -> tuple[Sequence[int], Sequence[Turn]]:
         """The turns that lead to `head`, with it, each proved by its digest. `name` is whose they are."""
+        chunk = self._chunk(head, None, -1, name)
+        return chunk.numbers, chunk.turns
+
+    def turns(self, place: Place, count: int, name: str) -> Chunk:
+        """The turn at `place` and those before it, up to `count`, each proved by the digest of the next."""
+        return self._chunk(place.head, place, count, name)
+
+    def _chunk(self, head: int, place: Place | None, count: int, name: str) -> Chunk:
         rows = self.index.rows(
             "WITH RECURSIVE up (number, parent, level) AS ("
             " SELECT number, parent, 0 FROM turn WHERE number = ?"
             # A turn is younger than the one before it: whatever was damaged, this ends.
             " UNION ALL SELECT t.number, t.parent, level + 1 FROM turn t JOIN up ON t.number = up.parent"
-            " WHERE t.number < up.number"
-            f") SELECT {TURN} FROM up JOIN turn t ON t.number = up.number ORDER BY up.level DESC",
+            " WHERE t.number < up.number LIMIT ?"
+            f") SELECT up.parent, {TURN} FROM up JOIN turn t ON t.number = up.number ORDER BY up.level DESC",
             head,
+            count,
         )
         of = f"of session {name!r}" if name else "of a session"
+        parent = rows[0][0] if rows else None
+        first = 0 if parent is None or place is None else place.depth + 1 - len(rows)
+        before = FIRST if parent is None else self._digest(parent)
         numbers: builtins.list[int] = []
         turns: builtins.list[Turn] = []
-        before = FIRST
-        for row in rows:
+        for _, *row in rows:
             try:
                 turn = read_turn(row, before)
             except CorruptStateError as error:
-                raise CorruptStateError(f"turn {len(turns)} {of} {error}: {ADVICE}") from error
+                raise CorruptStateError(f"turn {first + len(turns)} {of} {error}: {ADVICE}") from error
             numbers.append(int(row[0]))
             turns.append(turn)
             before = turn.digest
-        if not turns or turns[0].kind != "start":
+        if not turns or (parent is None) != (turns[0].kind == "start") or (parent is not None and first < 1):
             raise CorruptStateError(f"the turns {of} do not lead back to its start: {ADVICE}")
-        return numbers, turns
+        whole = place is None or parent is not None or len(turns) == place.depth + 1
+        if not whole or (place is not None and before != place.digest):
+            raise CorruptStateError(f"the turns {of} are not those that led to it: {ADVICE}")
+        return Chunk(numbers, turns, None if parent is None else Place(parent, turns[0].before, first - 1))
+
+    def _digest(self, turn: int) -> bytes:
+        """What the turn after it was made behind, as it lies: that one proves it."""
+        found = self.index.rows("SELECT digest FROM turn WHERE number = ?", turn)
+        return found[0][0] if found and isinstance(found[0][0], bytes) else b""
+
+    def start(self, head: int, name: str) -> Turn:
+        """The start of the session that stands at `head`. Of the turns between, only the places are read."""
+        columns = ", ".join(f"t.{column}" for column in (*TURN_SEAL, "seal"))
+        rows = self.index.rows(
+            f"WITH RECURSIVE up ({', '.join((*TURN_SEAL, 'seal'))}) AS ("
+            f" SELECT {columns} FROM turn t WHERE number = ?"
+            f" UNION ALL SELECT {columns} FROM turn t JOIN up ON t.number = up.parent"
+            " WHERE t.number < up.number) SELECT * FROM up",
+            head,
+        )
+        whole = bool(rows) and rows[-1][1] is None and all(turn_seal(*row[:-1]) == row[-1] for row in rows)
+        if not whole:
+            raise CorruptStateError(f"the turns of session {name!r} do not lead back to its start: {ADVICE}")
+        return self.chain(rows[-1][0], name)[1][0]
 
     def add(
         self,
@@ -311,6 +385,7 @@ class SessionStore:
 
     def memories(self, where: str, *values: Value, limit: int | None = None) -> builtins.list[SessionMemory]:
         """Those that fit, the oldest first. `m` is the memory and `t` its turn."""
+        self._check.wait()
         rows = self._rows(f"{MEMORY} WHERE {where} ORDER BY m.number LIMIT ?", *values, _limit(limit))
         try:
             return [read_memory(row) for row in rows]
@@ -319,6 +394,7 @@ class SessionStore:
 
     def memory_numbers(self, namespace: str, *, after: int, limit: int) -> builtins.list[int]:
         """The numbers of a namespace's memories, the lowest first: up to `limit`, behind number `after`."""
+        self._check.wait()
         rows = self._rows(
             "SELECT number FROM memory WHERE namespace = ? AND number > ? ORDER BY number LIMIT ?",
             namespace,
@@ -376,6 +452,7 @@ class SessionStore:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
+        self._check.refuse_damaged()
         try:
             with self.index.writing():
                 yield
@@ -391,7 +468,13 @@ class SessionStore:
 
     def _find(self, namespace: str, name: str) -> SessionInfo | None:
         rows = self._rows(f"{SESSION} WHERE s.namespace = ? AND s.name = ?", namespace, name)
-        return self._read(rows[0]) if rows else None
+        if not rows:
+            self._check.wait()
+            return None
+        found = self._read(rows[0])
+        if (found.namespace, found.name) != (namespace, name):
+            raise CorruptStateError(f"another session is found in the place of {name!r}: {ADVICE}")
+        return found
 
     def _read(self, row: tuple[Any, ...]) -> SessionInfo:
         try:
@@ -463,6 +546,8 @@ class SessionStore:
             )
             if needed:
                 return
+            # What leads to it must not have been missed.
+            self._check.wait()
             found = self.index.rows("SELECT parent FROM turn WHERE number = ?", turn)
             self.index.run("DELETE FROM turn WHERE number = ?", turn)
             turn = found[0][0] if found else None

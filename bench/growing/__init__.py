@@ -1,0 +1,1 @@
+"""What `bench.growth` measures, a module for each layer, and how."""

@@ -1,0 +1,160 @@
+"""Growth of the block cache: look-ups, keeping, eviction, admission, clearing; in memory and on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from bench.growing.measure import ROOT, SIZE, Operation, block, growing, new_folder, prompt
+from bench.harness import Figure, Run, at_most
+from perdure.cache.memory_tier import MemoryTier
+from perdure.cache.record import Record, RecordIndex, doomed
+from perdure.cache.reuse_rule import ANY_TOKEN
+from perdure.cache.slots.slot_cache import SlotCache
+from perdure.cache.tiers import Tiers
+from perdure.decode.slots import SlotAssignment
+from perdure.engine.toy import ToyModel
+from perdure.memory import FullAttention
+from perdure.store.disk import DiskTier
+
+
+def memory(run: Run) -> Iterator[Figure]:
+    def tiers(size: int) -> Tiers:
+        tier = MemoryTier(1 << 40)
+        for _ in range(size):
+            tier.store(block())
+        return Tiers(tier)
+
+    def lookup(size: int, _: ExitStack) -> Operation:
+        here = tiers(size)
+        return lambda: here.longest_prefix(ROOT, prompt(), size=SIZE, limit=SIZE, rule=ANY_TOKEN)
+
+    def keep(size: int, _: ExitStack) -> Operation:
+        here = tiers(size)
+        return lambda: here.memory.store(block())
+
+    def evict(size: int, _: ExitStack) -> Operation:
+        here = tiers(size)
+        here.memory.budget = here.memory.nbytes
+        return lambda: here.memory.store(block())
+
+    small = run.pick(1000, 100)
+    yield growing(run, "look-up in memory, siblings", lookup, small=small)
+    yield growing(run, "keeping a block in memory, siblings", keep, small=small)
+    yield growing(run, "keeping a block in a full memory, blocks", evict, small=small)
+
+
+def slots(run: Run) -> Iterator[Figure]:
+    def admit(size: int, cleanup: ExitStack) -> Operation:
+        context = cleanup.enter_context(ToyModel(FullAttention).context(n_ctx=256, n_seq=size))
+        cache = SlotCache(context, budget=1 << 30)
+
+        def burst() -> None:
+            """As many as there are slots, but measured for one: `cpu` divides by its own count."""
+            places = [cache.acquire(prompt()) for _ in range(5)]
+            for place in places:
+                assert isinstance(place, SlotAssignment)
+                cache.release(place.seq)
+
+        return lambda: burst()
+
+    def filled(size: int, cleanup: ExitStack) -> Operation:
+        context = cleanup.enter_context(ToyModel(FullAttention).context(n_ctx=256, n_seq=size))
+        cache = SlotCache(context, budget=1 << 30)
+
+        def all_at_once() -> None:
+            places = [cache.acquire(prompt()) for _ in range(size)]
+            for place in places:
+                assert isinstance(place, SlotAssignment)
+                cache.release(place.seq)
+
+        return all_at_once
+
+    yield growing(run, "admission of 5, idle slots", admit, small=16, times=16, target=at_most(1.0, "ms"))
+    # As many requests as slots: a constant cost each is an exponent of one.
+    yield growing(
+        run,
+        "admission of a burst on all slots (0.2 ms each), slots",
+        filled,
+        small=16,
+        times=16,
+        target=at_most(0.2 * 256, "ms"),
+    )
+
+
+def records(run: Run) -> Iterator[Figure]:
+    def filled(size: int) -> tuple[MemoryTier, RecordIndex]:
+        tier = MemoryTier(1 << 40)
+        index = RecordIndex(limit=1 << 30, budget=1 << 40)
+        for _ in range(size):
+            index.put(record(tier))
+        return tier, index
+
+    def record(tier: MemoryTier) -> Record:
+        made = block()
+        tier.store(made)
+        return Record(tokens=tuple(made.tokens.tolist()), kept=SIZE, labels=frozenset("a"), root=ROOT)
+
+    def clear(size: int, _: ExitStack) -> Operation:
+        tier, index = filled(size)
+        tiers = Tiers(tier)
+
+        def one() -> None:
+            gone = record(tier)
+            assert len(doomed(tiers, [gone], index, rule=ANY_TOKEN).drop) == 1
+
+        return one
+
+    def page(size: int, _: ExitStack) -> Operation:
+        index = filled(size)[1]
+        last = index.page(None, "", limit=size // 2)[-1].id
+        return lambda: index.page(None, "", limit=20, after=last)
+
+    small = run.pick(100, 50)
+    yield growing(run, "clearing a record, records", clear, small=small)
+    yield growing(run, "a page of records, records", page, small=small)
+
+
+def store(run: Run) -> Iterator[Figure]:
+    small = run.pick(1000, 50)
+
+    def filled(size: int, cleanup: ExitStack) -> DiskTier:
+        disk = DiskTier(new_folder(cleanup), budget=1 << 40)
+        cleanup.callback(disk.close)
+        with disk._writing():
+            # Listed without their files: what is measured reads the index alone.
+            for number in range(size):
+                disk._enter(block(), 1000, number)
+        return disk
+
+    def lookup(size: int, cleanup: ExitStack) -> Operation:
+        tiers = Tiers(MemoryTier(0), filled(size, cleanup))  # type: ignore[arg-type]
+        return lambda: tiers.longest_prefix(ROOT, prompt(), size=SIZE, limit=SIZE, rule=ANY_TOKEN)
+
+    def keep(size: int, cleanup: ExitStack) -> Operation:
+        disk = filled(size, cleanup)
+        return lambda: disk.store([block()])
+
+    def replace_oldest(size: int, cleanup: ExitStack) -> Operation:
+        disk = filled(size, cleanup)
+        disk.budget = disk.nbytes
+        return lambda: disk.store([block()])
+
+    def opening(size: int, cleanup: ExitStack) -> Operation:
+        disk = filled(size, cleanup)
+        disk.close()
+
+        def reopen() -> None:
+            DiskTier(disk.folder, budget=1 << 40).close()
+
+        return reopen
+
+    def page(size: int, cleanup: ExitStack) -> Operation:
+        disk = filled(size, cleanup)
+        return lambda: disk.page(limit=20, after="80" * 32)
+
+    yield growing(run, "look-up on disk, siblings", lookup, small=small)
+    yield growing(run, "keeping a block on disk, blocks", keep, small=small)
+    yield growing(run, "keeping a block in a full store, blocks", replace_oldest, small=small)
+    yield growing(run, "opening a store, blocks", opening, small=small)
+    yield growing(run, "a page of blocks, blocks", page, small=small)
