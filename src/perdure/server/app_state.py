@@ -92,7 +92,7 @@ class AppState:
 
     def client_job(self, job: Job[D, R], request: Request, timeout: float | None) -> ClientJob[D, R]:
         """A job for the client of `request`."""
-        client_job = ClientJob(job, request, seconds=self.seconds(timeout))
+        client_job = ClientJob(job, request, seconds=self.seconds(timeout), is_stopping=lambda: self.stopping)
         self.client_jobs.add(client_job)
         if self.stopping:
             client_job.cancel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -23,9 +23,6 @@ D = TypeVar("D", bound=Part, covariant=True)
 R = TypeVar("R", bound=Part, covariant=True)
 T = TypeVar("T")
 
-_EARLY = 0.05
-"""Seconds by which the engine's clock for a request may be ahead of ours: it was submitted before."""
-
 
 class Job(Protocol[D, R]):
     """What is common to jobs of prompts and of conversations."""
@@ -38,13 +35,15 @@ class Job(Protocol[D, R]):
 class ClientJob(Generic[D, R]):
     """A job that ends when its client leaves, when its time is up, or when the server stops."""
 
-    def __init__(self, job: Job[D, R], request: Request, *, seconds: float) -> None:
+    def __init__(
+        self, job: Job[D, R], request: Request, *, seconds: float, is_stopping: Callable[[], bool]
+    ) -> None:
         self._job = job
         self._request = request
         self._seconds = seconds
-        self._overdue = False
+        self._is_stopping = is_stopping
         # The engine minds the time between its steps; this also ends a long one in its middle.
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._time_is_up)
+        self._timer = asyncio.get_running_loop().call_later(seconds, job.cancel)
         self._deltas: AsyncIterator[D] | None = None
         self._first: asyncio.Future[D | None] | None = None
 
@@ -109,12 +108,9 @@ class ClientJob(Generic[D, R]):
         """Why replies were cut short, if they were."""
         if all(reply.finish_reason != "cancelled" for reply in replies):
             return None
-        overdue = self._overdue or self._timer.when() - _EARLY <= asyncio.get_running_loop().time()
-        return deadline(self._seconds) if overdue else stopping()
-
-    def _time_is_up(self) -> None:
-        self._overdue = True
-        self._job.cancel()
+        # For a client who is still there, nothing else ends one. Which clock was first, the engine's or ours,
+        # says nothing: on a busy machine they are far apart.
+        return stopping() if self._is_stopping() else deadline(self._seconds)
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
