@@ -147,8 +147,8 @@ class Runtime:
         """Queue a reply to messages and return at once.
 
         The keywords are those of `submit` and: `tools`, `tool_choice`, `parallel_tool_calls`, `reasoning`
-        (show, hide or capture), `reasoning_budget`, `overflow` (error, drop_oldest or shift) and `variables`
-        for the template.
+        (show, hide or capture), `reasoning_budget`, `keep_reasoning`, `overflow` (error, drop_oldest or
+        shift), `continue_final_message`, `date` and `variables` for the template.
         """
         if settings.get("overflow") == "fold":
             raise InvalidInputError("only a session can be folded: use rt.session(name), or drop_oldest")
