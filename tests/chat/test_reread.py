@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from bench.reread import Reread, reread, table
+from bench.processes.reread import Reread, reread, table
 
 from perdure import Template
 

@@ -1,4 +1,4 @@
-"""Tokens read again in a conversation with tools and reasoning, by template: `python -m bench.reread FILE…`.
+"""Tokens read again in a conversation with tools and reasoning, by template: `python -m bench.processes.reread FILE…`.
 
 Five turns, three of them with a tool's result, and reasoning before every reply. Each reply is what the model
 of the template would write; what the next prompt has otherwise is read again. The vocabulary is bytes and the
