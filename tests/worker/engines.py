@@ -6,7 +6,6 @@ import ctypes
 import functools
 import logging
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from perdure.engine.batch import Batch
 from perdure.engine.contract import Outcome
 from perdure.engine.toy import Faults, ToyModel
 from perdure.memory import FullAttention, Hybrid, Recurrent, SlidingWindow
+from perdure.worker import service
 from perdure.worker.remote import RemoteBackend
 from perdure.worker.restart_policy import RestartPolicy
 
@@ -99,8 +99,7 @@ def failing() -> ToyModel:
         mark().unlink()
         return ERRORS[kind]
 
-    child = sys.modules["__main__"]
-    for place, (owner, name) in {**PLACES, **{each: (child, SENDING[each]) for each in SENDING}}.items():
+    for place, (owner, name) in {**PLACES, **{each: (service, SENDING[each]) for each in SENDING}}.items():
         plant(owner, name, functools.partial(wanted, place), setattr)
     return ToyModel()
 
