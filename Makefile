@@ -12,12 +12,12 @@ DIST := $(VENV)/.for-dist
 DOCS := $(VENV)/.for-docs
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar on
 
-.PHONY: chat test soak bench lint setup engine dist docs api clean
+.PHONY: chat test soak bench lint setup engine page browser dist docs api clean
 
 chat: $(CHAT)
 	@$(BIN)/perdure chat
 
-test: lint
+test: lint browser
 	$(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist worksteal
 
 soak: $(TEST)
@@ -34,6 +34,22 @@ lint: $(TEST)
 	$(BIN)/mypy
 
 setup: $(TEST)
+
+# The built page, out of web/. Needs Node 20 or newer; its result is committed, so nobody else does.
+page: web/node_modules
+	cd web && npm run build
+
+web/node_modules: web/package-lock.json
+	cd web && npm ci
+	@touch $@
+
+# What the page's tests need besides Python. Where it cannot be had, they are skipped and say so.
+browser:
+	@if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium) >/dev/null 2>&1 \
+	    || echo "Chromium could not be installed: tests of the page are skipped"; fi
+	@if command -v npm >/dev/null && [ ! -d web/node_modules ]; then \
+	  (cd web && npm ci) >/dev/null 2>&1 || echo "npm ci failed: the page is not built again"; fi
 
 # llama.cpp from source, with flags that are safe for this compiler, into build/engine.
 engine: $(CHAT)

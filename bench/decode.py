@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from bench import headers
 from bench.child import Child
 from bench.engine import model_path
 from bench.harness import Bench, Figure, Gauge, Measure, Pairs, Run, at_least, at_most
 from bench.machine import Watch
+from bench.processes import headers
 
 THREADS = 2
 TOP = 20

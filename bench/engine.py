@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from bench import headers
 from bench.child import Child, PeerMissingError
 from bench.harness import Bench, Figure, Gauge, Measure, Run, at_least, at_most
+from bench.processes import headers
 
 MIB = 1 << 20
 THREADS = 2

@@ -34,10 +34,10 @@ class Running:
 
 
 @contextmanager
-def serving(model: Path, *options: str) -> Iterator[Running]:
+def serving(model: Path, *options: str, command: str = "serve", **environment: str) -> Iterator[Running]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "perdure.cli", "serve", str(model), "--port", "0", "--threads", "1", *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", "perdure.cli", command, str(model), "--port", "0", "--threads", "1", *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -196,3 +196,20 @@ def test_help_needs_no_engine(command: str) -> None:
     done = run(command, "--help")
     assert done.returncode == 0
     assert "--store" in done.stdout
+
+
+def test_page_serves_and_opens_the_page_in_a_browser(zoo_path: Callable[[str], Path], tmp_path: Path) -> None:
+    shown = tmp_path / "shown"
+    os.mkfifo(shown)
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" >"{shown}"\n')
+    browser.chmod(0o755)
+    options = ("--no-store", "--in-process", "--ctx", "256")
+    with (
+        serving(zoo_path("llama"), *options, command="page", BROWSER=f"{browser} %s") as running,
+        running.client() as client,
+    ):
+        assert shown.read_text().strip() == running.screen["address"]
+        assert "<title>perdure</title>" in client.get("/", headers={"accept": "text/html"}).text
+    refused = run("serve", "--open", "--no-page", "--port", "0")
+    assert (refused.returncode, "--open and --no-page" in refused.stderr) == (2, True)

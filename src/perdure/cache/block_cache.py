@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import Block, BlockId, block_id, chain, cost, cost_of_token, root_id
+from perdure.cache.block import Block, BlockId, Entry, block_id, chain, cost, cost_of_token, root_id
 from perdure.cache.found import Found, Match
 from perdure.cache.record import Record, RecordIndex, doomed
 from perdure.cache.reuse_rule import ANY_TOKEN, AT_TAIL_STATES, ReuseRule
-from perdure.cache.siblings import beginnings, closest
+from perdure.cache.siblings import Source, beginnings, closest
 from perdure.cache.slots.checkpoints import Point
 from perdure.cache.tiers import Tiers
 from perdure.engine.context import Context
@@ -24,6 +24,7 @@ from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.identity import Identity
 
 Ids = NDArray[np.int32]
+E = TypeVar("E", bound=Entry)
 _Range: TypeAlias = tuple[BlockId, int, int]
 """A block to be: what it follows, where it starts and where it ends."""
 
@@ -199,11 +200,18 @@ class BlockCache:
 
     def along(self, tokens: Ids, namespace: str) -> list[Block]:
         """The blocks in memory that hold nothing but a beginning of `tokens`, each after its parent."""
-        found: list[Block] = []
+        return self._along(self.tiers.memory, tokens, namespace)
+
+    def stored_along(self, tokens: Ids, namespace: str) -> list[Entry]:
+        """The same of the lower tier."""
+        return [] if self.tiers.lower is None else self._along(self.tiers.lower, tokens, namespace)
+
+    def _along(self, source: Source[E], tokens: Ids, namespace: str) -> list[E]:
+        found: list[E] = []
         level = [(self.root(namespace), 0)]
         while level:
             parent, at = level.pop()
-            for block in beginnings(self.tiers.memory, parent, tokens[at : at + self._size]):
+            for block in beginnings(source, parent, tokens[at : at + self._size]):
                 found.append(block)
                 level.append((block.id, block.end))
         return found

@@ -63,6 +63,10 @@ class MemoryTier:
             self._touch(self._nodes[block])
         return found
 
+    def peek(self, block: BlockId) -> Block | None:
+        """The same without counting as a use."""
+        return self._sound(block)
+
     def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Block]:
         """The blocks that follow `parent`, sorted. One that no longer knows its own name is dropped."""
         node = self._nodes.get(parent)

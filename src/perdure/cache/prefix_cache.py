@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
 from perdure.cache.block_list import BlockInfo
+from perdure.cache.prefix_tree import PrefixRun, SlotState
 from perdure.cache.record import Record, RecordIndex, check_labels
 from perdure.cache.slots.slot_cache import SlotCache
-from perdure.decode.slots import Plan, ReuseReport
+from perdure.decode.slots import Held, Plan, ReuseReport
 from perdure.engine.token_ids import token_array
 from perdure.errors import InvalidInputError
 from perdure.identity import Identity
@@ -56,6 +57,12 @@ class PrefixCacheCalls(Protocol):
     ) -> list[BlockInfo]: ...
     def clear(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> int: ...
     def plan(self, tokens: Iterable[int], *, namespace: str = "") -> Plan: ...
+    def held(self, tokens: Iterable[int], *, namespace: str = "") -> dict[str, Held]: ...
+    def runs(
+        self, parent: str | None = None, *, namespace: str = "", limit: int = 100, after: int = 0
+    ) -> list[PrefixRun] | None: ...
+    def slots(self) -> list[SlotState]: ...
+    def identity(self) -> Identity: ...
     def wake(self, tokens: Iterable[int], *, namespace: str = "") -> ReuseReport: ...
     def sleep(self, tokens: Iterable[int], *, namespace: str = "") -> None: ...
     def save(self, tokens: Iterable[int], *, namespace: str = "") -> None: ...
@@ -180,6 +187,31 @@ class PrefixCache:
         """What bringing back the state of `tokens` would take. Nothing is moved."""
         ids = _token_ids(tokens)
         return self._call(lambda: self._slots.plan(ids, namespace))  # type: ignore[no-any-return]
+
+    def held(self, tokens: Iterable[int], *, namespace: str = "") -> dict[str, Held]:
+        """How much of the state of `tokens` each tier has. Nothing is moved."""
+        ids = _token_ids(tokens)
+        return self._call(lambda: self._slots.held(ids, namespace))  # type: ignore[no-any-return]
+
+    def runs(
+        self, parent: str | None = None, *, namespace: str = "", limit: int = 100, after: int = 0
+    ) -> list[PrefixRun] | None:
+        """The prefixes of a namespace as a tree: what follows the run with the id `parent`, or starts it; up
+        to `limit`, behind the first `after`. None where that run is no longer kept."""
+
+        def look() -> list[PrefixRun] | None:
+            records = self._records.of(None, namespace)
+            return self._slots.runs(namespace, parent, records, limit=limit, after=after)
+
+        return self._call(look)  # type: ignore[no-any-return]
+
+    def slots(self) -> list[SlotState]:
+        """What every slot of the engine holds."""
+        return self._call(self._slots.states)  # type: ignore[no-any-return]
+
+    def identity(self) -> Identity:
+        """Under which state holds here."""
+        return self._call(lambda: self._slots.identity)  # type: ignore[no-any-return]
 
     def wake(self, tokens: Iterable[int], *, namespace: str = "") -> ReuseReport:
         """Bring back the state of `tokens`, as far as it is kept; the next request computes the rest."""

@@ -107,6 +107,8 @@ class ChatJob:
         self._finishing = threading.Lock()
         self._replacing = threading.Lock()
         self.cancelled = False
+        self.stopped = False
+        """Whether its reader had it end, and wants what there is."""
         self._earlier: Reply | None = None
         self._replies: list[ChatReply] | None = None
 
@@ -120,6 +122,11 @@ class ChatJob:
             self.cancelled = True
             job = self._job
         job.cancel()
+
+    def stop(self) -> None:
+        """Cancel it because no more is wanted: for whoever reads it, that is an end like any other."""
+        self.stopped = True
+        self.cancel()
 
     def replies(self, timeout: float | None = None) -> list[ChatReply]:
         """All samples, once all are finished."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from perdure import __version__
+from perdure.cli import page
 from perdure.cli.commands import (
     background,
     backup,
@@ -84,6 +85,12 @@ app.command(name="run", options_metavar="[OPTIONS] [MODEL]", rich_help_panel=_As
 app.command(name="chat", options_metavar="[OPTIONS] [MODEL]", rich_help_panel=_Ask)(chat.chat)
 app.command(name="serve", rich_help_panel=_Ask)(serve.serve)
 app.command(
+    name="page",
+    rich_help_panel=_Ask,
+    options_metavar="[MODEL] [OPTIONS OF SERVE]",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(page.page)
+app.command(
     name="start",
     rich_help_panel=_Ask,
     options_metavar="[MODEL] [OPTIONS OF SERVE]",
@@ -117,7 +124,7 @@ def start(arguments: Sequence[str]) -> None:
     command = group
     for word in plain:
         command = getattr(command, "commands", {}).get(word, command)
-    if command.name == "start":
+    if command.name in ("start", "page"):
         # What it is given goes to serve.
         command = group.commands["serve"]
     known = frozenset(name for option in command.params for name in (*option.opts, *option.secondary_opts))

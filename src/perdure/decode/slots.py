@@ -39,6 +39,15 @@ class Plan:
         return sum(self.tiers.values()) + self.computed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """How much of a prompt's state one tier has."""
+
+    tokens: int
+    nbytes: int = 0
+    """In blocks; a slot has none."""
+
+
 @dataclass(frozen=True, slots=True)
 class SlotAssignment:
     """A slot (a sequence of the engine) that starts with the first `cached` tokens of a prompt."""

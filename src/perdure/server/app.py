@@ -24,7 +24,17 @@ from perdure.server.protocols.ollama.errors import OllamaErrorAnswer
 from perdure.server.protocols.responses import conversations
 from perdure.server.protocols.responses import routes as responses
 from perdure.server.protocols.responses.runs import Runs
-from perdure.server.routes import cache, completions, embeddings, memories, models, operation, sessions
+from perdure.server.routes import (
+    cache,
+    completions,
+    embeddings,
+    machine,
+    memories,
+    models,
+    operation,
+    page,
+    sessions,
+)
 from perdure.server.schemas.base import ErrorAnswer, ResponseSchema
 
 _ABOUT = "Local language models whose sessions last. OpenAI's routes, and sessions as resources."
@@ -47,6 +57,9 @@ def build(app_state: AppState) -> FastAPI:
     )
     app.state.app_state = app_state
     app.state.runs = Runs()
+    if app_state.page:
+        # Before Ollama's: both have an answer for `/`, and a browser says that it wants HTML.
+        app.include_router(page.router)
     for module in (
         chat,
         messages,
@@ -59,6 +72,7 @@ def build(app_state: AppState) -> FastAPI:
         sessions,
         memories,
         cache,
+        machine,
         operation,
     ):
         app.include_router(module.router)

@@ -29,6 +29,7 @@ from perdure.server.limits import Limits
 from perdure.server.metrics import Metrics
 from perdure.server.middleware.host_check import AllowedHosts
 from perdure.server.protocols.seal import Seal
+from perdure.server.recent_requests import RecentRequests
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,6 +66,8 @@ class AppState:
     """Pages of other sites that may use it."""
     strict: bool = False
     log_text: bool = False
+    page: bool = True
+    """Whether the page is served at `/`."""
     started: float = field(default_factory=time.time)
     stopping: bool = False
 
@@ -73,6 +76,7 @@ class AppState:
         with suppress(TemplateError):
             _ = self.runtime.chat_format
         self.metrics = Metrics(self.runtime)
+        self.recent = RecentRequests()
         self._limiters: dict[int, anyio.CapacityLimiter] = {}
         self.fingerprint = f"fp_{self.runtime.model.digest[:16]}"
         # Where sessions are kept, so is what seals: signatures are known again after a restart.
@@ -120,10 +124,16 @@ class AppState:
         """How long a request may take."""
         return self.limits.request_seconds if asked is None else min(asked, self.limits.request_seconds)
 
-    def settle(self, replies: Sequence[Reply] | Sequence[ChatReply], caller: Caller) -> None:
+    def settle(
+        self,
+        replies: Sequence[Reply] | Sequence[ChatReply],
+        caller: Caller,
+        session: str | None = None,
+    ) -> None:
         """Count and note what came of a request."""
         for reply in replies:
             self.metrics.reply(reply)
+        self.recent.add(caller.namespace, replies, session)
         usage = replies[0].usage
         caller.notes.update(
             prompt_tokens=usage.prompt_tokens,

@@ -106,7 +106,9 @@ class ClientJob(Generic[D, R]):
 
     def cut(self, replies: Sequence[Part]) -> ApiError | None:
         """Why replies were cut short, if they were."""
-        if all(reply.finish_reason != "cancelled" for reply in replies):
+        if all(reply.finish_reason != "cancelled" for reply in replies) or getattr(
+            self._job, "stopped", False
+        ):
             return None
         # For a client who is still there, nothing else ends one. Which clock was first, the engine's or ours,
         # says nothing: on a busy machine they are far apart.

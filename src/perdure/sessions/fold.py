@@ -30,6 +30,7 @@ class TurnJob(Protocol):
     """The caller's end of a turn: iterate it for deltas, ask it for the reply, or cancel it."""
 
     cancelled: bool
+    stopped: bool
 
     @property
     def done(self) -> bool: ...
@@ -39,6 +40,10 @@ class TurnJob(Protocol):
         ...
 
     def cancel(self) -> None: ...
+    def stop(self) -> None:
+        """Cancel it because no more is wanted: for whoever reads it, that is an end like any other."""
+        ...
+
     def replies(self, timeout: float | None = None) -> list[ChatReply]: ...
     def reply(self, timeout: float | None = None) -> ChatReply: ...
     async def areplies(self) -> list[ChatReply]: ...
@@ -147,6 +152,7 @@ class FoldingJob:
         self._cut: ChatReply | None = None
         self._error: BaseException | None = None
         self.cancelled = False
+        self.stopped = False
         self._advance(None)
 
     @property
@@ -165,6 +171,10 @@ class FoldingJob:
             self.cancelled = True
             if self._current is not None:
                 self._current.cancel()
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.cancel()
 
     def replies(self, timeout: float | None = None) -> list[ChatReply]:
         end = None if timeout is None else time.monotonic() + timeout

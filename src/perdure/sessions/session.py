@@ -25,7 +25,7 @@ from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
 from perdure.checks import is_whole
 from perdure.decode.request import take_deadline
-from perdure.decode.slots import Plan, ReuseReport
+from perdure.decode.slots import Held, Plan, ReuseReport
 from perdure.errors import (
     ContextOverflow,
     CorruptStateError,
@@ -202,6 +202,11 @@ class Session:
         self._refresh()
         return self._history.token_count
 
+    @property
+    def turn_bytes(self) -> int:
+        """What its turns take in the store, apart from state."""
+        return self._host.store.turn_bytes(self._place(self.turns).head)
+
     def history(self, *, limit: int | None = None, after: int = 0) -> list[Turn]:
         """Its turns, the first one first: up to `limit` of them, behind turn number `after`."""
         for name, value, low in (("limit", limit, 1), ("after", after, 0)):
@@ -341,6 +346,17 @@ class Session:
 
         return self._submit(choose, settings, keep_partial)
 
+    def stop(self) -> bool:
+        """End the reply that is being written, if one is: whoever reads it gets what there is. A turn that
+        was submitted with `keep_partial` is kept as far as it is written."""
+        with self._lock:
+            pending = self._pending
+            job: TurnJob | None = pending.job() if pending is not None and pending.job is not None else None
+        if job is None or job.done or job.cancelled:
+            return False
+        job.stop()
+        return True
+
     # Moving about.
 
     def fork(self, name: str, *, turn: int | None = None) -> Session:
@@ -471,6 +487,13 @@ class Session:
         if not (tokens := self._usable.tokens):
             return Plan(tiers={}, blocks=0, nbytes=0, computed=0)
         return self._host.backend.cache.plan(tokens, namespace=self.namespace)
+
+    def held(self) -> dict[str, Held]:
+        """How much of its state each tier has. Nothing is done."""
+        self._check_there()
+        if not (tokens := self._usable.tokens):
+            return {}
+        return self._host.backend.cache.held(tokens, namespace=self.namespace)
 
     def wake(self) -> ReuseReport:
         """Bring its state back, after proving that its turns are what they were. What is missing or
@@ -712,12 +735,7 @@ class Session:
                 settings=_plain({**asked.settings, **asked.extra.notes}),
                 seed=reply.seed,
                 finish_reason=reply.finish_reason,
-                usage={
-                    "prompt_tokens": reply.usage.prompt_tokens,
-                    "completion_tokens": reply.usage.completion_tokens,
-                    "cached_tokens": reply.usage.cached_tokens,
-                    "reasoning_tokens": reply.usage.reasoning_tokens,
-                },
+                usage=_usage(reply),
                 dropped=reply.dropped,
                 model=self._host.backend.model.digest,
                 created=time.time(),
@@ -916,6 +934,20 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
         with suppress(TypeError, ValueError):
             found[name] = json.loads(json.dumps(value))
     return found
+
+
+def _usage(reply: ChatReply) -> dict[str, int]:
+    """What a turn says later of how its reply came about: tokens, by tier too, and milliseconds."""
+    timings = reply.timings
+    return {
+        "prompt_tokens": reply.usage.prompt_tokens,
+        "completion_tokens": reply.usage.completion_tokens,
+        "cached_tokens": reply.usage.cached_tokens,
+        "reasoning_tokens": reply.usage.reasoning_tokens,
+        **{f"{tier}_tokens": count for tier, count in reply.reuse.tiers.items()},
+        "first_token_ms": round(1000 * (timings.queued + timings.prefill)),
+        "decode_ms": round(1000 * timings.decode),
+    }
 
 
 def _answered(job: TurnJob) -> ChatReply:

@@ -29,6 +29,7 @@ from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.memories import Memories
 from perdure.sessions.session import Session
 from perdure.sessions.storage.session_store import RESPONSE, SessionStore
+from perdure.sessions.tree import Tree, read_tree
 from perdure.sessions.turn import Turn, transcript, without_tokens
 from perdure.store.durable import explained
 
@@ -142,11 +143,21 @@ class Sessions:
         return self.open(name, namespace=namespace, create=False)
 
     def list(
-        self, namespace: str = "", *, limit: int | None = None, after: str | None = None
+        self,
+        namespace: str = "",
+        *,
+        limit: int | None = None,
+        after: str | None = None,
+        text: str | None = None,
     ) -> list[SessionInfo]:
-        """Those of a namespace, the latest first: up to `limit`, behind the one that is called `after`."""
+        """Those of a namespace, the latest first: up to `limit`, behind the one that is called `after`. With
+        `text`, those that have it in their names or in what was said."""
         last = self.store.find(namespace, after) if after is not None else None
-        return self.store.list(namespace, limit=limit, after=last)
+        return self.store.list(namespace, limit=limit, after=last, text=text)
+
+    def tree(self, name: str, namespace: str = "", *, limit: int = 1000, after: str | None = None) -> Tree:
+        """The session of that name with all that branched off, or that it branched off from."""
+        return read_tree(self.store, self.store.find(namespace, name), limit=limit, after=after)
 
     def delete(self, name: str, namespace: str = "") -> None:
         """Forget a session, also one whose turns cannot be read any more. Forks of it, and memories, stay."""

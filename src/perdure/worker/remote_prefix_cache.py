@@ -8,8 +8,9 @@ from typing import Any, Protocol
 from perdure.cache.block import Block
 from perdure.cache.block_list import BlockInfo
 from perdure.cache.prefix_cache import CacheStats
+from perdure.cache.prefix_tree import PrefixRun, SlotState
 from perdure.cache.record import Record
-from perdure.decode.slots import Plan, ReuseReport
+from perdure.decode.slots import Held, Plan, ReuseReport
 from perdure.identity import Identity
 
 
@@ -71,6 +72,26 @@ class RemotePrefixCache:
     def unpack(self, identity: Identity, blocks: Sequence[Block], *, namespace: str = "") -> int:
         count: int = self._ask("unpack", identity, blocks, namespace=namespace)
         return count
+
+    def held(self, tokens: Iterable[int], *, namespace: str = "") -> dict[str, Held]:
+        held: dict[str, Held] = self._ask("held", tokens, namespace=namespace)
+        return held
+
+    def runs(
+        self, parent: str | None = None, *, namespace: str = "", limit: int = 100, after: int = 0
+    ) -> list[PrefixRun] | None:
+        runs: list[PrefixRun] | None = self._ask(
+            "runs", parent, namespace=namespace, limit=limit, after=after
+        )
+        return runs
+
+    def slots(self) -> list[SlotState]:
+        slots: list[SlotState] = self._ask("slots")
+        return slots
+
+    def identity(self) -> Identity:
+        identity: Identity = self._ask("identity")
+        return identity
 
     def stats(self) -> CacheStats:
         stats: CacheStats = self._ask("stats")

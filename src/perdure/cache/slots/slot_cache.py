@@ -9,18 +9,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import BLOCK, Block, BlockId
+from perdure.cache.block import BLOCK, Block, BlockId, Entry
 from perdure.cache.block_cache import BlockCache
 from perdure.cache.block_list import BlockInfo, list_blocks
 from perdure.cache.found import Found, Match
 from perdure.cache.memory_tier import MemoryTier
+from perdure.cache.prefix_tree import PrefixRun, SlotState, first_tokens, runs
 from perdure.cache.record import Record, RecordIndex
 from perdure.cache.slots.reuse_reason import why_not_exact, why_not_more
 from perdure.cache.slots.slot_checkpoints import SlotCheckpoints
 from perdure.cache.slots.slot_choice import PUT_BACK, Choice, Counts, Option, SlotView, choose
 from perdure.cache.slots.slot_index import SlotIndex
 from perdure.cache.tiers import LowerTier, Tiers
-from perdure.decode.slots import Later, Plan, ReuseReport, SlotAssignment
+from perdure.decode.slots import Held, Later, Plan, ReuseReport, SlotAssignment
 from perdure.engine.context import Context
 from perdure.errors import EngineError
 from perdure.identity import Identity
@@ -208,6 +209,44 @@ class SlotCache:
     def list_blocks(self, namespace: str, *, limit: int | None, after: str | None) -> list[BlockInfo]:
         """A page of what the tiers hold of a namespace."""
         return list_blocks(self.tiers, self._blocks.root(namespace), limit=limit, after=after)
+
+    def held(self, tokens: Ids, namespace: str) -> dict[str, Held]:
+        """How much of `tokens` each tier has, and in how many bytes. Nothing is moved."""
+        found: dict[str, Held] = {}
+        here = [slot for slot in self._slots if self._serves(slot, tokens, namespace)]
+        if longest := max((min(len(tokens), self._context.length(slot.seq)) for slot in here), default=0):
+            found["slot"] = Held(tokens=longest)
+        kept: dict[str, Sequence[Entry]] = {self.tier.name: self._blocks.along(tokens, namespace)}
+        if self.tiers.lower is not None:
+            kept[self.tiers.lower.name] = self._blocks.stored_along(tokens, namespace)
+        for name, blocks in kept.items():
+            if blocks:
+                total = sum(block.nbytes for block in blocks)
+                found[name] = Held(tokens=max(block.end for block in blocks), nbytes=total)
+        return found
+
+    def states(self) -> list[SlotState]:
+        """What every slot holds."""
+        return [
+            SlotState(
+                namespace=slot.namespace,
+                busy=slot.busy,
+                length=self._context.length(slot.seq),
+                tokens=first_tokens(self._context.token_array(slot.seq)),
+            )
+            for slot in self._slots
+        ]
+
+    def runs(
+        self, namespace: str, parent: str | None, records: Sequence[Record], *, limit: int, after: int
+    ) -> list[PrefixRun] | None:
+        """What is kept behind the run with the id `parent`, or from the first token on."""
+        return runs(self.tiers, self._blocks.root(namespace), parent, records, limit=limit, after=after)
+
+    @property
+    def identity(self) -> Identity:
+        """Under which state holds here."""
+        return self._context.identity
 
     def swap_in(self, tokens: Ids, namespace: str) -> ReuseReport:
         """Bring the state of `tokens` into a sequence, as far as it is kept. The rest is computed when it

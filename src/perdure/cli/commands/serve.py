@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perdure.cli.offload import Devices, GpuLayers, KvOffload, TensorSplit, loading
+from perdure.cli.page import open_browser
 from perdure.config import QUEUE, SLOTS
 
 if TYPE_CHECKING:
@@ -149,6 +150,12 @@ def serve(
             rich_help_panel=_Access,
         ),
     ] = None,
+    page: Annotated[
+        bool, typer.Option("--page/--no-page", help="The page at /.", rich_help_panel=_Access)
+    ] = True,
+    open_page: Annotated[
+        bool, typer.Option("--open", help="Open the page in a browser.", rich_help_panel=_Access)
+    ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse fields that nobody knows.", rich_help_panel=_Access)
     ] = False,
@@ -225,6 +232,8 @@ def serve(
         check_address(host, len(known))
         origins = check_origins(cors or (), keys=len(known))
         hosts = AllowedHosts(host, allow_host or (), origins) if allow_host or not len(known) else None
+        if open_page and not page:
+            raise InvalidInputError("--open and --no-page cannot both be meant")
         if store is not None and no_store:
             raise InvalidInputError("--store and --no-store cannot both be meant")
         listening = [bind(host, port), *([bind(host, _OLLAMA)] if ollama else [])]
@@ -261,12 +270,18 @@ def serve(
             origins=origins,
             strict=strict,
             log_text=log_text,
+            page=page,
         )
-        _listen(app_state, listening, folder, isolated)
+        _listen(app_state, listening, folder, isolated, open_page=open_page)
 
 
 def _listen(
-    app_state: AppState, listening: Sequence[socket.socket], folder: Path | None, isolated: bool
+    app_state: AppState,
+    listening: Sequence[socket.socket],
+    folder: Path | None,
+    isolated: bool,
+    *,
+    open_page: bool,
 ) -> None:
     import logging
     import sys
@@ -288,6 +303,7 @@ def _listen(
         state = f"in {holder}, which has the store open"
     for title, value in (
         ("address", " and ".join(map(address, listening))),
+        ("page", "at that address, in a browser" if app_state.page else "none"),
         ("model", f"{app_state.name}, {state}"),
         ("context", f"{runtime.n_ctx} tokens a request"),
         ("slots", f"{runtime.slots} requests at once"),
@@ -297,6 +313,9 @@ def _listen(
         typer.echo(f"{title:<8} {value}")
     typer.echo("Ctrl-C stops it.")
     sys.stdout.flush()
+    if open_page:
+        # The socket listens already: the browser's first request waits there.
+        open_browser(address(listening[0]))
     HttpServer(app_state).run(sockets=list(listening))
 
 

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from perdure.server.api_error import ApiError
 from perdure.server.keys import METRICS, Key, Keys
+from perdure.server.page_paths import is_page
 
 OPEN = frozenset({"/", "/health", "/ready", "/openapi.json"})
 """What anybody may ask for: whether the server lives, and how to speak to it."""
@@ -21,7 +22,7 @@ class Auth:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if scope["type"] != "http" or scope["path"] in OPEN or is_page(scope["path"]):
             await self._app(scope, receive, send)
             return
         secret = _secret(scope)

@@ -27,13 +27,14 @@ async def answer(
     timeout: float | None,
     whole: Callable[[Sequence[ChatReply]], T],
     writer: Callable[[], sse.Writer[ChatDelta, ChatReply]] | None = None,
+    session: str | None = None,
     said: Sequence[Said] = (),
 ) -> T | Response:
     """With a `writer` a stream, else what `whole` makes of the replies."""
     client_job = app_state.client_job(job, request, timeout)
 
     def settle(replies: Sequence[ChatReply]) -> None:
-        app_state.settle(replies, caller)
+        app_state.settle(replies, caller, session)
         if app_state.log_text:
             caller.notes["messages"] = [_plain(message) for message in said]
             caller.notes["replies"] = [reply.text for reply in replies]

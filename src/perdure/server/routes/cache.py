@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query
 
 from perdure.cache.prefix_cache import CacheStats
 from perdure.cache.record import Record
+from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.routes.responses import errors
 from perdure.server.schemas.base import PAGE, Limit, refuse_fields
@@ -18,6 +19,8 @@ from perdure.server.schemas.session import (
     CacheAnswer,
     DeletedAnswer,
     RecordAnswer,
+    RunAnswer,
+    RunList,
     TotalsAnswer,
     WarmRequest,
 )
@@ -49,6 +52,18 @@ async def blocks(
     return BlockList(data=data, has_more=len(found) > limit)
 
 
+@router.get("/tree", responses=errors(404))
+async def tree(
+    app_state: AppStateDep,
+    caller: CallerDep,
+    parent: Annotated[str | None, Query(pattern=r"^[0-9a-f]{64}$")] = None,
+    limit: Limit = PAGE,
+    after: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+) -> RunList:
+    """What is kept for you as a tree of shared prefixes: what starts it, or follows the run `parent`."""
+    return await app_state.call(_runs, app_state, caller.namespace, parent, limit, after)
+
+
 @router.post("/warm", status_code=201, responses=errors(507))
 async def warm(asked: WarmRequest, app_state: AppStateDep, caller: CallerDep) -> RecordAnswer:
     """Compute a prefix once, and keep it."""
@@ -75,6 +90,33 @@ def _record(record: Record) -> RecordAnswer:
     return RecordAnswer(
         id=record.id, tokens=len(record.tokens), kept=record.kept, labels=sorted(record.labels)
     )
+
+
+def _runs(app_state: AppState, namespace: str, parent: str | None, limit: int, after: int) -> RunList:
+    runtime = app_state.runtime
+    found = runtime.cache.runs(parent, namespace=namespace, limit=limit + 1, after=after)
+    if found is None:
+        raise ApiError(
+            404,
+            "this prefix is no longer kept: look at the tree again",
+            kind="not_found_error",
+            param="parent",
+            code="not_found",
+        )
+    data = [
+        RunAnswer(
+            id=run.id,
+            start=run.start,
+            tokens=run.length,
+            text=runtime.model.detokenize(run.tokens, special=True),
+            blocks=run.blocks,
+            nbytes=run.nbytes,
+            labels=list(run.labels),
+            follows=run.follows,
+        )
+        for run in found[:limit]
+    ]
+    return RunList(data=data, has_more=len(found) > limit)
 
 
 def _read(app_state: AppState, namespace: str, limit: int, after: str | None) -> CacheAnswer:

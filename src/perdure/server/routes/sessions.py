@@ -36,6 +36,9 @@ from perdure.server.schemas.session import (
     SessionAnswer,
     SessionList,
     SessionSummary,
+    StateAnswer,
+    StopAnswer,
+    TreeAnswer,
     TurnList,
 )
 from perdure.sessions.export import manifest_of
@@ -52,11 +55,16 @@ OptionalName = Annotated[str | None, Query(**NAME)]
 
 @router.get("", responses=errors(404))
 async def list_sessions(
-    app_state: AppStateDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalName = None
+    app_state: AppStateDep,
+    caller: CallerDep,
+    limit: Limit = PAGE,
+    after: OptionalName = None,
+    text: Annotated[str | None, Query(min_length=1, max_length=1000)] = None,
 ) -> SessionList:
-    """Your sessions, the latest first: a page of them, behind the one that is called `after`."""
+    """Your sessions, the latest first: a page of them, behind the one that is called `after`. With `text`,
+    those that have it in their names or in what was said."""
     found = await app_state.call(
-        app_state.runtime.sessions.list, caller.namespace, limit=limit + 1, after=after
+        app_state.runtime.sessions.list, caller.namespace, limit=limit + 1, after=after, text=text
     )
     return SessionList(data=[SessionSummary.of(info) for info in found[:limit]], has_more=len(found) > limit)
 
@@ -193,6 +201,35 @@ async def rewind(
         return SessionAnswer.of(session)
 
     return await app_state.call(work)
+
+
+@router.get("/{name}/tree", responses=errors(404))
+async def tree(
+    name: Named,
+    app_state: AppStateDep,
+    caller: CallerDep,
+    limit: Limit = PAGE,
+    after: Annotated[str | None, Query(pattern=r"^[0-9a-f]{32}$")] = None,
+) -> TreeAnswer:
+    """The session with all that branched off, or that it branched off from: a page of turns, behind the one
+    with the id `after`."""
+    found = await app_state.call(
+        app_state.runtime.sessions.tree, name, caller.namespace, limit=limit + 1, after=after
+    )
+    return TreeAnswer.of(found, limit)
+
+
+@router.get("/{name}/state", responses=errors(404))
+async def state(name: Named, app_state: AppStateDep, caller: CallerDep) -> StateAnswer:
+    """Where its state is, and what it takes. Nothing is moved."""
+    return await app_state.call(lambda: StateAnswer.of(_session(app_state, caller, name)))
+
+
+@router.post("/{name}/stop", responses=errors(404), openapi_extra=NO_BODY)
+async def stop(name: Named, app_state: AppStateDep, caller: CallerDep) -> StopAnswer:
+    """End the reply that is being written. Its reader gets an end with `cancelled`; the turn is kept as far
+    as it is written, if it was asked with `perdure.keep_partial`."""
+    return await app_state.call(lambda: StopAnswer(stopped=_session(app_state, caller, name).stop()))
 
 
 @router.post("/{name}/sleep", responses=errors(404, 409, 507), openapi_extra=NO_BODY)

@@ -13,6 +13,7 @@ from perdure.server.schemas.base import Items, Name, RequestSchema, ResponseSche
 from perdure.sessions.importing import ImportResult
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.session import Session
+from perdure.sessions.tree import Tree, TreeTurn, turn_id
 from perdure.sessions.turn import Turn
 
 Label = Annotated[str, Field(min_length=1, max_length=200)]
@@ -133,6 +134,8 @@ class TurnAnswer(ResponseSchema):
     dropped: int
     seed: int
     created: float
+    settings: dict[str, Any]
+    """What was asked of the reply, in the words of the library."""
 
     @classmethod
     def of(cls, number: int, turn: Turn) -> TurnAnswer:
@@ -146,6 +149,7 @@ class TurnAnswer(ResponseSchema):
             dropped=turn.dropped,
             seed=turn.seed,
             created=turn.created,
+            settings=dict(turn.settings),
         )
 
 
@@ -219,6 +223,117 @@ class PlanAnswer(ResponseSchema):
         return cls(tiers=dict(plan.tiers), blocks=plan.blocks, nbytes=plan.nbytes, computed=plan.computed)
 
 
+class StopAnswer(ResponseSchema):
+    stopped: bool
+    """Whether a reply was being written."""
+
+
+class HeldAnswer(ResponseSchema):
+    tokens: int
+    nbytes: int
+
+
+class StateAnswer(ResponseSchema):
+    """Where the state of a session is."""
+
+    awake: bool
+    """Whether some of it needs no reading from a disk."""
+    tokens: int
+    """Of the whole session."""
+    tiers: dict[str, HeldAnswer]
+    """What each tier has of it; blocks that are shared with other sessions count for each."""
+    turn_bytes: int
+    """What its turns take on the disk, apart from state."""
+
+    @classmethod
+    def of(cls, session: Session) -> StateAnswer:
+        held = session.held()
+        return cls(
+            awake=bool(held.keys() & {"slot", "memory"}),
+            tokens=len(session.tokens),
+            tiers={name: HeldAnswer(tokens=each.tokens, nbytes=each.nbytes) for name, each in held.items()},
+            turn_bytes=session.turn_bytes,
+        )
+
+
+class TreeTurnAnswer(ResponseSchema):
+    """A turn in a tree, with the first words of it."""
+
+    id: str
+    parent: str | None
+    turn: int
+    """Its number in every session that it is part of; 0 for what stands before the conversation."""
+    kind: str
+    said: str
+    reply: str
+    finish_reason: str
+    created: float
+
+    @classmethod
+    def of(cls, turn: TreeTurn) -> TreeTurnAnswer:
+        return cls(
+            id=turn.id,
+            parent=turn.parent,
+            turn=turn.depth,
+            kind=turn.kind,
+            said=turn.said,
+            reply=turn.reply,
+            finish_reason=turn.finish_reason,
+            created=turn.created,
+        )
+
+
+class BranchAnswer(ResponseSchema):
+    """A session of a tree, and the turn at which it stands."""
+
+    name: str
+    at: str
+    turns: int
+    updated: float
+
+
+class PlaceAnswer(ResponseSchema):
+    """A memory of a tree, and its turn."""
+
+    address: str
+    label: str
+    kind: str
+    note: str
+    at: str
+
+
+class TreeAnswer(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[TreeTurnAnswer]
+    """Each after the one it follows."""
+    has_more: bool
+    """Whether there are more behind these: ask with `after`, the id of the last one."""
+    sessions: list[BranchAnswer]
+    """Those that stand in the tree; they come with its first turns."""
+    memories: list[PlaceAnswer]
+
+    @classmethod
+    def of(cls, tree: Tree, limit: int) -> TreeAnswer:
+        return cls(
+            data=[TreeTurnAnswer.of(turn) for turn in tree.turns[:limit]],
+            has_more=len(tree.turns) > limit,
+            sessions=[
+                BranchAnswer(name=each.name, at=turn_id(each.digest), turns=each.depth, updated=each.updated)
+                for each in tree.sessions
+            ],
+            memories=[
+                PlaceAnswer(
+                    address=each.address,
+                    label=each.label,
+                    kind=each.kind,
+                    note=each.note,
+                    at=turn_id(each.digest),
+                )
+                for each in tree.memories
+            ],
+        )
+
+
 class MemoryAnswer(ResponseSchema):
     address: str
     session: str
@@ -261,6 +376,31 @@ class RecordAnswer(ResponseSchema):
     tokens: int
     kept: int
     labels: list[str]
+
+
+class RunAnswer(ResponseSchema):
+    """Tokens that are kept in one run, up to where several prefixes part or none goes on."""
+
+    id: str
+    start: int
+    """How many tokens come before it."""
+    tokens: int
+    text: str
+    """The first of it."""
+    blocks: int
+    nbytes: dict[str, int]
+    """By tier."""
+    labels: list[str]
+    """Of the warmed prefixes that end in it."""
+    follows: bool
+    """Whether more is kept behind it: ask with `parent`, its id."""
+
+
+class RunList(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[RunAnswer]
+    has_more: bool
+    """Whether there are more beside these: ask with `after`, how many were given so far."""
 
 
 class TotalsAnswer(ResponseSchema):

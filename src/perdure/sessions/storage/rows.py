@@ -30,6 +30,23 @@ MEMORY = (
     f"SELECT {', '.join(f'm.{column}' for column in MEMORY_SEAL)}, m.seal"
     " FROM memory m LEFT JOIN turn t ON t.number = m.turn"
 )
+SAYING = """
+    WITH RECURSIVE own (number, parent) AS (
+        SELECT t.number, t.parent FROM session o JOIN turn t ON t.number = o.head
+        WHERE ? IS NULL OR o.namespace = ?
+        UNION SELECT t.number, t.parent FROM own JOIN turn t ON t.number = own.parent
+    ), saying (number) AS (
+        SELECT t.number FROM own JOIN turn t ON t.number = own.number
+        WHERE instr(lower(json_extract(t.reply, '$.content')), lower(?))
+        OR EXISTS (
+            SELECT 1 FROM json_each(t.messages)
+            WHERE instr(lower(json_extract(value, '$.content')), lower(?))
+        )
+        UNION SELECT t.number FROM saying JOIN turn t ON t.parent = saying.number
+    )
+    SELECT number FROM saying
+"""
+"""The turns of a namespace in which, or before which, a text was said."""
 INSERT_TURN = (
     f"INSERT INTO turn (number, parent, depth, {_FIELDS}, seal)"
     f" VALUES ({', '.join('?' * (len(_FIELDS.split(',')) + 4))})"

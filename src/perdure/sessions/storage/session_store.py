@@ -29,6 +29,7 @@ from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.storage.rows import (
     INSERT_TURN,
     MEMORY,
+    SAYING,
     SESSION,
     TURN,
     read_memory,
@@ -204,10 +205,16 @@ class SessionStore:
         return self._find(namespace, name) is not None
 
     def list(
-        self, namespace: str | None = None, *, limit: int | None = None, after: SessionInfo | None = None
+        self,
+        namespace: str | None = None,
+        *,
+        limit: int | None = None,
+        after: SessionInfo | None = None,
+        text: str | None = None,
     ) -> list[SessionInfo]:
         """The latest first: those of a namespace or all, up to `limit`, of those that come behind `after`.
-        Stored responses are found by their ids, and not listed."""
+        Stored responses are found by their ids, and not listed. With `text`, those that have it in their
+        names or in what was said."""
         self._check.wait()
         where, values = ["s.kind != ?"], builtins.list[Value]([RESPONSE])
         if namespace is not None:
@@ -216,12 +223,29 @@ class SessionStore:
         if after is not None:
             where.append("(s.updated, s.number) < (?, ?)")
             values += [after.updated, after.number]
+        if text is not None:
+            where.append(f"(instr(lower(s.name), lower(?)) OR s.head IN ({SAYING}))")
+            values += [text, namespace, namespace, text, text]
         rows = self._rows(
             f"{SESSION} WHERE {' AND '.join(where)} ORDER BY s.updated DESC, s.number DESC LIMIT ?",
             *values,
             _limit(limit),
         )
-        return [self._read(row) for row in rows]
+        return [self.proved_session(row) for row in rows]
+
+    def turn_bytes(self, head: int) -> int:
+        """What the turns that lead to `head` take, without the overhead of the database."""
+        [(total,)] = self.index.rows(
+            "WITH RECURSIVE up (number, parent) AS ("
+            " SELECT number, parent FROM turn WHERE number = ?"
+            " UNION ALL SELECT t.number, t.parent FROM turn t JOIN up ON t.number = up.parent"
+            " WHERE t.number < up.number"
+            ") SELECT coalesce(sum(length(t.messages) + coalesce(length(t.reply), 0) + length(t.text)"
+            " + length(t.tokens) + length(t.cuts) + length(t.settings) + length(t.usage)), 0)"
+            " FROM up JOIN turn t ON t.number = up.number",
+            head,
+        )
+        return int(total)
 
     def chain(self, head: int, name: str = "") -> tuple[Sequence[int], Sequence[Turn]]:
         """The turns that lead to `head`, with it, each proved by its digest. `name` is whose they are."""
@@ -387,8 +411,21 @@ class SessionStore:
         """Those that fit, the oldest first. `m` is the memory and `t` its turn."""
         self._check.wait()
         rows = self._rows(f"{MEMORY} WHERE {where} ORDER BY m.number LIMIT ?", *values, _limit(limit))
+        return [self.proved_memory(row) for row in rows]
+
+    def wait_checked(self) -> None:
+        """Return when every page of the tables was found sound; raise where one is not."""
+        self._check.wait()
+
+    def proved_session(self, row: tuple[Any, ...]) -> SessionInfo:
         try:
-            return [read_memory(row) for row in rows]
+            return read_session(row)
+        except CorruptStateError as error:
+            raise CorruptStateError(f"{error}: {ADVICE}") from error
+
+    def proved_memory(self, row: tuple[Any, ...]) -> SessionMemory:
+        try:
+            return read_memory(row)
         except CorruptStateError as error:
             raise CorruptStateError(f"{error}: {ADVICE}") from error
 
@@ -471,16 +508,10 @@ class SessionStore:
         if not rows:
             self._check.wait()
             return None
-        found = self._read(rows[0])
+        found = self.proved_session(rows[0])
         if (found.namespace, found.name) != (namespace, name):
             raise CorruptStateError(f"another session is found in the place of {name!r}: {ADVICE}")
         return found
-
-    def _read(self, row: tuple[Any, ...]) -> SessionInfo:
-        try:
-            return read_session(row)
-        except CorruptStateError as error:
-            raise CorruptStateError(f"{error}: {ADVICE}") from error
 
     def _standing(self, session: SessionInfo, expected: int | None = None) -> SessionInfo:
         """That very session as it is now."""
@@ -492,7 +523,7 @@ class SessionStore:
         )
         if not found:
             raise SessionNotFoundError(f"session {session.name!r} was deleted")
-        now = self._read(found[0])
+        now = self.proved_session(found[0])
         if expected is not None and now.head != expected:
             raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
         return now

@@ -119,6 +119,8 @@ class Extension(RequestSchema):
     reasoning: ReasoningMode | None = None
     reasoning_budget: int | None = Field(None, ge=0, lt=2**31)
     """Tokens that the model may reason for."""
+    keep_partial: bool | None = None
+    """In a session: whether a turn that is stopped is kept as far as it is written."""
     timeout: float | None = Field(None, gt=0, le=86400)
     """Seconds until the request ends, wherever it is."""
     regex: str | None = Field(None, max_length=10_000)
@@ -222,6 +224,8 @@ def chat_options(asked: ChatOptionsSchema, app_state: AppState) -> dict[str, Any
             if (value := getattr(extension, name)) is not None:
                 options[name] = value
         variables |= extension.variables or {}
+        if extension.keep_partial:
+            options["keep_partial"] = True
     variables |= asked.chat_template_kwargs or {}
     for name in ("continue_final_message", "add_generation_prompt"):
         if (value := getattr(asked, name)) is not None:
@@ -259,6 +263,13 @@ def reply_request(asked: ChatRequest, app_state: AppState) -> ReplyRequest:
         )
     app_state.check_message_count(len(asked.messages))
     check_parts(asked.messages)
+    if asked.perdure is not None and asked.perdure.keep_partial and asked.perdure.session is None:
+        raise ApiError(
+            400,
+            "perdure.keep_partial: only in a session, give perdure.session too",
+            param="perdure.keep_partial",
+            code="invalid_value",
+        )
     options = {**chat_options(asked, app_state), **({"n": asked.n} if asked.n is not None else {})}
     return ReplyRequest(
         messages=[message.plain for message in asked.messages],

@@ -55,5 +55,6 @@ async def chat_answer(
         timeout=asked.perdure.timeout if asked.perdure else None,
         whole=head.whole,
         writer=(lambda: ChatWriter(head, n, include_usage=include_usage)) if asked.stream else None,
+        session=session,
         said=said,
     )

@@ -1,0 +1,92 @@
+"""A real browser, and servers for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Error, Page, sync_playwright
+
+from decode.observed import open_toy
+from page.gates import PatientTurnstile
+from page.user import PATIENCE, User
+from server.live_server import LiveServer, live_server
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def _executable() -> str | None:
+    named = os.environ.get("PLAYWRIGHT_CHROMIUM_EXECUTABLE_PATH")
+    return named or next((found for name in _NAMES if (found := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Chromium. Where there is none, or where it cannot start, what needs it is skipped and says why."""
+    executable = _executable()
+    with sync_playwright() as playwright:
+        try:
+            # As root, which containers run as, Chromium starts only without its sandbox.
+            started = playwright.chromium.launch(
+                executable_path=executable,
+                args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"],
+            )
+        except Error as error:
+            reason = str(error).strip().splitlines()[0]
+            pytest.skip(f"no Chromium: install it, or set PLAYWRIGHT_CHROMIUM_EXECUTABLE_PATH ({reason})")
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="session")
+def gate() -> PatientTurnstile:
+    return PatientTurnstile(is_open=True)
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory, gate: PatientTurnstile) -> Iterator[LiveServer]:
+    """A server with a store on the toy engine, whose steps wait at the `gate`."""
+    store = tmp_path_factory.mktemp("store")
+    with open_toy(gate=gate, slots=3, n_ctx=2048, store=store) as rt, live_server(rt) as server:
+        yield server
+        gate.open()
+
+
+OpenPage = Callable[..., User]
+
+
+@pytest.fixture
+def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[OpenPage]:
+    """`open_page(server)` is somebody who has the page of that server open. Each has a browser of their own,
+    unless one says whose tab it is. At the end nothing may have gone wrong in any of them."""
+    opened: list[User] = []
+
+    def open_(server: LiveServer, path: str = "/", *, beside: User | None = None, **settings: Any) -> User:
+        if beside is not None:
+            context = beside.page.context
+        else:
+            context = browser.new_context(**{"viewport": {"width": 1280, "height": 860}, **settings})
+            context.set_default_timeout(PATIENCE)
+        page: Page = context.new_page()
+        user = User(page, server)
+        opened.append(user)
+        page.goto(server.url + path)
+        return user
+
+    yield open_
+    try:
+        for user in opened:
+            user.check()
+    finally:
+        for user in opened:
+            user.page.context.close()
+
+
+@pytest.fixture
+def images() -> Path:
+    """Where screenshots go: into the documentation when they are asked for, else nowhere that stays."""
+    return Path(__file__).resolve().parents[2] / "docs" / "images"

@@ -1,0 +1,74 @@
+"""Sessions: search, state and size, sleep and wake, export and import, delete with undo (page 4)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from playwright.sync_api import expect
+
+from page.conftest import OpenPage
+from server.live_server import LiveServer
+
+
+def test_sessions_are_found_put_to_sleep_and_woken_by_a_plan(open_page: OpenPage, served: LiveServer) -> None:
+    for name, said in (("ships", "a zebra on board"), ("zebra notes", "stripes"), ("trees", "oak")):
+        served.runtime.session(name).say(said, max_tokens=40)
+    served.runtime.session("ships").fork("ships-b")
+    user = open_page(served, "/#/sessions")
+    user.page.get_by_role("searchbox").fill("zebra")
+    rows = user.page.locator("tbody tr")
+    expect(rows).to_have_count(3)
+    expect(user.page.get_by_role("row", name="ships-b")).to_contain_text("fork of ships")
+    row = user.page.get_by_role("row").filter(has=user.page.get_by_role("link", name="zebra notes"))
+    expect(row).to_contain_text("awake")
+    expect(row).to_contain_text("B")
+    user.button("Sleep zebra notes").click()
+    expect(row).to_contain_text("asleep")
+    assert not served.runtime.session("zebra notes").held().keys() & {"slot", "memory"}
+    user.button("Wake zebra notes").click()
+    plan = user.page.get_by_role("dialog", name="Wake zebra notes")
+    expect(plan).to_contain_text("from disk")
+    user.button("Wake now").click()
+    expect(row).to_contain_text("awake")
+    user.page.get_by_role("searchbox").fill("nothing at all like it")
+    expect(user.page.get_by_text("Nothing has this in its name or text.")).to_be_visible()
+
+
+def test_a_session_goes_out_as_a_file_comes_back_by_dropping_and_is_deleted_with_undo(
+    open_page: OpenPage, served: LiveServer, tmp_path: Path
+) -> None:
+    sessions = served.runtime.sessions
+    served.runtime.session("traveller").say("pack the bags", max_tokens=20)
+    said = sessions.get("traveller").history()[0].text
+    user = open_page(served, "/#/sessions")
+    with user.page.expect_download() as download:
+        user.button("Export traveller").click()
+    assert download.value.suggested_filename == "traveller.perdure"
+    path = tmp_path / "traveller.perdure"
+    download.value.save_as(path)
+    user.button("Delete traveller").click()
+    expect(user.button("Delete traveller")).to_have_count(0)
+    user.button("Undo").click()
+    expect(user.button("Delete traveller")).to_have_count(1)
+    assert sessions.store.has("", "traveller")
+    user.button("Delete traveller").click()
+    # Closing the tab does not bring it back.
+    user.page.goto("about:blank")
+    with served.client() as client:
+        for _ in range(200):
+            if client.get("/v1/sessions/traveller").status_code == 404:
+                break
+        else:
+            raise AssertionError("it was not deleted")
+    user.page.goto(f"{served.url}/#/sessions")
+    drop = user.page.evaluate_handle(
+        """bytes => {
+            const data = new DataTransfer();
+            data.items.add(new File([new Uint8Array(bytes)], "traveller.perdure"));
+            return data;
+        }""",
+        list(path.read_bytes()),
+    )
+    user.page.locator(".drop").dispatch_event("drop", {"dataTransfer": drop})
+    expect(user.page.get_by_role("heading", name="traveller", level=1)).to_be_visible()
+    assert sessions.get("traveller").history()[0].text == said

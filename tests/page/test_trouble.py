@@ -1,0 +1,179 @@
+"""Trouble: a server that restarts, a connection that drops, a wrong key, two tabs on one session."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from decode.observed import open_toy, toy
+from page.conftest import OpenPage
+from page.gates import PatientTurnstile
+from page.user import User, letters
+from perdure.server.app_state import AppState
+from perdure.server.http_server import HttpServer, bind
+from perdure.server.keys import Keys, new_key
+from server.live_server import LiveServer, live_server, opened
+
+LOST = "The connection was lost. This reply was not kept."
+AWAY = [
+    "ERR_CONNECTION_REFUSED",
+    "ERR_INCOMPLETE_CHUNKED_ENCODING",
+    "ERR_CONNECTION_RESET",
+    "ERR_EMPTY_RESPONSE",
+]
+
+
+def first_text(user: User, gate: PatientTurnstile) -> str:
+    """Let the engine go on until some of the reply is shown."""
+    gate.arrive()
+    text = user.page.locator("article.pending .assistant .markdown")
+    for _ in range(300):
+        if text.count() and text.inner_text():
+            return text.inner_text()
+        gate.pass_through(1)
+    raise AssertionError("nothing was shown")
+
+
+def test_a_server_that_restarts_in_the_middle_of_a_reply_is_waited_for(
+    open_page: OpenPage, tmp_path: Path
+) -> None:
+    gate = PatientTurnstile(is_open=True)
+    with open_toy(gate=gate, n_ctx=512, store=tmp_path) as rt:
+        with live_server(rt) as server:
+            user = open_page(server)
+            user.expected = [*AWAY, "503"]
+            user.set(temperature="0")
+            user.ask("Before the restart")
+            gate.shut()
+            user.say("During the restart")
+            first_text(user, gate)
+            port = server.port
+            server.http_server.stop(now=True)
+            gate.open()
+        expect(user.page.get_by_role("alert")).to_be_visible()
+    with open_toy(n_ctx=512, store=tmp_path) as rt:
+        listening = bind("127.0.0.1", port)
+        listening.listen(64)
+        again = HttpServer(AppState(runtime=rt, name="toy"))
+        thread = threading.Thread(target=again.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            # What was written when the server stopped is kept, and goes on from there.
+            expect(user.page.get_by_text("Stopped", exact=True)).to_be_visible()
+            expect(user.page.locator("article.pending")).to_have_count(0)
+            user.button("Continue").click()
+            expect(user.page.get_by_text("Stopped", exact=True)).to_have_count(0)
+            expect(user.page.locator("article.pending")).to_have_count(0)
+            turns = rt.session("before-the-restart").history()
+            assert [turn.messages[0].content for turn in turns] == [
+                "Before the restart",
+                "During the restart",
+            ]
+            assert turns[1].finish_reason in ("stop", "length")
+            user.page.goto("about:blank")
+        finally:
+            again.stop(now=True)
+            thread.join()
+
+
+def test_a_dropped_connection_is_told_and_the_reply_can_go_on_from_where_it_was(
+    open_page: OpenPage, served: LiveServer, gate: PatientTurnstile
+) -> None:
+    user = open_page(served)
+    user.expected = ["ERR_FAILED", "ERR_INTERNET_DISCONNECTED", "net::ERR"]
+    user.set(temperature="0")
+    user.ask("Before the drop")
+    gate.shut()
+    user.say("During the drop")
+    shown = first_text(user, gate)
+    # Both ways at once: what was being read ends, and nothing new comes through.
+    user.page.context.set_offline(True)
+    connections = list(served.http_server.server_state.connections)
+    for connection in connections:
+        served.http_server._loop.call_soon_threadsafe(connection.transport.abort)  # type: ignore[union-attr]
+    expect(user.page.get_by_text(LOST)).to_be_visible()
+    gate.open()
+    user.page.context.set_offline(False)
+    user.button("Continue from here").click()
+    expect(user.page.get_by_text(LOST)).to_have_count(0)
+    expect(user.replies).to_have_count(2)
+    turns = served.runtime.session(user.name).history()
+    assert letters(turns[1].text).startswith(letters(shown))
+
+
+def test_a_wrong_key_is_told_and_a_right_one_is_kept_until_the_tab_closes(
+    open_page: OpenPage, tmp_path: Path
+) -> None:
+    secret, key = new_key("alice")
+    with opened(toy(), store=tmp_path) as rt, live_server(rt, keys=Keys([key])) as server:
+        user = open_page(server)
+        user.expected = ["401"]
+        question = user.page.get_by_role("dialog", name="This server needs a key")
+        expect(question).to_be_visible()
+        for given in ("wrong", secret):
+            user.page.get_by_label("Key", exact=True).fill(given)
+            user.button("Use this key").click()
+            if given == "wrong":
+                expect(question).to_contain_text("does not know this key")
+        expect(question).to_have_count(0)
+        user.ask("With a key")
+        assert [info.name for info in rt.sessions.list("alice")] == ["with-a-key"]
+        user.page.reload()
+        expect(user.replies).to_have_count(1)
+        assert user.page.evaluate("JSON.stringify(localStorage) + document.cookie").find(secret) == -1
+        other = open_page(server)
+        other.expected = ["401"]
+        expect(other.page.get_by_role("dialog", name="This server needs a key")).to_be_visible()
+        user.page.goto("about:blank")
+        other.page.goto("about:blank")
+
+
+def test_two_tabs_on_one_session_see_the_same_turns(
+    open_page: OpenPage, served: LiveServer, gate: PatientTurnstile
+) -> None:
+    one = open_page(served)
+    one.ask("Shared between tabs")
+    two = open_page(served, f"/#/c/{one.name}", beside=one)
+    two.expected = ["409"]
+    expect(two.replies).to_have_count(1)
+    one.ask("From the first")
+    expect(two.replies).to_have_count(2)
+    gate.shut()
+    one.page.bring_to_front()
+    one.say("Slowly now")
+    gate.arrive()
+    two.page.bring_to_front()
+    two.say("At the same time")
+    expect(two.page.get_by_text("is being answered elsewhere")).to_be_visible()
+    gate.open()
+    expect(two.replies).to_have_count(3)
+    two.button("Send again").click()
+    expect(two.replies).to_have_count(4)
+    one.page.bring_to_front()
+    expect(one.replies).to_have_count(4)
+    said = [turn.messages[0].content for turn in served.runtime.session(one.name).history()]
+    assert said[-2:] == ["Slowly now", "At the same time"]
+
+
+@pytest.mark.model
+def test_the_default_model_talks_branches_and_says_what_was_reused(
+    open_page: OpenPage, tmp_path: Path
+) -> None:
+    """Once with the model that newcomers get."""
+    from perdure import models
+
+    with (
+        opened(models.path(None), n_ctx=1024, store=tmp_path) as rt,
+        live_server(rt) as server,
+    ):
+        user = open_page(server)
+        user.set(max_tokens="16", temperature="0")
+        user.ask("Name a colour.")
+        user.ask("Name another one.")
+        expect(user.turn(2).locator(".reuse")).to_contain_text("slot")
+        user.button("Regenerate", user.turn(2)).click()
+        expect(user.page.get_by_role("img", name="Branch 2 of 2")).to_be_visible()
+        user.page.goto("about:blank")

@@ -1,0 +1,256 @@
+/** The server's routes, typed. Every request goes to the origin that the page came from. */
+
+import { texts } from "./texts";
+
+export interface Call {
+  id: string;
+  type: "function";
+  function: { name: string; arguments: string };
+}
+
+export interface Message {
+  role: string;
+  content: string | null;
+  name?: string | null;
+  tool_call_id?: string | null;
+  reasoning_content?: string | null;
+  tool_calls?: Call[] | null;
+}
+
+export interface Reuse {
+  tiers: Record<string, number>;
+  computed: number;
+  why: string;
+}
+
+export interface Timings {
+  queued: number;
+  prefill: number;
+  decode: number;
+  prefilled_tokens: number;
+  decoded_tokens: number;
+  prefill_speed: number;
+  decode_speed: number;
+}
+
+export interface Turn {
+  turn: number;
+  kind: string;
+  messages: Message[];
+  reply: Message | null;
+  finish_reason: string;
+  usage: Record<string, number>;
+  dropped: number;
+  seed: number;
+  created: number;
+  settings: Record<string, unknown>;
+}
+
+export interface Origin {
+  how: string;
+  session: string | null;
+  turn: number | null;
+}
+
+export interface SessionSummary {
+  name: string;
+  kind: string;
+  turns: number;
+  created: number;
+  updated: number;
+  origin: Origin | null;
+}
+
+export interface SessionAnswer {
+  name: string;
+  kind: string;
+  system: string | null;
+  turns: number;
+  tokens: number;
+  origin: Origin | null;
+}
+
+export interface SessionState {
+  awake: boolean;
+  tokens: number;
+  tiers: Record<string, { tokens: number; nbytes: number }>;
+  turn_bytes: number;
+}
+
+export interface TreeTurn {
+  id: string;
+  parent: string | null;
+  turn: number;
+  kind: string;
+  said: string;
+  reply: string;
+  finish_reason: string;
+  created: number;
+}
+
+export interface Branch {
+  name: string;
+  at: string;
+  turns: number;
+  updated: number;
+}
+
+export interface Place {
+  address: string;
+  label: string;
+  kind: string;
+  note: string;
+  at: string;
+}
+
+export interface TreePage {
+  data: TreeTurn[];
+  has_more: boolean;
+  sessions: Branch[];
+  memories: Place[];
+}
+
+export interface Plan {
+  tiers: Record<string, number>;
+  blocks: number;
+  nbytes: number;
+  computed: number;
+}
+
+export interface Slot {
+  busy: boolean;
+  own: boolean;
+  tokens: number | null;
+  text: string | null;
+}
+
+export interface MachineModel {
+  id: string;
+  state: string;
+  restarts: number;
+  architecture: string;
+  size: string;
+  nbytes: number | null;
+  n_ctx: number;
+  devices: string;
+  waiting: number;
+  slots: Slot[];
+}
+
+export interface Machine {
+  version: string;
+  started: number;
+  needs_key: boolean;
+  models: MachineModel[];
+}
+
+export interface RecentRequest {
+  number: number;
+  ended: number;
+  session: string | null;
+  finish_reason: string;
+  usage: { prompt_tokens: number; completion_tokens: number };
+  reuse: Reuse;
+  timings: Timings;
+}
+
+export interface Run {
+  id: string;
+  start: number;
+  tokens: number;
+  text: string;
+  blocks: number;
+  nbytes: Record<string, number>;
+  labels: string[];
+  follows: boolean;
+}
+
+export interface List<T> {
+  data: T[];
+  has_more: boolean;
+}
+
+/** An answer that is an error, or none at all: then `status` is 0. */
+export class ApiError extends Error {
+  constructor(
+    readonly status: number,
+    message: string,
+    readonly code: string | null = null,
+    readonly param: string | null = null,
+  ) {
+    super(message);
+  }
+}
+
+const KEY = "perdure-key";
+let wantsKey: (wrong: boolean) => Promise<string> = () => Promise.reject(new ApiError(401, texts.key.title));
+let asking: Promise<string> | null = null;
+
+/** What asks the user for a key. It is asked once, however many requests wait for it. */
+export function onKeyWanted(ask: (wrong: boolean) => Promise<string>): void {
+  wantsKey = ask;
+}
+
+async function newKey(wrong: boolean): Promise<void> {
+  asking ??= wantsKey(wrong).finally(() => {
+    asking = null;
+  });
+  sessionStorage.setItem(KEY, await asking);
+}
+
+export function path(...parts: string[]): string {
+  return "/v1/" + parts.map(encodeURIComponent).join("/");
+}
+
+export function query(values: Record<string, string | number | null | undefined>): string {
+  const given = Object.entries(values).filter(([, value]) => value !== null && value !== undefined);
+  return given.length ? "?" + new URLSearchParams(given.map(([name, value]) => [name, String(value)])) : "";
+}
+
+/** A response whose status is good. Where a key is missing or wrong, the user is asked and it goes again. */
+export async function request(url: string, init: RequestInit = {}): Promise<Response> {
+  for (;;) {
+    const key = sessionStorage.getItem(KEY);
+    const headers = new Headers(init.headers);
+    if (key !== null) headers.set("authorization", `Bearer ${key}`);
+    let response: Response;
+    try {
+      response = await fetch(url, { ...init, headers, credentials: "omit", redirect: "error" });
+    } catch (error) {
+      if (error instanceof DOMException && error.name === "AbortError") throw error;
+      throw new ApiError(0, texts.errors.network);
+    }
+    if (response.ok) return response;
+    if (response.status === 401) {
+      // Another request may have got a new key meanwhile.
+      if (key === sessionStorage.getItem(KEY)) await newKey(key !== null);
+      continue;
+    }
+    throw await refusal(response);
+  }
+}
+
+async function refusal(response: Response): Promise<ApiError> {
+  try {
+    const { error } = await response.json();
+    return new ApiError(response.status, String(error.message), error.code, error.param);
+  } catch {
+    return new ApiError(response.status, texts.errors.unexpected(response.status));
+  }
+}
+
+export async function get<T>(url: string, signal?: AbortSignal): Promise<T> {
+  return (await request(url, signal ? { signal } : {})).json();
+}
+
+export async function post<T>(url: string, body: unknown = {}): Promise<T> {
+  return (await request(url, json(body))).json();
+}
+
+export async function remove(url: string, keepalive = false): Promise<void> {
+  await request(url, { method: "DELETE", keepalive });
+}
+
+export function json(body: unknown): RequestInit {
+  return { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) };
+}

@@ -1,0 +1,373 @@
+/** One conversation: its turns, the reply that is being written, and its place in the tree. */
+
+import { ApiError, get, path, post, query, remove } from "./api";
+import type { List, Message, Reuse, SessionAnswer, Timings, Turn } from "./api";
+import { notify, notifyError } from "./notices";
+import { open } from "./route";
+import { asked, defaults, escaped, fromTurn, LONGEST_PREFIX, type Settings } from "./settings";
+import { Watched } from "./store";
+import { streamReply, type ReplyText, type TokenLogprob } from "./stream";
+import { texts } from "./texts";
+import { loadTree, type Tree } from "./tree";
+
+const FIRST = 30;
+const PAGE = 200;
+
+/** What is known of a reply only by who was there when it was written. */
+export interface Told {
+  reuse: Reuse;
+  timings: Timings;
+  logprobs: TokenLogprob[];
+}
+
+export interface Pending {
+  turn: number;
+  said: Message[];
+  reply: ReplyText | null;
+  started: number;
+  firstAfter: number | null;
+  stopping: boolean;
+  /** What went wrong; then nothing more comes. */
+  error: string | null;
+  prefix: string;
+}
+
+/** Tells other tabs that a conversation has changed. */
+const channel = new BroadcastChannel("perdure");
+/** Of replies that this tab saw, by session and turn. */
+const told = new Map<string, Told>();
+
+export class Conversation extends Watched {
+  system: string | null = null;
+  count = 0;
+  turns: Turn[] = [];
+  settings: Settings = defaults();
+  pending: Pending | null = null;
+  tree: Tree | null = null;
+  state: "new" | "loading" | "ready" | "gone" | "unreachable" = "new";
+  busyElsewhere = false;
+  private fetching = false;
+  private closed = false;
+  private readonly stopListening: () => void;
+
+  constructor(public name: string | null) {
+    super();
+    const heard = (event: MessageEvent) => {
+      if (event.data === this.name) void this.refresh();
+    };
+    const shown = () => {
+      if (!document.hidden) void this.refresh();
+    };
+    channel.addEventListener("message", heard);
+    document.addEventListener("visibilitychange", shown);
+    this.stopListening = () => {
+      channel.removeEventListener("message", heard);
+      document.removeEventListener("visibilitychange", shown);
+    };
+    if (name !== null) void this.load();
+  }
+
+  close(): void {
+    this.closed = true;
+    this.stopListening();
+  }
+
+  get first(): number {
+    return this.count - this.turns.length + 1;
+  }
+
+  get writing(): boolean {
+    return this.pending !== null && this.pending.error === null;
+  }
+
+  toldOf(turn: number): Told | undefined {
+    return told.get(`${this.name}/${turn}`);
+  }
+
+  // Reading.
+
+  async load(): Promise<void> {
+    this.state = "loading";
+    this.changed();
+    try {
+      await this.read();
+    } catch (error) {
+      this.failed(error);
+    }
+  }
+
+  private async read(): Promise<void> {
+    const name = this.name!;
+    const session = await get<SessionAnswer>(path("sessions", name));
+    const wanted = Math.max(FIRST, this.turns.length);
+    const after = Math.max(0, session.turns - wanted);
+    const page = await get<List<Turn>>(path("sessions", name, "turns") + query({ after, limit: Math.min(1000, wanted) }));
+    if (this.closed || this.name !== name) return;
+    this.system = session.system;
+    this.turns = page.data;
+    this.count = after + page.data.length;
+    this.settle();
+    const last = page.data[page.data.length - 1];
+    if (last && this.state !== "ready") this.settings = fromTurn(last.settings);
+    this.state = "ready";
+    this.changed();
+    void this.readTree();
+  }
+
+  /** Forget a turn that seemed to have failed and is there all the same: a server that stops keeps what it has. */
+  private settle(): void {
+    const pending = this.pending;
+    const turn = this.turns.find((each) => each.turn === pending?.turn);
+    if (!pending || pending.error === null || !turn) return;
+    const said = (messages: Message[]) => JSON.stringify(messages.map((message) => [message.role, message.content]));
+    if (said(turn.messages) === said(pending.said)) this.pending = null;
+  }
+
+  private failed(error: unknown): void {
+    if (error instanceof ApiError && error.status === 404) this.state = "gone";
+    else if (error instanceof ApiError && error.status === 0) {
+      this.state = "unreachable";
+      void this.untilBack();
+    } else notifyError(error);
+    this.changed();
+  }
+
+  async readTree(): Promise<void> {
+    if (this.name === null) return;
+    const name = this.name;
+    try {
+      const tree = await loadTree(name);
+      if (this.name !== name) return;
+      this.tree = tree;
+      this.changed();
+    } catch (error) {
+      if (!(error instanceof ApiError && [0, 404].includes(error.status))) notifyError(error);
+    }
+  }
+
+  /** See whether another tab, or another program, has said something. */
+  async refresh(): Promise<void> {
+    if (this.name === null || this.writing || this.closed || this.state === "loading") return;
+    try {
+      await this.read();
+    } catch (error) {
+      this.failed(error);
+    }
+  }
+
+  async earlier(): Promise<void> {
+    if (this.fetching || this.first <= 1 || this.name === null) return;
+    this.fetching = true;
+    const end = this.first - 1;
+    const after = Math.max(0, end - PAGE);
+    try {
+      const page = await get<List<Turn>>(path("sessions", this.name, "turns") + query({ after, limit: end - after }));
+      if (this.first - 1 === end) this.turns = [...page.data, ...this.turns];
+      this.changed();
+    } catch (error) {
+      notifyError(error);
+    } finally {
+      this.fetching = false;
+    }
+  }
+
+  // Talking.
+
+  async send(said: Message[]): Promise<void> {
+    if (this.name === null) await this.create(said);
+    await this.say("turns", { messages: said }, said, this.count + 1);
+  }
+
+  /** Write on where the last reply was cut. */
+  async goOn(): Promise<void> {
+    const last = this.turns[this.turns.length - 1];
+    if (!last?.reply) return;
+    const prefix = last.reply.content ?? "";
+    await this.say("edit", { turn: last.turn, messages: last.messages }, last.messages, last.turn, prefix);
+  }
+
+  /** Say something else in a turn, or have another reply to it: in a new branch, so that nothing is lost. */
+  async branch(turn: number, said: Message[], prefix = ""): Promise<void> {
+    const from = this.name!;
+    if (prefix && escaped(prefix).length > LONGEST_PREFIX) {
+      notify(texts.talk.prefixLong, "error");
+      return;
+    }
+    let name: string;
+    try {
+      name = await fork(from, turn - 1, this.tree?.sessions.map((each) => each.name));
+    } catch (error) {
+      notifyError(error);
+      return;
+    }
+    this.turns = this.turns.slice(0, Math.max(0, turn - this.first));
+    this.count = turn - 1;
+    this.name = name;
+    for (const each of this.turns) {
+      const known = told.get(`${from}/${each.turn}`);
+      if (known) told.set(`${name}/${each.turn}`, known);
+    }
+    open({ view: "talk", session: name }, true);
+    const kept = await this.say("turns", { messages: said }, said, turn, prefix);
+    if (!kept && this.name === name && !this.pending) {
+      // Nothing was said there: a branch without an end of its own is none.
+      await remove(path("sessions", name)).catch(notifyError);
+      this.name = from;
+      open({ view: "talk", session: from }, true);
+      await this.refresh();
+    }
+  }
+
+  async stop(): Promise<void> {
+    if (!this.writing || this.name === null) return;
+    this.pending!.stopping = true;
+    this.changed();
+    await post(path("sessions", this.name, "stop")).catch(notifyError);
+  }
+
+  /** Forget a reply that failed; its message may be sent again. */
+  dismiss(): Pending | null {
+    const before = this.pending;
+    this.pending = null;
+    this.changed();
+    return before;
+  }
+
+  private async create(said: Message[]): Promise<void> {
+    const words = (said[0]?.content ?? "").toLowerCase().match(/[\p{L}\p{N}]+/gu) ?? [];
+    const base = words.slice(0, 6).join("-").slice(0, 48) || "conversation";
+    const name = await numbered(base, "-", 1, (name) => post(path("sessions"), { name, system: this.system }));
+    this.name = name;
+    this.state = "ready";
+    open({ view: "talk", session: name }, true);
+  }
+
+  /** Whether the turn is now part of the conversation. */
+  private async say(
+    how: "turns" | "edit",
+    body: object,
+    said: Message[],
+    turn: number,
+    prefix = "",
+  ): Promise<boolean> {
+    const name = this.name!;
+    const pending: Pending = {
+      turn,
+      said,
+      reply: null,
+      started: performance.now(),
+      firstAfter: null,
+      stopping: false,
+      error: null,
+      prefix,
+    };
+    this.pending = pending;
+    this.busyElsewhere = false;
+    this.changed();
+    try {
+      const url = path("sessions", name, how);
+      const reply = await streamReply(url, { ...body, ...asked(this.settings, prefix) }, (reply) => {
+        pending.reply = reply;
+        if (pending.firstAfter === null && (reply.text || reply.reasoning))
+          pending.firstAfter = performance.now() - pending.started;
+        this.changed();
+      });
+      const extension = reply.extension;
+      if (extension?.kept) {
+        told.set(`${name}/${turn}`, { ...extension, logprobs: reply.logprobs });
+        await this.read();
+        this.pending = null;
+        channel.postMessage(name);
+        return true;
+      }
+      if (pending.stopping && !reply.text) {
+        this.pending = null;
+        return false;
+      }
+      // What there is of it may have been kept all the same.
+      if (reply.error) void this.untilBack();
+      pending.error = reply.error ? texts.talk.failed(reply.error) : texts.talk.notKept(extension?.not_kept ?? "");
+    } catch (error) {
+      await this.lost(error, pending);
+    } finally {
+      this.changed();
+    }
+    return false;
+  }
+
+  private async lost(error: unknown, pending: Pending): Promise<void> {
+    if (error instanceof ApiError && error.status === 409 && error.code === "session_busy") {
+      this.busyElsewhere = true;
+      pending.error = error.message;
+      void this.untilFree();
+    } else if (error instanceof ApiError && error.status === 0) {
+      pending.error = texts.talk.lost;
+      void this.untilBack();
+    } else pending.error = texts.talk.failed(error instanceof Error ? error.message : String(error));
+  }
+
+  /** Wait for a server that is away, and read what there is once it is back. */
+  private async untilBack(): Promise<void> {
+    for (let tries = 0; !this.closed; tries += 1) {
+      await pause(Math.min(250 * 2 ** tries, 5000));
+      try {
+        const ready = await fetch("/ready");
+        if (!ready.ok) continue;
+        await this.read();
+        return;
+      } catch (error) {
+        if (error instanceof ApiError && error.status !== 0) {
+          this.failed(error);
+          return;
+        }
+      }
+    }
+  }
+
+  private async untilFree(): Promise<void> {
+    const before = this.count;
+    for (let tries = 0; !this.closed && this.busyElsewhere; tries += 1) {
+      await pause(Math.min(500 * 1.5 ** tries, 5000));
+      await this.read().catch(() => {});
+      if (this.count !== before) this.busyElsewhere = false;
+    }
+    this.changed();
+  }
+}
+
+/** A fork under the name of its conversation, with the next number behind it. */
+export function fork(session: string, turn: number, known: string[] = []): Promise<string> {
+  const base = session.replace(/~\d+$/, "");
+  const numbers = known.filter((name) => name.startsWith(`${base}~`)).map((name) => Number(name.slice(base.length + 1)));
+  const first = Math.max(1, ...numbers.filter(Number.isInteger)) + 1;
+  return numbered(base, "~", first, (name) => forkAs(session, turn, name));
+}
+
+export function forkAs(session: string, turn: number, name: string): Promise<unknown> {
+  return post(path("sessions", session, "fork"), { name, turn });
+}
+
+const TRIES = 200;
+
+/** Make something under the first free name: from `first` on with a number behind it; 1 is without. */
+async function numbered(
+  base: string,
+  mark: string,
+  first: number,
+  make: (name: string) => Promise<unknown>,
+): Promise<string> {
+  for (let at = first; ; at += 1) {
+    const name = at === 1 ? base : `${base}${mark}${at}`;
+    try {
+      await make(name);
+      return name;
+    } catch (error) {
+      const taken = error instanceof ApiError && error.status === 409 && error.code !== "session_busy";
+      if (!taken || at - first > TRIES) throw error;
+    }
+  }
+}
+
+function pause(milliseconds: number): Promise<void> {
+  return new Promise((done) => setTimeout(done, milliseconds));
+}

@@ -1,0 +1,90 @@
+/** Two branches side by side, from where they part. */
+
+import { useEffect, useState } from "preact/hooks";
+import { get, path, query, type List, type Turn } from "../api";
+import { difference, type Piece } from "../difference";
+import { notifyError } from "../notices";
+import { link } from "../route";
+import { texts } from "../texts";
+
+const PAGE = 1000;
+const MOST = 10_000;
+
+async function allTurns(session: string): Promise<Turn[]> {
+  const found: Turn[] = [];
+  for (let more = true; more && found.length < MOST; ) {
+    const page = await get<List<Turn>>(path("sessions", session, "turns") + query({ limit: PAGE, after: found.length }));
+    found.push(...page.data);
+    more = page.has_more;
+  }
+  return found;
+}
+
+function same(one: Turn, other: Turn): boolean {
+  return one.created === other.created && one.seed === other.seed && one.reply?.content === other.reply?.content;
+}
+
+export function Compare({ session, other }: { session: string; other: string }) {
+  const [turns, show] = useState<[Turn[], Turn[]] | null>(null);
+  useEffect(() => {
+    let wanted = true;
+    Promise.all([allTurns(session), allTurns(other)]).then((found) => wanted && show(found), notifyError);
+    return () => {
+      wanted = false;
+    };
+  }, [session, other]);
+  const common = turns ? turns[0].findIndex((turn, at) => !turns[1][at] || !same(turn, turns[1][at])) : 0;
+  const shared = turns ? (common < 0 ? turns[0].length : common) : 0;
+  const rows = turns ? Math.max(turns[0].length, turns[1].length) - shared : 0;
+  return (
+    <div class="page compare">
+      <header class="row">
+        <h1>{texts.compare.title}</h1>
+        <a class="button quiet" href={link({ view: "talk", session })}>
+          {texts.compare.back}
+        </a>
+      </header>
+      {turns && (
+        <>
+          <p class="note">{texts.compare.common(shared)}</p>
+          <div class="sides">
+            <h2>
+              <a href={link({ view: "talk", session })}>{session}</a>
+            </h2>
+            <h2>
+              <a href={link({ view: "talk", session: other })}>{other}</a>
+            </h2>
+            {rows === 0 && <p class="hint">{texts.compare.nothing}</p>}
+            {Array.from({ length: rows }, (_, at) => (
+              <Pair one={turns[0][shared + at]} other={turns[1][shared + at]} />
+            ))}
+          </div>
+        </>
+      )}
+    </div>
+  );
+}
+
+function text(turn: Turn | undefined): string {
+  return turn?.reply?.content ?? "";
+}
+
+function Pair({ one, other }: { one: Turn | undefined; other: Turn | undefined }) {
+  const [left, right] = difference(text(one), text(other));
+  return (
+    <>
+      <Side turn={one} pieces={left} />
+      <Side turn={other} pieces={right} />
+    </>
+  );
+}
+
+function Side({ turn, pieces }: { turn: Turn | undefined; pieces: Piece[] }) {
+  if (!turn) return <p class="hint side">{texts.compare.ends}</p>;
+  return (
+    <article class="side" aria-label={texts.talk.turnLabel(turn.turn)}>
+      <p class="asked">{turn.messages.map((message) => message.content).join("\n")}</p>
+      <p class="plain">{pieces.map((piece) => (piece.changed ? <mark>{piece.text}</mark> : piece.text))}</p>
+    </article>
+  );
+}

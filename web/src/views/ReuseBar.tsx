@@ -1,0 +1,78 @@
+/** Under a reply: where its prompt came from, how fast it was, and why not more was reused. */
+
+import type { Turn } from "../api";
+import type { Told } from "../conversation";
+import { texts } from "../texts";
+
+const TIERS = ["slot", "memory", "disk", "shared"] as const;
+
+interface Figures {
+  tiers: Record<string, number>;
+  computed: number;
+  first: number;
+  speed: number;
+  written: number;
+  why: string;
+}
+
+/** From what the reply said of itself, or later from what its turn has kept of that. */
+export function figures(turn: Turn, told: Told | undefined): Figures {
+  const usage = turn.usage;
+  const written = usage.completion_tokens ?? 0;
+  if (told) {
+    const { reuse, timings } = told;
+    return {
+      tiers: reuse.tiers,
+      computed: reuse.computed,
+      first: timings.queued + timings.prefill,
+      speed: timings.decode_speed,
+      written,
+      why: reuse.why,
+    };
+  }
+  const tiers = Object.fromEntries(TIERS.map((tier) => [tier, usage[`${tier}_tokens`] ?? 0]));
+  const decode = (usage.decode_ms ?? 0) / 1000;
+  return {
+    tiers,
+    computed: Math.max(0, (usage.prompt_tokens ?? 0) - (usage.cached_tokens ?? 0)),
+    first: (usage.first_token_ms ?? 0) / 1000,
+    speed: decode > 0 && written > 1 ? (written - 1) / decode : 0,
+    written,
+    why: "",
+  };
+}
+
+export function ReuseBar({ turn, told }: { turn: Turn; told: Told | undefined }) {
+  const { tiers, computed, first, speed, written, why } = figures(turn, told);
+  const parts = [...TIERS.map((tier) => [tier, tiers[tier] ?? 0] as const), ["computed", computed] as const].filter(
+    ([, tokens]) => tokens > 0,
+  );
+  if (!parts.length) return null;
+  const words = [
+    ...parts.map(([name, tokens]) => texts.reuse.part(tokens, texts.reuse[name])),
+    ...(first ? [texts.reuse.first(first)] : []),
+    ...(speed ? [texts.reuse.speed(speed)] : []),
+    texts.reuse.written(written),
+  ];
+  return (
+    <div class="reuse">
+      <div class="reuse-bar" role="img" aria-label={`${texts.reuse.label}: ${words.join(", ")}`}>
+        {parts.map(([name, tokens]) => (
+          <span class={`tier-${name}`} style={{ flexGrow: tokens }} />
+        ))}
+      </div>
+      <p class="figures">
+        {parts.map(([name, tokens]) => (
+          <span class="figure">
+            <i class={`dot tier-${name}`} aria-hidden="true" />
+            {texts.reuse.part(tokens, texts.reuse[name])}
+          </span>
+        ))}
+        {words.slice(parts.length).map((word) => (
+          <span class="figure">{word}</span>
+        ))}
+      </p>
+      {why && <p class="why">{texts.reuse.why(why)}</p>}
+    </div>
+  );
+}

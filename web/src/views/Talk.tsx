@@ -1,0 +1,270 @@
+/** The conversation: its turns, the reply on its way, and where the next message is written. */
+
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { path, post, type Message } from "../api";
+import { forkAs, type Conversation, type Pending } from "../conversation";
+import { notifyError } from "../notices";
+import { open } from "../route";
+import { useWatched } from "../store";
+import { texts } from "../texts";
+import { Composer } from "./Composer";
+import { Dialog } from "./Dialog";
+import { SettingsDialog } from "./SettingsDialog";
+import { goTo, reveal, TreePane } from "./TreePane";
+import { ReplyBody, Said, TurnView, type Actions } from "./TurnView";
+
+const NEAR = 80;
+/** Pixels from the end within which new text is followed. */
+
+export const drafts = new Map<string, string>();
+
+interface Given {
+  talk: Conversation;
+  treeShown: boolean;
+  onTree: () => void;
+  settingsShown: boolean;
+  onSettings: (shown: boolean) => void;
+}
+
+export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Given) {
+  useWatched(talk);
+  const scroller = useRef<HTMLDivElement>(null);
+  const follows = useRef(true);
+  const [point, choose] = useState<{ how: "fork" | "remember"; turn: number } | null>(null);
+  const [draft, write] = useState(drafts.get(talk.name ?? "") ?? "");
+  const setDraft = (text: string) => {
+    drafts.set(talk.name ?? "", text);
+    write(text);
+  };
+  const actions = useMemo<Actions>(
+    () => ({
+      branch: (turn, said, prefix) => {
+        follows.current = true;
+        void talk.branch(turn, said, prefix);
+      },
+      goOn: () => void talk.goOn(),
+      fork: (turn) => choose({ how: "fork", turn }),
+      remember: (turn) => choose({ how: "remember", turn }),
+      step: (turn, by) => void step(talk, turn, by),
+      answer: (results) => void talk.send(results),
+    }),
+    [talk],
+  );
+  const drawn = useRef({ talk, first: talk.first, height: 0 });
+  useLayoutEffect(() => {
+    const element = scroller.current;
+    if (!element) return;
+    const before = drawn.current;
+    if (follows.current) element.scrollTop = element.scrollHeight;
+    // At its very start a browser does not keep what is in view where it is.
+    else if (before.talk === talk && talk.first < before.first && element.scrollTop === 0)
+      element.scrollTop = element.scrollHeight - before.height;
+    drawn.current = { talk, first: talk.first, height: element.scrollHeight };
+  });
+  useEffect(() => {
+    // What is drawn lazily gets its true height only now.
+    const element = scroller.current;
+    const frame = requestAnimationFrame(() => {
+      if (element && follows.current) element.scrollTop = element.scrollHeight;
+    });
+    return () => cancelAnimationFrame(frame);
+  }, [talk, talk.state, talk.count]);
+  const onScroll = () => {
+    const element = scroller.current!;
+    follows.current = element.scrollHeight - element.scrollTop - element.clientHeight < NEAR;
+    if (element.scrollTop < 4 * element.clientHeight && talk.first > 1) void talk.earlier();
+  };
+  const send = (text: string) => {
+    follows.current = true;
+    talk.send([{ role: "user", content: text }]).catch(notifyError);
+  };
+  const own = talk.tree && talk.name !== null ? talk.tree.pathOf(talk.name) : [];
+  const hidden = talk.pending && talk.pending.turn <= talk.count && talk.pending.error === null ? talk.pending.turn : Infinity;
+  return (
+    <div class={treeShown ? "talk with-tree" : "talk"}>
+      <div class="column">
+        <header class="talk-head">
+          <h1>{talk.name ?? texts.nav.newConversation}</h1>
+          <div class="row" role="toolbar" aria-label={texts.talk.tools}>
+            <button type="button" class="quiet" onClick={() => onSettings(true)}>
+              {texts.settings.open}
+            </button>
+            <button type="button" class="quiet" aria-expanded={treeShown} aria-controls="branches" onClick={onTree}>
+              {treeShown ? texts.tree.hide : texts.tree.show}
+            </button>
+          </div>
+        </header>
+        <div class="turns" ref={scroller} onScroll={onScroll} id="conversation" tabIndex={-1}>
+          <div class="inner">
+            {talk.first > 1 && (
+              <button type="button" class="quiet" onClick={() => void talk.earlier()}>
+                {texts.talk.earlier}
+              </button>
+            )}
+            {talk.system && talk.first <= 1 && <Said message={{ role: "system", content: talk.system }} />}
+            {talk.state === "new" && !talk.pending && <p class="hint">{texts.talk.empty}</p>}
+            {talk.state === "ready" && !talk.count && !talk.pending && <p class="hint">{texts.talk.empty}</p>}
+            {talk.state === "gone" && <p class="problem">{texts.talk.gone}</p>}
+            {talk.state === "unreachable" && (
+              <p class="problem" role="status">
+                {texts.errors.trying}
+              </p>
+            )}
+            {talk.turns
+              .filter((turn) => turn.turn < hidden)
+              .map((turn) => {
+                const siblings = own[turn.turn] ? talk.tree!.siblings(own[turn.turn]!) : [];
+                return (
+                  <TurnView
+                    key={turn.turn}
+                    turn={turn}
+                    told={talk.toldOf(turn.turn)}
+                    isLast={turn.turn === talk.count}
+                    busy={talk.writing}
+                    at={siblings.indexOf(own[turn.turn] ?? "") + 1}
+                    of={siblings.length}
+                    actions={actions}
+                  />
+                );
+              })}
+            {talk.pending && <PendingTurn talk={talk} pending={talk.pending} onDraft={setDraft} />}
+            {talk.busyElsewhere && (
+              <p class="note" role="status">
+                {texts.talk.busyElsewhere}
+              </p>
+            )}
+          </div>
+        </div>
+        <Composer
+          writing={talk.writing}
+          stopping={talk.pending?.stopping ?? false}
+          draft={draft}
+          onDraft={setDraft}
+          onSend={send}
+          onStop={() => void talk.stop()}
+        />
+      </div>
+      {treeShown && (
+        <aside id="branches" class="tree" aria-label={texts.tree.title}>
+          <div class="row">
+            <h2>{texts.tree.title}</h2>
+            <button type="button" class="quiet" aria-label={texts.tree.hide} onClick={onTree}>
+              ✕
+            </button>
+          </div>
+          <TreePane talk={talk} />
+        </aside>
+      )}
+      {settingsShown && <SettingsDialog talk={talk} onClose={() => onSettings(false)} />}
+      {point && <PointDialog talk={talk} {...point} onClose={() => choose(null)} />}
+    </div>
+  );
+}
+
+function PendingTurn({ talk, pending, onDraft }: { talk: Conversation; pending: Pending; onDraft: (text: string) => void }) {
+  const { reply, error, said, prefix } = pending;
+  const written = reply?.text ?? "";
+  const again = () => {
+    const before = talk.dismiss();
+    if (before) void talk.send(before.said);
+  };
+  const onward = () => {
+    const before = talk.dismiss();
+    if (before) void talk.branch(before.turn, before.said, written);
+  };
+  const dismiss = () => {
+    const before = talk.dismiss();
+    const own = before?.said.find((message) => message.role === "user");
+    if (own?.content) onDraft(own.content);
+  };
+  return (
+    <article class="turn pending" aria-busy={error === null}>
+      {said.map((message) => (
+        <Said message={message} />
+      ))}
+      {reply && (written || reply.reasoning || reply.calls.length) ? (
+        <ReplyBody text={written} reasoning={reply.reasoning} calls={reply.calls} streaming={error === null} />
+      ) : error === null ? (
+        <p class="hint">{prefix ? texts.talk.writing : texts.talk.waiting}</p>
+      ) : null}
+      {error !== null && (
+        <div class="problem" role="alert">
+          <p>{error}</p>
+          <div class="row">
+            <button type="button" onClick={again}>
+              {texts.talk.again}
+            </button>
+            {written && talk.name !== null && (
+              <button type="button" class="quiet" onClick={onward}>
+                {texts.talk.onward}
+              </button>
+            )}
+            <button type="button" class="quiet" onClick={dismiss}>
+              {texts.talk.dismiss}
+            </button>
+          </div>
+        </div>
+      )}
+    </article>
+  );
+}
+
+async function step(talk: Conversation, turn: number, by: number): Promise<void> {
+  const tree = talk.tree;
+  const id = tree?.pathOf(talk.name!)[turn];
+  if (!tree || !id) return;
+  const siblings = tree.siblings(id);
+  const next = siblings[siblings.indexOf(id) + by];
+  if (next) await goTo(talk, tree, next);
+}
+
+interface PointGiven {
+  talk: Conversation;
+  how: "fork" | "remember";
+  turn: number;
+  onClose: () => void;
+}
+
+function PointDialog({ talk, how, turn, onClose }: PointGiven) {
+  const [name, write] = useState(how === "fork" ? `${talk.name}-${turn}` : "");
+  const [note, writeNote] = useState("");
+  const submit = async () => {
+    try {
+      if (how === "fork") {
+        await forkAs(talk.name!, turn, name);
+        open({ view: "talk", session: name });
+        reveal(turn);
+      } else {
+        const said: Message | undefined = talk.turns.find((each) => each.turn === turn)?.messages[0];
+        await post(path("sessions", talk.name!, "label"), { label: name, note: note || (said?.content ?? "").slice(0, 200), turn });
+        await talk.readTree();
+      }
+      onClose();
+    } catch (error) {
+      notifyError(error);
+    }
+  };
+  return (
+    <Dialog title={how === "fork" ? texts.talk.forkTitle : texts.talk.rememberTitle} onClose={onClose}>
+      <form
+        class="settings"
+        onSubmit={(event) => {
+          event.preventDefault();
+          if (name.trim()) void submit();
+        }}
+      >
+        <label>
+          {how === "fork" ? texts.talk.name : texts.talk.label}
+          <input value={name} required maxLength={200} onInput={(event) => write(event.currentTarget.value)} />
+        </label>
+        {how === "remember" && (
+          <label>
+            {texts.talk.note}
+            <textarea rows={2} value={note} onInput={(event) => writeNote(event.currentTarget.value)} />
+          </label>
+        )}
+        <button type="submit">{how === "fork" ? texts.talk.make : texts.talk.keep}</button>
+      </form>
+    </Dialog>
+  );
+}

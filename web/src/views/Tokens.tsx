@@ -1,0 +1,97 @@
+/** A reply token by token: coloured by surprise, with what could have stood there instead. */
+
+import { useState } from "preact/hooks";
+import type { TokenLogprob } from "../stream";
+import { texts } from "../texts";
+
+interface Given {
+  tokens: TokenLogprob[];
+  text: string;
+  /** Go on from the text before a token, with another one in its place. */
+  onBranch: (prefix: string) => void;
+}
+
+const STEPS = 6;
+
+/** From 0, what had to come, to the most surprising. */
+export function surprise(logprob: number): number {
+  return Math.min(STEPS - 1, Math.floor(Math.abs(logprob) / 1.2));
+}
+
+/** The text up to each token, and how much of it all is no part of the answer: reasoning, and its marks. */
+export function offsets(tokens: TokenLogprob[], text: string): { start: number; ends: number[] } {
+  const decoder = new TextDecoder();
+  let whole = "";
+  const ends = tokens.map((token) => (whole += decoder.decode(Uint8Array.from(token.bytes), { stream: true })).length);
+  return { start: Math.max(0, whole.lastIndexOf(text)), ends };
+}
+
+function prefixWith(tokens: TokenLogprob[], at: number, instead: number[], start: number): string | null {
+  const bytes = [...tokens.slice(0, at).flatMap((token) => token.bytes), ...instead];
+  try {
+    return new TextDecoder("utf-8", { fatal: true }).decode(Uint8Array.from(bytes)).slice(start);
+  } catch {
+    // It ends in the middle of a character.
+    return null;
+  }
+}
+
+export function Tokens({ tokens, text, onBranch }: Given) {
+  const [chosen, choose] = useState<number | null>(null);
+  const { start, ends } = offsets(tokens, text);
+  const at = chosen === null ? null : tokens[chosen];
+  return (
+    <div class="tokens" role="group" aria-label={texts.tokens.label} onMouseLeave={() => choose(null)}>
+      <p class="token-text">
+        {tokens.map((token, index) =>
+          ends[index]! <= start ? null : (
+            <button
+              type="button"
+              class={`token surprise-${surprise(token.logprob)}`}
+              aria-pressed={chosen === index}
+              aria-label={token.token.trim() ? undefined : JSON.stringify(token.token)}
+              onMouseEnter={() => choose(index)}
+              onFocus={() => choose(index)}
+              onClick={() => choose(index)}
+            >
+              {token.token.replaceAll("\n", "⏎\n")}
+            </button>
+          ),
+        )}
+      </p>
+      {at && (
+        <div class="alternatives" aria-live="polite">
+          <p>
+            <code>{JSON.stringify(at.token)}</code> {texts.tokens.probability(Math.exp(at.logprob))}
+          </p>
+          <ul aria-label={texts.tokens.alternatives}>
+            {at.top_logprobs
+              .filter((other) => other.token !== at.token)
+              .map((other) => {
+                const prefix = prefixWith(tokens, chosen!, other.bytes, start);
+                return (
+                  <li>
+                    <button
+                      type="button"
+                      disabled={!prefix}
+                      title={texts.tokens.branch(other.token)}
+                      aria-label={texts.tokens.branch(other.token)}
+                      onClick={() => prefix && onBranch(prefix)}
+                    >
+                      <code>{JSON.stringify(other.token)}</code> {texts.tokens.probability(Math.exp(other.logprob))}
+                    </button>
+                  </li>
+                );
+              })}
+          </ul>
+        </div>
+      )}
+      <p class="legend" aria-hidden="true">
+        {Array.from({ length: STEPS }, (_, step) => (
+          <span class={`surprise-${step}`} />
+        ))}
+        {texts.tokens.legend}
+      </p>
+    </div>
+  );
+}

@@ -1,0 +1,292 @@
+/** One turn: what was said, the reply, and what can be done with both. */
+
+import { memo } from "preact/compat";
+import { useState } from "preact/hooks";
+import type { Call, Message, Turn } from "../api";
+import { Copy } from "../code";
+import type { Told } from "../conversation";
+import { Markdown } from "../markdown";
+import { texts } from "../texts";
+import { ReuseBar } from "./ReuseBar";
+import { Tokens } from "./Tokens";
+
+export interface Actions {
+  branch: (turn: number, said: Message[], prefix?: string) => void;
+  goOn: () => void;
+  fork: (turn: number) => void;
+  remember: (turn: number) => void;
+  step: (turn: number, by: number) => void;
+  answer: (results: Message[]) => void;
+}
+
+interface Given {
+  turn: Turn;
+  told: Told | undefined;
+  isLast: boolean;
+  busy: boolean;
+  at: number;
+  of: number;
+  actions: Actions;
+}
+
+export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions }: Given) => {
+  const [editing, edit] = useState<"said" | "reply" | null>(null);
+  const [asTokens, showTokens] = useState(false);
+  const own = turn.messages.findLast((message) => message.role === "user");
+  const canContinue = isLast && ["length", "cancelled"].includes(turn.finish_reason);
+  const onKeyDown = (event: KeyboardEvent) => {
+    if (event.target !== event.currentTarget || event.ctrlKey || event.metaKey || event.altKey) return;
+    const here = event.currentTarget as HTMLElement;
+    const does: Record<string, () => void> = {
+      e: () => edit("said"),
+      r: () => !busy && actions.branch(turn.turn, turn.messages),
+      f: () => actions.fork(turn.turn),
+      m: () => actions.remember(turn.turn),
+      ArrowLeft: () => actions.step(turn.turn, -1),
+      ArrowRight: () => actions.step(turn.turn, 1),
+      ArrowUp: () => (here.previousElementSibling as HTMLElement | null)?.focus(),
+      ArrowDown: () => (here.nextElementSibling as HTMLElement | null)?.focus(),
+    };
+    const act = does[event.key];
+    if (act) {
+      event.preventDefault();
+      act();
+    }
+  };
+  const saveSaid = (text: string) => {
+    edit(null);
+    const changed = turn.messages.map((message) => (message === own ? { ...message, content: text } : message));
+    actions.branch(turn.turn, changed);
+  };
+  return (
+    <article
+      class="turn"
+      id={`turn-${turn.turn}`}
+      tabIndex={0}
+      aria-label={texts.talk.turnLabel(turn.turn)}
+      onKeyDown={onKeyDown}
+    >
+      {turn.kind === "fold" && <p class="note">{texts.talk.fold}</p>}
+      {turn.dropped > 0 && <p class="note">{texts.talk.dropped(turn.dropped)}</p>}
+      {editing === "said" ? (
+        <Editor text={own?.content ?? ""} save={texts.talk.save} onSave={saveSaid} onCancel={() => edit(null)} />
+      ) : (
+        turn.messages.map((message) => <Said message={message} />)
+      )}
+      {turn.reply && (
+        <>
+          {editing === "reply" ? (
+            <Editor
+              text={turn.reply.content ?? ""}
+              save={texts.talk.saveReply}
+              onSave={(text) => {
+                edit(null);
+                actions.branch(turn.turn, turn.messages, text);
+              }}
+              onCancel={() => edit(null)}
+            />
+          ) : asTokens && told?.logprobs.length ? (
+            <Tokens
+              tokens={told.logprobs}
+              text={turn.reply.content ?? ""}
+              onBranch={(prefix) => actions.branch(turn.turn, turn.messages, prefix)}
+            />
+          ) : (
+            <ReplyBody
+              text={turn.reply.content ?? ""}
+              reasoning={turn.reply.reasoning_content ?? ""}
+              calls={turn.reply.tool_calls ?? []}
+              {...(isLast && turn.finish_reason === "tool_calls" && !busy ? { onAnswer: actions.answer } : {})}
+            />
+          )}
+          {texts.talk.endings[turn.finish_reason] && <p class="note">{texts.talk.endings[turn.finish_reason]}</p>}
+          <ReuseBar turn={turn} told={told} />
+        </>
+      )}
+      <div class="actions" role="group" aria-label={texts.talk.turnLabel(turn.turn)}>
+        {of > 1 && (
+          <span class="siblings">
+            <button type="button" class="quiet" aria-label={texts.talk.previous} onClick={() => actions.step(turn.turn, -1)}>
+              ‹
+            </button>
+            <span aria-label={texts.talk.siblings(at, of)} role="img">
+              {at}/{of}
+            </span>
+            <button type="button" class="quiet" aria-label={texts.talk.next} onClick={() => actions.step(turn.turn, 1)}>
+              ›
+            </button>
+          </span>
+        )}
+        <Copy text={turn.reply?.content ?? ""} label={texts.talk.copy} />
+        {own && (
+          <button type="button" class="quiet" disabled={busy} onClick={() => edit("said")}>
+            {texts.talk.edit}
+          </button>
+        )}
+        {turn.reply && (
+          <>
+            <button type="button" class="quiet" disabled={busy} onClick={() => edit("reply")}>
+              {texts.talk.editReply}
+            </button>
+            <button
+              type="button"
+              class="quiet"
+              disabled={busy}
+              onClick={() => actions.branch(turn.turn, turn.messages)}
+            >
+              {texts.talk.regenerate}
+            </button>
+          </>
+        )}
+        {canContinue && (
+          <button type="button" class="quiet" disabled={busy} onClick={() => actions.goOn()}>
+            {texts.talk.continue}
+          </button>
+        )}
+        <button type="button" class="quiet" onClick={() => actions.fork(turn.turn)}>
+          {texts.talk.fork}
+        </button>
+        <button type="button" class="quiet" onClick={() => actions.remember(turn.turn)}>
+          {texts.talk.remember}
+        </button>
+        {!!told?.logprobs.length && (
+          <button type="button" class="quiet" aria-pressed={asTokens} onClick={() => showTokens(!asTokens)}>
+            {texts.talk.tokens}
+          </button>
+        )}
+      </div>
+    </article>
+  );
+});
+
+export function Said({ message }: { message: Message }) {
+  if (message.role === "user" || message.role === "system" || message.role === "developer")
+    return (
+      <section class={`said ${message.role}`}>
+        <h2 class="who">{message.role === "user" ? texts.talk.you : texts.talk.system}</h2>
+        <Markdown text={message.content ?? ""} />
+      </section>
+    );
+  if (message.role === "tool")
+    return (
+      <section class="card">
+        <h2 class="who">{texts.talk.tool(message.name ?? "")}</h2>
+        <pre tabIndex={0}>{message.content}</pre>
+      </section>
+    );
+  return <ReplyBody text={message.content ?? ""} reasoning={message.reasoning_content ?? ""} calls={message.tool_calls ?? []} />;
+}
+
+interface ReplyGiven {
+  text: string;
+  reasoning: string;
+  calls: Call[];
+  streaming?: boolean;
+  onAnswer?: (results: Message[]) => void;
+}
+
+export function ReplyBody({ text, reasoning, calls, streaming = false, onAnswer }: ReplyGiven) {
+  return (
+    <section class="said assistant">
+      <h2 class="who">{texts.talk.model}</h2>
+      {reasoning && (
+        <details class="reasoning">
+          <summary>
+            {streaming && !text ? texts.talk.thinking : texts.talk.reasoning(reasoning.trim().split(/\s+/).length)}
+          </summary>
+          <Markdown text={reasoning} />
+        </details>
+      )}
+      <Markdown text={text} streaming={streaming} />
+      {calls.length > 0 && <Calls calls={calls} {...(onAnswer ? { onAnswer } : {})} />}
+    </section>
+  );
+}
+
+function Calls({ calls, onAnswer }: { calls: Call[]; onAnswer?: (results: Message[]) => void }) {
+  const [results, write] = useState<Record<number, string>>({});
+  const send = () =>
+    onAnswer?.(
+      calls.map((call, at) => ({
+        role: "tool",
+        content: results[at] ?? "",
+        tool_call_id: call.id,
+        name: call.function.name,
+      })),
+    );
+  return (
+    <>
+      {calls.map((call, at) => (
+        <section class="card call">
+          <h3>{texts.talk.call(call.function.name)}</h3>
+          <pre tabIndex={0} aria-label={texts.talk.arguments}>
+            {pretty(call.function.arguments)}
+          </pre>
+          {onAnswer && (
+            <label>
+              {texts.talk.result}
+              <textarea
+                rows={2}
+                value={results[at] ?? ""}
+                onInput={(event) => write({ ...results, [at]: event.currentTarget.value })}
+              />
+            </label>
+          )}
+        </section>
+      ))}
+      {onAnswer && (
+        <button type="button" onClick={send}>
+          {texts.talk.answerCall}
+        </button>
+      )}
+    </>
+  );
+}
+
+function pretty(text: string): string {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}
+
+interface EditorGiven {
+  text: string;
+  save: string;
+  onSave: (text: string) => void;
+  onCancel: () => void;
+}
+
+function Editor({ text, save, onSave, onCancel }: EditorGiven) {
+  const [draft, write] = useState(text);
+  return (
+    <form
+      class="editor"
+      onSubmit={(event) => {
+        event.preventDefault();
+        if (draft.trim()) onSave(draft);
+      }}
+      onKeyDown={(event) => {
+        if (event.key === "Escape") {
+          event.stopPropagation();
+          onCancel();
+        }
+      }}
+    >
+      <textarea
+        aria-label={texts.talk.edit}
+        rows={Math.min(16, draft.split("\n").length + 2)}
+        value={draft}
+        ref={(element) => element?.focus({ preventScroll: true })}
+        onInput={(event) => write(event.currentTarget.value)}
+      />
+      <div class="row">
+        <button type="submit">{save}</button>
+        <button type="button" class="quiet" onClick={onCancel}>
+          {texts.talk.cancel}
+        </button>
+      </div>
+    </form>
+  );
+}

@@ -1,0 +1,7 @@
+/** What modules of the page expect of a browser when they are loaded. */
+
+Object.assign(globalThis, {
+  location: { hash: "" },
+  addEventListener: () => {},
+  document: { documentElement: { dataset: {} }, addEventListener: () => {}, hidden: false },
+});

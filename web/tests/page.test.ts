@@ -1,0 +1,144 @@
+import { describe, expect, it } from "vitest";
+import { difference } from "../src/difference";
+import { lex, safeLink } from "../src/markdown";
+import { link, parse } from "../src/route";
+import { asked, defaults, escaped, fromTurn } from "../src/settings";
+import { EventParser, ReplyText } from "../src/stream";
+import { Tree, lines } from "../src/tree";
+import { offsets, surprise } from "../src/views/Tokens";
+import { withFiles } from "../src/views/Composer";
+import { figures } from "../src/views/ReuseBar";
+import type { Branch, TreeTurn, Turn } from "../src/api";
+
+const bytes = (text: string) => [...new TextEncoder().encode(text)];
+const token = (text: string, logprob = -1) => ({ token: text, logprob, bytes: bytes(text), top_logprobs: [] });
+
+describe("events", () => {
+  it("are the same however they are cut", () => {
+    const data = new TextEncoder().encode('data: {"a":"é"}\n\n: still there\n\ndata: [DONE]\n\n');
+    for (let cut = 0; cut <= data.length; cut += 1) {
+      const parser = new EventParser();
+      expect([...parser.push(data.slice(0, cut)), ...parser.push(data.slice(cut))]).toEqual(['{"a":"é"}', "[DONE]"]);
+    }
+  });
+
+  it("add up to a reply", () => {
+    const reply = new ReplyText();
+    const delta = (delta: object, finish_reason: string | null = null) =>
+      reply.take({ choices: [{ delta, logprobs: null, finish_reason }] });
+    delta({ reasoning_content: "hm" });
+    delta({ content: "a" });
+    delta({ content: "b", tool_calls: [{ index: 0, id: "x", function: { name: "f", arguments: "{" } }] });
+    delta({ tool_calls: [{ index: 0, function: { arguments: "}" } }] }, "tool_calls");
+    expect(reply).toMatchObject({ text: "ab", reasoning: "hm", finish: "tool_calls" });
+    expect(reply.calls).toEqual([{ id: "x", type: "function", function: { name: "f", arguments: "{}" } }]);
+  });
+});
+
+describe("settings", () => {
+  it("come back from the turn that was asked with them", () => {
+    const settings = { ...defaults(), numbers: { temperature: 0, top_k: 3 }, overflow: "shift", reasoning_budget: 9 };
+    const said = { temperature: 0, top_k: 3, overflow: "shift", reasoning_budget: 9, seed_unknown: 1 };
+    expect(fromTurn(said)).toEqual(settings);
+    expect(asked(settings)).toMatchObject({ temperature: 0, top_k: 3, perdure: { overflow: "shift", keep_partial: true } });
+  });
+
+  it("say a prefix as a pattern that matches it and nothing else", () => {
+    const text = "a.b*c (d)[e]{f}^$|\\ +?-#&~ é\n";
+    expect(new RegExp(`^${escaped(text).replace(/\\([#&~-])/g, "$1")}$`).test(text)).toBe(true);
+    expect((asked(defaults(), text).perdure as { regex: string }).regex).toBe(`${escaped(text)}(?s:.*)`);
+    expect(fromTurn({ regex: `${escaped(text)}(?s:.*)` }).output).toBe("text");
+  });
+});
+
+describe("a tree", () => {
+  const turn = (id: string, parent: string | null, at: number): TreeTurn => ({
+    id,
+    parent,
+    turn: at,
+    kind: "turn",
+    said: id,
+    reply: "",
+    finish_reason: "stop",
+    created: at,
+  });
+  const branch = (name: string, at: string, updated: number): Branch => ({ name, at, turns: 1, updated });
+  const tree = new Tree(
+    [turn("s", null, 0), turn("a", "s", 1), turn("b", "a", 2), turn("c", "a", 2), turn("d", "c", 3)],
+    [branch("one", "b", 1), branch("two", "d", 2), branch("three", "c", 3)],
+    [],
+  );
+
+  it("knows paths, siblings and who leads where", () => {
+    expect(tree.pathOf("two")).toEqual(["s", "a", "c", "d"]);
+    expect(tree.siblings("b")).toEqual(["b", "c"]);
+    expect(tree.siblings("s")).toEqual(["s"]);
+    expect(tree.sessionThrough("c")?.name).toBe("three");
+    expect(tree.sessionThrough("b")?.name).toBe("one");
+  });
+
+  it("is laid out in lines that end where it branches", () => {
+    const [root] = lines(tree);
+    expect(root!.turns.map((each) => each.id)).toEqual(["s", "a"]);
+    expect(root!.branches.map((each) => each.turns.map((one) => one.id))).toEqual([["b"], ["c", "d"]]);
+  });
+
+  it("may be deep", () => {
+    const deep = Array.from({ length: 20_000 }, (_, at) => turn(String(at), at ? String(at - 1) : null, at));
+    const [line] = lines(new Tree(deep, [], []));
+    expect(line!.turns.length).toBe(20_000);
+  });
+});
+
+describe("markdown", () => {
+  it("has formulas, and prices are none", () => {
+    const kinds = (text: string) => (lex(text)[0] as { tokens?: { type: string }[] }).tokens?.map((each) => each.type);
+    expect(kinds("so $x^2$ is")).toContain("math");
+    expect(kinds("it costs $5 or $6 now")).not.toContain("math");
+    expect(lex("$$\nx\n$$")[0]!.type).toBe("math");
+    expect(lex("\\[ x \\]")[0]!.type).toBe("math");
+  });
+
+  it("follows only addresses that are safe", () => {
+    for (const bad of ["javascript:alert(1)", " JaVaScRiPt:x", "data:text/html,x", "vbscript:x", "file:///etc", "/v1/x"])
+      expect(safeLink(bad)).toBeUndefined();
+    expect(safeLink("https://example.org/")).toBe("https://example.org/");
+  });
+});
+
+describe("small things", () => {
+  it("compares word by word", () => {
+    const [left, right] = difference("the cat sat down", "the dog sat up");
+    expect(left.filter((each) => each.changed).map((each) => each.text.trim())).toEqual(["cat", "down"]);
+    expect(right.map((each) => each.text).join("")).toBe("the dog sat up");
+    expect(difference("same", "same")[0]).toEqual([{ text: "same", changed: false }]);
+  });
+
+  it("puts files into fences that they cannot close", () => {
+    expect(withFiles("q", [{ name: "a", text: "```\nx\n```\n" }])).toBe("a:\n````\n```\nx\n```\n````\n\nq");
+  });
+
+  it("finds where the answer starts among the tokens", () => {
+    const tokens = ["<think>", "so", "</think>", "Yes", " é"].map((text) => token(text));
+    const { start, ends } = offsets(tokens, "Yes é");
+    expect(ends.filter((end) => end <= start).length).toBe(3);
+    expect([surprise(0), surprise(-100)]).toEqual([0, 5]);
+  });
+
+  it("keeps the place in the address", () => {
+    for (const route of [
+      { view: "talk", session: "a/b ü~2" },
+      { view: "compare", session: "a", other: "b c" },
+      { view: "sessions" },
+      { view: "talk", session: null },
+    ] as const)
+      expect(parse(link(route))).toEqual(route);
+    expect(parse("#/c/%E0%A4%A")).toEqual({ view: "talk", session: "%E0%A4%A" });
+  });
+
+  it("tells what was reused from the turn itself", () => {
+    const usage = { prompt_tokens: 10, cached_tokens: 8, slot_tokens: 8, completion_tokens: 5, first_token_ms: 40, decode_ms: 400 };
+    const turn = { usage } as unknown as Turn;
+    expect(figures(turn, undefined)).toMatchObject({ computed: 2, first: 0.04, speed: 10, tiers: { slot: 8 } });
+  });
+});
