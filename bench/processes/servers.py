@@ -170,12 +170,13 @@ class _Clients:
 
 def _ours(held: ExitStack, path: str, complaints: IO[str]) -> str:
     """`perdure serve`, as people run it."""
-    process = _started(
-        held,
-        complaints,
-        *("perdure.cli", "serve", path, "--port", "0", "--no-store"),
-        *("--ctx", str(N_CTX), "--slots", str(SLOTS), "--threads", str(THREADS)),
-    )
+    options = ("--ctx", str(N_CTX), "--slots", str(SLOTS), "--threads", str(THREADS))
+    return launched(held, complaints, path, "--no-store", *options)
+
+
+def launched(held: ExitStack, complaints: IO[str], path: str, *options: str) -> str:
+    """Where `perdure serve` listens, with these options."""
+    process = _started(held, complaints, "perdure.cli", "serve", path, "--port", "0", *options)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("address"):
@@ -185,6 +186,11 @@ def _ours(held: ExitStack, path: str, complaints: IO[str]) -> str:
 
 def _llama_server(held: ExitStack, path: str, complaints: IO[str]) -> str:
     """llama-server out of `xllamacpp`."""
+    return llama_server_url(held, path)
+
+
+def llama_server_url(held: ExitStack, path: str) -> str:
+    """Where llama-server listens."""
     return str(held.enter_context(Child("bench.processes.servers", "llama-server")).ask("open", path=path))
 
 

@@ -82,6 +82,15 @@ class ApiError(Exception):
         return ErrorResponse(self)
 
 
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request with an error, or close a WebSocket before it opens."""
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
+    else:
+        await error.response()(scope, receive, send)
+
+
 class ErrorResponse(Response):
     """An error, whose shape is known once its request is: middleware and routes alike give these."""
 

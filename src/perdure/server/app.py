@@ -21,7 +21,7 @@ from perdure.server.protocols.messages import routes as messages
 from perdure.server.protocols.messages.errors import MessagesErrorAnswer
 from perdure.server.protocols.ollama import routes as ollama
 from perdure.server.protocols.ollama.errors import OllamaErrorAnswer
-from perdure.server.protocols.responses import conversations
+from perdure.server.protocols.responses import conversations, websocket
 from perdure.server.protocols.responses import routes as responses
 from perdure.server.protocols.responses.runs import Runs
 from perdure.server.routes import (
@@ -65,6 +65,7 @@ def build(app_state: AppState) -> FastAPI:
         messages,
         responses,
         conversations,
+        websocket,
         ollama,
         completions,
         embeddings,

@@ -70,7 +70,8 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 served(app_state),
                 http=_protocol(limits, turned_away(app_state)),
-                ws="none",
+                ws="websockets-sansio",
+                ws_max_size=limits.body_bytes,
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -53,6 +53,7 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            scope.setdefault("state", {})["notes"] = {}
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()

@@ -6,7 +6,7 @@ import time
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from perdure.server.api_error import ApiError
+from perdure.server.api_error import ApiError, refuse
 from perdure.server.keys import METRICS, Key, Keys
 from perdure.server.page_paths import is_page
 
@@ -22,7 +22,8 @@ class Auth:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN or is_page(scope["path"]):
+        path = scope.get("path", "")
+        if scope["type"] not in ("http", "websocket") or path in OPEN or is_page(path):
             await self._app(scope, receive, send)
             return
         secret = _secret(scope)
@@ -31,7 +32,7 @@ class Auth:
         if (refused := self._refused(scope["path"], secret, key)) is not None:
             if key is not None:
                 notes["namespace"] = key.namespace
-            await refused.response()(scope, receive, send)
+            await refuse(refused, scope, receive, send)
             return
         scope["state"]["namespace"] = key.namespace if key is not None else ""
         if key is None:

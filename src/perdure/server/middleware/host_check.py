@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from perdure.errors import InvalidInputError
-from perdure.server.api_error import ApiError
+from perdure.server.api_error import ApiError, refuse
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _OWN = (b"same-origin", b"none")
@@ -52,8 +52,9 @@ class HostCheck:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refused := self._refused(scope)) is not None:
-            await refused.response()(scope, receive, send)
+        asked = scope["type"] in ("http", "websocket")
+        if asked and (refused := self._refused(scope)) is not None:
+            await refuse(refused, scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -71,6 +71,10 @@ class ResponseWriter:
     def ending(self, replies: Sequence[ChatReply]) -> bytes:
         return self._ended(self._head.whole(replies))
 
+    def completed(self, response: dict[str, Any]) -> bytes:
+        """The end of a response that has no output."""
+        return self._written([{"type": "response.completed", "response": response}])
+
     def broken(self, error: ApiError) -> bytes:
         written = self._left("incomplete")
         return written + self._written(

@@ -1,0 +1,121 @@
+"""Whatever protocol a client speaks, the same request gets the same tokens, usage and kind of error (H8)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from decode.observed import Turnstile, open_toy, toy
+from server.live_server import live_server, opened, raw
+
+SYSTEM, SAID, AGAIN = "Be brief.", "Hello there", "And then?"
+
+
+@pytest.fixture
+def client() -> Iterator[httpx.Client]:
+    with opened(toy(), n_ctx=512, slots=4) as rt, live_server(rt) as server, server.client() as client:
+        yield client
+
+
+def asked(client: httpx.Client, messages: list[dict[str, str]], limit: int) -> dict[str, dict[str, Any]]:
+    """The answers to one conversation, over each protocol."""
+    system = {"role": "system", "content": SYSTEM}
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {
+        "chat": ("/v1/chat/completions", {"messages": [system, *messages], "max_tokens": limit}),
+        "responses": (
+            "/v1/responses",
+            {"instructions": SYSTEM, "input": messages, "max_output_tokens": limit, "store": False},
+        ),
+        "messages": ("/v1/messages", {"system": SYSTEM, "messages": messages, "max_tokens": limit}),
+        "ollama": (
+            "/api/chat",
+            {
+                "messages": [system, *messages],
+                "options": {"num_predict": limit, "temperature": 0},
+                "stream": False,
+            },
+        ),
+    }
+    found = {}
+    for tongue, (path, body) in bodies.items():
+        answer = client.post(path, json={"temperature": 0, **body} if tongue != "ollama" else body)
+        found[tongue] = {"status": answer.status_code, **answer.json()}
+    return found
+
+
+def test_one_conversation_through_every_protocol_h8(client: httpx.Client) -> None:
+    """H8: text, prompt tokens, tokens written, and the tokens that had to be computed."""
+    messages = [{"role": "user", "content": SAID}]
+    for _ in range(2):
+        found = asked(client, messages, 12)
+        seen = {
+            "chat": (
+                found["chat"]["choices"][0]["message"]["content"],
+                found["chat"]["usage"]["prompt_tokens"],
+                found["chat"]["usage"]["completion_tokens"],
+            ),
+            "responses": (
+                found["responses"]["output"][0]["content"][0]["text"],
+                found["responses"]["usage"]["input_tokens"],
+                found["responses"]["usage"]["output_tokens"],
+            ),
+            "messages": (
+                found["messages"]["content"][0]["text"],
+                sum(
+                    found["messages"]["usage"][f"{kind}input_tokens"]
+                    for kind in ("", "cache_creation_", "cache_read_")
+                ),
+                found["messages"]["usage"]["output_tokens"],
+            ),
+            "ollama": (
+                found["ollama"]["message"]["content"],
+                found["ollama"]["prompt_eval_count"],
+                found["ollama"]["eval_count"],
+            ),
+        }
+        assert len(set(seen.values())) == 1, seen
+        # The first has read it for all of them.
+        computed = {found[tongue]["perdure"]["reuse"]["computed"] for tongue in list(found)[1:]}
+        assert computed == {1}
+        messages += [{"role": "assistant", "content": seen["chat"][0]}, {"role": "user", "content": AGAIN}]
+
+
+def test_what_does_not_fit_is_the_same_kind_of_error_h8(client: httpx.Client) -> None:
+    """H8, C3: a status of the client's fault and the figures, in each protocol's own words; never a cut."""
+    found = asked(client, [{"role": "user", "content": "x" * 5000}], 4)
+    assert {tongue: answer["status"] for tongue, answer in found.items()} == {
+        "chat": 413,
+        "responses": 413,
+        "messages": 400,
+        "ollama": 400,
+    }
+    assert found["chat"]["error"]["code"] == found["responses"]["error"]["code"] == "context_length_exceeded"
+    assert found["messages"]["error"]["message"].startswith("prompt is too long: ")
+    assert "tokens" in found["ollama"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 40}], "max_tokens": 2}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "word " * 40}], "max_tokens": 2}),
+        ("/v1/responses", {"input": "word " * 40, "max_output_tokens": 2, "store": False}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "word " * 40}]}),
+    ],
+)
+def test_a_retry_goes_on_where_the_first_request_was(path: str, body: dict[str, Any]) -> None:
+    """A client whose timer ended the request while its prompt was read sends it again."""
+    gate = Turnstile()
+    with open_toy(gate=gate, n_ctx=512, slots=1, n_batch=32) as rt, live_server(rt) as server:
+        whole = {**body, "stream": False}
+        with server.connect() as connection:
+            connection.sendall(raw(path, json.dumps(whole).encode()))
+            gate.pass_through(100)
+        gate.open()
+        with server.client() as client:
+            answer = client.post(path, json=whole).json()
+        assert sum(answer["perdure"]["reuse"]["tiers"].values()) > 0
