@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import functools
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -350,7 +349,3 @@ def _servers() -> tuple[_Ours, str]:
 
 
 main = Bench("protocols", (tokens, turns, restarts))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
