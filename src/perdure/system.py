@@ -33,9 +33,9 @@ BINARY: int = getattr(os, "O_BINARY", 0)
 try:
     import fcntl
 except ImportError:
-    _FULL_FSYNC = None
+    _LOCKS, _FULL_FSYNC = False, None
 else:
-    _FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)
+    _LOCKS, _FULL_FSYNC = POSIX, getattr(fcntl, "F_FULLFSYNC", None)
 
 LOCAL_SOCKETS = POSIX and hasattr(socket, "AF_UNIX")
 """Whether processes of one user can find each other by a socket in a folder."""
@@ -206,8 +206,12 @@ def make_folder_private(folder: Path, mode: int) -> None:
 
 def ending_signals() -> tuple[signal.Signals, ...]:
     """The signals by which a process is asked to end, Ctrl-C aside: a plain kill, a closed window."""
-    names = ("SIGTERM", "SIGHUP")
-    return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
+    return (signal.SIGTERM, *reload_signals())
+
+
+def reload_signals() -> tuple[signal.Signals, ...]:
+    """The signal by which a server is asked to read its keys again; Windows has none."""
+    return (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
 
 
 def lock_with_children(handle: int) -> bool:
@@ -221,14 +225,15 @@ def lock_with_children(handle: int) -> bool:
 
 def lock_file(handle: int, *, shared: bool = False) -> bool:
     """Lock an open file until it is closed; False where another has it. `shared` lets others share it too,
-    except on Windows, where one has it alone."""
+    except on Windows, where one has it alone. A system that has no locks keeps nobody out."""
     try:
-        if POSIX:
+        if _LOCKS:
             fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         else:
-            import msvcrt
+            with contextlib.suppress(ImportError):
+                import msvcrt
 
-            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+                msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
     except OSError:
         return False
     return True
@@ -239,7 +244,7 @@ def lock_byte(handle: int, at: int) -> bool:
 
     The system drops it with the process, and when this process closes the file, by whatever handle.
     """
-    if not POSIX:
+    if not _LOCKS:
         # Where no two processes share a store, no two can be at one place of it.
         return True
     try:
@@ -250,7 +255,7 @@ def lock_byte(handle: int, at: int) -> bool:
 
 
 def unlock_byte(handle: int, at: int) -> None:
-    if POSIX:
+    if _LOCKS:
         fcntl.lockf(handle, fcntl.LOCK_UN, 1, at)
 
 

@@ -89,11 +89,11 @@ def test_a_sequence_that_is_not_given_back_is_seen(monkeypatch: pytest.MonkeyPat
 def test_a_token_that_is_drawn_but_not_delivered_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     take = TokenSequence.take
 
-    def losing(sequence: TokenSequence, token: int) -> None:
+    def losing(sequence: TokenSequence, token: int, *shown: Any) -> None:
         put = sequence._put
         if sequence.written == 3:
             sequence._put = lambda delta: None
-        take(sequence, token)
+        take(sequence, token, *shown)
         sequence._put = put
 
     monkeypatch.setattr(TokenSequence, "take", losing)

@@ -215,7 +215,7 @@ def test_m2_a_library_of_another_version_is_refused_in_words(
 
 def test_m2_a_library_that_lacks_functions_is_refused_in_words(tmp_path: Path) -> None:
     functions = Functions([])
-    with pytest.raises(EngineLibraryError, match=r"it lacks \d+ functions, such as ggml_backend_dev_count"):
+    with pytest.raises(EngineLibraryError, match=r"it lacks \d+ functions, such as ggml_backend_"):
         guard.check(functions, tmp_path)
 
 
@@ -238,5 +238,9 @@ from perdure.engine.llama.native import library
 library.loaded()
 print(*sorted(set(re.findall("libggml-cpu-[^ ]*[.]so", open("/proc/self/maps").read()))))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    # The home of this test is empty.
+    env = os.environ | {"PERDURE_LLAMA": str(library.loaded().source.folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == [f"libggml-cpu-{library.loaded().variant}.so"]

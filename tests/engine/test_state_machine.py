@@ -14,7 +14,7 @@ from perdure.engine import state
 from perdure.engine.context.undo import Undo
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.toy import ToyCore
-from perdure.memory import MemorySpec
+from perdure.memory import MEMORY_KINDS
 from subjects import Subject
 
 from .state_machine import ContextMachine
@@ -87,8 +87,9 @@ def on(*names: str) -> pytest.MarkDecorator:
 def test_the_checker_notices_a_cut_through_a_lost_window(
     name: str, find_subject: Find, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(MemorySpec, "can_cut", lambda *_: True)
-    monkeypatch.setattr(MemorySpec, "shortest_cut", lambda *_: 1)
+    for kind in MEMORY_KINDS:
+        monkeypatch.setattr(kind, "can_cut", lambda *_: True)
+        monkeypatch.setattr(kind, "shortest_cut", lambda *_: 1)
     found_in(find_subject(name), "warm is not cold|was expected")
 
 
@@ -151,7 +152,7 @@ def test_the_checker_notices_a_copy_that_is_put_off(
 def test_the_checker_notices_damaged_state_that_is_taken(
     name: str, find_subject: Find, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(state, "_checksum", lambda view: bytes(16))
+    monkeypatch.setattr(state, "_checksum", lambda view: bytes(view[state._CHECKSUM]))
     found_in(find_subject(name), "DID NOT RAISE|token ids|refused a verified state")
 
 

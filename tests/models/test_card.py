@@ -140,8 +140,8 @@ def test_the_quantisation_has_its_usual_name(value: int | None, name: str, card:
 # In a process of its own: the engine's log and its threads stay out of this one.
 ASK = """
 import json, sys
-from perdure.engine.llama import library
-engine = library.load()
+from perdure.engine.llama.native import library
+engine = library.loaded().functions
 for path in sys.argv[1:]:
     model = engine.llama_model_load_from_file(path.encode(), engine.llama_model_default_params())
     print(json.dumps({

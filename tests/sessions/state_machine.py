@@ -202,7 +202,7 @@ def life(subject: Subject, **settings: Any) -> type[RuleBasedStateMachine]:
             self.settle()
             self.number += 1
             after = self.base / f"store {self.number}"
-            shutil.copytree(self.folder, after, ignore=shutil.ignore_patterns("*lock"))
+            shutil.copytree(self.folder, after, ignore=shutil.ignore_patterns("*lock", "*.socket"))
             self.running.close()
             self.stale.clear()
             self.folder = after

@@ -68,7 +68,9 @@ def killed() -> Iterator[Path]:
     with folder_in_memory() as base:
         with live(base / "running"):
             shutil.copytree(
-                base / "running", base / "store", ignore=shutil.ignore_patterns("*lock", "*blocks")
+                base / "running",
+                base / "store",
+                ignore=shutil.ignore_patterns("*lock", "*.socket", "*blocks"),
             )
         assert (base / "store" / LOG).stat().st_size > 4096
         yield base / "store"

@@ -18,6 +18,7 @@ from h11._writers import ChunkedWriter
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from perdure import system
 from perdure.config import choices
 from perdure.errors import InvalidInputError
 from perdure.server.app import served, turned_away
@@ -110,8 +111,7 @@ class HttpServer(uvicorn.Server):
             yield
             return
         before = {each: signal.signal(each, self._signalled) for each in (signal.SIGINT, signal.SIGTERM)}
-        if (reload := getattr(signal, "SIGHUP", None)) is not None:
-            before[reload] = signal.signal(reload, self._reload)
+        before |= {each: signal.signal(each, self._reload) for each in system.reload_signals()}
         try:
             yield
         finally:

@@ -66,7 +66,7 @@ def add(
     typer.echo(secret)
     terminal.note(
         f"this is shown once; its hash is in {path}. `perdure serve --keys {path}` asks for it; a server "
-        "that runs takes it in at SIGHUP"
+        "that runs takes it in when it is told to read its keys again: kill -HUP, or a restart"
     )
 
 
@@ -96,7 +96,7 @@ def rm(
     key: Annotated[str, typer.Argument(help="The id that `perdure keys ls` shows.")],
     file: File = None,
 ) -> None:
-    """Take a key out of the file. A server that runs lets it in until SIGHUP or its end."""
+    """Take a key out of the file. A server lets it in until it reads its keys again (kill -HUP) or ends."""
     from perdure.errors import InvalidInputError
 
     path = _path(file)

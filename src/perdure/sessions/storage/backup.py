@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from perdure import system
 from perdure.errors import CorruptStateError, InvalidInputError, StoreError
 from perdure.sessions.storage.session_store import FILE, KEY, MARK, SessionStore
 from perdure.sessions.storage.verify import verify
@@ -81,7 +82,7 @@ def back_up(folder: Path, file: Path, *, state: bool = False, progress: Progress
                 entry.size = len(data)
                 archive.addfile(entry, io.BytesIO(data))
                 archive.close()
-                os.fsync(raw.fileno())
+                system.sync(raw.fileno())
             # Whole under its name, or not there.
             os.link(temporary, file)
         sync_folder(file.absolute().parent)
@@ -232,5 +233,5 @@ def _written(source: IO[bytes], path: Path) -> str:
         while data := source.read(_PIECE):
             digest.update(data)
             out.write(data)
-        os.fsync(out.fileno())
+        system.sync(out.fileno())
     return digest.hexdigest()

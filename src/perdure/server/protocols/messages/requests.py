@@ -36,7 +36,7 @@ class InputMessage(RequestSchema):
     content: str | Items[Block]
 
 
-class ToolAsked(RequestSchema):
+class MessagesTool(RequestSchema):
     """A tool. Those that Anthropic's own servers run have another type, and are left out."""
 
     name: str = ""
@@ -45,7 +45,7 @@ class ToolAsked(RequestSchema):
     input_schema: dict[str, Any] | None = None
 
 
-class ToolChosen(RequestSchema):
+class MessagesToolChoice(RequestSchema):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -73,8 +73,8 @@ class CountRequest(RequestSchema):
     model: str = ""
     messages: Items[InputMessage] = Field(min_length=1)
     system: str | Items[Block] | None = None
-    tools: Annotated[Items[ToolAsked], Field(max_length=1024)] | None = None
-    tool_choice: ToolChosen | None = None
+    tools: Annotated[Items[MessagesTool], Field(max_length=1024)] | None = None
+    tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingAsked | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None

@@ -51,14 +51,14 @@ Format = Literal["", "json"] | dict[str, Any]
 KeepAlive = Annotated[str, Field(max_length=40)] | int | float
 
 
-class CallFunction(RequestSchema):
+class OllamaCallFunction(RequestSchema):
     name: str = Field(min_length=1)
     arguments: dict[str, Any] | str = Field(default_factory=dict)
 
 
-class Call(RequestSchema):
+class OllamaCall(RequestSchema):
     id: str = ""
-    function: CallFunction
+    function: OllamaCallFunction
 
 
 class OllamaMessage(RequestSchema):
@@ -66,7 +66,7 @@ class OllamaMessage(RequestSchema):
     content: str | None = None
     thinking: str | None = None
     images: list[Any] | None = None
-    tool_calls: Items[Call] | None = None
+    tool_calls: Items[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -108,7 +108,7 @@ class ReplyOptions(OptionsRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class ChatRequest(ReplyOptions):
+class OllamaChatRequest(ReplyOptions):
     messages: Items[OllamaMessage] = Field(default_factory=list)
     tools: Annotated[Items[dict[str, Any]], Field(max_length=1024)] | None = None
 
@@ -138,7 +138,7 @@ class CopyRequest(RequestSchema):
     destination: str = Field(min_length=1, max_length=200)
 
 
-def chat_request(asked: ChatRequest, app_state: AppState) -> tuple[ReplyRequest, list[str]]:
+def chat_request(asked: OllamaChatRequest, app_state: AppState) -> tuple[ReplyRequest, list[str]]:
     """What a chat asks for, in the inner form, and what could not be done as it was said."""
     app_state.check_message_count(len(asked.messages))
     for at, message in enumerate(asked.messages):

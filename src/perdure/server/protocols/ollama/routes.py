@@ -15,12 +15,12 @@ from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.protocols.answering import answer
 from perdure.server.protocols.ollama.library import VERSION, Library, tagged
 from perdure.server.protocols.ollama.requests import (
-    ChatRequest,
     CopyRequest,
     EmbeddingsRequest,
     EmbedRequest,
     GenerateRequest,
     ModelNamed,
+    OllamaChatRequest,
     OptionsRequest,
     chat_request,
     check_keep_alive,
@@ -43,7 +43,7 @@ def _lines(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 @router.post("/api/chat", responses=_lines(), response_model=dict[str, Any])
 async def chat(
-    asked: ChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    asked: OllamaChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> dict[str, Any] | Response:
     """A reply to a conversation. Any `model` is served by this one."""
     if not asked.messages:
