@@ -40,7 +40,7 @@ page: web/node_modules
 	cd web && npm run build
 
 web/node_modules: web/package-lock.json
-	cd web && npm ci
+	cd web && npm install --no-save
 	@touch $@
 
 # What the page's tests need besides Python. Where it cannot be had, they are skipped and say so.
@@ -49,7 +49,7 @@ browser:
 	  (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium) >/dev/null 2>&1 \
 	    || echo "Chromium could not be installed: tests of the page are skipped"; fi
 	@if command -v npm >/dev/null && [ ! -d web/node_modules ]; then \
-	  (cd web && npm ci) >/dev/null 2>&1 || echo "npm ci failed: the page is not built again"; fi
+	  (cd web && npm install --no-save) >/dev/null 2>&1 || echo "npm failed: the page is not built again"; fi
 
 # llama.cpp from source, with flags that are safe for this compiler, into build/engine.
 engine: $(CHAT)

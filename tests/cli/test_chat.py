@@ -535,10 +535,12 @@ def test_a_first_message_can_be_given_with_the_command(environment: dict[str, st
 
 
 def test_what_is_typed_during_a_reply_waits_for_its_turn_and_is_not_shown_in_it(
-    environment: dict[str, str],
+    environment: dict[str, str], tmp_path: Path
 ) -> None:
     environment["TERM"] = "xterm"
-    with terminal(environment, "chat", "--ctx", "600", *GREEDY, "--session", "a") as user:
+    # A reply that goes on until the context is full, whatever a CPU makes of the toy's likeliest token.
+    endless = held_to(tmp_path, "and on " * 700)
+    with terminal(environment, "chat", "--ctx", "600", *GREEDY, *endless, "--session", "a") as user:
         user.until("a> ")
         user.type("the man\n")
         user.until("the man\n.*[a-z]")

@@ -102,7 +102,7 @@ def test_the_built_files_are_those_of_the_sources() -> None:
 def _node(*command: str) -> subprocess.CompletedProcess[str]:
     npm = shutil.which("npm")
     if npm is None or not (WEB / "node_modules").is_dir():
-        pytest.skip("needs Node and `npm ci` in web/")
+        pytest.skip("needs Node and `npm install` in web/")
     return subprocess.run([npm, *command], cwd=WEB, capture_output=True, text=True)
 
 
