@@ -15,6 +15,7 @@ import pytest
 from perdure.errors import CorruptStateError, InvalidInputError
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.storage.backup import back_up, restore
+from sessions.test_import import HOSTILE
 from sharing.programs import program
 
 
@@ -140,6 +141,14 @@ def test_a_damaged_or_foreign_file_makes_no_store(store: Path, tmp_path: Path) -
     with pytest.raises(InvalidInputError, match="exists already"):
         back_up(store, file)
     assert [path.name for path in tmp_path.iterdir() if "tmp" in path.name or "restoring" in path.name] == []
+
+
+def test_s5_a_backup_with_a_hole_in_a_file_makes_no_store(store: Path, tmp_path: Path) -> None:
+    for name in ("sparse", "sparse, by a header"):
+        (tmp_path / "saved").write_bytes(HOSTILE[name])
+        with pytest.raises(CorruptStateError, match="no file of a store|no whole backup"):
+            restore(tmp_path / "saved", tmp_path / "new")
+        assert not (tmp_path / "new").exists()
 
 
 def test_backup_and_restore_as_commands(store: Path, tmp_path: Path) -> None:

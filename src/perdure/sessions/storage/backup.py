@@ -203,7 +203,9 @@ def _unpacked(file: Path, new: Path, progress: Progress | None) -> dict[str, Any
     try:
         with explained(new), tarfile.open(file, "r:") as archive:
             for entry in archive:
-                source = archive.extractfile(entry) if entry.isreg() else None
+                # A sparse file would be read as long as it says it is.
+                plain = entry.isreg() and not entry.issparse()
+                source = archive.extractfile(entry) if plain else None
                 if source is None:
                     raise CorruptStateError(f"{file} holds {entry.name[:100]!r}, which is no file of a store")
                 if entry.name == _MANIFEST:
