@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -71,3 +75,23 @@ def test_a_large_saved_state_is_read_back_and_every_damage_is_seen(identity: Ide
 def identity() -> Identity:
     fields = {name: name for name in Identity.__dataclass_fields__}
     return Identity(**fields)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_fork_has_threads_of_its_own() -> None:
+    """Those of its parent are not there, and nobody would do the work."""
+    program = """
+import os
+from perdure.engine import parallel
+def work():
+    assert list(parallel.spread(lambda n: n * n, range(9), 9, large=0)) == [n * n for n in range(9)]
+work()
+child = os.fork()
+work()
+if child == 0:
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "7"

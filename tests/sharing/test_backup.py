@@ -146,7 +146,7 @@ def test_a_damaged_or_foreign_file_makes_no_store(store: Path, tmp_path: Path) -
 def test_s5_a_backup_with_a_hole_in_a_file_makes_no_store(store: Path, tmp_path: Path) -> None:
     for name in ("sparse", "sparse, by a header"):
         (tmp_path / "saved").write_bytes(HOSTILE[name])
-        with pytest.raises(CorruptStateError, match="no file of a store|no whole backup"):
+        with pytest.raises(CorruptStateError, match=r"no file of a store|no whole backup"):
             restore(tmp_path / "saved", tmp_path / "new")
         assert not (tmp_path / "new").exists()
 

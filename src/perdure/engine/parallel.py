@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,8 +58,13 @@ def spread(
                 each.exception()
 
 
-@functools.cache
 def _pool() -> ThreadPoolExecutor:
+    return _pool_of(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _pool_of(process: int) -> ThreadPoolExecutor:
+    """The threads of one process: a fork has none of its parent's, and would wait for them for ever."""
     return ThreadPoolExecutor(threads(), thread_name_prefix="perdure-memory")
 
 
