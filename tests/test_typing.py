@@ -78,7 +78,7 @@ def test_the_keywords_are_the_fields() -> None:
     asked = set(RequestKeywords.__annotations__) - set(SamplingKeywords.__annotations__)
     assert asked == set(Request.__dataclass_fields__) - {"prompt", "stops"} | {"stop", "schema", "regex"}
     chatted = set(ChatKeywords.__annotations__) - set(RequestKeywords.__annotations__)
-    assert chatted == set(ChatOptions.__dataclass_fields__)
+    assert chatted == set(ChatOptions.__dataclass_fields__) | {"chat_template_kwargs"}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def _executable() -> str | None:
     return named or next((found for name in _NAMES if (found := shutil.which(name))), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Chromium. Where there is none, or where it cannot start, what needs it is skipped and says why."""
     executable = _executable()

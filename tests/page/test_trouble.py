@@ -41,19 +41,19 @@ def test_a_server_that_restarts_in_the_middle_of_a_reply_is_waited_for(
     open_page: OpenPage, tmp_path: Path
 ) -> None:
     gate = PatientTurnstile(is_open=True)
-    with open_toy(gate=gate, n_ctx=512, store=tmp_path) as rt:
-        with live_server(rt) as server:
-            user = open_page(server)
-            user.expected = [*AWAY, "503"]
-            user.set(temperature="0")
-            user.ask("Before the restart")
-            gate.shut()
-            user.say("During the restart")
-            first_text(user, gate)
-            port = server.port
-            server.http_server.stop(now=True)
-            gate.open()
+    with open_toy(gate=gate, n_ctx=512, store=tmp_path) as rt, live_server(rt) as server:
+        user = open_page(server)
+        user.expected = [*AWAY, "503"]
+        user.set(temperature="0")
+        user.ask("Before the restart")
+        gate.shut()
+        user.say("During the restart")
+        first_text(user, gate)
+        port = server.port
+        server.http_server.stop(now=True)
+        # The engine is let go on when the server has ended the reply, which would else be whole by then.
         expect(user.page.get_by_role("alert")).to_be_visible()
+        gate.open()
     with open_toy(n_ctx=512, store=tmp_path) as rt:
         listening = bind("127.0.0.1", port)
         listening.listen(64)
