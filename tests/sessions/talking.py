@@ -83,6 +83,7 @@ class Talk:
 
         reply = ask(record)
         read = session.tokens[: reply.usage.prompt_tokens]
+        assert len(read) == reply.usage.prompt_tokens, "the session does not hold what was read for it"
         narrow = self.subject.narrow
         with self.subject.context(n_seq=1, n_ctx=self._n_ctx, n_batch=NARROW, **narrow.settings) as ctx:
             ctx.decode(list(read))
