@@ -229,6 +229,32 @@ def test_flipped_bits_in_the_database_for_long(closed: Path, damaged: Damaged) -
     flips_of_the_database(closed, damaged, 4000, range(8))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE counter SET last = last - 1 WHERE name = 'turn'",
+        "ALTER TABLE counter RENAME COLUMN seal TO sexl",
+    ],
+)
+def test_d1_numbers_that_are_damaged_are_found_and_mended(
+    change: str, closed: Path, damaged: Damaged
+) -> None:
+    """With them nothing new could be kept: a store is not sound then, though all its turns are."""
+
+    def spoil(folder: Path) -> None:
+        with closing(sqlite3.connect(folder / FILE)) as db, db:
+            db.execute(change)
+
+    folder = damaged(closed, spoil)
+    found = verify(folder, lambda done, total: None)
+    assert not found.sound
+    assert found.database
+    assert found.repair is not None, found.not_repaired
+    assert verify(folder, lambda done, total: None).sound
+    with closing(SessionStore(folder)) as store:
+        store.check_numbers()
+
+
 def test_a_database_that_is_cut_short_is_refused(closed: Path, damaged: Damaged) -> None:
     """At every page, and within each."""
     known = everything(closed)

@@ -174,7 +174,7 @@ class SessionStore:
                 f"there is a session {name!r} already: choose another name, or delete it"
             )
         if head is not None:
-            self._check_turn(head, digest)
+            self.check_turn(head, digest)
         for turn in turns:
             head = self._add(head, turn)
         number, now = self._next("session"), time.time()
@@ -346,7 +346,7 @@ class SessionStore:
         """Let a session stand at another turn. Refused as `add` is."""
         with self._writing():
             before = self._standing(session, expected)
-            self._check_turn(head, digest)
+            self.check_turn(head, digest)
             self._move(before, head)
 
     def delete(self, session: SessionInfo) -> None:
@@ -389,7 +389,7 @@ class SessionStore:
         """Remember turn number `turn` of a session, which must have that digest."""
         with self._writing():
             self._standing(session)
-            self._check_turn(turn, digest)
+            self.check_turn(turn, digest)
             key = (session.namespace, session.name, depth, label)
             there = "namespace = ? AND session = ? AND depth = ? AND label = ?"
             before = self.index.rows(f"SELECT number, turn FROM memory WHERE {there}", *key)
@@ -528,7 +528,7 @@ class SessionStore:
             raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
         return now
 
-    def _check_turn(self, number: int, digest: bytes) -> int:
+    def check_turn(self, number: int, digest: bytes) -> int:
         """The depth of a turn, which must be there and be that very one."""
         found = self.index.rows(f"SELECT {', '.join(TURN_SEAL)}, seal FROM turn WHERE number = ?", number)
         if not found:
@@ -538,7 +538,7 @@ class SessionStore:
         return int(found[0][2])
 
     def _add(self, parent: int | None, turn: Turn) -> int:
-        depth = 0 if parent is None else self._check_turn(parent, turn.before) + 1
+        depth = 0 if parent is None else self.check_turn(parent, turn.before) + 1
         number = self._next("turn")
         self.index.run(INSERT_TURN, *turn_values(number, parent, depth, turn))
         return number
@@ -552,14 +552,22 @@ class SessionStore:
 
     def _next(self, table: str) -> int:
         """A number that nothing in `table` has or ever had."""
-        rows = self.index.rows("SELECT last, seal FROM counter WHERE name = ?", table)
-        if not rows or seal(table, rows[0][0]) != rows[0][1]:
-            raise CorruptStateError(f"the last number of a {table} is damaged: {ADVICE}")
-        number = int(rows[0][0]) + 1
+        number = self._last(table) + 1
         self.index.run(
             "UPDATE counter SET last = ?, seal = ? WHERE name = ?", number, seal(table, number), table
         )
         return number
+
+    def check_numbers(self) -> None:
+        """Prove what says which numbers were given out: `CorruptStateError` where it is damaged."""
+        for table in ("session", "turn", "memory"):
+            self._last(table)
+
+    def _last(self, table: str) -> int:
+        rows = self.index.rows("SELECT last, seal FROM counter WHERE name = ?", table)
+        if not rows or seal(table, rows[0][0]) != rows[0][1]:
+            raise CorruptStateError(f"the last number of a {table} is damaged: {ADVICE}")
+        return int(rows[0][0])
 
     def _seal(self, session: int) -> None:
         """After a change."""

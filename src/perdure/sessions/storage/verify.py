@@ -70,7 +70,7 @@ def verify(folder: Path, progress: Progress) -> Verification:
     found = Verification(store=folder)
     try:
         _read_sessions(folder, found, progress)
-    except StoreDamagedError as error:
+    except (StoreDamagedError, CorruptStateError) as error:
         found.database = str(error)
     if found.damaged or found.database:
         try:
@@ -97,17 +97,20 @@ def _read_sessions(folder: Path, found: Verification, progress: Progress) -> Non
             said = dict(zip(MEMORY_SEAL, row, strict=False))
             what = f"memory {_quoted(str(said['label']))} of {_quoted(str(said['session']))}"
             points.append((what + _of(said["namespace"]), partial(_memory, store, row)))
-        proved_turns: set[int] = set()
+        proved: dict[int, str] = {}
         for number, (what, prove) in enumerate(points, 1):
             try:
                 numbers, turns = prove()
+                for at, turn in zip(numbers, turns, strict=True):
+                    if at not in proved:
+                        # What goes on from a turn believes this; the turns behind it prove only its content.
+                        store.check_turn(at, turn.digest)
+                        proved[at] = turn.kind
             except CorruptStateError as error:
                 found.damaged.append((what, str(error)))
-            else:
-                chain = zip(numbers, turns, strict=True)
-                proved_turns.update(at for at, turn in chain if turn.kind != "start")
             progress(number, len(points))
-        found.turns = len(proved_turns)
+        found.turns = sum(kind != "start" for kind in proved.values())
+        store.check_numbers()
     finally:
         store.close()
 
