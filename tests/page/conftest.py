@@ -42,12 +42,12 @@ def browser() -> Iterator[Browser]:
         started.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def gate() -> PatientTurnstile:
     return PatientTurnstile(is_open=True)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, gate: PatientTurnstile) -> Iterator[LiveServer]:
     """A server with a store on the toy engine, whose steps wait at the `gate`."""
     store = tmp_path_factory.mktemp("store")

@@ -216,7 +216,7 @@ def _python_calls(body: str) -> list[ast.Call]:
     """The calls that a few lines of Python make; Malformed where they do anything else."""
     try:
         # An unknown escape would make Python warn about code that is not ours.
-        known = _ESCAPE.sub(_escape, body)
+        known = _ESCAPE.sub(_escape, body).replace("\0", "\\x00")
         statements = ast.parse(known).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise Malformed from None
