@@ -90,3 +90,10 @@ def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Open
 def images() -> Path:
     """Where screenshots go: into the documentation when they are asked for, else nowhere that stays."""
     return Path(__file__).resolve().parents[2] / "docs" / "images"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a browser is for `make soak` until it has been seen to be steady on every machine."""
+    for item in items:
+        if "open_page" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.soak)
