@@ -55,7 +55,7 @@ def test_a_turn_that_is_lost_is_seen(
     """Planted: turns that are written, but to which the session does not lead."""
     monkeypatch.setattr(SessionStore, "_move", lambda self, session, head: None)
     with pytest.raises(AssertionError):
-        live(subjects.find("toy-full", zoo_path), examples=30, steps=30, phases=[Phase.generate])
+        live(subjects.find("toy-full", zoo_path), examples=400, steps=30, phases=[Phase.generate])
 
 
 def test_tokens_that_are_not_those_of_the_text_are_seen(
@@ -69,4 +69,4 @@ def test_tokens_that_are_not_those_of_the_text_are_seen(
 
     monkeypatch.setattr(turn_module, "_shorten", short)
     with pytest.raises((AssertionError, CorruptStateError)):
-        live(subjects.find("toy-full", zoo_path), examples=30, steps=30, phases=[Phase.generate])
+        live(subjects.find("toy-full", zoo_path), examples=400, steps=30, phases=[Phase.generate])
