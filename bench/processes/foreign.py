@@ -25,7 +25,8 @@ class Foreign(Functions):
     """
 
     def __init__(self) -> None:
-        super().__init__([ctypes.CDLL(str(_path()))])
+        self.handle = ctypes.CDLL(str(_path()))
+        super().__init__([self.handle])
         ours = library.load()
         for defaults, make in _SETTINGS.items():
             give = getattr(self, defaults)

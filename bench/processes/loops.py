@@ -42,10 +42,11 @@ class Ours:
         from perdure.engine.llama.native import library
 
         library.load()
-        self._perdure = perdure
+        # Named here, for names are imported when they are first used: llama-cpp-python's all are by now.
+        self._open = perdure.Model
 
     def open(self, path: str, n_ctx: int, threads: int | None) -> None:
-        self._model = self._perdure.Model(path)
+        self._model = self._open(path)
         self._context = self._model.context(n_ctx=n_ctx, n_batch=BATCH, threads=threads)
 
     def feed(self, tokens: Sequence[int]) -> None:
