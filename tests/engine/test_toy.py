@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+import perdure
 from perdure import (
     Context,
     ContextOverflow,
@@ -16,6 +18,7 @@ from perdure import (
     DecodeError,
     EngineError,
     Feed,
+    InvalidInputError,
     OutOfMemoryError,
     PerdureError,
     TokenError,
@@ -313,3 +316,14 @@ def test_an_adapter_changes_what_it_says_and_fits_only_its_model() -> None:
         with pytest.raises(EngineError, match="refused"):
             ctx.adapt({ToyModel(seed=1).adapter("a"): 1.0})
         assert ctx.tokens() in ([], TEXT)
+
+
+def test_a_reply_can_have_a_length_of_small_letters_and_spaces() -> None:
+    with perdure.open(ToyModel(reply_tokens=9), n_ctx=256, stall=0) as rt:
+        session = rt.session("one")
+        for temperature in (0.0, 2.0):
+            reply = session.say("Hello", temperature=temperature)
+            assert re.fullmatch("[a-z ]{9}", reply.text)
+            assert reply.finish_reason == "stop"
+    with pytest.raises(InvalidInputError, match="full attention"):
+        ToyModel(Recurrent, reply_tokens=9)

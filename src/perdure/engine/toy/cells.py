@@ -78,6 +78,13 @@ class Cells:
         """The values of the positions from `start` up to but not with `end`, as far as they are there."""
         return sum(self._at[pos].value for pos in range(start, end) if pos in self._at)
 
+    def since(self, token: int) -> int | None:
+        """How many cells follow the last one of a token, or None where there is none."""
+        for pos in range(self._newest, -1, -1):
+            if pos in self._at and self._at[pos].token == token:
+                return self._newest - pos
+        return None
+
     def copy(self) -> Cells:
         twin = Cells()
         twin._at = dict(self._at)

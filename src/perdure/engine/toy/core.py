@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,16 @@ class ToyAdapter:
         self.digest = digest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """When a text ends: `length` tokens after the token `opened`, the logit of `end` is higher by `by`."""
+
+    opened: int
+    end: int
+    length: int
+    by: float
+
+
 class ToyCore:
     """Sequences of cells, and logits computed from exactly those cells."""
 
@@ -53,6 +64,7 @@ class ToyCore:
         max_outputs: int,
         shared: bool,
         faults: Faults,
+        ending: Ending | None = None,
     ) -> None:
         self.n_vocab = len(bias)
         self.width = WIDTH
@@ -60,6 +72,7 @@ class ToyCore:
         self._memory = memory
         self._weights = weights
         self._bias = bias
+        self._ending = ending
         self._n_batch = n_batch
         self._cells = cells
         self._max_outputs = max_outputs
@@ -104,7 +117,10 @@ class ToyCore:
             value = self._held[seq].compute(pos, token, self._salt)
             self._values.append(value)
             if index in self._places:
-                self._buffer[self._places[index]] = self._logits(value)
+                row = self._buffer[self._places[index]]
+                row[:] = self._logits(value)
+                if self._ending is not None and self._is_over(seq, self._ending):
+                    row[self._ending.end] += self._ending.by
         if mishap and mishap.outcome is not Outcome.DONE:
             self._leave(entries, len(entries) - 1)
             return mishap.outcome
@@ -188,6 +204,11 @@ class ToyCore:
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         unit = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
         return unit * np.float32(8) - np.float32(4) + self._bias
+
+    def _is_over(self, seq: int, ending: Ending) -> bool:
+        base = self._held[seq].base
+        since = base.since(ending.opened) if base is not None else None
+        return since is not None and since >= ending.length
 
     # Sequences.
 

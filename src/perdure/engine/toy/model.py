@@ -16,7 +16,7 @@ from perdure.engine.context import Context
 from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.token_ids import check_token
-from perdure.engine.toy.core import ToyAdapter, ToyCore
+from perdure.engine.toy.core import Ending, ToyAdapter, ToyCore
 from perdure.engine.toy.faults import Faults
 from perdure.errors import ClosedError, InvalidInputError, OutOfMemoryError
 from perdure.identity import Identity
@@ -31,6 +31,8 @@ CHATML = (
 )
 _IDS = {text: 256 + index for index, text in enumerate(SPECIAL)}
 _ENDS = frozenset({_IDS["<|endoftext|>"], _IDS["<|im_end|>"]})
+_CERTAIN = 100
+"""A difference of logits that leaves nothing to chance."""
 _ROWS = 16
 _WINDOW = 8
 
@@ -49,23 +51,36 @@ class ToyModel:
         seed: int = 0,
         faults: Faults | None = None,
         marks: Iterable[str] = (),
+        reply_tokens: int | None = None,
     ) -> None:
-        """`marks` are further control tokens, for templates that have others."""
+        """`marks` are further control tokens, for templates that have others. With `reply_tokens` a reply in
+        a chat is so many small letters and spaces long; else it is any text, and ends by chance."""
         if window < 1:
             raise InvalidInputError(f"a window holds at least 1 token, got {window}")
+        if reply_tokens is not None:
+            check_whole("reply_tokens", reply_tokens, 1)
+            if kind is not FullAttention:
+                raise InvalidInputError(
+                    "reply_tokens is for full attention: other kinds forget where one began"
+                )
         self._memory = kind(window=window if kind.has_window else None)
         self._special = (*SPECIAL, *sorted(set(marks) - set(SPECIAL)))
         self._ids = {text: 256 + index for index, text in enumerate(self._special)}
         longest_first = sorted(self._special, key=len, reverse=True)
         self._marks = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
         words = f"toy/{kind.name}/{self._memory.window}/{seed}{''.join(self._special[len(SPECIAL) :])}"
+        words += "" if reply_tokens is None else f"/{reply_tokens}"
         self._digest = hashlib.sha256(words.encode()).hexdigest()
+        self._reply_tokens = reply_tokens
         self._faults = faults or Faults()
         self._closed = False
         self.n_vocab = 256 + len(self._special)
         # Likely text is readable, and ends now and then.
         self._bias = np.full(self.n_vocab, -12, np.float32)
         self._bias[[10, *range(32, 127), _IDS["<|im_end|>"]]] = 0
+        if reply_tokens is not None:
+            self._bias[:] = -_CERTAIN
+            self._bias[[32, *range(97, 123)]] = 0
 
     # What it is.
 
@@ -227,10 +242,17 @@ class ToyModel:
             raise OutOfMemoryError(
                 f"the engine could not open a context of {total} cells: try a smaller n_ctx or n_seq"
             )
+        ending = None
+        if self._reply_tokens is not None:
+            length = len("assistant\n") + self._reply_tokens
+            ending = Ending(
+                opened=_IDS["<|im_start|>"], end=_IDS["<|im_end|>"], length=length, by=2 * _CERTAIN
+            )
         return ToyCore(
             memory=memory,
             weights=self._digest,
             bias=self._bias,
+            ending=ending,
             n_seq=n_seq,
             cells=cells,
             shared=shared,
