@@ -72,6 +72,38 @@ def test_turns_are_kept_and_reuse_what_was_read(client: httpx.Client, name: str)
     assert said(client, name) == list(zip(["Hello", "And then?"], answers, strict=True))
 
 
+def test_a_turn_says_later_why_not_more_was_reused(client: httpx.Client, name: str) -> None:
+    told = [say(client, name, text)["perdure"]["reuse"]["why"] for text in ("Hello", "And then?")]
+    turns = client.get(f"{SESSIONS}/{name}/turns").json()["data"]
+    assert [turn["why"] for turn in turns] == told
+    assert all(told)
+
+
+@pytest.mark.parametrize(
+    ("header", "agent"),
+    [
+        ("claude-cli/2.1.0 (external, cli)", "claude-cli"),
+        ("codex_cli_rs/0.5", "codex_cli_rs"),
+        ("Mozilla/5.0 (X11; Linux x86_64)", "browser"),
+        ("", ""),
+        ("(only a comment)", ""),
+        ("x" * 500, "x" * 64),
+    ],
+)
+def test_a_session_says_which_program_made_it(client: httpx.Client, header: str, agent: str) -> None:
+    headers = {"user-agent": header}
+    for name in ("made", "chatted"):
+        client.delete(f"{SESSIONS}/{name}")
+    assert client.post(SESSIONS, json={"name": "made"}, headers=headers).status_code == 201
+    body = hello(perdure={"session": "chatted"})
+    assert client.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
+    # Who goes on with it changes nothing.
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    listed = {each["name"]: each for each in client.get(SESSIONS).json()["data"]}
+    for name in ("made", "chatted"):
+        assert (listed[name]["agent"], listed[name]["origin"]) == (agent, None)
+
+
 def test_a_streamed_turn_is_kept_when_its_end_is_seen(client: httpx.Client, name: str) -> None:
     chunks = streamed(client, f"{SESSIONS}/{name}/turns", {"message": "Hello", "max_tokens": 8})
     assert chunks[-1]["perdure"]["kept"]

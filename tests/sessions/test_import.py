@@ -259,6 +259,7 @@ IMPOSSIBLE: Mapping[str, Change] = {
     "a time that is none": _with(created=float("nan")),
     "a time without end": _with(created=float("inf")),
     "usage that is none": _with(usage={"prompt_tokens": "many"}),
+    "a reason that is none": _with(usage={"why": 5}),
     "an end that no reply has": _with(finish_reason="boredom"),
     "a beginning that is not there": _with(keep=(10**6, 10**6)),
     "a beginning below 0": _with(keep=(-5, -5)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,9 @@ T = TypeVar("T")
 D = TypeVar("D", bound=Part)
 R = TypeVar("R", bound=Part)
 
+_PRODUCT = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+_AGENT = 64
+"""Characters of a program's name that are kept."""
 _QUICK, _SLOW = 64, 8
 """Calls that are made at once: those that only ask something, and those that compute or move state."""
 
@@ -189,6 +193,8 @@ class Caller:
 
     namespace: str
     notes: dict[str, Any]
+    agent: str = ""
+    """The program that asks, by the first word of its User-Agent."""
 
 
 def _app_state(request: Request) -> AppState:
@@ -197,7 +203,15 @@ def _app_state(request: Request) -> AppState:
 
 
 def _caller(request: Request) -> Caller:
-    return Caller(request.state.namespace, request.state.notes)
+    return Caller(request.state.namespace, request.state.notes, _agent(request.headers.get("user-agent", "")))
+
+
+def _agent(header: str) -> str:
+    """The product that a User-Agent names first, without its version. Browsers all name the same one."""
+    found = _PRODUCT.match(header.strip())
+    if found is None:
+        return ""
+    return "browser" if found[0] == "Mozilla" else found[0][:_AGENT]
 
 
 AppStateDep = Annotated[AppState, Depends(_app_state)]

@@ -936,8 +936,9 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _usage(reply: ChatReply) -> dict[str, int]:
-    """What a turn says later of how its reply came about: tokens, by tier too, and milliseconds."""
+def _usage(reply: ChatReply) -> dict[str, int | str]:
+    """What a turn says later of how its reply came about: tokens, by tier too, milliseconds, and why not more
+    was reused."""
     timings = reply.timings
     return {
         "prompt_tokens": reply.usage.prompt_tokens,
@@ -947,6 +948,7 @@ def _usage(reply: ChatReply) -> dict[str, int]:
         **{f"{tier}_tokens": count for tier, count in reply.reuse.tiers.items()},
         "first_token_ms": round(1000 * (timings.queued + timings.prefill)),
         "decode_ms": round(1000 * timings.decode),
+        "why": reply.reuse.why,
     }
 
 

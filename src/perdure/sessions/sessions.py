@@ -96,13 +96,14 @@ class Sessions:
         namespace: str = "",
         create: bool = True,
         settings: Mapping[str, Any] | None = None,
+        agent: str = "",
     ) -> Session:
-        """The session of that name, or a new one."""
+        """The session of that name, or a new one. `agent` is the program that asks, if it is known."""
         _check_name(name)
         if create and not self.store.has(namespace, name):
             # Somebody else may be faster.
             with suppress(SessionExistsError):
-                return self.create(name, system=system, namespace=namespace, settings=settings)
+                return self.create(name, system=system, namespace=namespace, settings=settings, agent=agent)
         session = self._opened(self.store.find(namespace, name))
         if system is not None and session.system != system:
             raise SessionError(
@@ -122,15 +123,18 @@ class Sessions:
         system: str | None = None,
         namespace: str = "",
         settings: Mapping[str, Any] | None = None,
+        agent: str = "",
     ) -> Session:
-        """A new session. One of that name that exists already is an error."""
+        """A new session. One of that name that exists already is an error. `agent` is the program that asks
+        for it, if it is known."""
         _check_name(name)
         check_settings(settings or {})
         start = Turn(
             kind="start",
             messages=(Message(role="system", content=system),) if system is not None else (),
         )
-        return self._opened(self.store.create(namespace, name, [start], settings=settings))
+        origin = {"agent": agent} if agent else {}
+        return self._opened(self.store.create(namespace, name, [start], settings=settings, origin=origin))
 
     def temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
         """A folder of its own for a file on its way in or out, which only the owner may enter."""

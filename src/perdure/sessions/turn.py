@@ -39,7 +39,8 @@ class Turn:
     settings: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     finish_reason: str = ""
-    usage: Mapping[str, int] = field(default_factory=dict)
+    usage: Mapping[str, int | str] = field(default_factory=dict)
+    """How its reply came about: figures, and `why` not more of its prompt was reused."""
     dropped: int = 0
     """How many of the oldest messages were left out of its prompt."""
     model: str = ""
@@ -97,7 +98,7 @@ class Turn:
                 settings=_mapping(value["settings"]),
                 seed=_whole(value["seed"]),
                 finish_reason=_text(value["finish_reason"]),
-                usage={_text(name): _whole(count) for name, count in _mapping(value["usage"]).items()},
+                usage=_usage(_mapping(value["usage"])),
                 dropped=_whole(value["dropped"]),
                 model=_text(value["model"]),
                 created=_moment(value["created"]),
@@ -254,6 +255,10 @@ def _moment(value: object) -> float:
 def _pair(value: Any) -> tuple[int, int]:
     first, second = value
     return _whole(first), _whole(second)
+
+
+def _usage(value: Mapping[str, Any]) -> dict[str, int | str]:
+    return {_text(name): _text(each) if name == "why" else _whole(each) for name, each in value.items()}
 
 
 def _mapping(value: object) -> dict[str, Any]:

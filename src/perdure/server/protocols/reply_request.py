@@ -25,8 +25,8 @@ class ReplyRequest:
     timeout: float | None = None
     """Seconds that the client gives it."""
 
-    def submit(self, runtime: Runtime, namespace: str) -> TurnJob:
-        """Queue it. It takes time to render and to tokenise, so this is called in a thread."""
+    def submit(self, runtime: Runtime, namespace: str, agent: str = "") -> TurnJob:
+        """Queue it for a program. It takes time to render and to tokenise, so this is called in a thread."""
         if self.session is None:
             return runtime.submit_chat(self.messages, namespace=namespace, **self.options)
         messages = [Message.parse(message, f"messages[{at}]") for at, message in enumerate(self.messages)]
@@ -34,6 +34,5 @@ class ReplyRequest:
         # A system message that comes first is that of a new session.
         if messages[0].role in ("system", "developer") and len(messages) > 1:
             system = messages.pop(0).content or ""
-        return runtime.session(self.session, namespace=namespace, system=system).submit(
-            messages, **self.options
-        )
+        session = runtime.sessions.open(self.session, namespace=namespace, system=system, agent=agent)
+        return session.submit(messages, **self.options)

@@ -75,7 +75,9 @@ async def create(asked: CreateRequest, app_state: AppStateDep, caller: CallerDep
     refuse_fields(asked, strict=app_state.strict, refused={})
     return await app_state.call(
         lambda: SessionAnswer.of(
-            app_state.runtime.sessions.create(asked.name, system=asked.system, namespace=caller.namespace)
+            app_state.runtime.sessions.create(
+                asked.name, system=asked.system, namespace=caller.namespace, agent=caller.agent
+            )
         )
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -76,10 +77,10 @@ class OriginAnswer(ResponseSchema):
     turn: int | None
 
     @classmethod
-    def of(cls, origin: Any) -> OriginAnswer | None:
-        if not origin:
+    def of(cls, origin: Mapping[str, Any]) -> OriginAnswer | None:
+        if not origin.get("how"):
             return None
-        return cls(how=str(origin.get("how", "")), session=origin.get("session"), turn=origin.get("turn"))
+        return cls(how=str(origin["how"]), session=origin.get("session"), turn=origin.get("turn"))
 
 
 class SessionSummary(ResponseSchema):
@@ -91,6 +92,8 @@ class SessionSummary(ResponseSchema):
     created: float
     updated: float
     origin: OriginAnswer | None
+    agent: str
+    """The program that made it, as it calls itself; empty where that is not known."""
 
     @classmethod
     def of(cls, row: SessionInfo) -> SessionSummary:
@@ -101,6 +104,7 @@ class SessionSummary(ResponseSchema):
             created=row.created,
             updated=row.updated,
             origin=OriginAnswer.of(row.origin),
+            agent=str(row.origin.get("agent", "")),
         )
 
 
@@ -131,6 +135,8 @@ class TurnAnswer(ResponseSchema):
     reply: SaidMessage | None
     finish_reason: str
     usage: dict[str, int]
+    why: str
+    """Why not more of its prompt was reused."""
     dropped: int
     seed: int
     created: float
@@ -145,7 +151,8 @@ class TurnAnswer(ResponseSchema):
             messages=[SaidMessage.of(message) for message in turn.messages],
             reply=SaidMessage.of(turn.reply) if turn.reply is not None else None,
             finish_reason=turn.finish_reason,
-            usage=dict(turn.usage),
+            usage={name: count for name, count in turn.usage.items() if isinstance(count, int)},
+            why=str(turn.usage.get("why", "")),
             dropped=turn.dropped,
             seed=turn.seed,
             created=turn.created,

@@ -27,7 +27,7 @@ async def chat(
 ) -> ChatAnswer | Response:
     """A reply to a conversation, in OpenAI's shape."""
     wanted = reply_request(asked, app_state)
-    job = await app_state.call(wanted.submit, app_state.runtime, caller.namespace)
+    job = await app_state.call(wanted.submit, app_state.runtime, caller.namespace, caller.agent)
     return await chat_answer(
         job, asked, request, app_state, caller, session=wanted.session, said=wanted.messages
     )
