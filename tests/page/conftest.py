@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Error, Page, sync_playwright
 
-from decode.observed import open_toy
 from page.gates import PatientTurnstile
-from page.user import PATIENCE, User
+from page.user import PATIENCE, Served, User
+from page.words import open_words
 from server.live_server import LiveServer, live_server
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -51,7 +51,7 @@ def gate() -> PatientTurnstile:
 def served(tmp_path_factory: pytest.TempPathFactory, gate: PatientTurnstile) -> Iterator[LiveServer]:
     """A server with a store on the toy engine, whose steps wait at the `gate`."""
     store = tmp_path_factory.mktemp("store")
-    with open_toy(gate=gate, slots=3, n_ctx=2048, store=store) as rt, live_server(rt) as server:
+    with open_words(gate=gate, store=store) as rt, live_server(rt) as server:
         yield server
         gate.open()
 
@@ -60,12 +60,12 @@ OpenPage = Callable[..., User]
 
 
 @pytest.fixture
-def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[OpenPage]:
+def open_page(browser: Browser) -> Iterator[OpenPage]:
     """`open_page(server)` is somebody who has the page of that server open. Each has a browser of their own,
     unless one says whose tab it is. At the end nothing may have gone wrong in any of them."""
     opened: list[User] = []
 
-    def open_(server: LiveServer, path: str = "/", *, beside: User | None = None, **settings: Any) -> User:
+    def open_(server: Served, path: str = "/", *, beside: User | None = None, **settings: Any) -> User:
         if beside is not None:
             context = beside.page.context
         else:
@@ -90,10 +90,3 @@ def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Open
 def images() -> Path:
     """Where screenshots go: into the documentation when they are asked for, else nowhere that stays."""
     return Path(__file__).resolve().parents[2] / "docs" / "images"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a browser is for `make soak` until it has been seen to be steady on every machine."""
-    for item in items:
-        if "open_page" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.soak)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +11,11 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-untyped]
 from playwright.sync_api import expect
 
-from decode.observed import toy
 from page.conftest import OpenPage
 from page.test_talk import kept_turn
 from page.user import User
-from server.live_server import LiveServer, live_server, opened
+from page.words import open_words
+from server.live_server import LiveServer, live_server
 
 REPLY = """A **ledger** says which tokens are truly in the cache, so a turn only computes what is new.
 
@@ -36,11 +37,34 @@ $$T(n, m) = n\\,c + \\frac{m}{r}$$
 """
 
 
+SAID = [
+    (
+        "how-sessions-last",
+        "And after a restart?",
+        "Its state is read back from the disk, block by block, and only what is new is computed.",
+    ),
+    (
+        "how-sessions-last~2",
+        "What about two users?",
+        "Each has their own sessions. What their prompts share is kept once.",
+    ),
+    ("trip-to-lisbon", "When is it warm?", "From May on, and the evenings stay mild until October."),
+    ("release-notes", "What changed?", "Sessions wake from the disk, and branches can be compared."),
+    ("garden", "What grows in the shade?", "Ferns, hostas, and most herbs that like it moist."),
+]
+"""Sessions of the pictures. The toy is held to write these replies."""
+
+
+def as_pattern(text: str) -> str:
+    """A regular expression that matches a text of plain sentences and nothing else."""
+    return re.sub(r"([.?])", r"\\\1", text)
+
+
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """A server with something to look at."""
     store = tmp_path_factory.mktemp("shown")
-    with opened(toy(), n_ctx=2048, slots=3, store=store) as rt, live_server(rt) as server:
+    with open_words(store=store) as rt, live_server(rt) as server:
         kept_turn(
             server,
             "how-sessions-last",
@@ -57,14 +81,19 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
                 "memory_tokens": 100,
                 "first_token_ms": 41,
                 "decode_ms": 2900,
+                "why": "the rest of the prompt is new",
             },
         )
-        talk = rt.session("how-sessions-last")
-        talk.say("And after a restart?", max_tokens=24, temperature=0)
-        talk.fork("how-sessions-last~2", turn=1).say("What about two users?", max_tokens=24, temperature=0)
-        talk.label("the idea", turn=1)
-        for name in ("trip-to-lisbon", "release-notes", "garden"):
-            rt.session(name).say(f"Something about {name}", max_tokens=12)
+        rt.session("how-sessions-last").fork("how-sessions-last~2")
+        with server.client() as client:
+            for name, said, reply in SAID:
+                body = {"message": said, "perdure": {"regex": as_pattern(reply)}}
+                answer = client.post(f"/v1/sessions/{name}/turns", json=body)
+                if answer.status_code == 404:
+                    client.post("/v1/sessions", json={"name": name})
+                    answer = client.post(f"/v1/sessions/{name}/turns", json=body)
+                assert answer.json()["choices"][0]["message"]["content"] == reply
+        rt.session("how-sessions-last").label("the idea", turn=1)
         rt.session("garden").sleep()
         start = "You are a careful assistant who answers in short sentences and says what is not known. " * 2
         rt.cache.warm(start + "Answer about gardens. " * 6, labels=["garden"])
@@ -153,7 +182,7 @@ def test_colours_can_be_chosen_and_are_remembered(open_page: OpenPage, shown: Li
     "PERDURE_SCREENSHOTS" not in os.environ, reason="PERDURE_SCREENSHOTS=1 makes the pictures"
 )
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("view", ["talk", "sessions", "machine"])
+@pytest.mark.parametrize("view", VIEWS)
 def test_pictures_of_the_main_views(
     open_page: OpenPage, shown: LiveServer, images: Path, view: str, scheme: str
 ) -> None:

@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
+import re
+
 from playwright.sync_api import expect
 
+from decode.observed import trouble
 from page.conftest import OpenPage
-from page.gates import PatientTurnstile
 from server.live_server import LiveServer
 
 
-def test_the_machine_shows_model_slots_and_requests_as_they_are(
-    open_page: OpenPage, served: LiveServer, gate: PatientTurnstile
+def test_the_machine_shows_the_model_its_slots_and_the_last_requests(
+    open_page: OpenPage, served: LiveServer
 ) -> None:
-    runtime = served.runtime
     user = open_page(served)
     user.ask("Show the machine")
     user.page.get_by_role("link", name="Machine", exact=True).click()
     model = user.page.get_by_role("region", name="toy")
     expect(model).to_contain_text("ready")
     expect(model).to_contain_text("2,048 tokens a request")
+    expect(model).to_contain_text(re.compile("Engine restarts ?0"))
     slots = model.locator(".slots li")
     expect(slots).to_have_count(3)
     expect(slots.filter(has_text="Show the machine")).to_have_count(1)
     row = user.page.get_by_role("row").filter(has_text="show-the-machine").first
-    expect(row).to_contain_text(served.app_state.recent.latest("", limit=1)[0].reuse.why)
-    expect(user.page.get_by_role("img", name="Tokens a second:")).to_be_visible()
-    gate.shut()
-    job = runtime.submit("Busy", max_tokens=30)
-    gate.arrive()
-    # The engine answers between two steps only: let some pass while the page looks.
-    expect(user.page.get_by_text("The server does not answer")).to_have_count(0)
-    gate.open()
-    job.reply()
+    expect(row).to_be_visible()
+    [last] = served.app_state.recent.latest("", limit=1)
+    expect(row).to_contain_text(last.reuse.why)
+    for name in ("Tokens a second", "Time to the first token", "Busy slots", "Waiting requests"):
+        expect(user.page.get_by_role("img", name=f"{name}:")).to_be_visible()
+
+
+def test_slots_and_the_queue_are_shown_as_they_change(open_page: OpenPage, served: LiveServer) -> None:
+    user = open_page(served, "/#/machine")
+    model = user.page.get_by_role("region", name="toy")
+    busy = model.locator(".slots li.busy")
+    waiting = model.locator("div", has=user.page.get_by_text("Waiting", exact=True)).locator("dd")
+    expect(model).to_be_visible()
+    expect(busy).to_have_count(0)
+    expect(waiting).to_have_text("0")
+    faults = trouble(served.runtime)
+    faults.pace = 0.02
+    jobs = [served.runtime.submit(f"Keep busy {number}", max_tokens=1500) for number in range(5)]
+    try:
+        expect(busy).to_have_count(3)
+        expect(waiting).to_have_text("2")
+    finally:
+        for job in jobs:
+            job.cancel()
+        faults.pace = 0.0
+    expect(busy).to_have_count(0)
+    expect(waiting).to_have_text("0")
 
 
 def test_kept_prefixes_are_a_tree_that_unfolds(open_page: OpenPage, served: LiveServer) -> None:
@@ -42,5 +62,8 @@ def test_kept_prefixes_are_a_tree_that_unfolds(open_page: OpenPage, served: Live
     badges = user.page.locator(".prefixes .badge")
     expect(badges.filter(has_text="left")).to_be_visible()
     expect(badges.filter(has_text="right")).to_be_visible()
+    shared = user.page.locator(".prefixes li").filter(has_text="a beginning that all").first
+    expect(shared).to_contain_text("memory")
+    expect(shared).to_contain_text("tokens")
     user.page.get_by_role("button", name="a beginning that all").click()
     expect(badges.filter(has_text="left")).to_have_count(0)

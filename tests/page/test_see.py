@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from playwright.sync_api import expect
 
 from page.conftest import OpenPage
@@ -14,17 +16,20 @@ def test_under_each_reply_stands_where_its_prompt_came_from(open_page: OpenPage,
     user.ask("And now?")
     last = served.app_state.recent.latest("", limit=1)[0]
     bar = user.turn(2).locator(".reuse")
-    expect(bar).to_contain_text(f"{last.reuse.tiers['slot']} slot")
-    expect(bar).to_contain_text(f"{last.reuse.computed} computed")
-    expect(bar).to_contain_text("first token")
-    expect(bar).to_contain_text("tokens/s")
-    expect(bar).to_contain_text(last.reuse.why)
-    label = bar.get_by_role("img").get_attribute("aria-label") or ""
-    assert f"{last.reuse.tiers['slot']} slot" in label
+
+    def check() -> None:
+        expect(bar).to_contain_text(f"{last.reuse.tiers['slot']} slot")
+        expect(bar).to_contain_text(f"{last.reuse.computed} computed")
+        expect(bar).to_contain_text("first token")
+        expect(bar).to_contain_text("tokens/s")
+        expect(bar).to_contain_text(f"Why not more was reused: {last.reuse.why}")
+        label = bar.get_by_role("img").get_attribute("aria-label") or ""
+        assert f"{last.reuse.tiers['slot']} slot" in label
+
+    check()
+    # Later the turn itself tells.
     user.page.reload()
-    # Later the turn itself tells, all but the reason.
-    expect(bar).to_contain_text(f"{last.reuse.tiers['slot']} slot")
-    expect(bar).to_contain_text("tokens/s")
+    check()
 
 
 def test_a_token_shows_its_alternatives_and_another_one_makes_a_branch(
@@ -37,17 +42,32 @@ def test_a_token_shows_its_alternatives_and_another_one_makes_a_branch(
     user.set(max_tokens="12")
     user.ask("Tokens please")
     session = user.name
-    user.button("Tokens").click()
     tokens = user.page.locator("button.token")
-    assert tokens.count() == 12
-    fifth = tokens.nth(4)
-    before = "".join(tokens.nth(at).inner_text() for at in range(4))
-    fifth.hover()
     alternatives = user.page.get_by_role("list", name="Other tokens here").get_by_role("button")
+    user.button("Tokens").click()
+    expect(tokens).to_have_count(12)
+    [turn] = served.runtime.session(session).history()
+    before = "".join(tokens.nth(at).text_content() or "" for at in range(4))
+    assert turn.text.startswith(before)
+    tokens.nth(4).hover()
     expect(alternatives.first).to_contain_text("%")
-    chosen = alternatives.first.locator("code").inner_text().strip('"')
+    chosen = json.loads(alternatives.first.locator("code").inner_text())
     alternatives.first.click()
     expect(user.page.get_by_role("img", name="Branch 2 of 2")).to_be_visible()
+    expect(user.pending).to_have_count(0)
     [turn] = served.runtime.session(f"{session}~2").history()
-    assert turn.text.startswith(before)
-    assert turn.text[len(before) :].startswith(chosen[:1])
+    assert turn.text.startswith(before + chosen)
+    assert turn.settings["continue_final_message"] is True
+    assert [message.role for message in turn.messages] == ["user"]
+    assert turn.usage["completion_tokens"] == 12
+    # What was gone on from has no tokens of its own, and is still the beginning of any further branch.
+    user.button("Tokens").click()
+    expect(tokens).to_have_count(12)
+    expect(user.turn(1).locator(".token-text")).to_have_text(turn.text)
+    tokens.nth(2).focus()
+    chosen = json.loads(alternatives.first.locator("code").inner_text())
+    alternatives.first.click()
+    expect(user.page.get_by_role("img", name="Branch 3 of 3")).to_be_visible()
+    expect(user.pending).to_have_count(0)
+    [third] = served.runtime.session(f"{session}~3").history()
+    assert third.text.startswith(turn.text[: len(before) + 3] + chosen)

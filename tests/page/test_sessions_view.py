@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from playwright.sync_api import expect
 
 from page.conftest import OpenPage
-from server.live_server import LiveServer
+from server.live_server import PATIENCE, LiveServer, hello
 
 
 def test_sessions_are_found_put_to_sleep_and_woken_by_a_plan(open_page: OpenPage, served: LiveServer) -> None:
-    for name, said in (("ships", "a zebra on board"), ("zebra notes", "stripes"), ("trees", "oak")):
-        served.runtime.session(name).say(said, max_tokens=40)
+    # Longer than a block of tokens, so that there is state to keep.
+    for name, said in (("ships", "a zebra on board"), ("zebra notes", "stripes " * 20), ("trees", "oak")):
+        served.runtime.session(name).say(said)
     served.runtime.session("ships").fork("ships-b")
+    agent = {"user-agent": "claude-cli/2.1 (external, cli)"}
+    with served.client() as client:
+        body = hello(perdure={"session": "by an agent"})
+        assert client.post("/v1/chat/completions", json=body, headers=agent).status_code == 200
     user = open_page(served, "/#/sessions")
+    expect(user.page.get_by_role("row", name="by an agent")).to_contain_text("claude-cli")
     user.page.get_by_role("searchbox").fill("zebra")
     rows = user.page.locator("tbody tr")
     expect(rows).to_have_count(3)
@@ -38,7 +45,7 @@ def test_a_session_goes_out_as_a_file_comes_back_by_dropping_and_is_deleted_with
     open_page: OpenPage, served: LiveServer, tmp_path: Path
 ) -> None:
     sessions = served.runtime.sessions
-    served.runtime.session("traveller").say("pack the bags", max_tokens=20)
+    served.runtime.session("traveller").say("pack the bags")
     said = sessions.get("traveller").history()[0].text
     user = open_page(served, "/#/sessions")
     with user.page.expect_download() as download:
@@ -54,12 +61,10 @@ def test_a_session_goes_out_as_a_file_comes_back_by_dropping_and_is_deleted_with
     user.button("Delete traveller").click()
     # Closing the tab does not bring it back.
     user.page.goto("about:blank")
+    until = time.monotonic() + PATIENCE
     with served.client() as client:
-        for _ in range(200):
-            if client.get("/v1/sessions/traveller").status_code == 404:
-                break
-        else:
-            raise AssertionError("it was not deleted")
+        while client.get("/v1/sessions/traveller").status_code != 404:
+            assert time.monotonic() < until, "it was not deleted"
     user.page.goto(f"{served.url}/#/sessions")
     drop = user.page.evaluate_handle(
         """bytes => {

@@ -7,12 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 from playwright.sync_api import expect
 
 from page.conftest import OpenPage
 from page.gates import PatientTurnstile
-from page.user import letters
+from page.user import User
+from page.words import REPLY
+from perdure.chat.message import Message
+from perdure.sessions.turn import Turn
 from server.live_server import LiveServer
 
 HOSTILE = """<img src=x onerror="alert(1)"><script>alert(2)</script>
@@ -36,9 +38,6 @@ $\\href{javascript:alert(7)}{x}$ $\\htmlData{onclick=alert(8)}{y}$
 
 def kept_turn(server: LiveServer, name: str, said: str, reply: dict[str, Any], **more: Any) -> None:
     """A session with a turn whose reply the toy would never write."""
-    from perdure.chat.message import Message
-    from perdure.sessions.turn import Turn
-
     store = server.runtime.sessions.store
     start = Turn(kind="start", messages=())
     turn = Turn(
@@ -52,31 +51,39 @@ def kept_turn(server: LiveServer, name: str, said: str, reply: dict[str, Any], *
     store.create("", name, [start, turn])
 
 
+def kept_turns(server: LiveServer, name: str, count: int) -> None:
+    """A session of many turns that nobody had to wait for."""
+    turns = [Turn(kind="start", messages=())]
+    for number in range(1, count + 1):
+        turns.append(
+            Turn(
+                kind="turn",
+                messages=(Message(role="user", content=f"Question number {number}"),),
+                reply=Message(role="assistant", content=f"Answer number {number}, *with* `code`. " * 5),
+                finish_reason="stop",
+                before=turns[-1].digest,
+                created=float(number),
+            )
+        )
+    server.runtime.sessions.store.create("", name, turns)
+
+
 def test_a_reply_is_shown_as_it_comes_and_kept(
     open_page: OpenPage, served: LiveServer, gate: PatientTurnstile
 ) -> None:
     user = open_page(served)
-    user.set(temperature="0")
     gate.shut()
     user.say("Hello there")
-    pending = user.page.locator("article.pending .assistant .markdown")
-    # The prompt, and then the reply token by token.
-    gate.arrive()
-    seen = ""
-    for _ in range(200):
-        if pending.count() and (seen := pending.inner_text()):
-            break
-        gate.pass_through(1)
-    assert seen
+    gate.write(REPLY // 2)
+    expect(user.written).to_have_text(re.compile("[a-z]"))
+    expect(user.replies).to_have_count(0)
     gate.open()
     expect(user.replies).to_have_count(1)
-    shown = user.replies.inner_text()
-    assert letters(shown.removeprefix("Model")) == letters(
-        served.runtime.session("hello-there").history()[0].text
-    )
+    [turn] = served.runtime.session("hello-there").history()
+    assert len(turn.text) == REPLY
+    expect(user.said).to_have_text(turn.text)
     user.page.reload()
-    expect(user.replies).to_have_count(1)
-    assert user.replies.inner_text() == shown
+    expect(user.said).to_have_text(turn.text)
     assert user.name == "hello-there"
 
 
@@ -84,28 +91,26 @@ def test_a_reply_that_is_stopped_stays_and_can_be_continued(
     open_page: OpenPage, served: LiveServer, gate: PatientTurnstile
 ) -> None:
     user = open_page(served)
-    user.set(temperature="0")
     gate.shut()
     user.say("Go on and on")
-    gate.arrive()
-    text = user.page.locator("article.pending .assistant .markdown")
-    for _ in range(300):
-        gate.pass_through(1)
-        if text.count() and len(text.inner_text()) >= 5:
-            break
-    user.page.keyboard.press("Escape")
+    gate.write(REPLY // 2)
+    expect(user.written).to_have_text(re.compile("[a-z]"))
+    # The engine goes on only when the server knows that it is to stop.
+    with user.page.expect_response("**/stop"):
+        user.page.keyboard.press("Escape")
     expect(user.button("Stopping")).to_be_visible()
     gate.open()
     expect(user.page.get_by_text("Stopped", exact=True)).to_be_visible()
     session = served.runtime.session("go-on-and-on")
     before = session.history()[-1].text
-    assert before
+    assert 0 < len(before) < REPLY
     user.button("Continue").click()
     expect(user.page.get_by_text("Stopped", exact=True)).to_have_count(0)
-    expect(user.replies).to_have_count(1)
+    expect(user.pending).to_have_count(0)
     [turn] = session.history()
     assert turn.text.startswith(before)
-    assert len(turn.text) > len(before)
+    assert len(turn.text) == REPLY
+    expect(user.said).to_have_text(turn.text)
 
 
 def test_settings_go_with_every_turn_and_come_back(open_page: OpenPage, served: LiveServer) -> None:
@@ -165,17 +170,45 @@ def test_hostile_markdown_and_html_is_text(open_page: OpenPage, served: LiveServ
     user.page.get_by_text("Reasoning,").click()
     expect(user.page.locator("pre .hljs-tag").first).to_be_visible()
     expect(user.page.locator(".formula math").first).to_be_attached()
+    check_harmless(user, {"http://evil.example/x.png", "https://example.org/"})
+    assert "<script>alert(2)</script>" in user.page.locator("#conversation").inner_text()
+
+
+def check_harmless(user: User, links: set[str]) -> None:
+    """Nothing in the conversation is an element that acts, has a handler, or leads elsewhere."""
     conversation = user.page.locator("#conversation")
     for tag in ("img", "script", "iframe", "svg", "style", "object", "embed", "form"):
         assert conversation.locator(tag).count() == 0, tag
     hrefs = conversation.locator("[href]").evaluate_all("all => all.map(each => each.getAttribute('href'))")
-    assert set(hrefs) == {"http://evil.example/x.png", "https://example.org/"}
+    assert set(hrefs) == links
     handlers = conversation.evaluate(
         "root => [...root.querySelectorAll('*')].flatMap(each => each.getAttributeNames())"
         ".filter(name => name.startsWith('on'))"
     )
     assert handlers == []
-    assert "<script>alert(2)</script>" in conversation.inner_text()
+
+
+def test_hostile_text_does_nothing_while_it_is_written(
+    open_page: OpenPage, served: LiveServer, gate: PatientTurnstile
+) -> None:
+    """The model is held to write it, token by token."""
+    text = (
+        "<img src=x onerror=alert(1)><script>alert(2)</script> [x](javascript:alert(3)) <svg onload=alert(4)>"
+    )
+    user = open_page(served)
+    user.button("Settings").click()
+    user.page.get_by_role("combobox", name="Structured output").select_option("regex")
+    user.page.get_by_label("Regular expression").fill(re.sub(r"([\[\]().])", r"\\\1", text))
+    user.button("Done").click()
+    gate.shut()
+    user.say("Be hostile")
+    gate.write(text.index("alert(2)"))
+    expect(user.written).to_contain_text("onerror=alert(1)")
+    check_harmless(user, set())
+    gate.open()
+    expect(user.replies).to_have_count(1)
+    check_harmless(user, set())
+    assert served.runtime.session("be-hostile").history()[0].text == text
 
 
 def test_a_reply_has_code_with_colours_a_copy_button_mathematics_and_tables(
@@ -191,8 +224,9 @@ def test_a_reply_has_code_with_colours_a_copy_button_mathematics_and_tables(
     expect(user.page.locator("math msup")).to_be_visible()
     expect(user.page.locator("td", has_text="1")).to_be_visible()
     user.button("Copy code").click()
-    expect(user.button("Copied")).to_be_visible()
-    assert user.page.evaluate("navigator.clipboard.readText()") == "def f():\n    return 'x'"
+    user.page.wait_for_function(
+        "async text => (await navigator.clipboard.readText()) === text", arg="def f():\n    return 'x'"
+    )
 
 
 def test_reasoning_is_folded_and_a_tool_call_is_a_card_that_takes_a_result(
@@ -222,19 +256,38 @@ def test_everything_can_be_done_by_keyboard(open_page: OpenPage, served: LiveSer
     user.turn(1).focus()
     press("r")
     expect(user.page.get_by_role("img", name="Branch 2 of 2")).to_be_visible()
+    expect(user.pending).to_have_count(0)
     user.turn(1).focus()
     press("ArrowLeft")
     expect(user.page.get_by_role("img", name="Branch 1 of 2")).to_be_visible()
-    user.turn(1).focus()
+    expect(user.turn(1)).to_be_focused()
     press("e")
+    editor = user.page.get_by_label("Edit", exact=True)
+    expect(editor).to_be_focused()
     user.page.keyboard.type(" changed")
+    expect(editor).to_have_value("By keyboard changed")
     press("Escape")
-    user.turn(1).focus()
-    press("m")
-    expect(user.page.get_by_role("dialog", name="Remember this point")).to_be_visible()
-    press("Escape")
+    expect(editor).to_have_count(0)
+    for key, title in (("m", "Remember this point"), ("f", "Fork this conversation")):
+        user.turn(1).focus()
+        press(key)
+        expect(user.page.get_by_role("dialog", name=title)).to_be_visible()
+        press("Escape")
+        expect(user.page.get_by_role("dialog")).to_have_count(0)
+    press("Alt+c")
+    expect(user.page.get_by_label("Message", exact=True)).to_be_focused()
+    user.ask("And again")
+    user.turn(2).focus()
+    press("ArrowUp")
+    expect(user.turn(1)).to_be_focused()
+    press("ArrowDown")
+    expect(user.turn(2)).to_be_focused()
     press("Alt+b")
     expect(user.page.locator("#branches")).to_have_count(0)
+    press("Alt+Comma")
+    expect(user.page.get_by_role("dialog", name="Settings of this conversation")).to_be_visible()
+    press("Escape")
+    expect(user.page.get_by_role("dialog")).to_have_count(0)
     press("Alt+s")
     expect(user.page.get_by_role("heading", name="Sessions")).to_be_visible()
     press("Alt+m")
@@ -242,38 +295,16 @@ def test_everything_can_be_done_by_keyboard(open_page: OpenPage, served: LiveSer
     press("?")
     expect(user.page.get_by_role("dialog", name="Keyboard")).to_be_visible()
     press("Escape")
+    expect(user.page.get_by_role("dialog")).to_have_count(0)
     press("Alt+n")
     expect(user.page.get_by_text("Say something to begin.")).to_be_visible()
 
 
-@pytest.fixture(scope="session")
-def long_session(served: LiveServer) -> str:
-    """A conversation of 2,000 turns."""
-    from perdure.chat.message import Message
-    from perdure.sessions.turn import Turn
-
-    turns = [Turn(kind="start", messages=())]
-    for number in range(1, 2001):
-        turns.append(
-            Turn(
-                kind="turn",
-                messages=(Message(role="user", content=f"Question number {number}"),),
-                reply=Message(
-                    role="assistant", content=f"Answer number {number}, *with* `code` and words. " * 5
-                ),
-                finish_reason="stop",
-                before=turns[-1].digest,
-                created=float(number),
-            )
-        )
-    served.runtime.sessions.store.create("", "long", turns)
-    return "long"
-
-
 def test_a_conversation_of_2000_turns_opens_at_its_end_and_scrolls_to_its_start(
-    open_page: OpenPage, served: LiveServer, long_session: str
+    open_page: OpenPage, served: LiveServer
 ) -> None:
-    user = open_page(served, f"/#/c/{long_session}")
+    kept_turns(served, "long", 2000)
+    user = open_page(served, "/#/c/long")
     expect(user.page.get_by_text("Question number 2000")).to_be_in_viewport()
     assert user.turns.count() < 300
     conversation = user.page.locator("#conversation")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
 
-from decode.observed import open_toy, toy
 from page.conftest import OpenPage
 from page.gates import PatientTurnstile
 from page.user import User, letters
+from page.words import REPLY, open_words
 from perdure.server.app_state import AppState
 from perdure.server.http_server import HttpServer, bind
 from perdure.server.keys import Keys, new_key
 from server.live_server import LiveServer, live_server, opened
+from server.test_command import serving
 
 LOST = "The connection was lost. This reply was not kept."
 AWAY = [
@@ -26,35 +28,30 @@ AWAY = [
 ]
 
 
-def first_text(user: User, gate: PatientTurnstile) -> str:
-    """Let the engine go on until some of the reply is shown."""
-    gate.arrive()
-    text = user.page.locator("article.pending .assistant .markdown")
-    for _ in range(300):
-        if text.count() and text.inner_text():
-            return text.inner_text()
-        gate.pass_through(1)
-    raise AssertionError("nothing was shown")
+def begin(user: User, gate: PatientTurnstile, text: str) -> str:
+    """Say something, and have half of the reply written: what is shown of it."""
+    gate.shut()
+    user.say(text)
+    gate.write(REPLY // 2)
+    expect(user.written).to_have_text(re.compile("[a-z]"))
+    return (user.written.text_content() or "").strip()
 
 
 def test_a_server_that_restarts_in_the_middle_of_a_reply_is_waited_for(
     open_page: OpenPage, tmp_path: Path
 ) -> None:
     gate = PatientTurnstile(is_open=True)
-    with open_toy(gate=gate, n_ctx=512, store=tmp_path) as rt, live_server(rt) as server:
+    with open_words(gate=gate, store=tmp_path) as rt, live_server(rt) as server:
         user = open_page(server)
         user.expected = [*AWAY, "503"]
-        user.set(temperature="0")
         user.ask("Before the restart")
-        gate.shut()
-        user.say("During the restart")
-        first_text(user, gate)
+        begin(user, gate, "During the restart")
         port = server.port
         server.http_server.stop(now=True)
         # The engine is let go on when the server has ended the reply, which would else be whole by then.
         expect(user.page.get_by_role("alert")).to_be_visible()
         gate.open()
-    with open_toy(n_ctx=512, store=tmp_path) as rt:
+    with open_words(store=tmp_path) as rt:
         listening = bind("127.0.0.1", port)
         listening.listen(64)
         again = HttpServer(AppState(runtime=rt, name="toy"))
@@ -63,20 +60,59 @@ def test_a_server_that_restarts_in_the_middle_of_a_reply_is_waited_for(
         try:
             # What was written when the server stopped is kept, and goes on from there.
             expect(user.page.get_by_text("Stopped", exact=True)).to_be_visible()
-            expect(user.page.locator("article.pending")).to_have_count(0)
+            expect(user.pending).to_have_count(0)
             user.button("Continue").click()
             expect(user.page.get_by_text("Stopped", exact=True)).to_have_count(0)
-            expect(user.page.locator("article.pending")).to_have_count(0)
+            expect(user.pending).to_have_count(0)
             turns = rt.session("before-the-restart").history()
             assert [turn.messages[0].content for turn in turns] == [
                 "Before the restart",
                 "During the restart",
             ]
-            assert turns[1].finish_reason in ("stop", "length")
+            assert turns[1].finish_reason == "stop"
+            assert len(turns[1].text) == REPLY
             user.page.goto("about:blank")
         finally:
             again.stop(now=True)
             thread.join()
+
+
+@pytest.mark.model
+def test_a_server_that_is_killed_in_the_middle_of_a_reply_is_gone_on_with(
+    open_page: OpenPage, tmp_path: Path
+) -> None:
+    """The command itself, with the model that newcomers get, and kill -9."""
+    from perdure import models
+
+    options = ("--store", str(tmp_path), "--ctx", "1024")
+    model = models.path(None)
+    with serving(model, *options) as running:
+        user = open_page(running)
+        user.expected = [*AWAY, "503"]
+        user.set(max_tokens="16", temperature="0")
+        user.ask("Name a colour.")
+        user.set(max_tokens="800")
+        user.say("Write a very long story about the sea, with many chapters.")
+        expect(user.written).to_have_text(re.compile(r"\w+ \w+ \w+"))
+        running.process.kill()
+        running.process.wait()
+        expect(user.page.get_by_text(LOST)).to_be_visible()
+        port = running.url.rpartition(":")[2]
+    shown = (user.written.text_content() or "").strip()
+    assert shown
+    with serving(model, *options, "--port", port) as running, running.client() as client:
+        # The turn before is there, the cut one is not, and the page goes on from what it had shown.
+        [turn] = client.get("/v1/sessions/name-a-colour/turns").json()["data"]
+        assert turn["reply"]["content"]
+        user.set(max_tokens="8")
+        user.button("Continue from here").click()
+        expect(user.page.get_by_text(LOST)).to_have_count(0)
+        expect(user.replies).to_have_count(2)
+        expect(user.pending).to_have_count(0)
+        _, turn = client.get(f"/v1/sessions/{user.name}/turns").json()["data"]
+        assert letters(turn["reply"]["content"]).startswith(letters(shown))
+        assert turn["usage"]["completion_tokens"] <= 8
+        user.page.goto("about:blank")
 
 
 def test_a_dropped_connection_is_told_and_the_reply_can_go_on_from_where_it_was(
@@ -84,11 +120,8 @@ def test_a_dropped_connection_is_told_and_the_reply_can_go_on_from_where_it_was(
 ) -> None:
     user = open_page(served)
     user.expected = ["ERR_FAILED", "ERR_INTERNET_DISCONNECTED", "net::ERR"]
-    user.set(temperature="0")
     user.ask("Before the drop")
-    gate.shut()
-    user.say("During the drop")
-    shown = first_text(user, gate)
+    shown = begin(user, gate, "During the drop")
     # Both ways at once: what was being read ends, and nothing new comes through.
     user.page.context.set_offline(True)
     connections = list(served.http_server.server_state.connections)
@@ -100,15 +133,17 @@ def test_a_dropped_connection_is_told_and_the_reply_can_go_on_from_where_it_was(
     user.button("Continue from here").click()
     expect(user.page.get_by_text(LOST)).to_have_count(0)
     expect(user.replies).to_have_count(2)
+    expect(user.pending).to_have_count(0)
     turns = served.runtime.session(user.name).history()
-    assert letters(turns[1].text).startswith(letters(shown))
+    assert turns[1].text.strip().startswith(shown)
+    assert len(turns[1].text) == REPLY
 
 
 def test_a_wrong_key_is_told_and_a_right_one_is_kept_until_the_tab_closes(
     open_page: OpenPage, tmp_path: Path
 ) -> None:
     secret, key = new_key("alice")
-    with opened(toy(), store=tmp_path) as rt, live_server(rt, keys=Keys([key])) as server:
+    with open_words(store=tmp_path) as rt, live_server(rt, keys=Keys([key])) as server:
         user = open_page(server)
         user.expected = ["401"]
         question = user.page.get_by_role("dialog", name="This server needs a key")
@@ -144,7 +179,7 @@ def test_two_tabs_on_one_session_see_the_same_turns(
     gate.shut()
     one.page.bring_to_front()
     one.say("Slowly now")
-    gate.arrive()
+    gate.write(1)
     two.page.bring_to_front()
     two.say("At the same time")
     expect(two.page.get_by_text("is being answered elsewhere")).to_be_visible()
@@ -174,6 +209,8 @@ def test_the_default_model_talks_branches_and_says_what_was_reused(
         user.ask("Name a colour.")
         user.ask("Name another one.")
         expect(user.turn(2).locator(".reuse")).to_contain_text("slot")
+        expect(user.turn(2).locator(".why")).to_be_visible()
         user.button("Regenerate", user.turn(2)).click()
         expect(user.page.get_by_role("img", name="Branch 2 of 2")).to_be_visible()
+        expect(user.pending).to_have_count(0)
         user.page.goto("about:blank")

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import re
+from typing import Protocol
 
 from playwright.sync_api import ConsoleMessage, Dialog, Locator, Page, Request, expect
-
-from server.live_server import LiveServer
 
 PATIENCE = 60_000
 """Milliseconds after which something that was waited for has not come. None is meant to take so long."""
 expect.set_options(timeout=PATIENCE)
 
 
+class Served(Protocol):
+    """Something that serves the page."""
+
+    @property
+    def url(self) -> str: ...
+
+
 class User:
     """One tab. It remembers what went wrong in it, and every request that did not go to its own server."""
 
-    def __init__(self, page: Page, server: LiveServer) -> None:
+    def __init__(self, page: Page, server: Served) -> None:
         self.page = page
         self.server = server
         self.wrong: list[str] = []
@@ -55,6 +61,21 @@ class User:
     def replies(self) -> Locator:
         return self.page.locator("article.turn:not(.pending) .said.assistant")
 
+    @property
+    def pending(self) -> Locator:
+        """The turn that is on its way, or that failed."""
+        return self.page.locator("article.pending")
+
+    @property
+    def written(self) -> Locator:
+        """The text of the reply that is on its way."""
+        return self.pending.locator(".assistant .markdown")
+
+    @property
+    def said(self) -> Locator:
+        """The text of the last reply that was kept."""
+        return self.replies.last.locator(".markdown")
+
     def turn(self, number: int) -> Locator:
         return self.page.locator(f"#turn-{number}")
 
@@ -76,11 +97,12 @@ class User:
         self.page.keyboard.press("Enter")
 
     def ask(self, text: str) -> str:
-        """Say something and wait for the reply: its text."""
+        """Say something and wait until the turn is kept: the text of its reply."""
         before = self.replies.count()
         self.say(text)
         expect(self.replies).to_have_count(before + 1)
-        return self.replies.last.inner_text()
+        expect(self.pending).to_have_count(0)
+        return self.said.text_content() or ""
 
     def set(self, **settings: str) -> None:
         """Fill fields of the settings, by their names in the form."""

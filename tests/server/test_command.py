@@ -29,8 +29,12 @@ class Running:
     process: subprocess.Popen[str]
     screen: dict[str, str]
 
+    @property
+    def url(self) -> str:
+        return self.screen["address"]
+
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.screen["address"], timeout=PATIENCE, trust_env=False)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE, trust_env=False)
 
 
 @contextmanager

@@ -40,6 +40,8 @@ export interface Turn {
   reply: Message | null;
   finish_reason: string;
   usage: Record<string, number>;
+  /** Why not more of its prompt was reused. */
+  why: string;
   dropped: number;
   seed: number;
   created: number;
@@ -59,6 +61,8 @@ export interface SessionSummary {
   created: number;
   updated: number;
   origin: Origin | null;
+  /** The program that made it, as it calls itself. */
+  agent: string;
 }
 
 export interface SessionAnswer {

@@ -3,6 +3,7 @@
 import type { createLowlight } from "lowlight";
 import type { ComponentChildren } from "preact";
 import { useEffect, useState } from "preact/hooks";
+import { notify } from "./notices";
 import { texts } from "./texts";
 
 type Highlighter = ReturnType<typeof createLowlight>;
@@ -53,6 +54,8 @@ const SHOWN = 1500;
 export function Copy({ text, label }: { text: string; label: string }) {
   const [copied, mark] = useState(false);
   const copy = async () => {
+    // A browser has a clipboard only for pages of this machine, or that came encrypted.
+    if (!navigator.clipboard) return notify(texts.errors.clipboard, "error");
     await navigator.clipboard.writeText(text);
     mark(true);
     setTimeout(() => mark(false), SHOWN);

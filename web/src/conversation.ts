@@ -2,40 +2,52 @@
 
 import { ApiError, get, path, post, query, remove } from "./api";
 import type { List, Message, Reuse, SessionAnswer, Timings, Turn } from "./api";
-import { notify, notifyError } from "./notices";
+import { notifyError } from "./notices";
 import { open } from "./route";
-import { asked, defaults, escaped, fromTurn, LONGEST_PREFIX, type Settings } from "./settings";
+import { asked, defaults, fromTurn, type Settings } from "./settings";
 import { Watched } from "./store";
-import { streamReply, type ReplyText, type TokenLogprob } from "./stream";
+import { ReplyText, streamReply, type Begun, type TokenLogprob } from "./stream";
 import { texts } from "./texts";
 import { loadTree, type Tree } from "./tree";
 
 const FIRST = 30;
 const PAGE = 200;
+const MOST = 1000;
+/** Turns that the server gives at once. */
 
 /** What is known of a reply only by who was there when it was written. */
 export interface Told {
   reuse: Reuse;
   timings: Timings;
   logprobs: TokenLogprob[];
+  /** The beginning of the text that was there before, and has no tokens. */
+  lead: string;
 }
 
 export interface Pending {
   turn: number;
   said: Message[];
   reply: ReplyText | null;
-  started: number;
-  firstAfter: number | null;
   stopping: boolean;
   /** What went wrong; then nothing more comes. */
   error: string | null;
-  prefix: string;
 }
 
 /** Tells other tabs that a conversation has changed. */
 const channel = new BroadcastChannel("perdure");
 /** Of replies that this tab saw, by session and turn. */
 const told = new Map<string, Told>();
+/** The turn that is to be shown of a conversation that is about to be opened. */
+let aim: { session: string; turn: number } | null = null;
+
+export function openAt(session: string, turn: number): void {
+  aim = { session, turn };
+  open({ view: "talk", session });
+}
+
+export function sameTurn(one: Turn, other: Turn): boolean {
+  return one.created === other.created && one.seed === other.seed && one.reply?.content === other.reply?.content;
+}
 
 export class Conversation extends Watched {
   system: string | null = null;
@@ -46,6 +58,8 @@ export class Conversation extends Watched {
   tree: Tree | null = null;
   state: "new" | "loading" | "ready" | "gone" | "unreachable" = "new";
   busyElsewhere = false;
+  /** The turn that is to be brought into view once it is there. */
+  wanted: number | null = null;
   private fetching = false;
   private closed = false;
   private readonly stopListening: () => void;
@@ -64,6 +78,8 @@ export class Conversation extends Watched {
       channel.removeEventListener("message", heard);
       document.removeEventListener("visibilitychange", shown);
     };
+    if (aim !== null && aim.session === name) this.wanted = Math.max(1, aim.turn);
+    aim = null;
     if (name !== null) void this.load();
   }
 
@@ -99,12 +115,11 @@ export class Conversation extends Watched {
   private async read(): Promise<void> {
     const name = this.name!;
     const session = await get<SessionAnswer>(path("sessions", name));
-    const wanted = Math.max(FIRST, this.turns.length);
-    const after = Math.max(0, session.turns - wanted);
-    const page = await get<List<Turn>>(path("sessions", name, "turns") + query({ after, limit: Math.min(1000, wanted) }));
+    const after = Math.max(0, session.turns - FIRST);
+    const page = await get<List<Turn>>(path("sessions", name, "turns") + query({ after, limit: MOST }));
     if (this.closed || this.name !== name) return;
     this.system = session.system;
-    this.turns = page.data;
+    this.turns = this.merged(page.data);
     this.count = after + page.data.length;
     this.settle();
     const last = page.data[page.data.length - 1];
@@ -112,6 +127,19 @@ export class Conversation extends Watched {
     this.state = "ready";
     this.changed();
     void this.readTree();
+  }
+
+  /** The last turns behind those that are known, as far as they are still the same. */
+  private merged(last: Turn[]): Turn[] {
+    const known = new Map(this.turns.map((turn) => [turn.turn, turn]));
+    const found = last.map((turn) => {
+      const before = known.get(turn.turn);
+      return before && sameTurn(before, turn) ? before : turn;
+    });
+    // What led to a turn never changes: where the first one is the same, so are all before it.
+    const first = found[0];
+    if (!first || known.get(first.turn) !== first) return found;
+    return [...this.turns.filter((turn) => turn.turn < first.turn), ...found];
   }
 
   /** Forget a turn that seemed to have failed and is there all the same: a server that stops keeps what it has. */
@@ -155,11 +183,26 @@ export class Conversation extends Watched {
     }
   }
 
-  async earlier(): Promise<void> {
+  /** Bring a turn into view. The first one stands for what is before it. */
+  reveal(turn: number): void {
+    this.wanted = Math.max(1, turn);
+    this.changed();
+  }
+
+  /** Read turns until one of them is there, if it is not being done. */
+  async reach(turn: number): Promise<void> {
+    while (turn < this.first && !this.closed) {
+      const before = this.first;
+      await this.earlier(Math.min(MOST, before - turn + FIRST));
+      if (this.first === before) return;
+    }
+  }
+
+  async earlier(count = PAGE): Promise<void> {
     if (this.fetching || this.first <= 1 || this.name === null) return;
     this.fetching = true;
     const end = this.first - 1;
-    const after = Math.max(0, end - PAGE);
+    const after = Math.max(0, end - count);
     try {
       const page = await get<List<Turn>>(path("sessions", this.name, "turns") + query({ after, limit: end - after }));
       if (this.first - 1 === end) this.turns = [...page.data, ...this.turns];
@@ -175,24 +218,20 @@ export class Conversation extends Watched {
 
   async send(said: Message[]): Promise<void> {
     if (this.name === null) await this.create(said);
-    await this.say("turns", { messages: said }, said, this.count + 1);
+    await this.say("turns", {}, said, this.count + 1);
   }
 
   /** Write on where the last reply was cut. */
   async goOn(): Promise<void> {
     const last = this.turns[this.turns.length - 1];
     if (!last?.reply) return;
-    const prefix = last.reply.content ?? "";
-    await this.say("edit", { turn: last.turn, messages: last.messages }, last.messages, last.turn, prefix);
+    const begun = { text: last.reply.content ?? "", reasoning: last.reply.reasoning_content ?? "" };
+    await this.say("edit", { turn: last.turn }, last.messages, last.turn, begun);
   }
 
   /** Say something else in a turn, or have another reply to it: in a new branch, so that nothing is lost. */
-  async branch(turn: number, said: Message[], prefix = ""): Promise<void> {
+  async branch(turn: number, said: Message[], begun: Begun | null = null): Promise<void> {
     const from = this.name!;
-    if (prefix && escaped(prefix).length > LONGEST_PREFIX) {
-      notify(texts.talk.prefixLong, "error");
-      return;
-    }
     let name: string;
     try {
       name = await fork(from, turn - 1, this.tree?.sessions.map((each) => each.name));
@@ -208,7 +247,7 @@ export class Conversation extends Watched {
       if (known) told.set(`${name}/${each.turn}`, known);
     }
     open({ view: "talk", session: name }, true);
-    const kept = await this.say("turns", { messages: said }, said, turn, prefix);
+    const kept = await this.say("turns", {}, said, turn, begun);
     if (!kept && this.name === name && !this.pending) {
       // Nothing was said there: a branch without an end of its own is none.
       await remove(path("sessions", name)).catch(notifyError);
@@ -248,39 +287,37 @@ export class Conversation extends Watched {
     body: object,
     said: Message[],
     turn: number,
-    prefix = "",
+    begun: Begun | null = null,
   ): Promise<boolean> {
     const name = this.name!;
+    const goesOn = begun !== null && !!(begun.text || begun.reasoning);
+    const messages = goesOn ? [...said, beginning(begun)] : said;
     const pending: Pending = {
       turn,
       said,
-      reply: null,
-      started: performance.now(),
-      firstAfter: null,
+      reply: goesOn ? new ReplyText(begun) : null,
       stopping: false,
       error: null,
-      prefix,
     };
     this.pending = pending;
     this.busyElsewhere = false;
     this.changed();
     try {
       const url = path("sessions", name, how);
-      const reply = await streamReply(url, { ...body, ...asked(this.settings, prefix) }, (reply) => {
+      const request = { ...body, messages, ...asked(this.settings, goesOn) };
+      const reply = await streamReply(url, request, begun, (reply) => {
         pending.reply = reply;
-        if (pending.firstAfter === null && (reply.text || reply.reasoning))
-          pending.firstAfter = performance.now() - pending.started;
         this.changed();
       });
       const extension = reply.extension;
       if (extension?.kept) {
-        told.set(`${name}/${turn}`, { ...extension, logprobs: reply.logprobs });
+        told.set(`${name}/${turn}`, { ...extension, logprobs: reply.logprobs, lead: begun?.text ?? "" });
         await this.read();
         this.pending = null;
         channel.postMessage(name);
         return true;
       }
-      if (pending.stopping && !reply.text) {
+      if (pending.stopping && reply.text === (begun?.text ?? "")) {
         this.pending = null;
         return false;
       }
@@ -333,6 +370,12 @@ export class Conversation extends Watched {
     }
     this.changed();
   }
+}
+
+/** What a reply begins with, as the message that it goes on from. */
+function beginning(begun: Begun): Message {
+  const message: Message = { role: "assistant", content: begun.text };
+  return begun.reasoning ? { ...message, reasoning_content: begun.reasoning } : message;
 }
 
 /** A fork under the name of its conversation, with the next number behind it. */

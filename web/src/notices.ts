@@ -9,16 +9,24 @@ export interface Notice {
   text: string;
   kind: "info" | "error";
   undo?: () => void;
+  /** Called when it is closed by hand. */
+  closed?: () => void;
 }
 
 const SHOWN = 6000;
+const UNDO = 10_000;
+/** Milliseconds in which a deletion can be taken back. */
 let last = 0;
 export const notices = new Value<Notice[]>([]);
 
-export function notify(text: string, kind: Notice["kind"] = "info", undo?: () => void): number {
+export function notify(text: string, kind: Notice["kind"] = "info"): void {
+  add({ text, kind }, SHOWN);
+}
+
+function add(notice: Omit<Notice, "id">, shown: number): number {
   const id = ++last;
-  notices.value = [...notices.value, undo ? { id, text, kind, undo } : { id, text, kind }];
-  setTimeout(() => dismiss(id), SHOWN);
+  notices.value = [...notices.value, { id, ...notice }];
+  setTimeout(() => dismiss(id), shown);
   return id;
 }
 
@@ -46,15 +54,17 @@ export function deleteSession(name: string, restored: () => void, done: () => vo
         done();
       });
   };
-  const timer = setTimeout(() => finish(false), SHOWN);
+  const timer = setTimeout(() => finish(false), UNDO);
   pending.set(name, () => finish(true));
-  const notice = notify(texts.sessions.deleted(name), "info", () => {
+  const undo = () => {
     clearTimeout(timer);
     pending.delete(name);
     without(name);
     dismiss(notice);
     restored();
-  });
+  };
+  const closed = () => finish(false);
+  const notice = add({ text: texts.sessions.deleted(name), kind: "info", undo, closed }, UNDO);
 }
 
 function without(name: string): void {

@@ -52,8 +52,8 @@ export function defaults(): Settings {
 const TOP = 5;
 /** Alternatives that are asked for with each token. */
 
-/** What a request says for these settings. `prefix` is a text that the reply must begin with. */
-export function asked(settings: Settings, prefix = ""): Record<string, unknown> {
+/** What a request says for these settings. A reply that `goesOn` from a text is held to no form of its own. */
+export function asked(settings: Settings, goesOn = false): Record<string, unknown> {
   const extension: Record<string, unknown> = { keep_partial: true };
   if (settings.overflow) extension.overflow = settings.overflow;
   if (settings.reasoning) extension.reasoning = settings.reasoning;
@@ -62,21 +62,13 @@ export function asked(settings: Settings, prefix = ""): Record<string, unknown> 
   if (settings.stop.length) body.stop = settings.stop;
   if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: TOP });
   if (settings.tools.trim()) body.tools = JSON.parse(settings.tools);
-  if (prefix) extension.regex = escaped(prefix) + "(?s:.*)";
+  if (goesOn) body.continue_final_message = true;
   else if (settings.output === "json") body.response_format = { type: "json_object" };
   else if (settings.output === "schema")
     body.response_format = { type: "json_schema", json_schema: { name: "reply", schema: JSON.parse(settings.schema) } };
   else if (settings.output === "regex" && settings.regex) extension.regex = settings.regex;
   return body;
 }
-
-/** A text as a regular expression that matches it and nothing else. */
-export function escaped(text: string): string {
-  return text.replace(/[\\.+*?()|[\]{}^$#&\-~]/g, "\\$&");
-}
-
-export const LONGEST_PREFIX = 9000;
-/** Characters of a pattern that the server takes, less some room. */
 
 /** The settings that a turn was asked with, so that a conversation goes on as it was. */
 export function fromTurn(said: Record<string, unknown>): Settings {
@@ -92,7 +84,7 @@ export function fromTurn(said: Record<string, unknown>): Settings {
     const whole = JSON.stringify(said.schema, null, 2);
     if (whole === '{\n  "type": "object"\n}') found.output = "json";
     else Object.assign(found, { output: "schema", schema: whole });
-  } else if (typeof said.regex === "string" && !said.regex.endsWith("(?s:.*)")) {
+  } else if (typeof said.regex === "string") {
     Object.assign(found, { output: "regex", regex: said.regex });
   }
   if (Array.isArray(said.tools) && said.tools.length) found.tools = JSON.stringify(said.tools, null, 2);

@@ -36,15 +36,26 @@ interface Chunk {
   perdure?: Extension;
 }
 
-/** A reply as far as it has come. */
+/** The beginning of a reply that is to go on. */
+export interface Begun {
+  text: string;
+  reasoning: string;
+}
+
+/** A reply as far as it has come, with the beginning that it goes on from. */
 export class ReplyText {
-  text = "";
-  reasoning = "";
+  text: string;
+  reasoning: string;
   calls: Call[] = [];
   logprobs: TokenLogprob[] = [];
   finish: string | null = null;
   extension: Extension | null = null;
   error: string | null = null;
+
+  constructor(begun: Begun | null = null) {
+    this.text = begun?.text ?? "";
+    this.reasoning = begun?.reasoning ?? "";
+  }
 
   take(chunk: Chunk): void {
     if (chunk.error) this.error = chunk.error.message;
@@ -86,9 +97,14 @@ export class EventParser {
 }
 
 /** Read the reply to a request. `changed` is called whenever some of it has come. */
-export async function streamReply(url: string, body: object, changed: (reply: ReplyText) => void): Promise<ReplyText> {
+export async function streamReply(
+  url: string,
+  body: object,
+  begun: Begun | null,
+  changed: (reply: ReplyText) => void,
+): Promise<ReplyText> {
   const response = await request(url, json({ ...body, stream: true }));
-  const reply = new ReplyText();
+  const reply = new ReplyText(begun);
   changed(reply);
   const parser = new EventParser();
   const reader = response.body!.getReader();

@@ -2,7 +2,7 @@ import { describe, expect, it } from "vitest";
 import { difference } from "../src/difference";
 import { lex, safeLink } from "../src/markdown";
 import { link, parse } from "../src/route";
-import { asked, defaults, escaped, fromTurn } from "../src/settings";
+import { asked, defaults, fromTurn } from "../src/settings";
 import { EventParser, ReplyText } from "../src/stream";
 import { Tree, lines } from "../src/tree";
 import { offsets, surprise } from "../src/views/Tokens";
@@ -20,6 +20,12 @@ describe("events", () => {
       const parser = new EventParser();
       expect([...parser.push(data.slice(0, cut)), ...parser.push(data.slice(cut))]).toEqual(['{"a":"é"}', "[DONE]"]);
     }
+  });
+
+  it("add up to a reply behind its beginning", () => {
+    const reply = new ReplyText({ text: "so ", reasoning: "hm" });
+    reply.take({ choices: [{ delta: { content: "far" }, logprobs: null, finish_reason: "stop" }] });
+    expect(reply).toMatchObject({ text: "so far", reasoning: "hm", finish: "stop" });
   });
 
   it("add up to a reply", () => {
@@ -43,11 +49,12 @@ describe("settings", () => {
     expect(asked(settings)).toMatchObject({ temperature: 0, top_k: 3, perdure: { overflow: "shift", keep_partial: true } });
   });
 
-  it("say a prefix as a pattern that matches it and nothing else", () => {
-    const text = "a.b*c (d)[e]{f}^$|\\ +?-#&~ é\n";
-    expect(new RegExp(`^${escaped(text).replace(/\\([#&~-])/g, "$1")}$`).test(text)).toBe(true);
-    expect((asked(defaults(), text).perdure as { regex: string }).regex).toBe(`${escaped(text)}(?s:.*)`);
-    expect(fromTurn({ regex: `${escaped(text)}(?s:.*)` }).output).toBe("text");
+  it("hold a reply that goes on from a text to no form of its own", () => {
+    const settings = { ...defaults(), output: "json" as const };
+    expect(asked(settings)).toHaveProperty("response_format");
+    expect(asked(settings, true)).toMatchObject({ continue_final_message: true });
+    expect(asked(settings, true)).not.toHaveProperty("response_format");
+    expect(fromTurn({ continue_final_message: true })).toEqual(defaults());
   });
 });
 
@@ -138,7 +145,13 @@ describe("small things", () => {
 
   it("tells what was reused from the turn itself", () => {
     const usage = { prompt_tokens: 10, cached_tokens: 8, slot_tokens: 8, completion_tokens: 5, first_token_ms: 40, decode_ms: 400 };
-    const turn = { usage } as unknown as Turn;
-    expect(figures(turn, undefined)).toMatchObject({ computed: 2, first: 0.04, speed: 10, tiers: { slot: 8 } });
+    const turn = { usage, why: "the rest is new" } as unknown as Turn;
+    expect(figures(turn, undefined)).toMatchObject({
+      computed: 2,
+      first: 0.04,
+      speed: 10,
+      tiers: { slot: 8 },
+      why: "the rest is new",
+    });
   });
 });

@@ -170,7 +170,15 @@ function Notices() {
               {texts.sessions.undo}
             </button>
           )}
-          <button type="button" class="quiet" aria-label={texts.talk.dismiss} onClick={() => dismiss(notice.id)}>
+          <button
+            type="button"
+            class="quiet"
+            aria-label={texts.talk.dismiss}
+            onClick={() => {
+              dismiss(notice.id);
+              notice.closed?.();
+            }}
+          >
             ✕
           </button>
         </p>

@@ -2,6 +2,7 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { get, path, query, type List, type Turn } from "../api";
+import { sameTurn } from "../conversation";
 import { difference, type Piece } from "../difference";
 import { notifyError } from "../notices";
 import { link } from "../route";
@@ -20,10 +21,6 @@ async function allTurns(session: string): Promise<Turn[]> {
   return found;
 }
 
-function same(one: Turn, other: Turn): boolean {
-  return one.created === other.created && one.seed === other.seed && one.reply?.content === other.reply?.content;
-}
-
 export function Compare({ session, other }: { session: string; other: string }) {
   const [turns, show] = useState<[Turn[], Turn[]] | null>(null);
   useEffect(() => {
@@ -33,7 +30,7 @@ export function Compare({ session, other }: { session: string; other: string }) 
       wanted = false;
     };
   }, [session, other]);
-  const common = turns ? turns[0].findIndex((turn, at) => !turns[1][at] || !same(turn, turns[1][at])) : 0;
+  const common = turns ? turns[0].findIndex((turn, at) => !turns[1][at] || !sameTurn(turn, turns[1][at])) : 0;
   const shared = turns ? (common < 0 ? turns[0].length : common) : 0;
   const rows = turns ? Math.max(turns[0].length, turns[1].length) - shared : 0;
   return (

@@ -192,7 +192,7 @@ function Requests({ requests }: { requests: RecentRequest[] }) {
         <tbody>
           {requests.map((each) => (
             <tr key={each.number}>
-              <td>{when(each.ended)}</td>
+              <td class="fit">{when(each.ended)}</td>
               <td>{each.session && <a href={link({ view: "talk", session: each.session })}>{each.session}</a>}</td>
               <td>
                 {Object.entries(each.reuse.tiers).map(([tier, tokens]) => (
@@ -203,7 +203,7 @@ function Requests({ requests }: { requests: RecentRequest[] }) {
                 ))}
               </td>
               <td>{count(each.reuse.computed)}</td>
-              <td>{seconds(each.timings.queued + each.timings.prefill)}</td>
+              <td class="fit">{seconds(each.timings.queued + each.timings.prefill)}</td>
               <td>{each.timings.decode_speed.toFixed(1)}</td>
               <td>{each.reuse.why}</td>
             </tr>

@@ -38,7 +38,7 @@ export function figures(turn: Turn, told: Told | undefined): Figures {
     first: (usage.first_token_ms ?? 0) / 1000,
     speed: decode > 0 && written > 1 ? (written - 1) / decode : 0,
     written,
-    why: "",
+    why: turn.why,
   };
 }
 

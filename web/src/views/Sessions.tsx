@@ -118,29 +118,33 @@ function Row({ session, asked, onChanged, onWake }: RowGiven) {
       <th scope="row">
         <a href={link({ view: "talk", session: name })}>{name}</a>
       </th>
-      <td>{count(session.turns)}</td>
-      <td>{when(session.updated)}</td>
+      <td class="fit">{count(session.turns)}</td>
+      <td class="fit">{when(session.updated)}</td>
       <td>
-        {session.origin ? words.origin(session.origin.how, session.origin.session) : session.kind === "session" ? "" : session.kind}
+        {session.origin
+          ? words.origin(session.origin.how, session.origin.session)
+          : session.agent || (session.kind === "session" ? "" : session.kind)}
       </td>
       <td>{status && <span class={`status ${status === words.awake ? "on" : "off"}`}>{status}</span>}</td>
-      <td>{disk === null ? "" : bytes(disk)}</td>
-      <td class="row">
-        {state?.awake === false ? (
-          <button type="button" class="quiet" aria-label={words.wake(name)} onClick={() => void wake()}>
-            {words.verbs.wake}
+      <td class="fit">{disk === null ? "" : bytes(disk)}</td>
+      <td>
+        <div class="row">
+          {state?.awake === false ? (
+            <button type="button" class="quiet" aria-label={words.wake(name)} onClick={() => void wake()}>
+              {words.verbs.wake}
+            </button>
+          ) : (
+            <button type="button" class="quiet" aria-label={words.sleep(name)} onClick={() => void sleep()}>
+              {words.verbs.sleep}
+            </button>
+          )}
+          <button type="button" class="quiet" aria-label={words.exports(name)} onClick={() => download(name).catch(notifyError)}>
+            {words.verbs.export}
           </button>
-        ) : (
-          <button type="button" class="quiet" aria-label={words.sleep(name)} onClick={() => void sleep()}>
-            {words.verbs.sleep}
+          <button type="button" class="quiet" aria-label={words.remove(name)} onClick={() => deleteSession(name, onChanged, onChanged)}>
+            {words.verbs.remove}
           </button>
-        )}
-        <button type="button" class="quiet" aria-label={words.exports(name)} onClick={() => download(name).catch(notifyError)}>
-          {words.verbs.export}
-        </button>
-        <button type="button" class="quiet" aria-label={words.remove(name)} onClick={() => deleteSession(name, onChanged, onChanged)}>
-          {words.verbs.remove}
-        </button>
+        </div>
       </td>
     </tr>
   );

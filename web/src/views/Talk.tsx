@@ -2,15 +2,14 @@
 
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { path, post, type Message } from "../api";
-import { forkAs, type Conversation, type Pending } from "../conversation";
+import { forkAs, openAt, type Conversation, type Pending } from "../conversation";
 import { notifyError } from "../notices";
-import { open } from "../route";
 import { useWatched } from "../store";
 import { texts } from "../texts";
 import { Composer } from "./Composer";
 import { Dialog } from "./Dialog";
 import { SettingsDialog } from "./SettingsDialog";
-import { goTo, reveal, TreePane } from "./TreePane";
+import { goTo, TreePane } from "./TreePane";
 import { ReplyBody, Said, TurnView, type Actions } from "./TurnView";
 
 const NEAR = 80;
@@ -38,9 +37,9 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
   };
   const actions = useMemo<Actions>(
     () => ({
-      branch: (turn, said, prefix) => {
+      branch: (turn, said, begun) => {
         follows.current = true;
-        void talk.branch(turn, said, prefix);
+        void talk.branch(turn, said, begun);
       },
       goOn: () => void talk.goOn(),
       fork: (turn) => choose({ how: "fork", turn }),
@@ -55,7 +54,10 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
     const element = scroller.current;
     if (!element) return;
     const before = drawn.current;
-    if (follows.current) element.scrollTop = element.scrollHeight;
+    if (talk.wanted !== null && talk.state === "ready") {
+      follows.current = false;
+      show(talk, talk.wanted);
+    } else if (follows.current) element.scrollTop = element.scrollHeight;
     // At its very start a browser does not keep what is in view where it is.
     else if (before.talk === talk && talk.first < before.first && element.scrollTop === 0)
       element.scrollTop = element.scrollHeight - before.height;
@@ -162,7 +164,7 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
 }
 
 function PendingTurn({ talk, pending, onDraft }: { talk: Conversation; pending: Pending; onDraft: (text: string) => void }) {
-  const { reply, error, said, prefix } = pending;
+  const { reply, error, said } = pending;
   const written = reply?.text ?? "";
   const again = () => {
     const before = talk.dismiss();
@@ -170,7 +172,7 @@ function PendingTurn({ talk, pending, onDraft }: { talk: Conversation; pending: 
   };
   const onward = () => {
     const before = talk.dismiss();
-    if (before) void talk.branch(before.turn, before.said, written);
+    if (before) void talk.branch(before.turn, before.said, { text: written, reasoning: reply?.reasoning ?? "" });
   };
   const dismiss = () => {
     const before = talk.dismiss();
@@ -185,7 +187,7 @@ function PendingTurn({ talk, pending, onDraft }: { talk: Conversation; pending: 
       {reply && (written || reply.reasoning || reply.calls.length) ? (
         <ReplyBody text={written} reasoning={reply.reasoning} calls={reply.calls} streaming={error === null} />
       ) : error === null ? (
-        <p class="hint">{prefix ? texts.talk.writing : texts.talk.waiting}</p>
+        <p class="hint">{texts.talk.waiting}</p>
       ) : null}
       {error !== null && (
         <div class="problem" role="alert">
@@ -194,7 +196,7 @@ function PendingTurn({ talk, pending, onDraft }: { talk: Conversation; pending: 
             <button type="button" onClick={again}>
               {texts.talk.again}
             </button>
-            {written && talk.name !== null && (
+            {(written || reply?.reasoning) && talk.name !== null && (
               <button type="button" class="quiet" onClick={onward}>
                 {texts.talk.onward}
               </button>
@@ -207,6 +209,21 @@ function PendingTurn({ talk, pending, onDraft }: { talk: Conversation; pending: 
       )}
     </article>
   );
+}
+
+/** Bring the turn that is wanted into view, or have it read. */
+function show(talk: Conversation, turn: number): void {
+  const element = document.getElementById(`turn-${turn}`);
+  if (!element) {
+    if (turn < talk.first) void talk.reach(turn);
+    else talk.wanted = null;
+    return;
+  }
+  talk.wanted = null;
+  element.focus({ preventScroll: true });
+  element.scrollIntoView({ block: "start" });
+  // What is drawn lazily gets its true height only now.
+  requestAnimationFrame(() => element.scrollIntoView({ block: "start" }));
 }
 
 async function step(talk: Conversation, turn: number, by: number): Promise<void> {
@@ -232,8 +249,7 @@ function PointDialog({ talk, how, turn, onClose }: PointGiven) {
     try {
       if (how === "fork") {
         await forkAs(talk.name!, turn, name);
-        open({ view: "talk", session: name });
-        reveal(turn);
+        openAt(name, turn);
       } else {
         const said: Message | undefined = talk.turns.find((each) => each.turn === turn)?.messages[0];
         await post(path("sessions", talk.name!, "label"), { label: name, note: note || (said?.content ?? "").slice(0, 200), turn });

@@ -7,8 +7,10 @@ import { texts } from "../texts";
 interface Given {
   tokens: TokenLogprob[];
   text: string;
+  /** The beginning of the text that has no tokens. */
+  lead: string;
   /** Go on from the text before a token, with another one in its place. */
-  onBranch: (prefix: string) => void;
+  onBranch: (text: string) => void;
 }
 
 const STEPS = 6;
@@ -26,7 +28,8 @@ export function offsets(tokens: TokenLogprob[], text: string): { start: number; 
   return { start: Math.max(0, whole.lastIndexOf(text)), ends };
 }
 
-function prefixWith(tokens: TokenLogprob[], at: number, instead: number[], start: number): string | null {
+/** The text before a token with another one in its place, less its first `start` characters. */
+function textWith(tokens: TokenLogprob[], at: number, instead: number[], start: number): string | null {
   const bytes = [...tokens.slice(0, at).flatMap((token) => token.bytes), ...instead];
   try {
     return new TextDecoder("utf-8", { fatal: true }).decode(Uint8Array.from(bytes)).slice(start);
@@ -36,13 +39,14 @@ function prefixWith(tokens: TokenLogprob[], at: number, instead: number[], start
   }
 }
 
-export function Tokens({ tokens, text, onBranch }: Given) {
+export function Tokens({ tokens, text, lead, onBranch }: Given) {
   const [chosen, choose] = useState<number | null>(null);
-  const { start, ends } = offsets(tokens, text);
+  const { start, ends } = offsets(tokens, text.slice(lead.length));
   const at = chosen === null ? null : tokens[chosen];
   return (
     <div class="tokens" role="group" aria-label={texts.tokens.label} onMouseLeave={() => choose(null)}>
       <p class="token-text">
+        {lead}
         {tokens.map((token, index) =>
           ends[index]! <= start ? null : (
             <button
@@ -68,15 +72,15 @@ export function Tokens({ tokens, text, onBranch }: Given) {
             {at.top_logprobs
               .filter((other) => other.token !== at.token)
               .map((other) => {
-                const prefix = prefixWith(tokens, chosen!, other.bytes, start);
+                const changed = textWith(tokens, chosen!, other.bytes, start);
                 return (
                   <li>
                     <button
                       type="button"
-                      disabled={!prefix}
+                      disabled={!changed}
                       title={texts.tokens.branch(other.token)}
                       aria-label={texts.tokens.branch(other.token)}
-                      onClick={() => prefix && onBranch(prefix)}
+                      onClick={() => changed && onBranch(lead + changed)}
                     >
                       <code>{JSON.stringify(other.token)}</code> {texts.tokens.probability(Math.exp(other.logprob))}
                     </button>

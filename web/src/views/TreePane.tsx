@@ -2,7 +2,7 @@
 
 import { useState } from "preact/hooks";
 import { path, post, type Place, type TreeTurn } from "../api";
-import type { Conversation } from "../conversation";
+import { openAt, type Conversation } from "../conversation";
 import { deleteSession, leaving, notifyError } from "../notices";
 import { link, open } from "../route";
 import { useWatched } from "../store";
@@ -115,8 +115,8 @@ export async function goTo(talk: Conversation, tree: Tree, id: string): Promise<
   if (!turn) return;
   const through = tree.pathOf(talk.name!).includes(id) ? talk.name : tree.sessionThrough(id)?.name;
   if (through) {
-    if (through !== talk.name) open({ view: "talk", session: through });
-    reveal(turn.turn);
+    if (through === talk.name) talk.reveal(turn.turn);
+    else openAt(through, turn.turn);
     return;
   }
   const memory = tree.memoryThrough(id);
@@ -131,19 +131,4 @@ async function wake(memory: Place): Promise<void> {
   } catch (error) {
     notifyError(error);
   }
-}
-
-const PATIENCE = 3000;
-
-/** Scroll to a turn as soon as it is there. */
-export function reveal(turn: number): void {
-  const until = performance.now() + PATIENCE;
-  const look = () => {
-    const element = document.getElementById(`turn-${turn}`);
-    if (element) {
-      element.scrollIntoView({ block: "start" });
-      element.focus({ preventScroll: true });
-    } else if (performance.now() < until) requestAnimationFrame(look);
-  };
-  requestAnimationFrame(look);
 }

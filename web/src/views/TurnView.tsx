@@ -6,12 +6,13 @@ import type { Call, Message, Turn } from "../api";
 import { Copy } from "../code";
 import type { Told } from "../conversation";
 import { Markdown } from "../markdown";
+import type { Begun } from "../stream";
 import { texts } from "../texts";
 import { ReuseBar } from "./ReuseBar";
 import { Tokens } from "./Tokens";
 
 export interface Actions {
-  branch: (turn: number, said: Message[], prefix?: string) => void;
+  branch: (turn: number, said: Message[], begun?: Begun) => void;
   goOn: () => void;
   fork: (turn: number) => void;
   remember: (turn: number) => void;
@@ -58,6 +59,8 @@ export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions }: Giv
     const changed = turn.messages.map((message) => (message === own ? { ...message, content: text } : message));
     actions.branch(turn.turn, changed);
   };
+  const goOnFrom = (text: string) =>
+    actions.branch(turn.turn, turn.messages, { text, reasoning: turn.reply?.reasoning_content ?? "" });
   return (
     <article
       class="turn"
@@ -81,7 +84,7 @@ export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions }: Giv
               save={texts.talk.saveReply}
               onSave={(text) => {
                 edit(null);
-                actions.branch(turn.turn, turn.messages, text);
+                goOnFrom(text);
               }}
               onCancel={() => edit(null)}
             />
@@ -89,7 +92,8 @@ export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions }: Giv
             <Tokens
               tokens={told.logprobs}
               text={turn.reply.content ?? ""}
-              onBranch={(prefix) => actions.branch(turn.turn, turn.messages, prefix)}
+              lead={told.lead}
+              onBranch={goOnFrom}
             />
           ) : (
             <ReplyBody
