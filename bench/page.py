@@ -192,7 +192,7 @@ def frames(run: Run) -> Iterator[Figure]:
                 found.append(max(told))
             [turn] = session.history()
             assert turn.text == written
-            tokens, seconds = int(turn.usage["completion_tokens"]), int(turn.usage["decode_ms"]) / 1000
+            tokens, seconds = turn.counts["completion_tokens"], turn.counts["decode_ms"] / 1000
             print(
                 f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f} a second; {len(told)} frames, "
                 f"the longest {max(told):.0f} ms, {sum(each > 50 for each in told)} above 50 ms"

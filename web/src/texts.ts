@@ -264,7 +264,7 @@ export const texts = {
     columns: { when: "When", session: "Session", reused: "Reused", computed: "Computed", first: "First token", speed: "Tokens/s", why: "Why not more" },
     plots: "Over time",
     plotSpeed: "Tokens a second",
-    plotFirst: "Time to the first token",
+    plotFirst: "First token after",
     plotBusy: "Busy slots",
     plotQueue: "Waiting requests",
     plotOf: (name: string, last: string, most: string) => `${name}: ${last} now, at most ${most}`,

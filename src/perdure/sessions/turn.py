@@ -64,6 +64,11 @@ class Turn:
         """The reply's."""
         return (self.reply.content or "") if self.reply is not None else ""
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """The figures of its usage."""
+        return {name: count for name, count in self.usage.items() if isinstance(count, int)}
+
     def to_json(self) -> dict[str, Any]:
         return {
             "kind": self.kind,

@@ -151,7 +151,7 @@ class TurnAnswer(ResponseSchema):
             messages=[SaidMessage.of(message) for message in turn.messages],
             reply=SaidMessage.of(turn.reply) if turn.reply is not None else None,
             finish_reason=turn.finish_reason,
-            usage={name: count for name, count in turn.usage.items() if isinstance(count, int)},
+            usage=turn.counts,
             why=str(turn.usage.get("why", "")),
             dropped=turn.dropped,
             seed=turn.seed,

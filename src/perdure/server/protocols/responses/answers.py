@@ -115,7 +115,7 @@ class ResponseHead:
 
     def stored(self, turn: Turn) -> dict[str, Any]:
         """The same of a turn that was read from the store."""
-        count = turn.usage.get
+        count = turn.counts.get
         return self.finished(
             finish_reason=turn.finish_reason,
             output=self.form.items(
