@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from decode.observed import Turnstile, open_toy, toy
 from perdure.server.keys import Keys, new_key
-from server.live_server import live_server, opened
+from perdure.sessions.storage.session_store import SessionInfo, SessionStore
+from server.live_server import PATIENCE, live_server, opened
 
 SESSIONS = "/v1/sessions"
 
@@ -31,31 +33,41 @@ def tenants(tmp_path: Path) -> Iterator[tuple[httpx.Client, httpx.Client]]:
 
 
 def test_deleting_twice_while_another_key_creates_loses_nothing_of_its_d1(
-    tenants: tuple[httpx.Client, httpx.Client],
+    tenants: tuple[httpx.Client, httpx.Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D1, I5: numbers were given out again, and a delete went by the number alone."""
+    """D1, I5: numbers were given out again, and a delete went by the number alone.
+
+    Both deletes have found the session before either deletes it, and the second one goes on only when
+    somebody else's has been made.
+    """
     alice, bob = tenants
-    for number in range(25):
-        name = f"s{number}"
-        assert bob.post(SESSIONS, json={"name": name}).status_code == 201
-        start = threading.Barrier(3)
-        answers: list[int] = []
+    find, both, created = SessionStore.find, threading.Barrier(2), threading.Event()
 
-        def delete(name: str, start: threading.Barrier, answers: list[int]) -> None:
-            start.wait()
-            answers.append(bob.delete(f"{SESSIONS}/{name}").status_code)
+    def found_by_both(store: SessionStore, namespace: str, name: str) -> SessionInfo:
+        found = find(store, namespace, name)
+        if namespace == "bob" and not created.is_set():
+            second = both.wait(PATIENCE) == 1
+            if second:
+                assert created.wait(PATIENCE)
+        return found
 
-        deleting = [threading.Thread(target=delete, args=(name, start, answers)) for _ in range(2)]
-        for each in deleting:
-            each.start()
-        start.wait()
-        assert alice.post(SESSIONS, json={"name": name, "system": "mine"}).status_code == 201
-        for each in deleting:
-            each.join()
-        assert 200 in answers
-        assert set(answers) <= {200, 404, 409}
-        assert alice.get(f"{SESSIONS}/{name}").json()["system"] == "mine"
-        assert bob.get(f"{SESSIONS}/{name}").status_code == 404
+    assert bob.post(SESSIONS, json={"name": "s"}).status_code == 201
+    answers: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(SessionStore, "find", found_by_both)
+    deleting = [
+        threading.Thread(target=lambda: answers.put(bob.delete(f"{SESSIONS}/s").status_code))
+        for _ in range(2)
+    ]
+    for each in deleting:
+        each.start()
+    assert answers.get(timeout=PATIENCE) == 200
+    assert alice.post(SESSIONS, json={"name": "s", "system": "mine"}).status_code == 201
+    created.set()
+    assert answers.get(timeout=PATIENCE) == 404
+    for each in deleting:
+        each.join()
+    assert alice.get(f"{SESSIONS}/s").json()["system"] == "mine"
+    assert bob.get(f"{SESSIONS}/s").status_code == 404
 
 
 def test_a_memory_address_with_a_huge_number_is_400(tenants: tuple[httpx.Client, httpx.Client]) -> None:
