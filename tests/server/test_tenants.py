@@ -13,7 +13,8 @@ import pytest
 
 from decode.observed import Turnstile, open_toy, toy
 from perdure.server.keys import Keys, new_key
-from perdure.sessions.storage.session_store import SessionInfo, SessionStore
+from perdure.sessions.info import SessionInfo
+from perdure.sessions.storage.session_store import SessionStore
 from server.live_server import PATIENCE, live_server, opened
 
 SESSIONS = "/v1/sessions"
