@@ -25,7 +25,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 PARTS = {
     "Runtime": ("open", "Runtime", "Job", "ChatJob", "TurnJob"),
     "Sessions": ("Session", "SessionInfo", "SessionMemory", "Turn", "ImportResult"),
-    "Requests": ("Sampling", "Grammar", "Message", "Tool", "ToolCall", "Template"),
+    "Requests": ("Sampling", "Grammar", "Message", "Tool", "ToolCall", "Template", "CacheMark"),
     "Replies": (
         "Reply",
         "ChatReply",
@@ -36,6 +36,7 @@ PARTS = {
         "Timings",
         "TokenLogprob",
         "ReuseReport",
+        "Pin",
         "Plan",
         "Choice",
         "Embeddings",

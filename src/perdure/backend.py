@@ -123,6 +123,9 @@ class LocalBackend:
             self.slot_cache = slot_cache = SlotCache(
                 self.context, budget=budget, lower=self._disk, exact=chunk if exact else None
             )
+            if self._disk is not None:
+                self._disk.disk.pinned = slot_cache.pins.holds
+                slot_cache.pins.budget = min(slot_cache.pins.budget, store_bytes // 2)
             self.engine_loop = EngineLoop(
                 model,
                 self.context,

@@ -2,6 +2,7 @@
 
 from perdure.chat.job import ChatJob
 from perdure.chat.message import Message, Tool, ToolCall
+from perdure.chat.options import CacheMark
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.chat.templates.template import Template
 from perdure.decode.choice import Choice
@@ -10,7 +11,7 @@ from perdure.decode.job import Job
 from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
 from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.sampling.settings import Sampling
-from perdure.decode.slots import Plan, ReuseReport
+from perdure.decode.slots import Pin, Plan, ReuseReport
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import Embedder, Pooling
@@ -73,6 +74,7 @@ from perdure.sessions.turn import Turn
 __all__ = [
     "AmbiguousError",
     "BusyError",
+    "CacheMark",
     "CallDelta",
     "Candidate",
     "CannotRewindError",
@@ -116,6 +118,7 @@ __all__ = [
     "ModelNotFoundError",
     "OutOfMemoryError",
     "PerdureError",
+    "Pin",
     "PinnedError",
     "Plan",
     "Pooling",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.scheduling.scheduler import BatchScheduler, Budget, ExactScheduler, Step, admit
-from perdure.decode.slots import FreshSlots, Later, SlotAssignment, Slots
+from perdure.decode.slots import FreshSlots, Later, Pin, SlotAssignment, Slots
 from perdure.engine.context import Context
 from perdure.engine.toy import ToyModel
 
@@ -69,7 +69,7 @@ class PickySlots(FreshSlots):
         self._answers = answers
 
     def acquire(
-        self, tokens: NDArray[np.int32], *, namespace: str = "", reuse: bool = True
+        self, tokens: NDArray[np.int32], *, namespace: str = "", reuse: bool = True, pins: Sequence[Pin] = ()
     ) -> SlotAssignment | Later | None:
         answer = self._answers.get(len(tokens), "free")
         if isinstance(answer, Exception):
@@ -104,7 +104,12 @@ def test_who_waits_for_anothers_prompt_is_asked_about_again_only_when_it_is_over
         asked, over = 0, False
 
         def acquire(
-            self, tokens: NDArray[np.int32], *, namespace: str = "", reuse: bool = True
+            self,
+            tokens: NDArray[np.int32],
+            *,
+            namespace: str = "",
+            reuse: bool = True,
+            pins: Sequence[Pin] = (),
         ) -> SlotAssignment | Later | None:
             self.asked += 1
             return super().acquire(tokens)

@@ -187,3 +187,12 @@ def test_errors_before_a_route_have_the_same_shape() -> None:
         assert taken.headers["request-id"] == taken.headers["x-request-id"]
         wrong = client.post(PATH, json={"max_tokens": "x"}, headers={"x-api-key": secret})
         assert (wrong.status_code, wrong.json()["type"]) == (400, "error")
+
+
+def test_a_last_message_of_the_assistant_is_the_beginning_of_the_reply() -> None:
+    with scripted(" blue, and wide.") as server, server.client() as client:
+        begun = {"role": "assistant", "content": [{"type": "text", "text": "The sea is"}]}
+        message = client.post(PATH, json=asked("Say it.", begun, max_tokens=40)).json()
+        assert message["content"] == [{"type": "text", "text": " blue, and wide."}]
+        prompt = server.runtime.model.tokenize("user:Say it.\nassistant:The sea is")
+        assert sum_of(message["usage"]) == len(prompt)

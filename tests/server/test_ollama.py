@@ -97,3 +97,12 @@ def test_a_model_has_the_names_that_its_aliases_allow() -> None:
         assert client.post("/v1/chat/completions", json={**body, "model": "gpt-oss:20b"}).status_code == 200
         assert client.post("/v1/chat/completions", json={**body, "model": "other"}).status_code == 404
         assert client.post("/v1/responses", json={"input": "x", "model": "gpt-x", "store": False}).is_success
+
+
+def test_a_last_message_of_the_assistant_is_the_beginning_of_the_reply() -> None:
+    with scripted(" blue, and wide.") as server, server.client() as client:
+        said = [*USER, {"role": "assistant", "content": "The sea is"}]
+        answer = client.post("/api/chat", json={"messages": said, "stream": False}).json()
+        assert answer["message"]["content"] == " blue, and wide."
+        prompt = server.runtime.model.tokenize(f"user:{USER[0]['content']}\nassistant:The sea is")
+        assert answer["prompt_eval_count"] == len(prompt)

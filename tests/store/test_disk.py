@@ -223,6 +223,18 @@ def test_p6_putting_again_what_is_there_evicts_nothing(tmp_path: Path) -> None:
         check(disk, blocks)
 
 
+def test_p6_what_is_pinned_is_not_evicted(tmp_path: Path) -> None:
+    oldest, *others = [chain([number] * SIZE, str(number)) for number in range(6)]
+    with opened(tmp_path, size(oldest) * 3) as disk:
+        disk.pinned = names(oldest).__contains__
+        for each in (oldest, *others):
+            disk.store(each)
+        check(disk, [*oldest, *others[-2], *others[-1]])
+        disk.pinned = lambda block: False
+        disk.store(chain([9] * SIZE, "9"))
+        assert not names(oldest) & kept(disk)
+
+
 def test_p6_a_smaller_budget_takes_hold_with_the_next_write(tmp_path: Path) -> None:
     blocks = chain(list(range(40)))
     with opened(tmp_path) as disk:

@@ -164,6 +164,19 @@ class BlockCache:
             return not needs_tail and len(tokens) < self._size and memory.covers(parent, tokens)
         return known.has_tail_state or not needs_tail
 
+    def names(self, tokens: Ids, namespace: str, length: int) -> Iterator[tuple[BlockId, int]]:
+        """The names that the blocks of the first `length` of `tokens` have once they are kept, and what each
+        takes. Where a state can be cut, the end of `length` lies in a block that may go on behind it."""
+        root, row_bytes = self.root(namespace), self._context.row_bytes() or 0
+        whole = length // self._size
+        if self.rule.cuts_blocks:
+            whole = min(-(-length // self._size), len(tokens) // self._size)
+        parent = root
+        for parent in chain(root, tokens[: whole * self._size], self._size):
+            yield parent, cost(self._size, row_bytes, 0)
+        if (start := whole * self._size) < length:
+            yield block_id(parent, tokens[start:length]), cost(length - start, row_bytes, self._tail_bytes)
+
     # Finding.
 
     def root(self, namespace: str) -> BlockId:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,8 +40,10 @@ class MemoryTier:
 
     name = "memory"
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, *, pinned: Callable[[BlockId], bool] = lambda block: False) -> None:
+        """What is `pinned` is not evicted. It must be less than the budget."""
         self.budget = budget
+        self._pinned = pinned
         self.nbytes = 0
         self.state_bytes = 0
         self.evicted = 0
@@ -191,7 +193,7 @@ class MemoryTier:
             # The queue may hold old entries: what counts is the node as it is now.
             if node is None or node.used != used or len(node.children) or node.pins:
                 continue
-            if block == keep:
+            if block == keep or self._pinned(block):
                 spared.append((used, block))
                 continue
             found = node

@@ -139,6 +139,7 @@ class ChatFormat:
             prompt.transcript.tokens,
             namespace=namespace,
             keep_at=prompt.keep_at,
+            pins=prompt.pins,
             shown=self._shown,
             deadline=deadline,
             **({"grammar": grammar} if grammar is not None else {}),
@@ -315,7 +316,7 @@ class ChatFormat:
         def go_on(tokens: Sequence[int]) -> tuple[Job, int]:
             whole = [*request.prompt, *tokens]
             kept = [*whole[:head], *whole[max(head, len(whole) - room) :]]
-            again = replace(request, prompt=kept, keep_at=(), prompt_logprobs=None)
+            again = replace(request, prompt=kept, keep_at=(), pins=(), prompt_logprobs=None)
             return self._backend.submit(self._as_fits(again, limit - len(tokens))), len(whole) - len(kept)
 
         return ContextShift(limit, go_on)

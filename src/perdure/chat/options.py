@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from perdure.chat.message import Tool
 from perdure.chat.overflow import check_policy
 from perdure.chat.parsing.markers import check_mode
-from perdure.checks import is_whole
+from perdure.checks import is_number, is_whole
 from perdure.config import Overflow, ReasoningMode
 from perdure.errors import InvalidInputError
 
@@ -21,6 +21,29 @@ RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_fi
     {"bos_token", "eos_token", "guard", "now", "no_tools"}
 )
 """Variables of a template that are set for it, and never by a caller."""
+
+
+_MARKS = 16
+"""Of one request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheMark:
+    """A place between two messages. The state of the conversation up to there is to be kept for a time."""
+
+    after: int
+    """Messages that come after it."""
+    seconds: float
+    key: str = ""
+    """The next mark with the same key takes its place."""
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.after) or self.after < 0:
+            raise InvalidInputError(f"a cache mark's after is a number of messages, got {self.after!r}")
+        if not is_number(self.seconds) or not 0 < self.seconds <= 86400:
+            raise InvalidInputError(
+                f"a cache mark's seconds are above 0 and at most 86400, got {self.seconds!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +67,8 @@ class ChatOptions:
     """Whether the prompt ends with what opens a reply: unless a message is continued, if not told."""
     date: str | None = None
     """The day, or the moment, that a template is told when it asks, in ISO 8601: today, if not told."""
+    cache_marks: Sequence[CacheMark] = ()
+    """Up to where the state of the conversation is to be kept for a time."""
     variables: Mapping[str, Any] | None = None
     """For the template. `chat_template_kwargs` are the same."""
 
@@ -76,6 +101,8 @@ class ChatOptions:
                 "continue_final_message goes on from a message, and add_generation_prompt begins another: "
                 "set one of them"
             )
+        if len(self.cache_marks) > _MARKS or not all(isinstance(m, CacheMark) for m in self.cache_marks):
+            raise InvalidInputError(f"cache_marks are at most {_MARKS} of type CacheMark")
         try:
             _ = self.now
         except (TypeError, ValueError):

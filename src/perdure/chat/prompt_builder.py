@@ -19,6 +19,7 @@ from perdure.chat.templates.template import Guard, Template
 from perdure.chat.transcript import ChatTokenizer, Transcript, shared_length
 from perdure.chat.transcript_cache import TranscriptCache
 from perdure.decode.prompt_size import check_prompt_size
+from perdure.decode.slots import Pin
 from perdure.errors import PerdureError
 
 
@@ -32,6 +33,7 @@ class Prompt:
     thinking: bool
     """Whether it has opened the model's reasoning."""
     keep_at: tuple[int, ...] = ()
+    pins: tuple[Pin, ...] = ()
     rendering: Rendering | None = None
     """What the next prompt of the same conversation may go on from."""
     prefill: Prefill | None = None
@@ -102,11 +104,14 @@ class PromptBuilder:
         transcript, new = self._transcript(text, namespace, known)
         thinking = self._family.opens_reasoning(text) if prefill is None else prefill.part == "reasoning"
         returns = self._returns and prefill is None and options.opens_reply
+        pins = self._pins(messages, options, transcript)
+        departures = self._departures(messages, options, transcript, rendering) if returns else ()
         return Prompt(
             transcript,
             new,
             thinking=thinking,
-            keep_at=self._departures(messages, options, transcript, rendering) if returns else (),
+            keep_at=tuple(sorted({*departures, *(pin.length for pin in pins)})),
+            pins=pins,
             rendering=rendering,
             prefill=prefill,
             notes=adapted.notes,
@@ -182,6 +187,29 @@ class PromptBuilder:
         reasoning, _, answer = content.rpartition(markers.close)
         reasoning = reasoning.rpartition(markers.open)[2].strip("\n")
         return replace(message, reasoning=reasoning or None, content=answer.lstrip("\n"))
+
+    # What is to be kept.
+
+    def _pins(
+        self, messages: tuple[Message, ...], options: ChatOptions, prompt: Transcript
+    ) -> tuple[Pin, ...]:
+        """The cache marks of a request, as lengths of its prompt."""
+        found = []
+        for mark in options.cache_marks:
+            length = self._length_up_to(messages[: max(0, len(messages) - mark.after)], options, prompt)
+            if length:
+                found.append(Pin(length=length, seconds=mark.seconds, key=mark.key))
+        return tuple(found)
+
+    def _length_up_to(self, first: tuple[Message, ...], options: ChatOptions, prompt: Transcript) -> int:
+        """The tokens of a prompt that its `first` messages alone decide. Some templates insist that a user
+        speaks, or speaks last: what all prompts of such a beginning share is then seen by another one."""
+        for more in ((), (Message(role="user", content="z"),)):
+            with suppress(PerdureError):
+                text = self._whole(self._adapted((*first, *more), options), options, reply_follows=False)
+                shared = shared_length(text, prompt.text)
+                return max((tokens for chars, tokens in prompt.cuts if chars <= shared), default=0)
+        return 0
 
     # Checkpoints.
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.sampling.settings import Sampling
+from perdure.decode.slots import Pin
 from perdure.engine.logits import LogitsView
 
 Processor: TypeAlias = Callable[[Sequence[int], LogitsView], NDArray[np.float32]]
@@ -58,6 +59,7 @@ class ReplyKeywords(SamplingKeywords, total=False):
     ignore_eos: bool
     processors: Sequence[Processor]
     keep_at: Sequence[int]
+    pins: Sequence[Pin]
     shown: frozenset[int]
     timeout: float | None
     deadline: float | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,12 +13,25 @@ from perdure.engine.context import Context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """A beginning of a prompt whose state is to be kept for a time."""
+
+    length: int
+    """In tokens."""
+    seconds: float
+    key: str = ""
+    """The next pin with the same key takes its place; without one, each beginning has a pin of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReuseReport:
     """Where the state of a prompt came from: tokens by tier, tokens computed, and why not fewer."""
 
     tiers: Mapping[str, int] = field(default_factory=dict)
     computed: int
     why: str
+    pins: tuple[Pin, ...] = ()
+    """The beginnings that are kept for a time, of those that were to be."""
 
     @property
     def reused(self) -> int:
@@ -71,7 +84,12 @@ class Slots(Protocol):
     """Assigns slots to requests. Only the engine thread calls it, between steps."""
 
     def acquire(
-        self, tokens: NDArray[np.int32], *, namespace: str = "", reuse: bool = True
+        self,
+        tokens: NDArray[np.int32],
+        *,
+        namespace: str = "",
+        reuse: bool = True,
+        pins: Sequence[Pin] = (),
     ) -> SlotAssignment | Later | None:
         """A slot for a prompt; None where all are taken. After an error nothing is taken."""
         ...
@@ -103,7 +121,12 @@ class FreshSlots:
         self._free = list(range(context.n_seq))
 
     def acquire(
-        self, tokens: NDArray[np.int32], *, namespace: str = "", reuse: bool = True
+        self,
+        tokens: NDArray[np.int32],
+        *,
+        namespace: str = "",
+        reuse: bool = True,
+        pins: Sequence[Pin] = (),
     ) -> SlotAssignment | Later | None:
         if not self._free:
             return None

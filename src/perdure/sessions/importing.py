@@ -23,7 +23,19 @@ from perdure.sessions.session import Session
 from perdure.sessions.turn import Turn, transcript
 
 _INTERNAL = frozenset(
-    {"prompt", "namespace", "known", "before", "then", "keep_at", "shown", "processors", "sampling"}
+    {
+        "prompt",
+        "namespace",
+        "known",
+        "before",
+        "then",
+        "keep_at",
+        "pins",
+        "cache_marks",
+        "shown",
+        "processors",
+        "sampling",
+    }
     | {"grammar", "keep_partial", "deadline"}
 )
 """What a turn can be asked for, but no session can keep."""

@@ -44,6 +44,8 @@ class DiskTier:
         self.folder = folder
         self.budget = budget
         self.readonly = readonly
+        self.pinned: Callable[[BlockId], bool] = lambda block: False
+        """What is not evicted for now. It must be less than the budget."""
         self.files = BlockFolder(folder)
         self._lock: FileLock | None = None
         self._changing = threading.RLock()
@@ -396,7 +398,10 @@ class DiskTier:
         limit = 1
         while True:
             leaves = self.index.rows("SELECT id FROM block WHERE leaf = 1 ORDER BY used LIMIT ?", limit)
-            found = next((BlockId(name) for (name,) in leaves if name not in spared), None)
+            free = (
+                BlockId(name) for (name,) in leaves if name not in spared and not self.pinned(BlockId(name))
+            )
+            found = next(free, None)
             if found is not None or len(leaves) < limit:
                 return found
             limit *= 2

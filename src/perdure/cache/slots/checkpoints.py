@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,10 +68,16 @@ class Checkpoints:
         self._points = sorted([*self._points, point], key=lambda each: each.length)
         self.nbytes += point.nbytes
 
-    def thin_out(self) -> None:
-        """Drop every second one. The newest stays: it is where the next regeneration starts."""
-        kept = self._points[::-1][::2][::-1] if len(self._points) > 1 else []
-        self._points, self.nbytes = kept, sum(point.nbytes for point in kept)
+    def thin_out(self, pinned: Callable[[bytes], bool] = lambda digest: False) -> None:
+        """Drop every second one, of those that are not `pinned` if there are others. The newest stays: it is
+        where the next regeneration starts."""
+        held = [point for point in self._points if pinned(point.digest)]
+        free = [point for point in self._points if not pinned(point.digest)]
+        if not free:
+            held, free = [], self._points
+        kept = free[::-1][::2][::-1] if len(free) > 1 else []
+        self._points = sorted([*held, *kept], key=lambda each: each.length)
+        self.nbytes = sum(point.nbytes for point in self._points)
 
 
 class PrefixHash:

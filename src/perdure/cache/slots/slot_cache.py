@@ -14,14 +14,16 @@ from perdure.cache.block_cache import BlockCache
 from perdure.cache.block_list import BlockInfo, list_blocks
 from perdure.cache.found import Found, Match
 from perdure.cache.memory_tier import MemoryTier
+from perdure.cache.pins import Pins
 from perdure.cache.prefix_tree import PrefixRun, SlotState, first_tokens, runs
 from perdure.cache.record import Record, RecordIndex
+from perdure.cache.slots.checkpoints import PrefixHash
 from perdure.cache.slots.reuse_reason import why_not_exact, why_not_more
 from perdure.cache.slots.slot_checkpoints import SlotCheckpoints
 from perdure.cache.slots.slot_choice import PUT_BACK, Choice, Counts, Option, SlotView, choose
 from perdure.cache.slots.slot_index import SlotIndex
 from perdure.cache.tiers import LowerTier, Tiers
-from perdure.decode.slots import Held, Later, Plan, ReuseReport, SlotAssignment
+from perdure.decode.slots import Held, Later, Pin, Plan, ReuseReport, SlotAssignment
 from perdure.engine.context import Context
 from perdure.errors import EngineError
 from perdure.identity import Identity
@@ -69,10 +71,14 @@ class SlotCache:
         if exact is not None:
             block_size, spacing = exact, max(1, spacing // exact) * exact
         self.budget = budget
+        self.pins = Pins(0)
         # Checkpoints, blocks, and the memory through which states pass on their way keep to one budget.
-        self._checkpoints = SlotCheckpoints.of(context, budget=budget, spacing=spacing)
+        self._checkpoints = SlotCheckpoints.of(
+            context, budget=budget, spacing=spacing, pinned=self.pins.holds
+        )
         self._scratch = context.limit_scratch(budget // 8)
-        self.tier = MemoryTier(budget - self._checkpoints.budget - self._scratch)
+        self.tier = MemoryTier(budget - self._checkpoints.budget - self._scratch, pinned=self.pins.holds)
+        self.pins.budget = self.tier.budget // 2
         self.tiers = Tiers(self.tier, lower)
         self.reused: dict[str, int] = {}
         self.computed = 0
@@ -93,7 +99,7 @@ class SlotCache:
     # For the scheduler.
 
     def acquire(
-        self, tokens: Ids, *, namespace: str = "", reuse: bool = True
+        self, tokens: Ids, *, namespace: str = "", reuse: bool = True, pins: Sequence[Pin] = ()
     ) -> SlotAssignment | Later | None:
         idle = self._idle.copy()
         if not idle.any():
@@ -137,6 +143,7 @@ class SlotCache:
                     budget=self.budget,
                 )
             )
+            pinned = () if refusal else tuple(pin for pin in pins if self._pin(pin, tokens, namespace))
         except BaseException:
             # Whoever asked does not get it, so nobody else would give it back.
             self.release(slot.seq)
@@ -145,8 +152,18 @@ class SlotCache:
             for tier, count in tiers.items():
                 self.reused[tier] = self.reused.get(tier, 0) + count
             self.computed += len(tokens) + 1 - reused
-        report = ReuseReport(tiers=tiers, computed=len(tokens) + 1 - reused, why=why)
+        report = ReuseReport(tiers=tiers, computed=len(tokens) + 1 - reused, why=why, pins=pinned)
         return SlotAssignment(slot.seq, reused, report)
+
+    def _pin(self, pin: Pin, tokens: Ids, namespace: str) -> bool:
+        """Have the state of a beginning of `tokens` outlast its slot, once it is computed."""
+        length = self.keepable(min(pin.length, len(tokens)))
+        if not length:
+            return False
+        names: list[tuple[bytes, int]] = [*self._blocks.names(tokens, namespace, length)]
+        key = pin.key.encode() if pin.key else names[-1][0]
+        point = PrefixHash(self._context.identity.digest).advance(tokens[:length])
+        return self.pins.add(namespace, key, [*names, (point, 0)], pin.seconds)
 
     def is_over(self, later: Later) -> bool:
         return self._used[later.seq] != later.since or self._context.length(later.seq) >= later.until
@@ -307,6 +324,7 @@ class SlotCache:
     def clear(self) -> None:
         """Drop everything."""
         self.tiers.clear()
+        self.pins.clear()
         self.reused, self.computed = {}, 0
         # What is left in it of states that passed goes too.
         self._context.limit_scratch(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +27,17 @@ class SlotCheckpoints(ABC):
         self._context = context
 
     @staticmethod
-    def of(context: Context, *, budget: int, spacing: int) -> SlotCheckpoints:
-        """The rule for the memory of `context`. Out of `budget` bytes for state it takes its share."""
+    def of(
+        context: Context,
+        *,
+        budget: int,
+        spacing: int,
+        pinned: Callable[[bytes], bool] = lambda digest: False,
+    ) -> SlotCheckpoints:
+        """The rule for the memory of `context`. Out of `budget` bytes for state it takes its share. The
+        checkpoints whose digests are `pinned` go last."""
         if context.memory.needs_checkpoint:
-            return KeptCheckpoints(context, budget=budget // 4, spacing=spacing)
+            return KeptCheckpoints(context, budget=budget // 4, spacing=spacing, pinned=pinned)
         return CutAnywhere(context)
 
     budget: int
@@ -137,9 +144,12 @@ class KeptCheckpoints(SlotCheckpoints):
     """Slots of a memory with a tail state: they go back to where one was kept, every `spacing` tokens and
     where a caller means to return to."""
 
-    def __init__(self, context: Context, *, budget: int, spacing: int) -> None:
+    def __init__(
+        self, context: Context, *, budget: int, spacing: int, pinned: Callable[[bytes], bool]
+    ) -> None:
         super().__init__(context)
         self.budget = budget
+        self._pinned = pinned
         self._spacing = spacing
         self._kept = [Checkpoints() for _ in range(context.n_seq)]
         self._passed: list[PrefixHash | None] = [None] * context.n_seq
@@ -232,4 +242,4 @@ class KeptCheckpoints(SlotCheckpoints):
             largest = max(self._kept, key=lambda each: each.nbytes)
             if not len(largest):
                 return
-            largest.thin_out()
+            largest.thin_out(self._pinned)

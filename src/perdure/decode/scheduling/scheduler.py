@@ -55,7 +55,10 @@ def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGr
         try:
             # At least one token is computed, so that there is a row to draw from; a scored prompt needs all.
             known = np.array(first.tokens[:-1], np.int32)
-            slot = slots.acquire(known, namespace=first.request.namespace, reuse=not first.scoring)
+            request = first.request
+            slot = slots.acquire(
+                known, namespace=request.namespace, reuse=not first.scoring, pins=request.pins
+            )
         except Exception as error:
             group.fail(error)
             yield group

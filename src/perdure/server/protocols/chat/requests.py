@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from perdure.chat.options import RESERVED
+from perdure.chat.options import RESERVED, CacheMark
 from perdure.config import Overflow, ReasoningMode
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState
+from perdure.server.protocols.cache_marks import PromptCacheOptions, cache_marks
 from perdure.server.protocols.reply_request import ReplyRequest
 from perdure.server.schemas.base import (
     Items,
@@ -33,6 +34,8 @@ REFUSED = {
 class TextPart(RequestSchema):
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+    """A cache mark: the conversation up to this message is to be kept for a time."""
 
 
 class OtherPart(RequestSchema):
@@ -170,6 +173,9 @@ class ChatRequest(ChatOptionsSchema):
     messages: Items[ChatMessage] = Field(min_length=1)
     n: int | None = Field(None, ge=1, le=128)
     modalities: Items[str] | None = None
+    prompt_cache_key: str | None = Field(None, max_length=512)
+    """The latest prompt that came with this key is kept for a time."""
+    prompt_cache_options: PromptCacheOptions | None = None
 
 
 def check_chat_options(asked: ChatOptionsSchema, app_state: AppState) -> None:
@@ -250,6 +256,18 @@ def check_parts(messages: Sequence[ChatMessage]) -> None:
                 )
 
 
+def _marks(asked: ChatRequest) -> list[CacheMark]:
+    befores = [
+        at
+        for at, message in enumerate(asked.messages, 1)
+        for part in (message.content if isinstance(message.content, list) else ())
+        if isinstance(part, TextPart) and part.prompt_cache_breakpoint is not None
+    ]
+    return cache_marks(
+        befores, len(asked.messages), key=asked.prompt_cache_key, options=asked.prompt_cache_options
+    )
+
+
 _UNREADABLE = {"image_url": "images", "input_audio": "audio", "file": "files", "refusal": "refusals"}
 
 
@@ -271,6 +289,8 @@ def reply_request(asked: ChatRequest, app_state: AppState) -> ReplyRequest:
             code="invalid_value",
         )
     options = {**chat_options(asked, app_state), **({"n": asked.n} if asked.n is not None else {})}
+    if marks := _marks(asked):
+        options["cache_marks"] = marks
     return ReplyRequest(
         messages=[message.plain for message in asked.messages],
         options=options,

@@ -10,8 +10,29 @@ from typing import Any, Literal
 from perdure.chat.reply import ChatReply
 from perdure.server.app_state import AppState
 from perdure.server.protocols.chat.answers import ExtensionAnswer, extension
-from perdure.server.protocols.messages.requests import MessagesRequest
+from perdure.server.protocols.messages.requests import FIVE_MINUTES, HOUR, MessagesRequest
 from perdure.server.schemas.base import ResponseSchema
+
+
+class CacheCreation(ResponseSchema):
+    """Tokens that were computed and are kept for a time, by how long that is."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+    @classmethod
+    def of(cls, reply: ChatReply) -> CacheCreation:
+        """From what was found kept up to each mark: of two marks at one place, the one that lasts longer."""
+        counts = {FIVE_MINUTES: 0, HOUR: 0}
+        end = reply.usage.cached_tokens
+        for pin in sorted(reply.reuse.pins, key=lambda pin: (pin.length, -pin.seconds)):
+            counts[pin.seconds] += max(0, pin.length - end)
+            end = max(end, pin.length)
+        return cls(ephemeral_5m_input_tokens=counts[FIVE_MINUTES], ephemeral_1h_input_tokens=counts[HOUR])
+
+    @property
+    def total(self) -> int:
+        return self.ephemeral_5m_input_tokens + self.ephemeral_1h_input_tokens
 
 
 class MessagesUsage(ResponseSchema):
@@ -20,16 +41,18 @@ class MessagesUsage(ResponseSchema):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
+    cache_creation: CacheCreation
     output_tokens: int
     output_tokens_details: dict[str, int]
 
     @classmethod
     def of(cls, reply: ChatReply) -> MessagesUsage:
-        usage = reply.usage
+        usage, created = reply.usage, CacheCreation.of(reply)
         return cls(
-            input_tokens=usage.prompt_tokens - usage.cached_tokens,
-            cache_creation_input_tokens=0,
+            input_tokens=usage.prompt_tokens - usage.cached_tokens - created.total,
+            cache_creation_input_tokens=created.total,
             cache_read_input_tokens=usage.cached_tokens,
+            cache_creation=created,
             output_tokens=usage.completion_tokens,
             output_tokens_details={"thinking_tokens": usage.reasoning_tokens},
         )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from perdure.chat.options import CacheMark
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState
 from perdure.server.protocols.reply_request import ReplyRequest
@@ -18,7 +18,22 @@ _BILLING = "x-anthropic-billing-header:"
 prompt, or no prompt would begin as the one before it."""
 _UNREADABLE = {"image": "images", "document": "documents other than text", "container_upload": "files"}
 
+FIVE_MINUTES, HOUR = 300.0, 3600.0
+_CACHE_MARKS = 4
+"""Of one request, as Anthropic has it."""
+
 Text = Annotated[str, Field(max_length=1 << 24)]
+
+
+class CacheControl(RequestSchema):
+    """A mark: what is read up to there is to be kept for a time."""
+
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: Literal["5m", "1h"] = "5m"
+
+    @property
+    def seconds(self) -> float:
+        return HOUR if self.ttl == "1h" else FIVE_MINUTES
 
 
 class Block(RequestSchema):
@@ -26,6 +41,7 @@ class Block(RequestSchema):
 
     type: str
     text: Text | None = None
+    cache_control: CacheControl | None = None
 
     def get(self, name: str) -> Any:
         return (self.model_extra or {}).get(name)
@@ -43,6 +59,7 @@ class MessagesTool(RequestSchema):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
 
 class MessagesToolChoice(RequestSchema):
@@ -79,6 +96,8 @@ class CountRequest(RequestSchema):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """An older place of `output_config.format`."""
+    cache_control: CacheControl | None = None
+    """A mark behind the last message."""
 
 
 class MessagesRequest(CountRequest):
@@ -92,10 +111,6 @@ class MessagesRequest(CountRequest):
     @property
     def hides_thinking(self) -> bool:
         return self.thinking is not None and self.thinking.display == "omitted"
-
-
-Unsealed = Callable[[str], str | None]
-"""What a signature stands for; None where it is not ours."""
 
 
 def reply_request(asked: MessagesRequest, app_state: AppState, namespace: str) -> ReplyRequest:
@@ -112,7 +127,12 @@ def reply_request(asked: MessagesRequest, app_state: AppState, namespace: str) -
     if thinking is not None and thinking.type == "enabled" and thinking.budget_tokens is not None:
         options["reasoning_budget"] = thinking.budget_tokens
     options["timeout"] = app_state.seconds(None)
-    return ReplyRequest(messages=inner_messages(asked, app_state, namespace), options=options)
+    said = Conversation(asked, app_state, namespace)
+    if said.is_prefilled:
+        options["continue_final_message"] = True
+    if said.marks:
+        options["cache_marks"] = said.cache_marks
+    return ReplyRequest(messages=said.messages, options=options)
 
 
 def prompt_options(asked: CountRequest) -> dict[str, Any]:
@@ -147,27 +167,108 @@ def prompt_options(asked: CountRequest) -> dict[str, Any]:
     return options
 
 
-def inner_messages(asked: CountRequest, app_state: AppState, namespace: str) -> list[dict[str, Any]]:
-    """The conversation, its system message first."""
-    app_state.check_message_count(len(asked.messages))
-    found: list[dict[str, Any]] = []
-    if system := _system(asked.system):
-        found.append({"role": "system", "content": system})
+class Conversation:
+    """The messages of a request in the inner form, the system message first, and its cache marks."""
 
-    def unsealed(signature: str) -> str | None:
-        return app_state.seal.open(signature, namespace)
+    def __init__(self, asked: CountRequest, app_state: AppState, namespace: str) -> None:
+        app_state.check_message_count(len(asked.messages))
+        self.messages: list[dict[str, Any]] = []
+        self.marks: list[tuple[int, CacheControl]] = []
+        """Each with the number of messages before it."""
+        self._seal, self._namespace = app_state.seal, namespace
+        if system := _system(asked.system):
+            self.messages.append({"role": "system", "content": system})
+        # Tools are shown with the system message, whatever comes first in a request.
+        for tool in asked.tools or ():
+            self._mark(tool.cache_control)
+        for block in asked.system if isinstance(asked.system, list) else ():
+            self._mark(block.cache_control)
+        for at, message in enumerate(asked.messages):
+            where = f"messages.{at}.content"
+            if isinstance(message.content, str):
+                self.messages.append({"role": message.role, "content": message.content})
+            elif message.role == "assistant":
+                self._add_assistant(message.content, where)
+            else:
+                self._add_user(message.role, message.content, where)
+        self._mark(asked.cache_control)
+        if not any(message["role"] != "system" for message in self.messages):
+            raise _invalid("messages", "there is nothing to answer")
+        if len(self.marks) > _CACHE_MARKS:
+            raise _invalid(
+                "cache_control",
+                f"a maximum of {_CACHE_MARKS} blocks with cache_control may be provided, "
+                f"found {len(self.marks)}",
+            )
 
-    for at, message in enumerate(asked.messages):
-        where = f"messages.{at}.content"
-        if isinstance(message.content, str):
-            found.append({"role": message.role, "content": message.content})
-        elif message.role == "assistant":
-            found += _assistant(message.content, where, unsealed)
-        else:
-            found += _user(message.role, message.content, where)
-    if not any(message["role"] != "system" for message in found):
-        raise _invalid("messages", "there is nothing to answer")
-    return found
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the last message is the beginning of the reply."""
+        last = self.messages[-1]
+        return last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
+
+    @property
+    def cache_marks(self) -> list[CacheMark]:
+        total = len(self.messages)
+        return [CacheMark(after=total - before, seconds=mark.seconds) for before, mark in self.marks]
+
+    def _mark(self, given: CacheControl | None, before: int | None = None) -> None:
+        if given is not None:
+            self.marks.append((len(self.messages) if before is None else before, given))
+
+    def _add_user(self, role: str, blocks: list[Block], where: str) -> None:
+        """Results of tools first: they answer the message before."""
+        texts, marks = [], []
+        for at, block in enumerate(blocks):
+            place = f"{where}.{at}"
+            if block.type == "tool_result":
+                self.messages.append(
+                    {
+                        "role": "tool",
+                        "tool_call_id": _text(block.get("tool_use_id"), f"{place}.tool_use_id"),
+                        "content": _result(block, place),
+                    }
+                )
+                self._mark(block.cache_control)
+            elif (text := _readable(block, place)) is not None:
+                texts.append(text)
+                marks.append(block.cache_control)
+        if texts:
+            self.messages.append({"role": role, "content": "\n\n".join(texts)})
+        for mark in marks:
+            self._mark(mark)
+
+    def _add_assistant(self, blocks: list[Block], where: str) -> None:
+        texts, thoughts, calls = [], [], []
+        for at, block in enumerate(blocks):
+            place = f"{where}.{at}"
+            if block.type in ("thinking", "redacted_thinking"):
+                sealed = block.get("signature" if block.type == "thinking" else "data")
+                # What another server's model thought is not what this one did.
+                thought = self._seal.open(sealed, self._namespace) if isinstance(sealed, str) else None
+                if thought:
+                    thoughts.append(thought)
+            elif block.type == "tool_use":
+                calls.append(
+                    {
+                        "id": _text(block.get("id"), f"{place}.id"),
+                        "function": {
+                            "name": _text(block.get("name"), f"{place}.name"),
+                            "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False),
+                        },
+                    }
+                )
+            elif (text := _readable(block, place)) is not None:
+                texts.append(text)
+        if texts or thoughts or calls:
+            message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts else None}
+            if thoughts:
+                message["reasoning_content"] = "".join(thoughts)
+            if calls:
+                message["tool_calls"] = calls
+            self.messages.append(message)
+        for block in blocks:
+            self._mark(block.cache_control)
 
 
 def _system(given: str | list[Block] | None) -> str:
@@ -175,23 +276,6 @@ def _system(given: str | list[Block] | None) -> str:
         return given or ""
     texts = [block.text for block in given if block.text and not block.text.startswith(_BILLING)]
     return "\n\n".join(texts)
-
-
-def _user(role: str, blocks: list[Block], where: str) -> Iterator[dict[str, Any]]:
-    """Results of tools first: they answer the message before."""
-    texts = []
-    for at, block in enumerate(blocks):
-        place = f"{where}.{at}"
-        if block.type == "tool_result":
-            yield {
-                "role": "tool",
-                "tool_call_id": _text(block.get("tool_use_id"), f"{place}.tool_use_id"),
-                "content": _result(block, place),
-            }
-        elif (text := _readable(block, place)) is not None:
-            texts.append(text)
-    if texts:
-        yield {"role": role, "content": "\n\n".join(texts)}
 
 
 def _result(block: Block, where: str) -> str:
@@ -207,38 +291,6 @@ def _result(block: Block, where: str) -> str:
     else:
         raise _invalid(f"{where}.content", "a text, or a list of blocks")
     return f"Error: {text}" if block.get("is_error") is True and text else text
-
-
-def _assistant(blocks: list[Block], where: str, unsealed: Unsealed) -> Iterator[dict[str, Any]]:
-    texts, thoughts, calls = [], [], []
-    for at, block in enumerate(blocks):
-        place = f"{where}.{at}"
-        if block.type in ("thinking", "redacted_thinking"):
-            sealed = block.get("signature" if block.type == "thinking" else "data")
-            # What another server's model thought is not what this one did.
-            thought = unsealed(sealed) if isinstance(sealed, str) else None
-            if thought:
-                thoughts.append(thought)
-        elif block.type == "tool_use":
-            calls.append(
-                {
-                    "id": _text(block.get("id"), f"{place}.id"),
-                    "function": {
-                        "name": _text(block.get("name"), f"{place}.name"),
-                        "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False),
-                    },
-                }
-            )
-        elif (text := _readable(block, place)) is not None:
-            texts.append(text)
-    if not (texts or thoughts or calls):
-        return
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts else None}
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    yield message
 
 
 def _readable(block: Block, where: str) -> str | None:

@@ -10,9 +10,9 @@ from perdure.server.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.protocols.answering import answer
 from perdure.server.protocols.messages.answers import CountAnswer, MessagesAnswer, MessagesHead
 from perdure.server.protocols.messages.requests import (
+    Conversation,
     CountRequest,
     MessagesRequest,
-    inner_messages,
     prompt_options,
     reply_request,
 )
@@ -49,7 +49,7 @@ async def count_tokens(asked: CountRequest, app_state: AppStateDep, caller: Call
 
 
 def _count(asked: CountRequest, app_state: AppState, namespace: str) -> CountAnswer:
-    said, options = inner_messages(asked, app_state, namespace), prompt_options(asked)
+    said, options = Conversation(asked, app_state, namespace).messages, prompt_options(asked)
     try:
         return CountAnswer(input_tokens=app_state.runtime.count_chat(said, namespace=namespace, **options))
     except ContextOverflow as error:

@@ -71,6 +71,11 @@ class OllamaMessage(RequestSchema):
     tool_call_id: str | None = None
 
     @property
+    def is_begun(self) -> bool:
+        """Whether, as the last one, it is the beginning of the reply."""
+        return self.role == "assistant" and bool(self.content) and not self.tool_calls
+
+    @property
     def plain(self) -> dict[str, Any]:
         """As the runtime takes it."""
         found: dict[str, Any] = {"role": self.role, "content": self.content or ""}
@@ -146,6 +151,8 @@ def chat_request(asked: OllamaChatRequest, app_state: AppState) -> tuple[ReplyRe
     options, notes = reply_options(asked, app_state)
     if asked.tools:
         options["tools"] = asked.tools
+    if asked.messages and asked.messages[-1].is_begun:
+        options["continue_final_message"] = True
     return ReplyRequest(messages=[message.plain for message in asked.messages], options=options), notes
 
 

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from perdure.chat.message import Message
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState
+from perdure.server.protocols.cache_marks import PromptCacheOptions
 from perdure.server.protocols.responses.items import Found, OutputForm, Unsealed, content_text, messages_of
 from perdure.server.schemas.base import Items, RequestSchema
 
@@ -99,6 +100,9 @@ class ResponseRequest(PromptRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     metadata: Metadata | None = None
     background: bool | None = None
+    prompt_cache_key: str | None = Field(None, max_length=512)
+    """The latest prompt that came with this key is kept for a time."""
+    prompt_cache_options: PromptCacheOptions | None = None
     seed: int | None = Field(None, ge=0, lt=2**32 - 1)
     """Of perdure: the same seed gives the same reply."""
 

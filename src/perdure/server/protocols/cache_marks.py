@@ -1,0 +1,44 @@
+"""Cache marks in OpenAI's protocols: breakpoints on parts of messages, and a key for the whole prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from perdure.chat.options import CacheMark
+from perdure.server.schemas.base import RequestSchema
+
+BREAKPOINT = "prompt_cache_breakpoint"
+MARKS = 4
+"""Of one request, the one behind its last message included: the latest count."""
+_SECONDS = 1800.0
+"""OpenAI knows one time alone, of 30 minutes."""
+
+
+class PromptCacheOptions(RequestSchema):
+    mode: Literal["implicit", "explicit"] = "implicit"
+    """Whether there is a mark behind the last message too."""
+    ttl: str = Field("30m", max_length=16)
+    """Taken: what is marked is kept for 30 minutes."""
+
+
+def has_breakpoint(content: Any) -> bool:
+    """Whether a part of a message is marked."""
+    return isinstance(content, list) and any(
+        isinstance(part, Mapping) and part.get(BREAKPOINT) is not None for part in content
+    )
+
+
+def cache_marks(
+    befores: Sequence[int], total: int, *, key: str | None, options: PromptCacheOptions | None
+) -> list[CacheMark]:
+    """The marks of a request of `total` messages; `befores` are the messages up to each breakpoint.
+
+    Who sends a key, or options, has its prompt kept: by a key the latest one that came with it.
+    """
+    implicit = (key is not None or options is not None) and (options is None or options.mode == "implicit")
+    latest = sorted(befores)[-(MARKS - implicit) :]
+    marks = [CacheMark(after=total - before, seconds=_SECONDS) for before in latest]
+    return [*marks, CacheMark(after=0, seconds=_SECONDS, key=key or "")] if implicit else marks

@@ -1,0 +1,66 @@
+"""Pins: what callers want kept for a time, within a budget that no namespace can take for itself."""
+
+from __future__ import annotations
+
+from perdure.cache.pins import PINS, Pins
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def names(*given: str) -> list[tuple[bytes, int]]:
+    return [(name.encode(), 10) for name in given]
+
+
+def test_a_pin_ends_with_its_time_and_is_renewed_by_the_next() -> None:
+    clock = Clock()
+    pins = Pins(1000, clock=clock)
+    assert pins.add("", b"k", names("a", "b"), 300)
+    clock.now = 299
+    assert pins.holds(b"a")
+    assert not pins.holds(b"c")
+    assert pins.add("", b"k", names("a", "b"), 300)
+    clock.now = 598
+    assert pins.holds(b"b")
+    clock.now = 599
+    assert not pins.holds(b"a")
+    pins.expire()
+    assert len(pins) == 0
+
+
+def test_a_key_holds_what_it_was_last_used_for_alone() -> None:
+    pins = Pins(1000)
+    assert pins.add("", b"k", names("a", "b"), 60)
+    assert pins.add("", b"k", names("a", "c"), 60)
+    assert [pins.holds(name) for name in (b"a", b"b", b"c")] == [True, False, True]
+    # What another pin holds too stays with that.
+    assert pins.add("", b"other", names("a"), 60)
+    assert pins.add("", b"k", names("d"), 60)
+    assert [pins.holds(name) for name in (b"a", b"c", b"d")] == [True, False, True]
+
+
+def test_a_namespace_has_half_of_the_budget_and_all_together_the_whole_of_it() -> None:
+    pins = Pins(80)
+    assert pins.add("ada", b"1", names("a", "b", "c", "d"), 60)
+    assert not pins.add("ada", b"2", names("e"), 60)
+    # What is shared counts once.
+    assert pins.add("ada", b"2", names("a", "b"), 60)
+    assert pins.add("bob", b"1", names("p", "q", "r"), 60)
+    assert not pins.add("eve", b"1", names("x", "y"), 60)
+    assert pins.add("eve", b"1", names("x"), 60)
+    # In the place of what its own key holds there is room.
+    assert pins.add("ada", b"1", names("e", "f"), 60)
+    assert not pins.holds(b"c")
+
+
+def test_the_oldest_pin_goes_for_one_too_many() -> None:
+    pins = Pins(1 << 20)
+    for number in range(PINS + 1):
+        assert pins.add("", str(number).encode(), names(f"b{number}"), 60)
+    assert len(pins) == PINS
+    assert not pins.holds(b"b0")
+    assert pins.holds(b"b1")
