@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 import perdure
 from decode.observed import Turnstile, trouble
+from inside import inside
 from perdure import (
     CorruptStateError,
     InvalidInputError,
@@ -588,3 +590,22 @@ def test_w5_in_exact_mode_a_session_reuses_its_own_turns(subject: Subject) -> No
         step = NARROW
         assert second.reuse.reused == (first.usage.prompt_tokens - 1) // step * step
         assert "exact mode" in second.reuse.why
+
+
+def test_what_was_not_written_before_a_crash_counts_as_new_for_the_next_process(
+    toy: Subject, tmp_path: Path
+) -> None:
+    """S1: a conversation of short turns is written in time, however often the process dies in between."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    with talking(toy, first, n_ctx=1024) as talk:
+        talk.session("ada").say("x" * 150, max_tokens=4)
+        # As if it had been killed: what is in memory is lost.
+        shutil.copytree(first, second, ignore=shutil.ignore_patterns("*lock", "*.socket"))
+    with talking(toy, second, n_ctx=1024) as talk:
+        session = talk.session("ada")
+        session.say("y" * 150, max_tokens=4)
+        inside(talk.rt).engine_loop.call(lambda: None)
+        disk = inside(talk.rt)._disk
+        assert disk is not None
+        disk.flush()
+        assert session.held()["disk"].tokens > 256

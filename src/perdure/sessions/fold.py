@@ -16,10 +16,10 @@ from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.errors import SessionError
 from perdure.sessions.turn import Turn, context
 
-_ASK = "Summarise our conversation so far: names, facts, decisions, open questions."
+ASK = "Summarise our conversation so far: names, facts, decisions, open questions."
 _SHORTER = "Summarise our conversation so far in one short sentence."
-_HEADING = "Summary of the conversation so far:"
-_TRIES = ((_ASK, 0.0), (_ASK, 0.7), (_SHORTER, 1.0))
+HEADING = "Summary of the conversation so far:"
+_TRIES = ((ASK, 0.0), (ASK, 0.7), (_SHORTER, 1.0))
 """A small model may have nothing to say at first, or not come to an end."""
 
 Steps = Generator[ChatJob, ChatReply, Turn]
@@ -37,6 +37,11 @@ class TurnJob(Protocol):
     @property
     def prompt_tokens(self) -> int:
         """Of the prompt that is answered, or of the summary that is written first."""
+        ...
+
+    @property
+    def prompt_read(self) -> int:
+        """Tokens of that prompt whose state is there."""
         ...
 
     def cancel(self) -> None: ...
@@ -68,7 +73,7 @@ def fold_turn(turns: Sequence[Turn], summary: str, keep: int) -> Turn:
     said = _said(turns)
     # Without the summaries of earlier folds.
     head = list(turns[0].messages)
-    text = f"{_HEADING}\n{summary.strip()}"
+    text = f"{HEADING}\n{summary.strip()}"
     if head and head[0].role == "system":
         head = [replace(head[0], content=f"{head[0].content or ''}\n\n{text}"), *head[1:]]
     else:
@@ -164,6 +169,10 @@ class FoldingJob:
     @property
     def prompt_tokens(self) -> int:
         return self._current.prompt_tokens if self._current is not None else 0
+
+    @property
+    def prompt_read(self) -> int:
+        return self._current.prompt_read if self._current is not None else 0
 
     def cancel(self) -> None:
         """End it within one step; its reply says `cancelled`."""

@@ -139,7 +139,7 @@ class Session:
         place = Place(info.head, info.digest, info.depth)
         self._history = History.at(place, self._reader())
         self._saved: int | None = None
-        """Tokens whose state was written. None before the first turn: what there is was then written."""
+        """Tokens whose state was written. None before the first turn: that turn then shows it."""
         self._deleted = False
         self.last: ChatReply | None = None
         """The latest reply that this process has made."""
@@ -758,7 +758,7 @@ class Session:
             if follower is not None:
                 follower._follow(self._history, asked.pending)
             # Going back or branching has others begin where this one was.
-            before = len(base.transcript.tokens) if self._saved is None else self._saved
+            before = _found_kept(reply) if self._saved is None else self._saved
             saved = min(before, keep[1])
         self._saved = self._host.write_behind(whole.tokens, self.namespace, saved)
         return replace(reply, kept=True)
@@ -950,6 +950,12 @@ def _usage(reply: ChatReply) -> dict[str, int | str]:
         "decode_ms": round(1000 * timings.decode),
         "why": reply.reuse.why,
     }
+
+
+def _found_kept(reply: ChatReply) -> int:
+    """The tokens of a prompt whose state was found where it outlives the process, or is on its way there.
+    What only a slot held may not have been written yet."""
+    return reply.reuse.reused - reply.reuse.tiers.get("slot", 0)
 
 
 def _answered(job: TurnJob) -> ChatReply:

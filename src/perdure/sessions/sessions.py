@@ -277,7 +277,7 @@ class Sessions:
         kind: str = "session",
     ) -> Session:
         _check_name(name)
-        return self._opened(
+        made = self._opened(
             self.store.create(
                 session.namespace,
                 name,
@@ -289,6 +289,8 @@ class Sessions:
                 origin={"how": how, "session": session.name, "turn": place.depth},
             )
         )
+        made._saved = session._saved
+        return made
 
     def remove(self, session: Session) -> None:
         self.store.delete(session.info)
