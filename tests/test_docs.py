@@ -166,6 +166,14 @@ def test_the_reference_is_what_signatures_and_docstrings_say() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_what_clients_can_do_is_said_by_tests() -> None:
+    """Every cell of the tables names a test that there is."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "client_table.py"), "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     import perdure
 

@@ -227,9 +227,9 @@ def turns(run: Run) -> Iterator[Figure]:
                     Talk(ours.url, tongue, ours=True, number=number),
                     Talk(peer, tongue, ours=False, number=number),
                 ]
-                for at in range(length + 1):
+                # The last one, of an even number, answers the result of a call: its first token is text.
+                for at in range(length):
                     mine, other = (talk.turn(at) for talk in talks)
-                # The last one answers the result of a call: its first token is text.
                 whole.append(mine.first * 1e3)
                 alone.append(mine.prefill * 1e3)
                 theirs.append(other.first * 1e3)
@@ -259,9 +259,11 @@ def restarts(run: Run) -> Iterator[Figure]:
             with ExitStack() as held:
                 first = _Ours(held, folder)
                 talk = Talk(first.url, tongue, ours=True)
-                for at in range(length):
+                for at in range(length - 1):
                     talk.turn(at)
-                before = talk.turn(length)
+                # Both answer the result of a call: their first token is text.
+                before = talk.turn(length - 1)
+                talk.turn(length)
             with ExitStack() as held:
                 second = _Ours(held, folder)
                 talk._client = httpx.Client(base_url=second.url, timeout=600, trust_env=False)

@@ -6,6 +6,7 @@ Each speaks through the client of one protocol; the model says what a script tel
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,36 +79,68 @@ def test_langchain(module: str, name: str, settings: dict[str, Any], tmp_path: P
     assert said[-2].text == "Goodbye." or "Goodbye." in str(said[-2].content)
 
 
+LIGHT = {
+    "type": "function",
+    "function": {
+        "name": "light",
+        "description": "Switches the light.",
+        "parameters": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]},
+    },
+}
+
+
 @pytest.mark.parametrize(
     ("model", "base"),
-    [("openai/gpt-any", "{url}/v1"), ("anthropic/gpt-any", "{url}")],
+    [("openai/gpt-any", "{url}/v1"), ("anthropic/gpt-any", "{url}"), ("ollama_chat/gpt-any", "{url}")],
 )
 def test_litellm(model: str, base: str, tmp_path: Path) -> None:
     litellm = pytest.importorskip("litellm")
-    with restarted(tmp_path / "store", "Blue.") as server:
-        asked = {
-            "model": model,
-            "api_base": base.replace("{url}", server.url),
-            "api_key": "x",
-            "messages": [{"role": "user", "content": "Why?"}],
-            "max_tokens": 64,
-        }
-        reply = litellm.completion(**asked)
-        assert reply.choices[0].message.content == "Blue."
-        chunks = litellm.completion(**asked, stream=True)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Blue."
+    said: list[Any] = [{"role": "user", "content": "Light, please."}]
+    for texts in ((CALL, "It is lit."), ("Blue.",)):
+        with restarted(tmp_path / "store", *texts) as server:
+            asked = {
+                "model": model,
+                "api_base": base.replace("{url}", server.url),
+                "api_key": "x",
+                "messages": said,
+                "max_tokens": 256,
+            }
+            for _ in texts:
+                message = litellm.completion(**asked, tools=[LIGHT]).choices[0].message
+                said.append(message.model_dump(exclude_none=True))
+                for call in message.tool_calls or ():
+                    assert (call.function.name, json.loads(call.function.arguments)) == (
+                        "light",
+                        {"on": True},
+                    )
+                    said.append({"role": "tool", "tool_call_id": call.id, "content": "lit"})
+            assert said[-1]["content"] == texts[-1]
+            said.append({"role": "user", "content": "Why?"})
+            chunks = litellm.completion(**asked, stream=True)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == texts[-1]
 
 
-@pytest.mark.parametrize("kind", ["OpenAIChatModel", "OpenAIResponsesModel"])
+@pytest.mark.parametrize("kind", ["OpenAIChatModel", "OpenAIResponsesModel", "AnthropicModel"])
 def test_pydantic_ai(kind: str, tmp_path: Path) -> None:
     pydantic_ai = pytest.importorskip("pydantic_ai")
-    models = importlib.import_module("pydantic_ai.models.openai")
-    providers = importlib.import_module("pydantic_ai.providers.openai")
-    with restarted(tmp_path / "store", CALL, "It is lit.") as server:
-        provider = providers.OpenAIProvider(base_url=f"{server.url}/v1", api_key="x")
-        model = getattr(models, kind)("gpt-any", provider=provider)
-        agent = pydantic_ai.Agent(model, tools=[light])
-        assert agent.run_sync("Light, please.").output == "It is lit."
+    maker = "anthropic" if kind == "AnthropicModel" else "openai"
+    models = importlib.import_module(f"pydantic_ai.models.{maker}")
+    providers = importlib.import_module(f"pydantic_ai.providers.{maker}")
+    history: list[Any] = []
+    for texts in ((CALL, "It is lit."), ("Goodbye.",)):
+        with restarted(tmp_path / "store", *texts) as server:
+            if maker == "anthropic":
+                import anthropic
+
+                client = anthropic.AsyncAnthropic(base_url=server.url, api_key="x")
+                provider = providers.AnthropicProvider(anthropic_client=client)
+            else:
+                provider = providers.OpenAIProvider(base_url=f"{server.url}/v1", api_key="x")
+            model = getattr(models, kind)("gpt-any", provider=provider)
+            agent = pydantic_ai.Agent(model, tools=[light])
+            done = agent.run_sync("Light, please.", message_history=history)
+            assert done.output == texts[-1]
+            history = done.all_messages()
 
 
 def test_instructor(tmp_path: Path) -> None:
@@ -132,14 +165,32 @@ def test_instructor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["openai_like.OpenAILike", "ollama.Ollama"])
 def test_llama_index(kind: str, tmp_path: Path) -> None:
     module, _, name = kind.partition(".")
-    pytest.importorskip(f"llama_index.llms.{module}")
-    found = importlib.import_module(f"llama_index.llms.{module}")
-    with restarted(tmp_path / "store", "Blue.") as server:
-        settings: dict[str, Any] = (
-            {"base_url": server.url}
-            if name == "Ollama"
-            else {"api_base": f"{server.url}/v1", "api_key": "x", "is_chat_model": True}
-        )
-        llm = getattr(found, name)(model="gpt-any", **settings)
-        message = importlib.import_module("llama_index.core.llms").ChatMessage(role="user", content="Why?")
-        assert str(llm.chat([message]).message.content) == "Blue."
+    found = pytest.importorskip(f"llama_index.llms.{module}")
+    core = importlib.import_module("llama_index.core.llms")
+    tools = importlib.import_module("llama_index.core.tools")
+    tool = tools.FunctionTool.from_defaults(light)
+    said: list[Any] = [core.ChatMessage(role="user", content="Light, please.")]
+    for texts in ((CALL, "It is lit."), ("Blue.",)):
+        with restarted(tmp_path / "store", *texts) as server:
+            settings: dict[str, Any] = (
+                {"base_url": server.url}
+                if name == "Ollama"
+                else {
+                    "api_base": f"{server.url}/v1",
+                    "api_key": "x",
+                    "is_chat_model": True,
+                    "is_function_calling_model": True,
+                }
+            )
+            llm = getattr(found, name)(model="gpt-any", **settings)
+            for _ in texts:
+                reply = llm.chat_with_tools([tool], chat_history=said)
+                said.append(reply.message)
+                for call in llm.get_tool_calls_from_response(reply, error_on_no_tool_call=False):
+                    assert (call.tool_name, call.tool_kwargs) == ("light", {"on": True})
+                    more = {"tool_call_id": call.tool_id}
+                    said.append(core.ChatMessage(role="tool", content="lit", additional_kwargs=more))
+            assert str(said[-1].content) == texts[-1]
+            said.append(core.ChatMessage(role="user", content="Why?"))
+            streamed = "".join(chunk.delta or "" for chunk in llm.stream_chat(said))
+            assert streamed == texts[-1]

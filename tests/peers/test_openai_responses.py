@@ -255,3 +255,25 @@ def test_input_items_and_tokens(client: openai.OpenAI) -> None:
         model="toy", input=[{"role": "user", "content": "One"}, {"role": "user", "content": "Two"}]
     )
     assert counted.input_tokens == response.usage.input_tokens
+
+
+def test_a_conversation_that_is_made_shorter_goes_on_from_its_summary() -> None:
+    with scripted("The sea was spoken of.", "Blue.", n_ctx=1024) as server, connected(server) as client:
+        said: list[Any] = [
+            {"role": "user", "content": "What of the sea?"},
+            {"role": "assistant", "content": "It is wide. " * 20},
+            {"role": "user", "content": "And its colour?"},
+        ]
+        compacted = client.responses.compact(model="toy", input=said)
+        assert compacted.object == "response.compaction"
+        assert [item.type for item in compacted.output] == ["message", "message", "compaction"]
+        assert compacted.usage.output_tokens > 0
+        items = [item.model_dump(exclude_none=True, warnings=False) for item in compacted.output]
+        going_on: list[Any] = [*items, {"role": "user", "content": "So?"}]
+        reply = client.responses.create(model="toy", input=going_on)
+        assert reply.output_text == "Blue."
+        whole = client.responses.input_tokens.count(model="toy", input=said).input_tokens
+        # The summary is read in the place of what it sums up.
+        left = [item for item in going_on if item.get("type") != "compaction"]
+        without = client.responses.input_tokens.count(model="toy", input=left).input_tokens
+        assert without < client.responses.input_tokens.count(model="toy", input=going_on).input_tokens < whole

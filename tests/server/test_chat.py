@@ -214,13 +214,15 @@ def test_bad_input_is_400_and_says_where(client: httpx.Client, change: dict[str,
     "change",
     [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_id": "x"}}]}]},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "wat"}}}},
         {"perdure": {"regex": "("}},
         {"tool_choice": "required"},
         {"stop": [""]},
         {"messages": [{"role": "user", "content": "\ud800"}]},
     ],
-    ids=["image", "schema", "regex", "no tools", "empty stop", "surrogate"],
+    ids=["image", "audio", "file", "schema", "regex", "no tools", "empty stop", "surrogate"],
 )
 def test_what_cannot_be_done_is_400(client: httpx.Client, change: dict[str, Any]) -> None:
     response = client.post(
@@ -236,8 +238,12 @@ def test_harmless_fields_are_ignored(client: httpx.Client) -> None:
         "store": True,
         "metadata": {"a": "b"},
         "service_tier": "auto",
-        "prediction": None,
+        "prediction": {"type": "content", "content": "Hello"},
         "reasoning_effort": "low",
+        "verbosity": "low",
+        "safety_identifier": "x",
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
         "never_heard_of": [1],
     }
     plain = client.post(CHAT, json=hello()).json()
@@ -347,3 +353,43 @@ def test_the_answer_says_what_the_template_does_not_show(client: httpx.Client) -
     last = streamed(client, CHAT, hello(tools=[tool], max_tokens=1))[-1]
     assert last["perdure"]["notes"] == ["tools: written into a system message"]
     assert client.post(CHAT, json=hello(max_tokens=1)).json()["perdure"]["notes"] == []
+
+
+def test_what_cannot_be_read_is_named_with_its_place(client: httpx.Client) -> None:
+    parts = [
+        {"type": "text", "text": "See:"},
+        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+    ]
+    refused = client.post(CHAT, json=hello(messages=[{"role": "user", "content": parts}]))
+    assert refused.status_code == 400
+    assert error_of(refused)["param"] == "messages.0.content.1"
+    assert "audio cannot be read here; send text" in error_of(refused)["message"]
+
+
+def test_a_developer_is_read_as_a_system_is() -> None:
+    """Where a template knows no developer."""
+    template = Template(
+        "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}{{ m.role }}:"
+        "{{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+        name="older",
+    )
+    said = [{"role": "user", "content": "Hello"}]
+    with opened(toy(), template=template) as rt, live_server(rt) as server, server.client() as client:
+        system, developer = (
+            client.post(CHAT, json=hello(messages=[{"role": role, "content": "Be brief."}, *said])).json()
+            for role in ("system", "developer")
+        )
+    assert system["usage"]["prompt_tokens"] == developer["usage"]["prompt_tokens"]
+    assert system["choices"] == developer["choices"]
+    assert developer["perdure"]["notes"] == ["developer: written as system"]
+
+
+@pytest.mark.parametrize("name", ["reasoning_effort", "verbosity"])
+def test_efforts_reach_the_template(name: str) -> None:
+    template = Template("{{ messages[0].content }}{{ " + name + " or '' }}", name="told")
+    with opened(toy(), template=template) as rt, live_server(rt) as server, server.client() as client:
+        plain, told = (
+            client.post(CHAT, json=hello(**more)).json()["usage"]["prompt_tokens"]
+            for more in ({}, {name: "minimal"})
+        )
+        assert told == plain + len(rt.model.tokenize("minimal", bos=False))

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -217,3 +218,13 @@ def test_page_serves_and_opens_the_page_in_a_browser(zoo_path: Callable[[str], P
         assert "<title>perdure</title>" in client.get("/", headers={"accept": "text/html"}).text
     refused = run("serve", "--open", "--no-page", "--port", "0")
     assert (refused.returncode, "--open and --no-page" in refused.stderr) == (2, True)
+
+
+def test_with_ollama_it_listens_where_ollamas_clients_look(zoo_path: Callable[[str], Path]) -> None:
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", 11434)) == 0:
+            pytest.skip("somebody listens on Ollama's port of this machine")
+    with serving(zoo_path("llama"), "--no-store", "--ollama") as running, running.client() as client:
+        there = httpx.get("http://127.0.0.1:11434/api/tags", trust_env=False)
+        assert there.json() == client.get("/api/tags").json()
+        assert httpx.get("http://127.0.0.1:11434/", trust_env=False).text == "Ollama is running"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from websockets.sync.client import connect
 
 from decode.observed import toy
 from perdure import InvalidInputError
@@ -160,3 +162,35 @@ def test_keys_are_added_listed_and_removed_by_the_command(tmp_path: Path) -> Non
     keys("rm", found.id)
     assert Keys.read(path).namespaces == ["bob"]
     assert "0 keys in" in keys("rm", found.id, code=1).stderr
+
+
+def test_work_in_the_background_is_paid_for_by_its_key() -> None:
+    secret, key = new_key("ada", tokens_per_day=5)
+    keys = Keys([key])
+    with (
+        opened(toy(), n_ctx=1024) as rt,
+        live_server(rt, keys=keys) as server,
+        server.client(secret) as client,
+    ):
+        body = {"input": "Hello", "max_output_tokens": 4, "background": True, "stream": True}
+        with client.stream("POST", "/v1/responses", json=body) as response:
+            *_, last = (line for line in response.iter_lines() if line.startswith("data: "))
+        used = json.loads(last[6:])["response"]["usage"]["total_tokens"]
+        refused = client.post(CHAT, json=hello())
+        assert refused.status_code == 429
+        assert f"has used {used} tokens today, 5 are allowed" in refused.json()["error"]["message"]
+
+
+def test_each_response_over_a_websocket_is_paid_for_by_its_key() -> None:
+    """A connection lasts for up to an hour: it is not let pay at its end."""
+    secret, key = new_key("ada", tokens_per_day=5)
+    with opened(toy(), n_ctx=1024) as rt, live_server(rt, keys=Keys([key])) as server:
+        url = f"ws{server.url.removeprefix('http')}/v1/responses"
+        with connect(url, additional_headers={"authorization": f"Bearer {secret}"}) as socket:
+            for expected in ("response.incomplete", "error"):
+                asked = {"type": "response.create", "model": "toy", "input": "Hi", "max_output_tokens": 4}
+                socket.send(json.dumps(asked))
+                while (event := json.loads(socket.recv(timeout=60)))["type"] != expected:
+                    assert event["type"] not in ("error", "response.completed")
+            assert (event["status"], event["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert "tokens today, 5 are allowed" in event["error"]["message"]

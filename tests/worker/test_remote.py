@@ -421,3 +421,12 @@ def test_a_step_held_in_one_request_shows_what_others_had_before(rt: Runtime, ho
     hold.go()
     after = read(job)
     assert len([*before, *after.deltas]) == 30
+
+
+def test_it_is_told_how_far_a_prompt_is_read() -> None:
+    with isolated("slow", slots=1, n_ctx=2048) as rt:
+        job = rt.submit([65] * 1000, max_tokens=1)
+        while not (read_so_far := job.prompt_read) and not job.done:
+            job.output.wait(timeout=0.05)
+        assert 0 < read_so_far < 1000
+        job.cancel()

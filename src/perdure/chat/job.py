@@ -116,6 +116,11 @@ class ChatJob:
     def done(self) -> bool:
         return self._job.done
 
+    @property
+    def prompt_read(self) -> int:
+        """Tokens of the prompt whose state is there."""
+        return self._job.prompt_read
+
     def cancel(self) -> None:
         """End the request within one step; its reply says `cancelled`."""
         with self._replacing:

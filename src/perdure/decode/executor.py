@@ -171,6 +171,8 @@ class Executor:
                 with _contained(sequence):
                     sequence.score(self._context, chunk.count)
             sequence.cached += chunk.count
+            if chunk.count > 1:
+                chunk.group.output.read = sequence.cached
             if sequence.remaining or sequence.done:
                 continue
             self._changed.append(chunk.group.output)

@@ -55,6 +55,7 @@ class SequenceGroup:
         """Give its first sample a slot."""
         first = self.sequences[0]
         first.seq, first.cached, first.report = slot.seq, slot.cached, slot.report
+        self.output.read = slot.cached
         now = time.monotonic()
         for sequence in self.sequences:
             sequence.started = now

@@ -28,6 +28,11 @@ class Job:
     def done(self) -> bool:
         return self.output.finished
 
+    @property
+    def prompt_read(self) -> int:
+        """Tokens of the prompt whose state is there."""
+        return self.output.read
+
     def cancel(self) -> None:
         """End the request within one step; its reply says `cancelled`."""
         self._cancel()

@@ -62,6 +62,8 @@ class OutputQueue:
         self.deltas: deque[Delta] = deque()
         self.replies: list[Reply] = []
         self.finished = False
+        self.read = 0
+        """Tokens of the prompt whose state is there, for whoever asks while it waits."""
         self._on_change: list[tuple[Listener, Any]] = []
         self._on_finish: list[tuple[Listener, Any]] = []
 

@@ -144,6 +144,10 @@ def stopping() -> ApiError:
     )
 
 
+def rate_limited(why: str, retry_after: int) -> ApiError:
+    return ApiError(429, why, kind="rate_limit_error", code="rate_limit_exceeded", retry_after=retry_after)
+
+
 def to_api_error(error: BaseException) -> ApiError:
     """What HTTP says about an error."""
     if isinstance(error, ApiError):

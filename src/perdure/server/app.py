@@ -21,7 +21,7 @@ from perdure.server.protocols.messages import routes as messages
 from perdure.server.protocols.messages.errors import MessagesErrorAnswer
 from perdure.server.protocols.ollama import routes as ollama
 from perdure.server.protocols.ollama.errors import OllamaErrorAnswer
-from perdure.server.protocols.responses import conversations, websocket
+from perdure.server.protocols.responses import compact, conversations, websocket
 from perdure.server.protocols.responses import routes as responses
 from perdure.server.protocols.responses.runs import Runs
 from perdure.server.routes import (
@@ -33,6 +33,7 @@ from perdure.server.routes import (
     models,
     operation,
     page,
+    rerank,
     sessions,
 )
 from perdure.server.schemas.base import ErrorAnswer, ResponseSchema
@@ -63,12 +64,15 @@ def build(app_state: AppState) -> FastAPI:
     for module in (
         chat,
         messages,
+        # Before the routes of a response: `compact` is no id.
+        compact,
         responses,
         conversations,
         websocket,
         ollama,
         completions,
         embeddings,
+        rerank,
         models,
         sessions,
         memories,

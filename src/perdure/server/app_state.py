@@ -25,7 +25,7 @@ from perdure.errors import TemplateError
 from perdure.runtime import Runtime
 from perdure.server.api_error import ApiError, deadline, stopping
 from perdure.server.client_job import ClientJob, Job, Part, while_connected
-from perdure.server.keys import Keys
+from perdure.server.keys import KeyAccount, Keys
 from perdure.server.limits import Limits
 from perdure.server.metrics import Metrics
 from perdure.server.middleware.host_check import AllowedHosts
@@ -195,6 +195,8 @@ class Caller:
     notes: dict[str, Any]
     agent: str = ""
     """The program that asks, by the first word of its User-Agent."""
+    account: KeyAccount | None = None
+    """What its key may still use, where it has one."""
 
 
 def _app_state(request: Request) -> AppState:
@@ -203,7 +205,9 @@ def _app_state(request: Request) -> AppState:
 
 
 def _caller(request: Request) -> Caller:
-    return Caller(request.state.namespace, request.state.notes, _agent(request.headers.get("user-agent", "")))
+    state = request.state
+    agent = _agent(request.headers.get("user-agent", ""))
+    return Caller(state.namespace, state.notes, agent, getattr(state, "account", None))
 
 
 def _agent(header: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -32,6 +32,19 @@ class Job(Protocol[D, R]):
     def __aiter__(self) -> AsyncIterator[D]: ...
 
 
+class PromptProgress(NamedTuple):
+    """How much of a prompt is read."""
+
+    read: int
+    total: int
+
+    @classmethod
+    def of(cls, job: object) -> PromptProgress | None:
+        """Of a job that tells how long its prompt is."""
+        total = getattr(job, "prompt_tokens", None)
+        return cls(getattr(job, "prompt_read", 0), total) if isinstance(total, int) else None
+
+
 class ClientJob(Generic[D, R]):
     """A job that ends when its client leaves, when its time is up, or when the server stops."""
 
@@ -50,6 +63,10 @@ class ClientJob(Generic[D, R]):
     def cancel(self) -> None:
         self._timer.cancel()
         self._job.cancel()
+
+    @property
+    def progress(self) -> PromptProgress | None:
+        return PromptProgress.of(self._job)
 
     @property
     def began(self) -> bool:

@@ -7,6 +7,7 @@ import hmac
 import re
 import secrets
 import threading
+import time
 import tomllib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -119,6 +120,20 @@ class KeyUsage:
             today, used = self._tokens.get(key.digest, (0, 0))
             day = int(now // _DAY)
             self._tokens[key.digest] = (day, tokens + (used if today == day else 0))
+
+
+@dataclass(frozen=True, slots=True)
+class KeyAccount:
+    """A key and what it may still use: for work that outlasts its request, or shares a connection."""
+
+    key: Key
+    usage: KeyUsage
+
+    def admit(self) -> OverLimit | None:
+        return self.usage.admit(self.key, time.time())
+
+    def spend(self, tokens: int) -> None:
+        self.usage.spend(self.key, tokens, time.time())
 
 
 class Keys:

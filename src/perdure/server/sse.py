@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from perdure.server.api_error import ApiError, to_api_error
-from perdure.server.client_job import ClientJob, Part, disconnected
+from perdure.server.client_job import ClientJob, Part, PromptProgress, disconnected
 from perdure.server.limits import Limits
 
 log = logging.getLogger("perdure.server")
@@ -40,9 +40,8 @@ class Writer(Protocol[D, R]):
 
     @property
     def media_type(self) -> str: ...
-    @property
-    def sign_of_life(self) -> bytes:
-        """For a client that waits, or a proxy in between."""
+    def sign_of_life(self, progress: PromptProgress | None) -> bytes:
+        """For a client that waits, or a proxy in between: how far its prompt is read, where that is known."""
         ...
 
     def opening(self) -> bytes: ...
@@ -60,7 +59,13 @@ class ChunkWriter:
     """Chunks as OpenAI's streams have them: data without names, and `[DONE]` at the end."""
 
     media_type = "text/event-stream"
-    sign_of_life = _PING
+
+    def waiting_chunk(self, told: dict[str, Any]) -> Chunk:
+        """A chunk without content."""
+        raise NotImplementedError
+
+    def sign_of_life(self, progress: PromptProgress | None) -> bytes:
+        return events([self.waiting_chunk(waiting(progress))])
 
     def opening_chunks(self) -> Iterable[Chunk]:
         return ()
@@ -94,7 +99,7 @@ class EventStream(Response):
         background: BackgroundTask,
         silent_seconds: float = 15.0,
         media_type: str = "text/event-stream",
-        sign_of_life: bytes = _PING,
+        sign_of_life: Callable[[], bytes] = lambda: _PING,
     ) -> None:
         self.status_code = 200
         self.background = background
@@ -152,7 +157,7 @@ class EventStream(Response):
                 try:
                     async with asyncio.timeout(self._send_seconds):
                         await send(
-                            {"type": "http.response.body", "body": self._sign_of_life, "more_body": True}
+                            {"type": "http.response.body", "body": self._sign_of_life(), "more_body": True}
                         )
                 except TimeoutError:
                     log.info("a client took nothing for %g seconds and was left", self._send_seconds)
@@ -174,7 +179,7 @@ def response(
         send_seconds=limits.send_seconds,
         silent_seconds=limits.silent_seconds,
         media_type=writer.media_type,
-        sign_of_life=writer.sign_of_life,
+        sign_of_life=lambda: writer.sign_of_life(client_job.progress),
         # A client that leaves before the first event leaves a job that nobody reads.
         background=BackgroundTask(client_job.drop),
     )
@@ -213,6 +218,13 @@ async def _events(
         raise
     finally:
         client_job.cancel()
+
+
+def waiting(progress: PromptProgress | None) -> dict[str, Any]:
+    """What every protocol tells of a prompt that is being read, in llama-server's words."""
+    if progress is None:
+        return {}
+    return {"prompt_progress": {"total": progress.total, "processed": progress.read}}
 
 
 def events(chunks: Iterable[Chunk]) -> bytes:

@@ -57,7 +57,7 @@ class Child:
                 self._check_engine(error)
                 return
             rounds += 1
-            self._connection.send(Pulse(rounds))
+            self._connection.send(Pulse(rounds, self._service.progress()))
 
     def _check_engine(self, error: BaseException) -> None:
         """Only a defect of ours ends the engine thread, and then nothing works here: a new process has a

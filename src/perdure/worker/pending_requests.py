@@ -202,6 +202,12 @@ class PendingRequests:
                 pending.finish(replies)
         notify(changed)
 
+    def progress(self, read: Mapping[RequestId, int]) -> None:
+        """How much of their prompts requests have read."""
+        for id_, count in read.items():
+            if (pending := self._requests.get(id_)) is not None:
+                pending.output.read = count
+
     def end_overdue(self) -> None:
         """End whose time is up though the engine did not see to it, and who gave up while it was gone."""
         with self._changing:

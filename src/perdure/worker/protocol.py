@@ -120,9 +120,13 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """The engine thread came by: whatever step it was in has ended. `rounds` counts these."""
+    """The engine thread came by: whatever step it was in has ended. `rounds` counts these.
+
+    `read` says how much of their prompts requests have read, of those that have read more since the last one.
+    """
 
     rounds: int
+    read: Mapping[RequestId, int]
 
 
 @dataclass(frozen=True, slots=True)

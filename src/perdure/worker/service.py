@@ -42,6 +42,8 @@ class ServedRequest:
     def __init__(self, id_: RequestId) -> None:
         self.id = id_
         self.cancelled = False
+        self.read = 0
+        """Tokens of its prompt that the other side knows to be read."""
         self.job: Job | Future[Embeddings] | None = None
 
     @property
@@ -148,6 +150,14 @@ class RequestService:
     @property
     def busy(self) -> bool:
         return bool(self._requests)
+
+    def progress(self) -> dict[RequestId, int]:
+        """How much of their prompts requests have read, of those that have read more since the last time."""
+        found = {}
+        for request in list(self._requests.values()):
+            if isinstance(request.job, Job) and request.job.prompt_read > request.read:
+                found[request.id] = request.read = request.job.prompt_read
+        return found
 
     def handle(self, message: Any) -> None:
         try:

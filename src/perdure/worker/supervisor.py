@@ -233,6 +233,7 @@ class Supervisor:
                     self._pending.answered(message)
                 case Pulse():
                     self._stirred = time.monotonic()
+                    self._pending.progress(message.read)
                 case Line():
                     _log(message)
             if time.monotonic() >= due:

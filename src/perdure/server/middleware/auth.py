@@ -6,8 +6,8 @@ import time
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from perdure.server.api_error import ApiError, refuse
-from perdure.server.keys import METRICS, Key, Keys
+from perdure.server.api_error import ApiError, rate_limited, refuse
+from perdure.server.keys import METRICS, Key, KeyAccount, Keys
 from perdure.server.page_paths import is_page
 
 OPEN = frozenset({"/", "/health", "/ready", "/openapi.json"})
@@ -34,16 +34,16 @@ class Auth:
                 notes["namespace"] = key.namespace
             await refuse(refused, scope, receive, send)
             return
-        scope["state"]["namespace"] = key.namespace if key is not None else ""
-        if key is None:
+        account = KeyAccount(key, self._keys.usage) if key is not None else None
+        scope["state"].update(namespace=key.namespace if key is not None else "", account=account)
+        if key is None or account is None:
             await self._app(scope, receive, send)
             return
         notes["namespace"] = key.namespace
         try:
             await self._app(scope, receive, send)
         finally:
-            used = notes.get("prompt_tokens", 0) + notes.get("completion_tokens", 0)
-            self._keys.usage.spend(key, used, time.time())
+            account.spend(notes.get("prompt_tokens", 0) + notes.get("completion_tokens", 0))
 
     def _refused(self, path: str, secret: str | None, key: Key | None) -> ApiError | None:
         if not len(self._keys):
@@ -58,13 +58,7 @@ class Auth:
         if key.is_expired(now):
             return _unauthorised(f"this key expired on {key.expires}: ask for a new one")
         if (over := self._keys.usage.admit(key, now)) is not None:
-            return ApiError(
-                429,
-                over.why,
-                kind="rate_limit_error",
-                code="rate_limit_exceeded",
-                retry_after=over.retry_after,
-            )
+            return rate_limited(over.why, over.retry_after)
         if (path == "/metrics") is not (key.namespace == METRICS):
             return ApiError(
                 403,

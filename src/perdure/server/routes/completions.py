@@ -214,6 +214,9 @@ class CompletionWriter(sse.ChunkWriter):
         self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
         self._frames = [sse.Frame(functools.partial(self._piece, index)) for index in sorted(self._open)]
 
+    def waiting_chunk(self, told: dict[str, Any]) -> sse.Chunk:
+        return self._piece(min(self._open, default=0), "", **told)
+
     def opening_chunks(self) -> Iterable[sse.Chunk]:
         for text, _ in self._head.echoed:
             for index in sorted(self._open):

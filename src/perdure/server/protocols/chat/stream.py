@@ -21,6 +21,9 @@ class ChatWriter(sse.ChunkWriter):
         self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
         self._frames = [sse.Frame(functools.partial(self._text, index)) for index in range(n)]
 
+    def waiting_chunk(self, told: dict[str, Any]) -> sse.Chunk:
+        return self._piece(min(self._open, default=0), {}, **told)
+
     def opening_chunks(self) -> Iterable[sse.Chunk]:
         for index in sorted(self._open):
             yield self._piece(index, {"role": "assistant", "content": ""})

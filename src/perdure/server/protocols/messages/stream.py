@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.server.api_error import ApiError
+from perdure.server.client_job import PromptProgress
 from perdure.server.protocols.call_buffer import CallBuffer, WholeCall
 from perdure.server.protocols.chat.answers import extension
 from perdure.server.protocols.messages.answers import MessagesHead, MessagesUsage
 from perdure.server.protocols.messages.errors import error_body
-from perdure.server.sse import Frame, named_event
+from perdure.server.sse import Frame, named_event, waiting
 
 Kind = Literal["thinking", "text"]
 
@@ -20,7 +21,6 @@ class MessagesWriter:
     """Events of one message. Every block starts once and stops once, and blocks do not overlap."""
 
     media_type = "text/event-stream"
-    sign_of_life = named_event({"type": "ping"})
 
     def __init__(self, head: MessagesHead, prompt_tokens: int) -> None:
         self._head = head
@@ -32,6 +32,9 @@ class MessagesWriter:
         self._frame: Frame | None = None
         self._thoughts: list[str] = []
         self._calls = CallBuffer()
+
+    def sign_of_life(self, progress: PromptProgress | None) -> bytes:
+        return named_event({"type": "ping", **waiting(progress)})
 
     def opening(self) -> bytes:
         message: dict[str, Any] = {
@@ -50,7 +53,7 @@ class MessagesWriter:
                 "output_tokens": 0,
             },
         }
-        return named_event({"type": "message_start", "message": message}) + self.sign_of_life
+        return named_event({"type": "message_start", "message": message}) + self.sign_of_life(None)
 
     def piece(self, delta: ChatDelta) -> bytes:
         if delta.text and self._kind == "text" and not (delta.reasoning or delta.tool_calls):

@@ -9,11 +9,12 @@ from typing import Any, Literal
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.decode.request import Delta, Reply
 from perdure.server.api_error import ApiError
+from perdure.server.client_job import PromptProgress
 from perdure.server.protocols.call_buffer import CallBuffer, WholeCall
 from perdure.server.protocols.messages.answers import call_input
 from perdure.server.protocols.ollama.errors import error_body
 from perdure.server.schemas.base import ReuseAnswer
-from perdure.server.sse import Frame, line
+from perdure.server.sse import Frame, line, waiting
 
 Kind = Literal["chat", "generate"]
 NDJSON = "application/x-ndjson"
@@ -32,7 +33,9 @@ class OllamaWriter:
         # The moment of its beginning, so that a line is not made anew for each token.
         self._created = now()
         self._frame = Frame(lambda text: self._chunk(text), line)
-        self.sign_of_life = line(self._chunk(""))
+
+    def sign_of_life(self, progress: PromptProgress | None) -> bytes:
+        return line(self._chunk("", **waiting(progress)))
 
     def opening(self) -> bytes:
         return b""

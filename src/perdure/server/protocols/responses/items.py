@@ -67,6 +67,11 @@ def messages_of(items: Sequence[Any], unsealed: Unsealed, found: Found) -> list[
                 close()
             if thought := _thought(item, unsealed):
                 said.reasoning.append(thought)
+        elif kind == "compaction":
+            close()
+            sealed = item.get("encrypted_content")
+            if isinstance(sealed, str) and (summary := unsealed(sealed)):
+                made.append(Message(role="system", content=summary))
         elif kind in ("function_call", "custom_tool_call"):
             said.calls.append(_call(item, kind, where))
         elif kind in ("function_call_output", "custom_tool_call_output"):

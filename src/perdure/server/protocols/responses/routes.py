@@ -90,7 +90,7 @@ async def _stored(
             await app_state.call(responses.delete, response.head.id)
         return _refused(error, response.head, asked, app_state)
     if asked.background:
-        run = runs.start(caller.namespace, response, job, notes, app_state)
+        run = runs.start(caller, response, job, notes, app_state)
         return followed(run, -1, app_state) if asked.stream else _json(response.shown("queued"))
     runs.read(caller.namespace, response.head.id, job)
     try:
@@ -156,7 +156,7 @@ async def read(
         if not runs.is_read(caller.namespace, response_id):
             notes: dict[str, Any] = {}
             job = await app_state.call(responses.submit, response, notes)
-            runs.start(caller.namespace, response, job, notes, app_state)
+            runs.start(caller, response, job, notes, app_state)
         return _json(response.shown())
     runs.take_over(caller.namespace, response_id)
     notes = {}

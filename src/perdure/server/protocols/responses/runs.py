@@ -9,8 +9,11 @@ from typing import Any
 
 from starlette.background import BackgroundTask
 
+from perdure.chat.reply import ChatReply
 from perdure.server.api_error import ApiError, to_api_error
-from perdure.server.app_state import AppState
+from perdure.server.app_state import AppState, Caller
+from perdure.server.client_job import PromptProgress
+from perdure.server.keys import KeyAccount
 from perdure.server.protocols.responses.errors import error_detail
 from perdure.server.protocols.responses.stored import StoredResponse
 from perdure.server.protocols.responses.stream import ResponseWriter
@@ -21,16 +24,26 @@ from perdure.sessions.fold import TurnJob
 class Run:
     """A response that is made in the background. Its events stay for readers that come and go."""
 
-    def __init__(self, response: StoredResponse, job: TurnJob, writer: ResponseWriter) -> None:
+    def __init__(
+        self,
+        response: StoredResponse,
+        job: TurnJob,
+        writer: ResponseWriter,
+        account: KeyAccount | None = None,
+    ) -> None:
+        """`account` is that of the key which is to pay for it."""
         self._response = response
+        self._account = account
         self._job = job
         self._writer = writer
         self._events: list[bytes] = []
         self._changed = asyncio.Condition()
-        self.sign_of_life = writer.sign_of_life
         self.finished = False
         self.cancelled = False
         self.task: asyncio.Task[None] | None = None
+
+    def sign_of_life(self) -> bytes:
+        return self._writer.sign_of_life(PromptProgress.of(self._job))
 
     def cancel(self) -> None:
         """Interrupt it: whoever asks for it later has it gone on with."""
@@ -48,6 +61,7 @@ class Run:
             async for delta in self._job:
                 await self._put(self._writer.piece(delta))
             replies = await self._job.areplies()
+            self._pay(replies[0])
             if replies[0].finish_reason == "cancelled":
                 await self._end("cancelled" if self.cancelled else "in_progress", None, app_state)
                 return
@@ -60,6 +74,10 @@ class Run:
             async with self._changed:
                 self.finished = True
                 self._changed.notify_all()
+
+    def _pay(self, reply: ChatReply) -> None:
+        if self._account is not None:
+            self._account.spend(reply.usage.prompt_tokens + reply.usage.completion_tokens)
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
         """Its events behind number `after`, as they come."""
@@ -102,15 +120,15 @@ class Runs:
 
     def start(
         self,
-        namespace: str,
+        caller: Caller,
         response: StoredResponse,
         job: TurnJob,
         notes: dict[str, Any],
         app_state: AppState,
     ) -> Run:
         """Have a response made in the background. `notes` are those of the job's turn."""
-        run = Run(response, job, ResponseWriter(response.head, notes=notes))
-        key = (namespace, response.head.id)
+        run = Run(response, job, ResponseWriter(response.head, notes=notes), caller.account)
+        key = (caller.namespace, response.head.id)
         self._background[key] = run
         app_state.client_jobs.add(run)
         run.task = asyncio.ensure_future(run.work(app_state))

@@ -12,6 +12,7 @@ from perdure.chat.message import Message
 from perdure.errors import SessionNotFoundError
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState
+from perdure.server.protocols.cache_marks import MARKS, cache_marks, has_breakpoint
 from perdure.server.protocols.responses import ids
 from perdure.server.protocols.responses.answers import ResponseHead
 from perdure.server.protocols.responses.items import Item, messages_of, said_items
@@ -26,7 +27,7 @@ from perdure.server.protocols.responses.requests import (
     reply_options,
     tool_set,
 )
-from perdure.sessions.fold import TurnJob
+from perdure.sessions.fold import ASK, TurnJob
 from perdure.sessions.session import Session, TurnExtra
 from perdure.sessions.turn import Turn
 
@@ -36,6 +37,8 @@ _REFERENCES, _REMOVES = 1024, 16
 """Items that one request may name by their ids, those that they name in turn included, and over how many
 responses that may go: each is looked up."""
 _SEEDS = 2**32 - 1
+_SUMMARY = 1024
+"""Tokens of a summary, at most."""
 
 
 class Responses:
@@ -79,7 +82,7 @@ class Responses:
         """Have a reply made that leaves nothing behind."""
         before = self._before(asked)
         instructions, said = self._read(asked)
-        options = reply_options(asked, tool_set(asked.tools or ()), self._app_state)
+        options = self._options(asked, said)
         if before is None:
             runtime = self._app_state.runtime
             return runtime.submit_chat([*instructions, *said], namespace=self._namespace, **options)
@@ -93,6 +96,24 @@ class Responses:
         options = prompt_options(asked, tool_set(asked.tools or ()))
         messages = [*instructions, *history, *said]
         return self._app_state.runtime.count_chat(messages, namespace=self._namespace, **options)
+
+    def submit_summary(self, asked: PromptRequest) -> tuple[TurnJob, list[Message]]:
+        """Have all that was said summed up; and what that was."""
+        before = self._before(asked)
+        instructions, said = self._read(asked)
+        said = [*(before.messages() if before is not None else ()), *said]
+        if not said:
+            raise ApiError(400, "input: there is nothing to sum up", param="input", code="invalid_value")
+        runtime = self._app_state.runtime
+        job = runtime.submit_chat(
+            [*instructions, *said, Message(role="user", content=ASK)],
+            namespace=self._namespace,
+            max_tokens=min(_SUMMARY, runtime.n_ctx // 4),
+            overflow="drop_oldest",
+            reasoning="hide",
+            timeout=self._app_state.seconds(None),
+        )
+        return job, said
 
     # Finding.
 
@@ -209,6 +230,21 @@ class Responses:
         self._app_state.check_message_count(len(said))
         return preamble(asked, self._unsealed, self.found_items), said
 
+    def _options(self, asked: ResponseRequest, said: Sequence[Message]) -> dict[str, Any]:
+        """What is asked of the reply, and of what was said up to its cache marks."""
+        options = reply_options(asked, tool_set(asked.tools or ()), self._app_state)
+        items = input_items(asked)
+        marked = [
+            at
+            for at, item in enumerate(items)
+            if has_breakpoint(item.get("content")) or has_breakpoint(item.get("output"))
+        ]
+        befores = [len(self.messages(items[: at + 1])) for at in marked[-MARKS:]]
+        key, wanted = asked.prompt_cache_key, asked.prompt_cache_options
+        if marks := cache_marks(befores, len(said), key=key, options=wanted):
+            options["cache_marks"] = marks
+        return options
+
     def _unsealed(self, sealed: str) -> str | None:
         return self._app_state.seal.open(sealed, self._namespace)
 
@@ -234,7 +270,7 @@ class Responses:
         """Have the reply made, now or again: with the same seed it is the same one."""
         asked, session = response.asked, response.session
         instructions, said = self._read(asked)
-        options = reply_options(asked, tool_set(asked.tools or ()), self._app_state)
+        options = self._options(asked, said)
         options["seed"] = session.origin["seed"]
         conversation = asked.conversation_id
         follower = self.conversation(conversation) if conversation is not None else None

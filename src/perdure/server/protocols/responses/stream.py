@@ -10,10 +10,11 @@ from pydantic_core import to_json
 from perdure.chat.message import Message, ToolCall
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.server.api_error import ApiError
+from perdure.server.client_job import PromptProgress
 from perdure.server.protocols.call_buffer import CallBuffer
 from perdure.server.protocols.responses.answers import ResponseHead
 from perdure.server.protocols.responses.items import Item, text_part
-from perdure.server.sse import Frame, named_event
+from perdure.server.sse import Frame, named_event, waiting
 from perdure.sessions.turn import Turn
 
 Event = dict[str, Any]
@@ -39,9 +40,12 @@ class ResponseWriter:
         self._output: list[Item] = []
         self._calls = CallBuffer()
         self._whole_calls: list[ToolCall] = []
-        self.sign_of_life = named_event(self._in_progress())
 
     # As a stream's writer.
+
+    def sign_of_life(self, progress: PromptProgress | None) -> bytes:
+        """The second event again, always with its own number."""
+        return named_event({**self._in_progress(), "sequence_number": 1, **waiting(progress)})
 
     def opening(self) -> bytes:
         return self._written([{"type": "response.created", "response": self._head.shown("in_progress")}]) + (
@@ -98,12 +102,7 @@ class ResponseWriter:
     # Inside.
 
     def _in_progress(self) -> Event:
-        # Told again and again while a prompt is read, always as the second event.
-        return {
-            "type": "response.in_progress",
-            "response": self._head.shown("in_progress"),
-            "sequence_number": 1,
-        }
+        return {"type": "response.in_progress", "response": self._head.shown("in_progress")}
 
     def _hold(self, delta: ChatDelta) -> None:
         if delta.tool_calls:

@@ -14,8 +14,10 @@ from starlette.websockets import WebSocketDisconnect
 
 from perdure.chat.reply import ChatReply
 from perdure.errors import PerdureError
-from perdure.server.api_error import ApiError, to_api_error, validation
+from perdure.server.api_error import ApiError, rate_limited, to_api_error, validation
 from perdure.server.app_state import AppState
+from perdure.server.client_job import PromptProgress
+from perdure.server.keys import KeyAccount
 from perdure.server.middleware.body_limits import JsonScan
 from perdure.server.protocols.responses.items import Item
 from perdure.server.protocols.responses.requests import ResponseRequest, input_items
@@ -35,7 +37,8 @@ _REMEMBERED = 8
 async def responses(socket: WebSocket) -> None:
     """Responses one after another. Those that are not stored can be gone on from here, and nowhere else."""
     await socket.accept()
-    connection = Connection(socket, socket.app.state.app_state, socket.state.namespace)
+    account = getattr(socket.state, "account", None)
+    connection = Connection(socket, socket.app.state.app_state, socket.state.namespace, account)
     with suppress(WebSocketDisconnect):
         await connection.serve()
 
@@ -43,14 +46,19 @@ async def responses(socket: WebSocket) -> None:
 class Connection:
     """One client's connection. What is being made for it ends when it does."""
 
-    def __init__(self, socket: WebSocket, app_state: AppState, namespace: str) -> None:
+    def __init__(
+        self, socket: WebSocket, app_state: AppState, namespace: str, account: KeyAccount | None
+    ) -> None:
         self._socket = socket
+        self._account = account
         self._app_state = app_state
         self._responses = Responses(app_state, namespace)
         self._kept: OrderedDict[str, list[Item]] = OrderedDict()
         """All items of the latest responses that are not stored, by id."""
         self._asked: asyncio.Queue[str | None] = asyncio.Queue(maxsize=4)
         self._job: TurnJob | None = None
+        self._stirred = 0.0
+        """When something was last sent."""
 
     async def serve(self) -> None:
         reading = asyncio.ensure_future(self._read())
@@ -87,6 +95,8 @@ class Connection:
     async def _answer(self, text: str) -> None:
         try:
             asked, generates = self._parsed(text)
+            if self._account is not None and (over := self._account.admit()) is not None:
+                raise rate_limited(over.why, over.retry_after)
             await self._respond(asked, generates)
         except ValidationError as error:
             await self._refuse(validation(error.errors()))
@@ -133,17 +143,19 @@ class Connection:
             self._job = await app_state.call(responses.submit_unstored, asked)
         writer = ResponseWriter(head, notes=notes)
         await self._send(writer.opening())
+        waiting = asyncio.ensure_future(self._give_signs_of_life(writer, self._job))
         try:
             if generates:
                 async for delta in self._job:
                     await self._send(writer.piece(delta))
             replies = await self._job.areplies()
-            app_state.metrics.reply(replies[0])
             self._count(replies[0])
         except PerdureError as error:
             await self._send(writer.broken(to_api_error(error)))
             return
         finally:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
             self._job.cancel()
             self._job = None
         if not generates:
@@ -158,13 +170,22 @@ class Connection:
             while len(self._kept) > _REMEMBERED:
                 self._kept.popitem(last=False)
 
+    async def _give_signs_of_life(self, writer: ResponseWriter, job: TurnJob) -> None:
+        """While a prompt is read, or nothing comes for another reason."""
+        clock, silent = asyncio.get_running_loop().time, self._app_state.limits.silent_seconds
+        while True:
+            await asyncio.sleep(max(0.0, self._stirred + silent - clock()))
+            if clock() >= self._stirred + silent:
+                await self._send(writer.sign_of_life(PromptProgress.of(job)))
+
     def _count(self, reply: ChatReply) -> None:
-        """What the key has spent is noted over the whole connection."""
-        notes = self._socket.state.notes
-        for name in ("prompt_tokens", "completion_tokens"):
-            notes[name] = notes.get(name, 0) + getattr(reply.usage, name)
+        """Each response by itself: a connection may last for an hour."""
+        self._app_state.metrics.reply(reply)
+        if self._account is not None:
+            self._account.spend(reply.usage.prompt_tokens + reply.usage.completion_tokens)
 
     async def _send(self, events: bytes) -> None:
+        self._stirred = asyncio.get_running_loop().time()
         for event in events.split(b"\n\n"):
             if event:
                 await self._socket.send_text(event.partition(b"data: ")[2].decode())

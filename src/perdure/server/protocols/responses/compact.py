@@ -1,0 +1,75 @@
+"""`/v1/responses/compact`: a conversation made shorter, as items that another response goes on from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from perdure.chat.message import Message
+from perdure.chat.reply import ChatReply
+from perdure.server.api_error import ApiError
+from perdure.server.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.protocols.answering import answer
+from perdure.server.protocols.responses import ids
+from perdure.server.protocols.responses.answers import usage
+from perdure.server.protocols.responses.items import Item, said_items
+from perdure.server.protocols.responses.requests import PromptRequest
+from perdure.server.protocols.responses.stored import Responses
+from perdure.server.routes.responses import errors
+from perdure.server.schemas.base import ResponseSchema
+from perdure.sessions.fold import HEADING
+
+router = APIRouter(tags=["Responses"])
+
+
+class CompactionAnswer(ResponseSchema):
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: list[dict[str, Any]]
+    """What the user said, and an item that stands for all that was said."""
+    usage: dict[str, Any]
+
+
+@router.post("/v1/responses/compact", responses=errors(404, 409, 504), response_model=CompactionAnswer)
+async def compact(
+    asked: PromptRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> CompactionAnswer | Response:
+    """Have the model sum a conversation up. The summary is sealed: only this server reads it again."""
+    app_state.check_model(asked.model or "")
+    responses = Responses(app_state, caller.namespace)
+    job, said = await app_state.call(responses.submit_summary, asked)
+
+    def whole(replies: Sequence[ChatReply]) -> CompactionAnswer:
+        return _compacted(replies[0], said, app_state, caller.namespace)
+
+    return await answer(job, request, app_state, caller, timeout=None, whole=whole)
+
+
+def _compacted(
+    reply: ChatReply, said: Sequence[Message], app_state: AppState, namespace: str
+) -> CompactionAnswer:
+    summary = reply.text.strip()
+    if not summary:
+        raise ApiError(
+            500, "the model's summary was empty; ask again, or send less", kind="server_error", code="empty"
+        )
+    response_id = ids.new_response()
+    item: Item = {
+        "id": ids.item("cmp", response_id),
+        "type": "compaction",
+        "encrypted_content": app_state.seal.close(f"{HEADING}\n{summary}", namespace),
+    }
+    counts = reply.usage
+    return CompactionAnswer(
+        id=response_id,
+        created_at=int(time.time()),
+        output=[*said_items([each for each in said if each.role == "user"], response_id), item],
+        usage=usage(
+            counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens, counts.reasoning_tokens
+        ),
+    )
