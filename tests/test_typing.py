@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import subprocess
 import sys
@@ -76,7 +77,11 @@ def test_mypy_finds_each_misspelt_or_mistyped_option_and_nothing_else(tmp_path: 
 def test_the_keywords_are_the_fields() -> None:
     assert set(SamplingKeywords.__annotations__) == set(Sampling.__dataclass_fields__)
     asked = set(RequestKeywords.__annotations__) - set(SamplingKeywords.__annotations__)
-    assert asked == set(Request.__dataclass_fields__) - {"prompt", "stops"} | {"stop", "schema", "regex"}
+    assert asked == set(Request.__dataclass_fields__) - {"prompt", "stops", "grammar_prefix"} | {
+        "stop",
+        "schema",
+        "regex",
+    }
     chatted = set(ChatKeywords.__annotations__) - set(RequestKeywords.__annotations__)
     assert chatted == set(ChatOptions.__dataclass_fields__) | {"chat_template_kwargs"}
 
@@ -117,3 +122,26 @@ def test_every_call_of_a_runtime_that_waits_has_a_twin_for_asyncio() -> None:
     for name in ("generate", "stream", "chat", "chat_stream", "session", "score", "embed", "close"):
         plain, twin = getattr(perdure.Runtime, name), getattr(perdure.Runtime, f"a{name}")
         assert list(inspect.signature(plain).parameters) == list(inspect.signature(twin).parameters)
+
+
+ANY_NAMES = {
+    "chat/templates/": "a template's own variables and calls, and Jinja's",
+    "engine/logits.py": "NumPy's protocol",
+    "server/": "fields of JSON objects that are written as they are",
+    "worker/": "calls that are made in another process, checked there",
+}
+"""Where keywords of any name are taken, and why."""
+
+
+def test_hardly_any_function_takes_keywords_without_names() -> None:
+    """Within, too: `**more: Any` only where the names are somebody else's."""
+    source = Path(perdure.__file__).parent
+    for file in source.rglob("*.py"):
+        place = file.relative_to(source).as_posix()
+        if place.startswith(tuple(ANY_NAMES)):
+            continue
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.args.kwarg is not None:
+                note = node.args.kwarg.annotation
+                assert note is not None
+                assert ast.unparse(note) != "Any", f"{place}: {node.name}"

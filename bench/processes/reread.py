@@ -24,6 +24,7 @@ from perdure.engine.toy import ToyModel
 
 TOOL = Tool(name="look", description="Looks.", parameters={"type": "object", "properties": {"at": {}}})
 QUESTIONS = ("Is it dry?", "And in Rome?", "Thanks. Who are you?", "And in Oslo?", "Good bye.")
+QUOTED = 20
 LOOKS = (0, 1, 3)
 """Turns in which a tool is called."""
 
@@ -37,32 +38,35 @@ class Reread:
     """Of these, before the last mark up to which the template's own text stayed as it was."""
     kept: int | None
     """With `keep_reasoning`, where the template has a switch for it."""
+    departure: tuple[str, str] | None
+    """What stood where the first of them is, and what the template writes there now."""
 
 
 def reread(template: Template) -> Reread:
     family = detect(template.source)
-    model = ToyModel(marks=_marks(template))
+    model = ToyModel(marks=marks_of(template))
     with perdure.open(model, n_ctx=32768, slots=1, template=template) as rt:
-        tokens, beyond = _conversation(rt.chat_format, keep=None)
+        tokens, beyond, departure = _conversation(rt.chat_format, keep=None)
         shown = capabilities(template, with_tools=True)
         kept = None
         if family.reasoning is not None and shown.switch is not None:
-            kept, _ = _conversation(rt.chat_format, keep=True)
-    return Reread(tokens, beyond, kept)
+            kept, _, _ = _conversation(rt.chat_format, keep=True)
+    return Reread(tokens, beyond, kept, departure)
 
 
-def _marks(template: Template) -> list[str]:
+def marks_of(template: Template) -> list[str]:
+    """The marks that a vocabulary for the template would have."""
     found = template.mark_texts | detect(template.source).marks
     return [mark for mark in found if len(mark) > 2 and mark.strip() == mark and "\n" not in mark]
 
 
-def _conversation(chat_format: ChatFormat, keep: bool | None) -> tuple[int, int]:
-    """Tokens read again, and those that the template had left as they were."""
-    options = ChatOptions(
-        tools=(TOOL,), keep_reasoning=keep, date="2026-01-31", variables={"enable_thinking": True}
-    )
+def _conversation(chat_format: ChatFormat, keep: bool | None) -> tuple[int, int, tuple[str, str] | None]:
+    """Tokens read again, those that the template had left as they were, and where it first had not."""
+    thinks = {"enable_thinking": True, "reasoning_effort": "high"}
+    options = ChatOptions(tools=(TOOL,), keep_reasoning=keep, date="2026-01-31", variables=thinks)
     said: list[Message] = []
     tokens = beyond = 0
+    departure = None
     known = None
     for turn, question in enumerate(QUESTIONS):
         said.append(Message(role="user", content=question))
@@ -73,6 +77,8 @@ def _conversation(chat_format: ChatFormat, keep: bool | None) -> tuple[int, int]
                 reused = 0 if base is None else len(base.tokens)
                 tokens += len(known.tokens) - reused
                 shared = shared_length(prompt.transcript.text, known.text)
+                if departure is None and reused < len(known.tokens):
+                    departure = known.text[shared:], prompt.transcript.text[shared:]
                 marks = chat_format.tokenizer.marks
                 cuts = [n for at, n in known.cuts if at <= shared and n and known.tokens[n - 1] in marks]
                 beyond += max(0, max(cuts, default=0) - reused)
@@ -87,7 +93,7 @@ def _conversation(chat_format: ChatFormat, keep: bool | None) -> tuple[int, int]
             said.append(reply)
             if calls:
                 said.append(Message(role="tool", content="dry", tool_call_id=calls[0].id, name="look"))
-    return tokens, beyond
+    return tokens, beyond, departure
 
 
 def _written(
@@ -110,12 +116,27 @@ def _written(
 
 def table(paths: Sequence[Path]) -> str:
     """The rows of template files, in Markdown."""
-    lines = [("template", "read again", "left as it was", "with keep_reasoning"), ("---",) * 4]
+    head = (
+        "template",
+        "read again",
+        "left as it was",
+        "with keep_reasoning",
+        "first where it had",
+        "has now",
+    )
+    lines = [head, ("---",) * len(head)]
     for path in paths:
         found = reread(Template.from_file(path, bos="<s>", eos="</s>"))
         kept = "no switch" if found.kept is None else str(found.kept)
-        lines.append((path.stem, str(found.tokens), str(found.beyond), kept))
+        had, has = map(_quoted, found.departure) if found.departure is not None else ("", "")
+        lines.append((path.stem, str(found.tokens), str(found.beyond), kept, had, has))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _quoted(text: str) -> str:
+    """The beginning of a text as code in a table."""
+    begun = text[:QUOTED].replace("\n", "⏎").replace("|", "\\|").replace("`", "ˋ")
+    return f"`{begun}`" if begun else "(the end)"
 
 
 if __name__ == "__main__":

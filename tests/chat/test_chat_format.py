@@ -373,7 +373,6 @@ def test_tools_that_are_not_wanted_are_not_there() -> None:
         {"tools": [TOOL], "tool_choice": {"function": {}}},
         {"reasoning": "loud"},
         {"reasoning_budget": -1},
-        {"reasoning_budget": 5, "n": 2},
         {"overflow": "fold"},
         {"overflow": "pray"},
         {"nonsense": 1},

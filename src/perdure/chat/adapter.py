@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.parsing.call_writer import CallText, CallWriter
@@ -16,6 +16,19 @@ from perdure.errors import InvalidInputError
 
 _LEADING = ("system", "developer")
 _EXAMPLE = ToolCall(id="abcdefghi", name="function", arguments='{"argument": "value"}')
+
+
+class _Form(TypedDict, total=False):
+    """What may be another in an adapted message."""
+
+    content: str | None
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+    before: str
+    behind: str
+    null_content: bool
+    text_arguments: bool
+    thinking_part: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +306,7 @@ class _Adapting:
         return {}
 
 
-def _adapted(message: Message, **form: Any) -> AdaptedMessage:
+def _adapted(message: Message, **form: Unpack[_Form]) -> AdaptedMessage:
     if isinstance(message, AdaptedMessage):
         return replace(message, **form)
     fields = {name: getattr(message, name) for name in Message.__dataclass_fields__}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from perdure.backend import Backend
-from perdure.chat.job import ChatJob, ContextShift, ReasoningBudget
+from perdure.chat.job import ChatJob, ContextShift, ReasoningBudget, SampleRequest
 from perdure.chat.keywords import TurnKeywords
 from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.options import ChatOptions
@@ -147,9 +147,20 @@ class ChatFormat:
         )
         if options.limit_to_context and request.max_tokens is not None and options.overflow != "shift":
             request = self._as_fits(request, request.max_tokens)
-        held, request = request, self._reasoned(request, prompt, is_call=grammar is not None)
-        if request.n > 1 and (options.reasoning_budget is not None or options.overflow == "shift"):
-            raise InvalidInputError("a reasoning budget and shifting are for one sample; leave n at 1")
+        has_budget = options.reasoning_budget is not None and self.family.reasoning is not None
+        goes_on = has_budget or options.overflow == "shift"
+        if goes_on:
+            # Settled here: what goes on in another request draws with the same seed.
+            request = replace(request, sampling=request.sampling.seeded())
+
+        def sample(index: int) -> SampleRequest:
+            """The request of one sample, or of all where none goes on in another."""
+            asked_of = request
+            if goes_on:
+                scored = request.prompt_logprobs if index == 0 else None
+                seeded = request.sampling.seeded(index)
+                asked_of = replace(request, n=1, sampling=seeded, prompt_logprobs=scored)
+            return self._sample(options, asked_of, prompt, is_call=grammar is not None)
 
         def ended(reply: ChatReply) -> ChatReply:
             whole = self._transcript(prompt, reply)
@@ -169,18 +180,26 @@ class ChatFormat:
             return ReplyParser.after(self.family, prompt.transcript.text, reasoning=mode, tools=tools)
 
         return ChatJob(
-            self._backend.submit(self._first(options, request)),
+            sample(0),
             parser,
             n=request.n,
+            later=sample if goes_on else None,
             prompt_tokens=len(request.prompt),
             tools=tools,
             dropped=dropped,
-            budget=self._budget(options, held, is_call=grammar is not None),
-            shift=self._shift(options, request, prompt),
             hides=hides,
             then=ended,
             waits=then is not None,
         )
+
+    def _sample(
+        self, options: ChatOptions, request: Request, prompt: Prompt, *, is_call: bool
+    ) -> SampleRequest:
+        """A request on its way, and what it goes on in where a budget or the context ends it."""
+        held = self._reasoned(request, prompt, is_call=is_call)
+        budget = self._budget(options, request, is_call=is_call)
+        shift = self._shift(options, held, prompt)
+        return SampleRequest(self._backend.submit(self._first(options, held)), budget, shift)
 
     def _transcript(self, prompt: Prompt, reply: ChatReply) -> Transcript:
         """A prompt with the reply to it."""
@@ -316,7 +335,14 @@ class ChatFormat:
         def go_on(tokens: Sequence[int]) -> tuple[Job, int]:
             whole = [*request.prompt, *tokens]
             kept = [*whole[:head], *whole[max(head, len(whole) - room) :]]
-            again = replace(request, prompt=kept, keep_at=(), pins=(), prompt_logprobs=None)
+            again = replace(
+                request,
+                prompt=kept,
+                keep_at=(),
+                pins=(),
+                prompt_logprobs=None,
+                grammar_prefix=tuple(tokens),
+            )
             return self._backend.submit(self._as_fits(again, limit - len(tokens))), len(whole) - len(kept)
 
         return ContextShift(limit, go_on)

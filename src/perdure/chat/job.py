@@ -12,7 +12,8 @@ from perdure.chat.parsing.arguments import check_arguments
 from perdure.chat.parsing.reply_parser import Part, ReplyParser, gather
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.decode.job import Job
-from perdure.decode.request import Delta, Reply
+from perdure.decode.request import Delta, Reply, TokenLogprob
+from perdure.errors import ContextOverflow
 
 _MANY = 256
 """Deltas that are not read in one go while an event loop waits."""
@@ -31,6 +32,11 @@ class _Sample:
     raw: int = 0
     """Characters read so far."""
     finished: bool = False
+    earlier: Reply | None = None
+    """What other requests made of it, before the one at hand."""
+    shifted: int = 0
+    closed: bool = False
+    """Whether its reasoning was ended."""
 
     def take(self, parts: Sequence[Part]) -> tuple[str, str, tuple[CallDelta, ...]]:
         self.parts += parts
@@ -69,38 +75,49 @@ class ContextShift:
     """The reply from where it was cut off, given its tokens so far, and how many were left out for it."""
 
 
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """A request for one sample or several, and how one goes on past the ends of requests."""
+
+    job: Job
+    budget: ReasoningBudget | None = None
+    shift: ContextShift | None = None
+
+
 class ChatJob:
     """The caller's end of a chat request: iterate it for deltas, ask it for the reply, or cancel it.
 
     `then` is called once with each finished reply, before anybody gets it, and may change it. If it `waits`,
     such as for the disk, no event loop waits with it. A job that `hides` gives no reasoning out: `then` takes
-    it out of the reply.
+    it out of the reply. `later` makes the requests of further samples: where each may go on in requests of
+    its own, they are made one after the other.
     """
 
     def __init__(
         self,
-        job: Job,
+        first: SampleRequest,
         parser: Callable[[], ReplyParser],
         *,
         n: int,
+        later: Callable[[int], SampleRequest] | None = None,
         prompt_tokens: int,
         tools: Sequence[Tool],
         dropped: int,
-        budget: ReasoningBudget | None,
-        shift: ContextShift | None,
         then: Callable[[ChatReply], ChatReply],
         hides: bool = False,
         waits: bool = False,
     ) -> None:
-        self._job = job
+        self._job, self._budget, self._shift = first.job, first.budget, first.shift
         self._samples = [_Sample(parser()) for _ in range(n)]
+        self._later = later
+        self._current = 0
+        """The sample that the job at hand is for, where there is a job for each."""
+        self._ended: list[Reply] = []
+        """The samples before it."""
         self.prompt_tokens = prompt_tokens
         self._tools = tools
         self._dropped = dropped
-        self._budget = budget
-        self._shift = shift
         self._shifting = False
-        self._shifted = 0
         self._then = then
         self._hides = hides
         self._waits = waits
@@ -109,12 +126,11 @@ class ChatJob:
         self.cancelled = False
         self.stopped = False
         """Whether its reader had it end, and wants what there is."""
-        self._earlier: Reply | None = None
         self._replies: list[ChatReply] | None = None
 
     @property
     def done(self) -> bool:
-        return self._job.done
+        return self._job.done and not self._has_later
 
     @property
     def prompt_read(self) -> int:
@@ -164,6 +180,9 @@ class ChatJob:
             if going_on:
                 self._job.cancel()
                 yield from self._go_on(self._job.reply())
+            elif self._has_later:
+                going_on = True
+                self._next_sample(self._job.reply())
         self._finish(self._job.replies())
 
     async def __aiter__(self) -> AsyncIterator[ChatDelta]:
@@ -181,10 +200,14 @@ class ChatJob:
                 # In a thread: to queue a request may take its time.
                 for each in await asyncio.to_thread(self._go_on, so_far):
                     yield each
+            elif self._has_later:
+                going_on = True
+                await asyncio.to_thread(self._next_sample, await self._job.areply())
         await self._afinish(await self._job.areplies())
 
     def _read(self, delta: Delta) -> list[ChatDelta]:
-        sample = self._samples[delta.index]
+        index = self._current + delta.index
+        sample = self._samples[index]
         sample.tokens += delta.tokens
         sample.raw += len(delta.text)
         parts = sample.parser.push(delta.text)
@@ -208,7 +231,7 @@ class ChatJob:
                 tool_calls=calls,
                 tokens=delta.tokens,
                 logprobs=delta.logprobs,
-                index=delta.index,
+                index=index,
                 finish_reason=reason,
             )
         ]
@@ -221,35 +244,75 @@ class ChatJob:
 
     def _spent(self) -> bool:
         """Whether the model has reasoned for as long as it may."""
-        sample, budget = self._samples[0], self._budget
-        return budget is not None and sample.parser.thinking and sample.thought >= budget.tokens
+        sample, budget = self._samples[self._current], self._budget
+        if budget is None or sample.closed:
+            return False
+        return sample.parser.thinking and sample.thought >= budget.tokens
 
     def _goes_on(self) -> bool:
-        return self._shifting or (self._spent() and not self._samples[0].finished)
+        return self._shifting or (self._spent() and not self._samples[self._current].finished)
 
     def _go_on(self, so_far: Reply) -> list[ChatDelta]:
         """Have the reply go on in another request, from what was read of this one."""
-        sample = self._samples[0]
+        sample = self._samples[self._current]
         # Tokens that came after the last delta was read are not part of it.
-        start = len(self._earlier.tokens) if self._earlier is not None else 0
-        so_far = replace(so_far, tokens=tuple(sample.tokens[start:]), text=so_far.text[: sample.raw])
+        start = len(sample.earlier.tokens) if sample.earlier is not None else 0
+        tokens = tuple(sample.tokens[start:])
+        logprobs = None if so_far.logprobs is None else so_far.logprobs[: len(tokens)]
+        so_far = replace(so_far, tokens=tokens, text=so_far.text[: sample.raw], logprobs=logprobs)
         sample.raw = 0
         if self._shifting:
-            assert self._shift is not None
             self._shifting = False
-            self._earlier = _joined(self._earlier, so_far)
-            job, gone = self._shift.go_on(self._earlier.tokens)
-            self._shifted += gone
-            self._replace(job)
+            sample.earlier = _joined(sample.earlier, so_far)
+            self._shift_on(sample.earlier)
             return []
-        budget, self._budget = self._budget, None
+        budget, sample.closed = self._budget, True
         assert budget is not None
         sample.tokens += budget.closing
-        so_far = replace(so_far, tokens=so_far.tokens + budget.closing, text=so_far.text + budget.close)
-        self._earlier = _joined(self._earlier, so_far)
+        # They were not drawn: nothing else could have come.
+        certain = tuple(TokenLogprob(token, 0.0) for token in budget.closing) if logprobs is not None else ()
+        so_far = replace(
+            so_far,
+            tokens=tokens + budget.closing,
+            text=so_far.text + budget.close,
+            logprobs=None if logprobs is None else logprobs + certain,
+        )
+        sample.earlier = _joined(sample.earlier, so_far)
         text, reasoning, calls = self._taken(sample, sample.parser.push(budget.close))
-        self._replace(budget.go_on(self._earlier.tokens))
-        return [ChatDelta(text=text, reasoning=reasoning, tool_calls=calls)] if text or reasoning else []
+        try:
+            self._replace(budget.go_on(sample.earlier.tokens))
+        except ContextOverflow:
+            if self._shift is None:
+                raise
+            self._shift_on(sample.earlier)
+        return [
+            ChatDelta(
+                text=text,
+                reasoning=reasoning,
+                tool_calls=calls,
+                tokens=budget.closing,
+                logprobs=certain,
+                index=self._current,
+            )
+        ]
+
+    def _shift_on(self, so_far: Reply) -> None:
+        assert self._shift is not None
+        job, gone = self._shift.go_on(so_far.tokens)
+        self._samples[self._current].shifted += gone
+        self._replace(job)
+
+    @property
+    def _has_later(self) -> bool:
+        return self._later is not None and self._current + 1 < len(self._samples)
+
+    def _next_sample(self, ended: Reply) -> None:
+        assert self._later is not None
+        self._ended.append(ended)
+        self._current += 1
+        request = self._later(self._current)
+        self._budget, self._shift = request.budget, request.shift
+        self._replace(request.job)
 
     def _replace(self, job: Job) -> None:
         """Go on in `job`. A cancel that came between the two requests was meant for both."""
@@ -266,7 +329,8 @@ class ChatJob:
                 # Whoever asked for the reply alone has read nothing yet.
                 for delta in self._job.unread():
                     self._read(delta)
-                self._replies = [self._then(self._made(reply)) for reply in raw]
+                together = [*self._ended, *raw]
+                self._replies = [self._then(self._made(at, reply)) for at, reply in enumerate(together)]
             return self._replies
 
     async def _afinish(self, raw: Sequence[Reply]) -> list[ChatReply]:
@@ -274,20 +338,20 @@ class ChatJob:
         off_loop = self._waits or bool(self._tools) or len(self._job.output.deltas) > _MANY
         return await asyncio.to_thread(self._finish, raw) if off_loop else self._finish(raw)
 
-    def _made(self, raw: Reply) -> ChatReply:
-        sample = self._samples[raw.index]
+    def _made(self, index: int, raw: Reply) -> ChatReply:
+        sample = self._samples[index]
         # Where the engine died, its last text came without a delta.
         if not sample.finished:
             sample.take([*sample.parser.push(raw.text[sample.raw :]), *sample.parser.finish()])
         message = gather(sample.parts)
-        raw = _joined(self._earlier, raw)
+        raw = replace(_joined(sample.earlier, raw), index=index)
         raw = replace(raw, usage=replace(raw.usage, reasoning_tokens=sample.thought))
         problems = [check_arguments(call, self._tools) for call in message.tool_calls]
         return ChatReply(
             message=message,
             raw=raw,
             dropped=self._dropped,
-            shifted=self._shifted,
+            shifted=sample.shifted,
             problems=tuple(problem for problem in problems if problem is not None),
         )
 

@@ -1,4 +1,4 @@
-"""What is known of chat templates, as a table: `python -m perdure.chat.support FILE…`."""
+"""What is known of chat templates, as tables: `python -m perdure.chat.support FILE…`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 from perdure.chat.message import Message
 from perdure.chat.parsing.families import detect
-from perdure.chat.parsing.learned import learn
+from perdure.chat.parsing.learned import CallForm, learn
+from perdure.chat.templates.capabilities import capabilities
 from perdure.chat.templates.renderer import TemplateRenderer
 from perdure.chat.templates.template import Template
 from perdure.errors import PerdureError
@@ -39,6 +40,27 @@ def table(paths: Sequence[Path]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def summary(paths: Sequence[Path]) -> str:
+    """How many templates write a forced call back as it was forced, and which do not, in Markdown."""
+    forms: list[CallForm] = []
+    rest: list[tuple[str, str]] = [("two calls are not exact in", "why"), ("---", "---")]
+    for path in paths:
+        template = Template.from_file(path, bos="<s>", eos="</s>")
+        form = learn(template, detect(template.source))
+        forms.append(form)
+        if not form.parallel:
+            one = form.shown and not capabilities(template, with_tools=True).two_calls
+            why = "one call at most" if one else "two are written otherwise than one"
+            rest.append((path.stem, why if form.exact else "one is written otherwise than the family does"))
+    exact, parallel = [each for each in forms if each.exact], [each for each in forms if each.parallel]
+    by_itself = [sum(each.shown for each in some) for some in (exact, parallel)]
+    words = (
+        f"Of {len(forms)} templates, one call is exact in {len(exact)} ({by_itself[0]} by the template "
+        f"itself) and two in {len(parallel)} ({by_itself[1]})."
+    )
+    return "\n".join([words, "", *(f"| {' | '.join(line)} |" for line in rest)])
+
+
 def _opens(template: Template) -> bool:
     try:
         prompt = template.render([Message(role="user", content="Hi")], enable_thinking=True)
@@ -48,4 +70,5 @@ def _opens(template: Template) -> bool:
 
 
 if __name__ == "__main__":
-    print(table([Path(each) for each in sys.argv[1:]]))
+    given = [Path(each) for each in sys.argv[1:]]
+    print(table(given), summary(given), sep="\n\n")

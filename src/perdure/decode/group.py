@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request
-from perdure.decode.sampling.grammar import Grammars
+from perdure.decode.sampling.grammar import Grammars, Matcher
 from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.sampling.sampler import Sampler
 from perdure.decode.sequence import TokenSequence
@@ -117,9 +117,18 @@ def make_group(
                 index=index,
                 model=model,
                 sampler=sampler,
-                matcher=grammars.matcher(request.grammar) if request.grammar else None,
+                matcher=_matcher(request, grammars),
                 limit=request.max_tokens or room,
                 put=output.put,
             )
         )
     return SequenceGroup(output, sequences, deadline)
+
+
+def _matcher(request: Request, grammars: Grammars) -> Matcher | None:
+    if request.grammar is None:
+        return None
+    matcher = grammars.matcher(request.grammar)
+    for token in request.grammar_prefix:
+        matcher.consume(token)
+    return matcher

@@ -35,6 +35,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stops: Sequence[str] = ()
     grammar: Grammar | None = None
+    grammar_prefix: Sequence[int] = ()
+    """Tokens of the reply that an earlier request wrote: the grammar goes on behind them."""
     n: int = 1
     logprobs: int | None = None
     """None: none; 0: of the tokens drawn; k: with the k likeliest beside each."""
@@ -137,6 +139,7 @@ def take_deadline(settings: dict[str, Any]) -> float | None:
 _OPTIONS = {*Request.__dataclass_fields__, *Sampling.__dataclass_fields__, "stop", "schema", "regex"} - {
     "prompt",
     "stops",
+    "grammar_prefix",
 }
 
 

@@ -29,9 +29,12 @@ SCHEMA = {
             "required": ["city", "floor"],
         },
         "either": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "from": {"type": "string"},
+        "max-size": {"type": "integer"},
     },
     "required": ["text"],
 }
+M3 = "]<]minimax[>["
 TOOL = Tool.parse({"name": "do_it", "parameters": SCHEMA})
 SCRAPS = [
     *sorted({mark for name in names() for mark in family(name).marks}),
@@ -72,6 +75,8 @@ def arguments(chosen: Family) -> st.SearchStrategy[dict[str, Any]]:
             "words": st.lists(text, max_size=3),
             "place": st.fixed_dictionaries({"city": text, "floor": whole | st.none()}),
             "either": whole | st.none(),
+            "from": text,
+            "max-size": whole,
         },
     )
 
@@ -101,3 +106,70 @@ def test_any_arguments_are_read_back_as_they_were_written(name: str) -> None:
         assert not made.content
 
     check()
+
+
+@pytest.mark.parametrize("name", names())
+def test_an_argument_is_given_out_before_the_next_is_written(name: str) -> None:
+    """Streamed argument by argument: what a caller has when the second value begins holds the first."""
+    chosen = family(name)
+    assert chosen.calls is not None
+    given_arguments = {"text": "first", "words": ["one"], "from": "second"}
+    call = ToolCall(id="abcdefgh1", name="do_it", arguments=json.dumps(given_arguments))
+    written = chosen.calls.writer.write([call])
+    parser = ReplyParser.after(chosen, chosen.prompt_opener, tools=[TOOL])
+    so_far = "".join(part.text for part in parser.push(written[: written.index("second")]))
+    # An id may stand behind the arguments of these, which wait for it.
+    waits = name in ("mistral", "mistral-thinking")
+    assert ('"first"' in so_far and '["one"]' in so_far) != waits
+
+
+@pytest.mark.parametrize(
+    ("name", "reply", "content", "calls"),
+    [
+        ("lfm2", "<|tool_call_start|>[do_it(text='a'), oops]<|tool_call_end|>", ", oops]", ['{"text": "a"}']),
+        ("lfm2", "<|tool_call_start|>[do_it(text='a') oops]", "[do_it(text='a') oops]", []),
+        ("lfm2", "<|tool_call_start|>[do_it(text='a'", "[do_it(text='a'", []),
+        ("lfm2", "<|tool_call_start|>[do_it(text='a')]", "", ['{"text": "a"}']),
+        ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>", "[]", []),
+        ("lfm2", "<|tool_call_start|>do_it(text='a', text='b')", "do_it(text='a', text='b')", []),
+        ("lfm2", "<|tool_call_start|>do_it(text='a', 2)", "do_it(text='a', 2)", []),
+        (
+            "lfm2",
+            "<|tool_call_start|>do_it(text='a<|tool_call_end|>')",
+            "",
+            ['{"text": "a<|tool_call_end|>"}'],
+        ),
+        ("lfm2", "<|tool_call_start|>do_it(text=<|tool_call_end|> b", "do_it(text= b", []),
+        ("lfm2", "<|tool_call_start|>do_it('a', 2,)", "", ['{"text": "a", "count": 2}']),
+        ("lfm2", '<|tool_call_start|>do_it("""a\n"b\'""")', "", ['{"text": "a\\n\\"b\'"}']),
+        ("lfm2", "<|tool_call_start|>do_it('', \"\")", "", ['{"text": "", "count": ""}']),
+        (
+            "gemma",
+            "```tool_code\n# It's one, (two\ndo_it('a', # b)\n  count=2)\nprint(do_it('c'))\n```",
+            "",
+            ['{"text": "a", "count": 2}', '{"text": "c"}'],
+        ),
+        ("gemma", "```tool_code\nprint(do_it('c'), 1)\n```", "```tool_code\nprint(do_it('c'), 1)\n```", []),
+        ("llama4", "[do_it(text='a'), do_it(text='b')] c", "c", ['{"text": "a"}', '{"text": "b"}']),
+        ("llama4", "[do_it(text='a'), other(text='b')]", ", other(text='b')]", ['{"text": "a"}']),
+        ("llama4", '[{"name": "other", "arguments": {}}]', '[{"name": "other", "arguments": {}}]', []),
+        ("llama4", "[do_it is what I would call]", "[do_it is what I would call]", []),
+        ("gemma4", "<|tool_call>call:do_it{count:1,}<tool_call|>", "call:do_it{count:1,}", []),
+        ("gemma4", "<|tool_call>call:do_it{count:1} no", "call:do_it{count:1} no", []),
+        ("gemma4", "<|tool_call>call:do_it{count:1", "call:do_it{count:1", []),
+        (
+            "minimax-m3",
+            f'{M3}<tool_call>{M3}<invoke name="do_it">a{M3}</invoke>',
+            f'{M3}<invoke name="do_it">a{M3}</invoke>',
+            [],
+        ),
+    ],
+)
+def test_what_only_begins_as_a_call_is_text_again(
+    name: str, reply: str, content: str, calls: list[str]
+) -> None:
+    """Whatever was given out of it before is taken back, wherever it is cut."""
+    for pieces in ([reply], list(reply), *([reply[:at], reply[at:]] for at in range(1, len(reply)))):
+        parser = ReplyParser(family(name), tools=[TOOL])
+        made = gather([part for piece in pieces for part in parser.push(piece)] + parser.finish())
+        assert (made.content or "", [call.arguments for call in made.tool_calls]) == (content, calls)

@@ -11,7 +11,7 @@ from perdure import Template
 from perdure.chat.message import Tool, ToolCall
 from perdure.chat.parsing.families import detect
 from perdure.chat.parsing.learned import CallForm, learn
-from perdure.chat.support import table
+from perdure.chat.support import summary, table
 from perdure.decode.sampling.grammar import Grammars
 from perdure.engine.toy import ToyModel
 
@@ -51,6 +51,7 @@ def test_so_many_templates_are_exact() -> None:
     assert sum(form(path).parallel for path in ALL) == 78
     assert sum(form(path).parallel and form(path).shown for path in ALL) == 63
     assert sum(form(path).is_learned for path in ALL) >= 60
+    assert {path.stem for path in ALL if not form(path).parallel} == ONE_CALL | OTHERWISE.keys()
 
 
 @pytest.mark.parametrize("path", [each for each in ALL if form(each).exact], ids=lambda path: path.stem)
@@ -74,3 +75,4 @@ def test_its_grammar_takes_what_its_writer_writes(path: Path) -> None:
 def test_the_table_of_the_docs_is_what_the_command_makes() -> None:
     docs = (Path(__file__).parents[3] / "docs" / "chat.md").read_text()
     assert table(LLAMA_CPP) in docs
+    assert summary(ALL) in docs

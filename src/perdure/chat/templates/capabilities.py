@@ -23,6 +23,7 @@ SWITCHES: tuple[tuple[str, bool], ...] = (
     ("clear_thinking", False),
     ("truncate_history_thinking", False),
     ("preserve_thinking", True),
+    ("preserved_thinking", True),
     ("drop_thinking", False),
     ("keep_past_thinking", True),
     ("preserve_reasoning", True),
@@ -170,9 +171,6 @@ class _Trials:
         # One that does not show them may look at them all the same.
         return "with system" if self._with_tools and self.shows([_SYSTEM, _USER], *words) else "none"
 
-    def _shows_bare_tools(self) -> bool:
-        return any(self.shows([*start, _USER], "zqbare", tool=_BARE) for start in ([], [_SYSTEM]))
-
     def _calls(self) -> bool:
         """Whether calls are shown; in which form is noted."""
         for self._null in (False, True):
@@ -183,22 +181,31 @@ class _Trials:
         self._null = self._text = False
         return False
 
-    def _said(self, *calls: ToolCall, content: str | None = None, **more: Any) -> Message:
+    def _said(
+        self,
+        *calls: ToolCall,
+        content: str | None = None,
+        reasoning: str | None = None,
+        thinking_part: bool = False,
+    ) -> Message:
         return AdaptedMessage(
             role="assistant",
             content=content,
             tool_calls=calls,
             text_arguments=self._text,
             null_content=self._null and bool(calls),
-            **more,
+            reasoning=reasoning,
+            thinking_part=thinking_part,
         )
 
     def _reasoning(self, calls: bool, end: list[Message]) -> ReasoningForm:
         """How reasoning is taken, of calls or of an answer."""
         forms: tuple[ReasoningForm, ...] = ("field", "part")
         for form in forms:
-            more: dict[str, Any] = {"reasoning": "zqthought", "thinking_part": form == "part"}
-            for said in ([self._said(_CALL, **more), *end], [self._said(content="zqanswer", **more)]):
+            part = form == "part"
+            called = self._said(_CALL, reasoning="zqthought", thinking_part=part)
+            answered = self._said(content="zqanswer", reasoning="zqthought", thinking_part=part)
+            for said in ([called, *end], [answered]):
                 if (calls or said[0].content) and self._thinks([_USER, *said]):
                     return form
         return "none"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from perdure.chat.message import Tool, ToolCall
 from perdure.chat.parsing.call_format import CallFormat
-from perdure.chat.parsing.call_parser import SPACE, CallParser
+from perdure.chat.parsing.call_parser import LONGEST_HEADER, SPACE, CallParser
 from perdure.chat.parsing.call_writer import CallWriter, Rules, value_rule, within
 from perdure.chat.parsing.json_scanner import Malformed
 from perdure.chat.parsing.values import kinds_of, properties_of, resolved
@@ -21,7 +21,7 @@ _LONGEST = 1_000_000
 _DEEPEST = 100
 _DEEPEST_RULE = 8
 _BARE = re.compile(r"[^\s:{}\[\],<]+")
-_NAME = re.compile(r"\s*call:\s*(?P<name>[\w.:/-]+)\s*(?=\{)")
+_NAME = re.compile(r"\s*call:\s*(?P<name>[\w.:/-]+)\s*\{")
 _KEY = re.compile(r"[^\s:{}\[\],<]+(?=\s*:)")
 _ATOM = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?(?=[\s,}\]])")
 
@@ -106,36 +106,90 @@ class _ChannelParser(CallParser):
 
 
 class _CallParser(CallParser):
-    """One call, read when it is closed: what stands in strings may look like its end."""
+    """One call. An argument is passed on when it is whole: what stands in strings may look like its end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._body: list[str] = []
-        self._end = ""
+        self._next: Callable[[str], None] = self._in_name
+        self._text: list[str] = []
+        self._size = 0
+        self._tail = ""
         self._in_string = False
+        self._depth = 0
+        self._arguments = 0
+
+    def finish(self) -> None:
+        if self._next == self._after_call and not self._tail:
+            self._call_ended(0)
+        super().finish()
 
     def _read(self, text: str, at: int) -> int:
-        self._body.append(text[at])
-        if len(self._body) > _LONGEST:
-            raise Malformed
-        self._end = (self._end + text[at])[-len(_CLOSE) :]
-        if self._end.endswith(_QUOTE):
-            self._in_string, self._end = not self._in_string, ""
-        elif self._end == _CLOSE and not self._in_string:
-            self._close("".join(self._body).removesuffix(_CLOSE))
+        end = text.find(_QUOTE[0], at) if self._in_string and not self._tail else at
+        if end != at:
+            end = len(text) if end < 0 else end
+            self._take(text[at:end])
+            return end
+        self._next(text[at])
         return at + 1
 
-    def _close(self, body: str) -> None:
-        found = _NAME.match(body)
-        if found is None:
+    def _take(self, text: str) -> None:
+        self._text.append(text)
+        self._size += len(text)
+        if self._size > _LONGEST:
             raise Malformed
-        written = _Value(body, found.end())
-        arguments = written.read()
-        if body[written.at :].strip():
+
+    def _in_name(self, char: str) -> None:
+        self._take(char)
+        if self._size > LONGEST_HEADER:
             raise Malformed
-        self.events += [("name", found["name"]), ("arguments", arguments)]
-        self._call_ended(1)
-        self.done = True
+        if char == "{":
+            found = _NAME.fullmatch("".join(self._text))
+            if found is None:
+                raise Malformed
+            self.events += [("name", found["name"]), ("arguments", "{")]
+            self._text, self._size, self._next = [], 0, self._in_argument
+
+    def _in_argument(self, char: str) -> None:
+        self._tail = _begun(self._tail + char, _QUOTE, _CLOSE)
+        if self._tail == _QUOTE:
+            self._in_string, self._tail = not self._in_string, ""
+        elif self._tail == _CLOSE and not self._in_string:
+            raise Malformed
+        if self._in_string or self._tail:
+            self._take(char)
+            return
+        if char in ",}" and not self._depth:
+            self._give("".join(self._text), last=char == "}")
+            self._text, self._size = [], 0
+            return
+        self._depth += (char in "{[") - (char in "}]")
+        self._take(char)
+
+    def _give(self, written: str, *, last: bool) -> None:
+        if written.strip() or not last or self._arguments:
+            separator = ", " if self._arguments else ""
+            self.events.append(("arguments", separator + _Value(written + "}", 0).member()))
+            self._arguments += 1
+        if last:
+            self.events.append(("arguments", "}"))
+            self._next = self._after_call
+
+    def _after_call(self, char: str) -> None:
+        if char in SPACE and not self._tail:
+            return
+        self._tail += char
+        if not _CLOSE.startswith(self._tail):
+            raise Malformed
+        if self._tail == _CLOSE:
+            self._call_ended(1)
+            self.done = True
+
+
+def _begun(text: str, *marks: str) -> str:
+    """The longest end of a text that one of the marks begins with."""
+    return next(
+        (text[at:] for at in range(len(text)) if any(mark.startswith(text[at:]) for mark in marks)), ""
+    )
 
 
 class _Value:
@@ -144,6 +198,15 @@ class _Value:
     def __init__(self, text: str, at: int) -> None:
         self._text = text
         self.at = at
+
+    def member(self) -> str:
+        """A key and its value, which are all that there is."""
+        self._skip()
+        written = self._key() + self.read(1)
+        self._skip()
+        if self.at != len(self._text) - 1:
+            raise Malformed
+        return written
 
     def read(self, depth: int = 0) -> str:
         self._skip()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from perdure.chat.message import Tool
 from perdure.chat.parsing.call_format import CallFormat
@@ -301,12 +300,23 @@ class KeyedCalls(CallFormat):
         return KeyedObjectsParser()
 
 
-def _listed(opener: str, close: str, *, middle: str = '", "arguments": ', **options: Any) -> JsonCalls:
-    """A list of objects between two marks."""
+def _listed(opener: str, close: str, *, is_text: bool = False) -> JsonCalls:
+    """A list of objects between two marks; where the first is plain text, too, of known tools."""
     writer = CallText(
-        start=f"{opener}[", head='{"name": "', middle=middle, tail="}", between=", ", end=f"]{close}"
+        start=f"{opener}[",
+        head='{"name": "',
+        middle='", "arguments": ',
+        tail="}",
+        between=", ",
+        end=f"]{close}",
     )
-    return JsonCalls(openers=(opener,), marks=(close,) if close else (), writer=writer, **options)
+    return JsonCalls(
+        openers=(opener,),
+        marks=(close,) if close else (),
+        writer=writer,
+        known_only=is_text,
+        opener_is_text=is_text,
+    )
 
 
 HERMES = JsonCalls(
@@ -343,7 +353,7 @@ MINIMAX_M1 = JsonCalls(
         end="</tool_calls>",
     ),
 )
-FIREFUNCTION = _listed("functools", "", known_only=True, opener_is_text=True)
+FIREFUNCTION = _listed("functools", "", is_text=True)
 
 COMMAND = JsonCalls(
     openers=("<|START_ACTION|>",),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from perdure.chat.message import Tool, ToolCall
 from perdure.chat.parsing.call_format import CallFormat
-from perdure.chat.parsing.call_parser import CallParser
+from perdure.chat.parsing.call_parser import LONGEST_HEADER, CallParser
 from perdure.chat.parsing.call_writer import CallWriter, Rules, value_rule, within
 from perdure.chat.parsing.json_scanner import Malformed
 from perdure.chat.parsing.values import kinds_of, properties_of, resolved, typed
@@ -18,6 +18,7 @@ from perdure.decode.sampling.grammar import Grammar
 
 _MARK = "]<]minimax[>["
 _INVOKE = re.compile(r'<invoke name="(?P<name>[^"<>\n]+)">')
+_ANY_TAG = re.compile(r"<[^<>]+>")
 _TAG = re.compile(r"<(?P<key>[^<>/\s][^<>\s]*)>")
 _END = "</invoke>\n"
 _LONGEST = 1_000_000
@@ -100,55 +101,87 @@ class MiniMaxM3Calls(CallFormat):
 
 
 class _SectionParser(CallParser):
-    """Calls up to the end of their section; each is read when it is closed."""
+    """Calls up to the end of their section. An argument is passed on when its tag is closed."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__()
         self._tools = {tool.name: tool for tool in tools}
+        self._next: Callable[[str, str], None] = self._before_call
         self._body: list[str] = []
-        self._end = ""
+        """What was read since the last tag that counted."""
+        self._size = 0
+        self._tail = ""
+        self._values = _Values({})
+        self._arguments = 0
+        self._key = ""
+        self._open_tags = 0
 
     def finish(self) -> None:
-        if "".join(self._body).strip():
+        if self._next != self._before_call or "".join(self._body).strip():
             raise Malformed
         super().finish()
 
     def _read(self, text: str, at: int) -> int:
-        self._body.append(text[at])
-        if len(self._body) > _LONGEST:
+        end = text.find(">", at) + 1 or len(text)
+        self._body.append(text[at:end])
+        self._size += end - at
+        if self._size > (_LONGEST if self._next == self._in_value else 2 * LONGEST_HEADER):
             raise Malformed
-        self._end = (self._end + text[at])[-(len(_MARK) + 12) :]
-        if self._end.endswith(_MARK + "</invoke>"):
-            self._close("".join(self._body).removesuffix(_MARK + "</invoke>").strip())
-            self._body, self._end = [], ""
-            self._call_ended(1)
-        elif self._end.endswith(_MARK + "</tool_call>"):
-            if not self.safe or "".join(self._body).strip() != _MARK + "</tool_call>":
-                raise Malformed
-            self.safe, self.done = self.position + 1, True
-        return at + 1
+        self._tail = (self._tail + text[at:end])[-len(_MARK) - LONGEST_HEADER :]
+        tag = self._tail[self._tail.rfind(_MARK) + len(_MARK) :] if _MARK in self._tail else ""
+        if _ANY_TAG.fullmatch(tag):
+            self.position += end - at - 1
+            self._next("".join(self._body)[: -len(_MARK) - len(tag)], tag)
+        return end
 
-    def _close(self, body: str) -> None:
-        if not body.startswith(_MARK):
+    def _read_on(self, after: Callable[[str, str], None]) -> None:
+        self._body, self._size, self._tail, self._next = [], 0, "", after
+
+    def _before_call(self, before: str, tag: str) -> None:
+        found = _INVOKE.fullmatch(tag)
+        if before.strip() or (found is None and (tag != "</tool_call>" or not self.safe)):
             raise Malformed
-        found = _INVOKE.match(body, len(_MARK))
         if found is None:
-            raise Malformed
+            self.safe, self.done = self.position + 1, True
+            return
         tool = self._tools.get(found["name"])
-        schema = tool.parameters if tool is not None else {}
-        arguments = _Members(body[found.end() :], schema).all()
-        self.events += [("name", found["name"]), ("arguments", arguments)]
+        self._values = _Values(tool.parameters if tool is not None else {})
+        self.events += [("name", found["name"]), ("arguments", "{")]
+        self._arguments = 0
+        self._read_on(self._in_call)
+
+    def _in_call(self, before: str, tag: str) -> None:
+        found = _TAG.fullmatch(tag)
+        if before.strip() or (found is None and tag != "</invoke>"):
+            raise Malformed
+        if found is not None:
+            self._key, self._open_tags = found["key"], 1
+            self._read_on(self._in_value)
+            return
+        self.events.append(("arguments", "}"))
+        self._call_ended(1)
+        self._read_on(self._before_call)
+
+    def _in_value(self, before: str, tag: str) -> None:
+        if tag == "</invoke>":
+            raise Malformed
+        self._open_tags += (tag == f"<{self._key}>") - (tag == f"</{self._key}>")
+        if not self._open_tags:
+            separator = ", " if self._arguments else ""
+            self.events.append(("arguments", separator + self._values.member(self._key, before)))
+            self._arguments += 1
+            self._read_on(self._in_call)
 
 
-class _Members:
-    """The tags of an object or a list."""
+class _Values:
+    """The values of a call's arguments as JSON, typed by the tool's schema."""
 
-    def __init__(self, text: str, root: Mapping[str, Any]) -> None:
-        self._text = text
+    def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
 
-    def all(self) -> str:
-        return self._object(self._text, self._root, 0)
+    def member(self, key: str, text: str) -> str:
+        value = self._value(text, properties_of(self._root).get(key), 0)
+        return f"{json.dumps(key, ensure_ascii=False)}: {value}"
 
     def _object(self, text: str, schema: Mapping[str, Any], depth: int) -> str:
         known = properties_of(schema)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from perdure.chat.message import Tool, ToolCall
 from perdure.chat.parsing.call_format import CallFormat
-from perdure.chat.parsing.call_parser import CallParser
+from perdure.chat.parsing.call_parser import LONGEST_HEADER, SPACE, CallParser
 from perdure.chat.parsing.call_writer import CallText, CallWriter, Rules, within
 from perdure.chat.parsing.formats.json_objects import JsonObjectsParser
 from perdure.chat.parsing.json_scanner import Malformed
+from perdure.chat.parsing.python_scanner import ArgumentScanner, argument
 from perdure.chat.parsing.values import kinds_of, properties_of, resolved
 
-_LONGEST = 100_000
-_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
-_WORDS = {"true": True, "false": False, "null": None}
+_NAME = re.compile(r"[^\W\d][\w.:/-]*\s*")
 _SINGLE = re.compile(r"[^'\\\n]*")
 _BOUNDING = frozenset(("enum", "const", "pattern", "format", "minLength", "maxLength"))
 """What a schema says of a string that single quotes do not see to."""
-_ESCAPES = frozenset("\n\\'\"abfnrtvxuUN01234567")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,133 +105,161 @@ class ReprText(PythonText):
 
 
 class PythonParser(CallParser):
-    """Python calls, or JSON, up to a mark outside of strings; read when that has come."""
+    """Python calls, or JSON, up to a mark outside of strings.
+
+    An argument is passed on when it is whole, and a call has ended when what stands behind it may follow one.
+    """
 
     def __init__(self, tools: Sequence[Tool], close: str, *, known_only: bool = False) -> None:
         super().__init__()
         self._tools = {tool.name: tool for tool in tools}
         self._close = close
         self._known_only = known_only
-        self._body: list[str] = []
-        self._end = ""
-        self._quote = ""
-        self._escaped = False
-        self._depth = 0
+        self._next: Callable[[str, int], int] = self._before_call
+        self._matched = ""
+        """What was read of the closing mark."""
+        self._json = JsonObjectsParser(frozenset(self._tools) if known_only else None)
+        self._json_start = 0
+        self._is_listed = False
+        self._in_print = False
+        self._in_comment = False
+        self._name = ""
+        self._positional: list[str] = []
+        """The arguments that may yet be given by their place: none behind one that was named."""
+        self._seen: set[str] = set()
+        self._argument = ArgumentScanner(close)
+
+    def finish(self) -> None:
+        if self._next == self._in_json:
+            self._json.finish()
+        elif self._next == self._after_call and not (self._matched or self._in_print or self._known_only):
+            self._call_ended(0)
+        super().finish()
 
     def _read(self, text: str, at: int) -> int:
+        if self._in_comment and text[at] != "\n":
+            return at + 1
+        self._in_comment = False
+        return self._next(text, at)
+
+    def _before_call(self, text: str, at: int) -> int:
         char = text[at]
-        self._body.append(char)
-        if len(self._body) > _LONGEST:
-            raise Malformed
-        if self._quote:
-            self._in_string(char)
-        elif char in "\"'":
-            self._quote, self._end = char, ""
-        else:
-            self._depth += (char in "([{") - (char in ")]}")
-            self._end = (self._end + char)[-len(self._close) :]
-            if self._end == self._close and (self._close != "]" or self._depth == 0):
-                body = "".join(self._body)
-                self._calls(body if self._close == "]" else body.removesuffix(self._close))
-                self.safe = self.position + 1
-                self.done = True
+        if self._matched or char == self._close[0] != "]":
+            self._closing(char)
+        elif char == "#":
+            self._in_comment = True
+        elif char == "{" and not self.safe:
+            self._json_start, self._next = self.position - self._is_listed, self._in_json
+            self._json.push("[" if self._is_listed else "")
+            return at
+        elif char == "[" and not self._is_listed:
+            self._is_listed = True
+        elif char == "]" and self._is_listed and self.safe:
+            self._end_list()
+        elif char not in SPACE:
+            self._name, self._next = "", self._in_name
+            return at
         return at + 1
 
-    def _in_string(self, char: str) -> None:
-        # A line ends a string in Python, and so a stray apostrophe.
-        if self._escaped:
-            self._escaped = False
-        elif char == "\\":
-            self._escaped = True
-        elif char in (self._quote, "\n"):
-            self._quote = ""
-
-    def _calls(self, body: str) -> None:
-        body = body.strip()
-        if body.startswith(("{", "[{")):
-            within = JsonObjectsParser()
-            within.push(body)
-            within.finish()
-            if body[within.safe :].strip():
+    def _in_name(self, text: str, at: int) -> int:
+        char = text[at]
+        if char != "(":
+            self._name = (self._name + char).lstrip()
+            if len(self._name) > LONGEST_HEADER or not _NAME.fullmatch(self._name):
                 raise Malformed
-            self.events += within.events
-            return
-        calls = [(_name(call.func), call) for call in _python_calls(body)]
-        if not calls or (self._known_only and not all(name in self._tools for name, _ in calls)):
-            raise Malformed
-        written = [(name, self._arguments(name, call)) for name, call in calls]
-        for name, arguments in written:
-            self.events += [("name", name), ("arguments", arguments), ("end", "")]
-
-    def _arguments(self, name: str, call: ast.Call) -> str:
+            return at + 1
+        name = self._name.rstrip()
         tool = self._tools.get(name)
-        names = list(properties_of(tool.parameters)) if tool is not None else []
-        if len(call.args) > len(names):
+        if tool is None and (self._known_only or not all(map(str.isidentifier, name.split(".")))):
             raise Malformed
-        try:
-            found = {key: _value(value) for key, value in zip(names, call.args, strict=False)}
-            found |= {str(each.arg): _value(each.value) for each in call.keywords if each.arg}
-            if len(found) != len(call.args) + len(call.keywords):
+        if tool is None and name == "print" and not self._in_print:
+            self._in_print, self._name = True, ""
+            return at + 1
+        self._positional = list(properties_of(tool.parameters)) if tool is not None else []
+        self._seen, self._argument = set(), ArgumentScanner(self._close)
+        self.events += [("name", name), ("arguments", "{")]
+        self._next = self._in_argument
+        return at + 1
+
+    def _in_argument(self, text: str, at: int) -> int:
+        if text[at] == "#" and not self._argument.in_string:
+            self._in_comment = True
+            return at + 1
+        end = self._argument.push(text, at)
+        if self._argument.ended_by:
+            ended_by, written = self._argument.ended_by, self._argument.text
+            self._argument = ArgumentScanner(self._close)
+            if written:
+                self._give(written)
+            elif ended_by == ",":
                 raise Malformed
-            return json.dumps(found, ensure_ascii=False, allow_nan=False)
-        except (ValueError, TypeError, RecursionError, MemoryError):
-            raise Malformed from None
+            if ended_by == ")":
+                self.events.append(("arguments", "}"))
+                self._next = self._after_call
+        return end
 
+    def _give(self, written: str) -> None:
+        key, value = argument(written)
+        if key is not None:
+            self._positional = []
+        elif self._positional:
+            key = self._positional.pop(0)
+        if key is None or key in self._seen:
+            raise Malformed
+        separator = ", " if self._seen else ""
+        self.events.append(("arguments", f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}"))
+        self._seen.add(key)
 
-def _value(node: ast.expr) -> Any:
-    """A literal, with JSON's own words among them."""
-    if isinstance(node, ast.Name) and node.id in _WORDS:
-        return _WORDS[node.id]
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [_value(each) for each in node.elts]
-    if isinstance(node, ast.Dict):
-        return {_value(key): _value(each) for key, each in zip(node.keys, node.values, strict=True) if key}
-    value = ast.literal_eval(node)
-    if isinstance(value, str) and not value.isascii():
-        # JSON writes some characters as two halves.
-        value = value.encode("utf-16", "surrogatepass").decode("utf-16")
-    return value
-
-
-def _name(node: ast.expr) -> str:
-    """A name, which may have dots."""
-    if isinstance(node, ast.Attribute):
-        return f"{_name(node.value)}.{node.attr}"
-    if isinstance(node, ast.Name):
-        return node.id
-    raise Malformed
-
-
-def _escape(found: re.Match[str]) -> str:
-    """JSON's escapes as Python has them; one that neither knows stands for itself."""
-    if found[1] == "/":
-        return "/"
-    return found[0] if found[1] in _ESCAPES else "\\" + found[0]
-
-
-def _python_calls(body: str) -> list[ast.Call]:
-    """The calls that a few lines of Python make; Malformed where they do anything else."""
-    try:
-        # An unknown escape would make Python warn about code that is not ours.
-        known = _ESCAPE.sub(_escape, body).replace("\0", "\\x00")
-        statements = ast.parse(known).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise Malformed from None
-    calls: list[ast.Call] = []
-    for statement in statements:
-        value = statement.value if isinstance(statement, ast.Expr) else None
-        for each in value.elts if isinstance(value, (ast.List, ast.Tuple)) else [value]:
-            call = each
-            if _calls(call, "print") and isinstance(call, ast.Call) and len(call.args) == 1:
-                call = call.args[0]
-            if not isinstance(call, ast.Call):
+    def _after_call(self, text: str, at: int) -> int:
+        char = text[at]
+        if self._in_print:
+            if char not in SPACE and char != ")":
                 raise Malformed
-            calls.append(call)
-    return calls
+            self._in_print = char != ")"
+        elif self._matched or char == self._close[0] != "]":
+            self._closing(char)
+        elif char == "#":
+            self._in_comment = True
+        elif char == "]" and self._is_listed:
+            self._call_ended(1)
+            self._end_list()
+        elif char == "," or (char in ";\n" and not self._is_listed):
+            self._call_ended(0)
+            self._next = self._before_call
+        elif char not in SPACE:
+            raise Malformed
+        return at + 1
 
+    def _end_list(self) -> None:
+        self.safe, self.done = self.position + 1, self._close == "]"
+        self._is_listed, self._next = False, self._before_call
 
-def _calls(value: ast.expr | None, name: str) -> bool:
-    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == name
+    def _in_json(self, text: str, at: int) -> int:
+        self._json.push(text[at])
+        self.events += self._json.events
+        self._json.events.clear()
+        if self._json.safe:
+            self.safe = self._json_start + self._json.safe
+        if not self._json.done:
+            return at + 1
+        self.done, self._next = self._close == "]", self._before_end
+        return at + (self._json.safe == self._json.position)
+
+    def _before_end(self, text: str, at: int) -> int:
+        if self._matched or text[at] not in SPACE:
+            self._closing(text[at])
+        return at + 1
+
+    def _closing(self, char: str) -> None:
+        self._matched += char
+        if not self._close.startswith(self._matched):
+            raise Malformed
+        if self._matched == self._close:
+            if self._next == self._after_call:
+                self._call_ended(1)
+            if not self.safe:
+                raise Malformed
+            self.safe, self.done = self.position + 1, True
 
 
 GEMMA = FencedCalls(
