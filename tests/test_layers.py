@@ -18,6 +18,7 @@ LAYERS = (
     "checks",
     "option_names",
     "system",
+    "atomic",
     "config",
     "memory",
     "identity",

@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from perdure.atomic import appearing
 from perdure.config import settings
 from perdure.errors import InvalidInputError
 
@@ -131,10 +132,7 @@ def _read_digests(digests: Path) -> dict[str, str]:
 
 def _write_digests(digests: Path, entries: dict[str, str]) -> None:
     # A file that cannot be written costs a hash next time, nothing else.
-    temporary = digests.with_name(f"{digests.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    try:
+    with suppress(OSError):
         digests.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(entries, indent=0))
-        temporary.replace(digests)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+        with appearing(digests, durable=False) as file:
+            file.write(json.dumps(entries, indent=0).encode())

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from perdure import system
+from perdure.atomic import appearing
 from perdure.config import settings
 from perdure.errors import FetchError, LibraryFetchError
 from perdure.libraries import package as packages
@@ -209,12 +210,8 @@ def _settle(folder: Path, entry: Installed) -> None:
 def _write_manifest(folder: Path, entry: Installed) -> None:
     values = asdict(entry)
     del values["folder"]
-    temporary = folder / f".{_MANIFEST}.{os.getpid()}"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(values, file, indent=1)
-        file.flush()
-        system.sync(file.fileno())
-    os.replace(temporary, folder / _MANIFEST)
+    with appearing(folder / _MANIFEST) as file:
+        file.write(json.dumps(values, indent=1).encode())
 
 
 def _read(folder: Path) -> Installed | None:

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that are fetched: whole or not there, by one process at a time, where there is room."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from filelock import FileLock
 
-from perdure import system
+from perdure import atomic, system
 from perdure.errors import FetchError
 
 
@@ -20,19 +20,14 @@ from perdure.errors import FetchError
 def appearing(target: Path) -> Iterator[BinaryIO]:
     """Write to a temporary file that becomes `target`, on disk for good, when the block ends well."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with atomic.appearing(target) as file:
             yield file
-            file.flush()
-            system.sync(file.fileno())
-        settle(temporary, target)
+        system.sync_folder(target.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise FetchError(f"The disk is full at {target.parent}; make room and try again") from error
         raise
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def settle(temporary: Path, target: Path) -> None:

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from perdure import system
+from perdure.atomic import appearing
 from perdure.cache.block import Block
 from perdure.checks import is_whole
 from perdure.errors import CorruptStateError, StoreVersionError
 from perdure.identity import Identity
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store import block_file
-from perdure.store.durable import explained, open_private, sync_folder
+from perdure.store.durable import explained, sync_folder
 
 FORMAT = 1
 _MANIFEST, _TURNS, _BLOCK, _SEAL = "manifest.json", "turns.jsonl", "blocks/{}", "seal"
@@ -118,26 +118,17 @@ def write_export(
         "parts": [{"name": part.name, "bytes": part.nbytes, "sha256": part.sha256} for part in parts],
     }
     manifest["digest"] = _digest(manifest)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     total, done = sum(part.nbytes for part in parts), 0
-    with explained(path, total):
-        try:
-            with io.BufferedWriter(open_private(temporary)) as file:
-                _put(file, _MANIFEST, [json.dumps(manifest, ensure_ascii=False, indent=1).encode()])
-                for part, content in zip(parts, contents, strict=True):
-                    _put(file, part.name, content())
-                    done += part.nbytes
-                    if progress is not None:
-                        progress(done, total)
-                if key is not None:
-                    _put(file, _SEAL, [_sealed(key, manifest["digest"])])
-                file.write(bytes(2 * _UNIT))
-                file.flush()
-                system.sync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    with explained(path, total), appearing(path, private=True) as file:
+        _put(file, _MANIFEST, [json.dumps(manifest, ensure_ascii=False, indent=1).encode()])
+        for part, content in zip(parts, contents, strict=True):
+            _put(file, part.name, content())
+            done += part.nbytes
+            if progress is not None:
+                progress(done, total)
+        if key is not None:
+            _put(file, _SEAL, [_sealed(key, manifest["digest"])])
+        file.write(bytes(2 * _UNIT))
     sync_folder(path.parent)
     return path
 

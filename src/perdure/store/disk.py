@@ -12,6 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from perdure.atomic import TEMPORARY
 from perdure.cache.block import Block, BlockId
 from perdure.errors import (
     InvalidInputError,
@@ -22,7 +23,7 @@ from perdure.errors import (
 )
 from perdure.store import block_file
 from perdure.store.block_folder import NAME, BlockFolder
-from perdure.store.durable import TEMPORARY, explained, make_folder, sync_folder, write_file
+from perdure.store.durable import explained, make_folder, sync_folder, write_file
 from perdure.store.entry import SELECT, Entry, entries_of, row_of
 from perdure.store.findings import Findings
 from perdure.store.holder import described

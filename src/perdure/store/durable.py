@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from perdure import system
+from perdure.atomic import PRIVATE, appearing
 from perdure.errors import StoreError, StoreFullError, StoreReadOnlyError
 
-TEMPORARY = ".tmp"
-_FILE, _FOLDER = 0o600, 0o700
-"""What others may do with what we write: nothing."""
+_FOLDER = 0o700
+"""What others may do with a folder of ours: nothing."""
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
@@ -22,37 +21,17 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
 
     The name is durable only once `sync_folder` was called for its folder.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
-    with explained(path, sum(len(part) for part in parts)):
-        try:
-            with open_private(temporary) as file:
-                for part in parts:
-                    write_all(file.fileno(), part)
-                system.sync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-
-
-def open_private(path: Path) -> io.FileIO:
-    """A new file to write to, or an emptied one, that only its owner may read."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | system.BINARY, _FILE)
-    try:
-        system.make_private(handle, _FILE)
-        return io.FileIO(handle, "wb")
-    except BaseException:
-        os.close(handle)
-        raise
+    with explained(path, sum(len(part) for part in parts)), appearing(path, private=True) as file:
+        for part in parts:
+            write_all(file.fileno(), part)
 
 
 def make_private(path: Path) -> None:
     """Have a file that only its owner may read; what is in it stays."""
     with explained(path):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | system.BINARY, _FILE)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | system.BINARY, PRIVATE)
         try:
-            system.make_private(handle, _FILE)
+            system.make_private(handle, PRIVATE)
         finally:
             os.close(handle)
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from perdure import system
+from perdure.atomic import appearing
 from perdure.errors import StoreLockedError
-from perdure.store.durable import explained, make_folder, open_private
+from perdure.store.durable import explained, make_folder
 
 _FILE, _LOCK, _SOCKET = "sessions.holder", "sessions.lock", "sessions.socket"
 _TEMPORARY = "perdure-socket-"
@@ -75,11 +76,8 @@ def write_holder(folder: Path, *, socket: str = "") -> Holder:
     """Say that this process has the store. What others read of it they check for themselves."""
     holder = Holder(pid=os.getpid(), command=_command(sys.argv), since=time.time(), socket=socket)
     path = folder / _FILE
-    with suppress(OSError):
-        new = path.with_name(f"{_FILE}.{os.getpid()}.tmp")
-        with open_private(new) as file:
-            file.write(json.dumps(asdict(holder)).encode())
-        new.replace(path)
+    with suppress(OSError), appearing(path, private=True, durable=False) as file:
+        file.write(json.dumps(asdict(holder)).encode())
     return holder
 
 

@@ -393,8 +393,8 @@ def _awake(
 
 
 def _write(file: Path, text: str) -> None:
+    from perdure.atomic import open_private
     from perdure.errors import InvalidInputError
-    from perdure.store.durable import open_private
 
     try:
         with open_private(file) as out:

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, PlainTextResponse, Response
 
+from perdure.atomic import open_private
 from perdure.errors import StoreFullError
 from perdure.server.api_error import ApiError, ClientLeft
 from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
@@ -43,7 +44,7 @@ from perdure.server.schemas.session import (
 )
 from perdure.sessions.export import manifest_of
 from perdure.sessions.session import Session
-from perdure.store.durable import explained, open_private, write_all
+from perdure.store.durable import explained, write_all
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 

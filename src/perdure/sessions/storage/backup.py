@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from perdure import system
+from perdure.atomic import open_private
 from perdure.errors import CorruptStateError, InvalidInputError, StoreError
 from perdure.sessions.storage.session_store import FILE, KEY, MARK, SessionStore
 from perdure.sessions.storage.verify import verify
-from perdure.store.durable import explained, make_folder, open_private, sync_folder
+from perdure.store.durable import explained, make_folder, sync_folder
 
 FORMAT = "perdure-backup/1"
 _MANIFEST = "manifest.json"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure import system
+from perdure.atomic import appearing
 from perdure.config import settings
 from perdure.engine.llama.native.backends import backends
 from perdure.engine.llama.native.source import WAYS, LibrarySource, candidates, fetch_library
@@ -280,10 +281,8 @@ def _read_verdicts() -> dict[str, Verdict]:
 def _write_verdicts(verdicts: dict[str, Verdict]) -> None:
     # A verdict that cannot be kept costs another probe, nothing else.
     path = _book()
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({key: asdict(entry) for key, entry in verdicts.items()}, indent=1))
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+        with appearing(path, durable=False) as file:
+            entries = {key: asdict(entry) for key, entry in verdicts.items()}
+            file.write(json.dumps(entries, indent=1).encode())
