@@ -127,28 +127,28 @@ def open_runtime(
     one. `build` makes the first backend of this process, if there is a better way than `options.build`."""
     folder = options.store
     if folder is None:
-        return _closed_on_error((build or options.build)(), template=template)
+        return _opened((build or options.build)(), lambda backend: Runtime(backend, template=template))
     found = hold_or_attach(
         folder, lambda link: options.check(link, folder), options.build, options.distinctive
     )
     if not isinstance(found, StoreLock):
-        return _closed_on_error(found, store=folder, template=template)
+        return _opened(found, lambda backend: Runtime(backend, store=folder, template=template))
     try:
-        return _closed_on_error(
+        return _opened(
             (build or options.build)(),
-            store=folder,
-            template=template,
-            lock=found,
-            settings=options.distinctive,
+            lambda backend: Runtime(
+                backend, store=folder, template=template, lock=found, settings=options.distinctive
+            ),
         )
     except BaseException:
         found.release()
         raise
 
 
-def _closed_on_error(backend: Backend, **keywords: Any) -> Runtime:
+def _opened(backend: Backend, make: Callable[[Backend], Runtime]) -> Runtime:
+    """A runtime on a backend, which is closed where it cannot be made."""
     try:
-        return Runtime(backend, **keywords)
+        return make(backend)
     except BaseException:
         backend.close()
         raise

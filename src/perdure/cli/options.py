@@ -15,10 +15,10 @@ _Sampling = "Sampling"
 _Shape = "Shape of the reply"
 
 
-def _sampling(*names: str, help_: str, field: str, **more: Any) -> Any:
+def _sampling(*names: str, help_: str, field: str, metavar: str | None = None) -> Any:
     default = getattr(_DEFAULT, field)
     shown = "a new one each time" if default is None else f"{default:g}"
-    return typer.Option(*names, help=help_, show_default=shown, rich_help_panel=_Sampling, **more)
+    return typer.Option(*names, help=help_, show_default=shown, rich_help_panel=_Sampling, metavar=metavar)
 
 
 Words = Annotated[
@@ -121,8 +121,24 @@ Schema = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def given(**values: Any) -> dict[str, Any]:
+def given(
+    *,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    repeat_penalty: float | None,
+    seed: int | None,
+) -> dict[str, Any]:
     """The sampling settings that were given, checked before a model is loaded."""
-    found = {name: value for name, value in values.items() if value is not None}
+    asked = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repeat_penalty": repeat_penalty,
+        "seed": seed,
+    }
+    found: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     Sampling(**found)
     return found
