@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 
 from decode.observed import Turnstile, open_toy, toy
 from perdure.server.keys import Keys, new_key
+from perdure.sessions import sessions as sessions_module
+from perdure.sessions.storage import session_store
 from server.live_server import LiveServer, live_server, opened
 from server.scripted import THINKS, scripted
 
@@ -61,6 +64,39 @@ def same(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def text_of(found: list[dict[str, Any]]) -> str:
     return "".join(each["delta"] for each in found if each["type"] == "response.output_text.delta")
+
+
+def test_a_stored_response_expires_and_what_goes_on_from_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Later:
+        """The clock, 31 days later."""
+
+        @staticmethod
+        def time() -> float:
+            return time.time() + 31 * 86400
+
+    with server_on(tmp_path) as server, server.client() as client:
+
+        def respond(**body: Any) -> str:
+            asked = {"input": "Hello", "max_output_tokens": 4, **body}
+            answer = client.post(PATH, json=asked)
+            assert answer.status_code == 200, answer.text
+            return str(answer.json()["id"])
+
+        def found(*ids: str) -> list[int]:
+            return [client.get(f"{PATH}/{each}").status_code for each in ids]
+
+        first = respond()
+        second = respond(previous_response_id=first)
+        assert found(first, second) == [200, 200]
+        for module in (sessions_module, session_store):
+            monkeypatch.setattr(module, "time", Later)
+        third = respond(previous_response_id=second)
+        assert found(first, second, third) == [404, 404, 200]
+        turns = server.runtime.session(third).history()
+        assert len(turns) == 3
+        assert found(respond(previous_response_id=third)) == [200]
 
 
 def test_events_come_in_order_with_numbers_and_rebuild_the_whole() -> None:

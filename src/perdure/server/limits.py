@@ -40,6 +40,8 @@ class Limits:
     """Of silence after which a stream is begun, and then told that its answer goes on."""
     send_seconds: float = 60.0
     """For a client to take what it was sent."""
+    response_seconds: float = 30 * 86400.0
+    """That a stored response is kept. What later ones go on from stays."""
     grace_seconds: float = 20.0
     """For requests to finish once the server was told to stop."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +29,15 @@ from perdure.sessions.importing import ImportResult, check_settings, take_state,
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.memories import Memories
 from perdure.sessions.session import Session
-from perdure.sessions.storage.session_store import RESPONSE, SessionStore
+from perdure.sessions.storage.schema import RESPONSE
+from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.tree import Tree, read_tree
 from perdure.sessions.turn import Turn, transcript, without_tokens
 from perdure.store.durable import explained
 
 _SAVED_AT_ONCE = 256
 """Tokens that a session has grown by when its state is next written."""
+_EXPIRED_AT_ONCE = 4
 _AT_HAND = 64
 """Sessions whose turns stay in memory when nobody holds them."""
 
@@ -192,6 +195,14 @@ class Sessions:
             session = self._opened(info)
             session._history, session._saved = history, saved
             return session
+
+    def expire_responses(self, seconds: float) -> None:
+        """Delete a few of the responses that were stored longer ago than that: a few more than one, so that
+        whoever calls this with each new one keeps their number bounded at a cost that does not grow."""
+        for namespace, name in self.store.old_responses(time.time() - seconds, limit=_EXPIRED_AT_ONCE):
+            # One that is damaged, or in use, must not be in the way of a new one.
+            with suppress(PerdureError):
+                self.delete(name, namespace)
 
     def import_(
         self,

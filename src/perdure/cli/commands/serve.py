@@ -187,6 +187,15 @@ def serve(
             "--body-seconds", metavar="S", help="That a body may take to come.", rich_help_panel=_Limits
         ),
     ] = 60.0,
+    response_days: Annotated[
+        float,
+        typer.Option(
+            "--response-days",
+            metavar="N",
+            help="That a stored response is kept.",
+            rich_help_panel=_Limits,
+        ),
+    ] = 30.0,
     grace: Annotated[
         float,
         typer.Option(
@@ -226,6 +235,7 @@ def serve(
             requests=requests,
             request_seconds=request_seconds,
             body_seconds=body_seconds,
+            response_seconds=86400 * response_days,
             grace_seconds=grace,
         )
         known = Keys.read(keys) if keys is not None else Keys()

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 Value = str | int | float | bytes | None
 """What a column can hold."""
+RESPONSE = "response"
+"""The kind of a session that is a stored response."""
 
 
 def seal(*values: Value) -> bytes:
@@ -131,5 +133,14 @@ MIGRATIONS: Sequence[str] = (
     CREATE INDEX session_latest ON session (namespace, updated, number);
     CREATE INDEX session_all ON session (updated, number);
     CREATE INDEX memory_order ON memory (namespace, number)
+    """,
+    # Lists leave out stored responses, of which there may be many more than of anything else; and these are
+    # found by their age.
+    """
+    DROP INDEX session_latest;
+    DROP INDEX session_all;
+    CREATE INDEX session_latest ON session (namespace, updated, number) WHERE kind != 'response';
+    CREATE INDEX session_all ON session (updated, number) WHERE kind != 'response';
+    CREATE INDEX session_response ON session (updated, number) WHERE kind = 'response'
     """,
 )

@@ -40,6 +40,7 @@ from perdure.sessions.storage.rows import (
 from perdure.sessions.storage.schema import (
     MEMORY_SEAL,
     MIGRATIONS,
+    RESPONSE,
     SESSION_SEAL,
     TURN_SEAL,
     Value,
@@ -56,8 +57,6 @@ FILE, MARK, MENDED, KEY = "sessions.sqlite", "sessions.id", "sessions.mended", "
 """The database; whose it is; what a repair that was interrupted has left; what seals exports."""
 TRANSFERS = "transfers"
 """The folder of files that are on their way in or out."""
-RESPONSE = "response"
-"""The kind of a session that is a stored response."""
 _OPENING, _PATIENCE = "sessions.opening", 60.0
 """Held while a database is created, migrated and checked; and how many seconds one waits for others."""
 ADVICE = "`perdure sessions verify` keeps what can be proved and puts the rest aside"
@@ -216,7 +215,8 @@ class SessionStore:
         Stored responses are found by their ids, and not listed. With `text`, those that have it in their
         names or in what was said."""
         self._check.wait()
-        where, values = ["s.kind != ?"], builtins.list[Value]([RESPONSE])
+        # In these words: the indexes are of what they say.
+        where, values = [f"s.kind != '{RESPONSE}'"], builtins.list[Value]()
         if namespace is not None:
             where.append("s.namespace = ?")
             values.append(namespace)
@@ -232,6 +232,16 @@ class SessionStore:
             _limit(limit),
         )
         return [self.proved_session(row) for row in rows]
+
+    def old_responses(self, before: float, *, limit: int) -> builtins.list[tuple[str, str]]:
+        """Namespaces and names of stored responses that were last changed before a time, the oldest first."""
+        rows = self.index.rows(
+            f"SELECT namespace, name FROM session WHERE kind = '{RESPONSE}' AND updated < ?"
+            " ORDER BY updated, number LIMIT ?",
+            before,
+            limit,
+        )
+        return [(namespace, name) for namespace, name in rows]
 
     def turn_bytes(self, head: int) -> int:
         """What the turns that lead to `head` take, without the overhead of the database."""

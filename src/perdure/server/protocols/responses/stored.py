@@ -72,6 +72,7 @@ class Responses:
             "model": self._app_state.name,
         }
         session = self._sessions.respond(response_id, about, after=before, namespace=self._namespace)
+        self._sessions.expire_responses(self._app_state.limits.response_seconds)
         return self._opened(session)
 
     def unstored_head(self, asked: ResponseRequest) -> ResponseHead:
