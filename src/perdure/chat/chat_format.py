@@ -233,15 +233,16 @@ class ChatFormat:
             except ContextOverflow as error:
                 return error
 
-        found, dropped = prompt(messages), 0
-        if options.overflow in ("drop_oldest", "shift"):
+        dropped = 0
+        if options.overflow not in ("drop_oldest", "shift"):
+            found = prompt(messages)
+        else:
             room = reply_room(settings, self._backend.n_ctx) if options.overflow != "shift" else limit // 4
 
             def fits(each: Prompt | ContextOverflow) -> bool:
                 return isinstance(each, Prompt) and len(each) + room <= limit
 
-            if not fits(found):
-                found, dropped = drop_oldest(messages, prompt, fits=fits)
+            found, dropped = drop_oldest(messages, prompt, fits=fits, limit=limit - room)
         if isinstance(found, ContextOverflow):
             raise found
         if len(found) > limit:
