@@ -133,10 +133,10 @@ def test_the_longest_beginning_is_recalled(held: list[str], wanted: str) -> None
 
 
 def test_recall_keeps_to_its_limit_and_forgets_the_oldest() -> None:
-    recall = TranscriptCache(TOY, limit=100)
+    recall = TranscriptCache(TOY, limit=3000)
     for number in range(50):
         recall.store(TOY.encode(f"<|im_start|>{number:02d} {'x' * 20}"), "")
-    assert recall._chars <= 100
+    assert 0 < recall.nbytes <= 3000
     assert recall.lookup("<|im_start|>00", "") is None or len(recall._held) < 5
     found = recall.lookup(f"<|im_start|>49 {'x' * 20}", "")
     assert found is not None
@@ -144,7 +144,7 @@ def test_recall_keeps_to_its_limit_and_forgets_the_oldest() -> None:
 
 
 def test_a_namespace_whose_transcripts_are_gone_leaves_nothing_behind() -> None:
-    recall = TranscriptCache(TOY, limit=100)
+    recall = TranscriptCache(TOY, limit=3000)
     for number in range(50):
         recall.store(TOY.encode(f"<|im_start|>{'x' * 20}"), f"namespace {number}")
     assert len(recall._sorted) == len(recall._held) <= 5

@@ -9,10 +9,12 @@ from collections import OrderedDict
 from perdure.chat.transcript import ChatTokenizer, Transcript
 
 _LIMIT = 16 << 20
+_CUT, _OVERHEAD = 128, 512
+"""Bytes that a cut takes, and a transcript besides what it holds."""
 
 
 class TranscriptCache:
-    """The latest transcripts, by namespace and text, up to a number of characters. Safe from any thread.
+    """The latest transcripts, by namespace and text, up to a number of bytes. Safe from any thread.
 
     A client that sends its whole history again gets the very tokens that were computed for it.
     """
@@ -23,7 +25,8 @@ class TranscriptCache:
         self._lock = threading.Lock()
         self._held: OrderedDict[tuple[str, str], Transcript] = OrderedDict()
         self._sorted: dict[str, list[str]] = {}
-        self._chars = 0
+        self.nbytes = 0
+        """What it takes of memory, about."""
 
     def lookup(self, text: str, namespace: str) -> Transcript | None:
         """The longest beginning of `text` that is remembered."""
@@ -43,7 +46,7 @@ class TranscriptCache:
     def store(self, transcript: Transcript, namespace: str) -> None:
         """Remember a transcript, in the place of those that it goes on from."""
         text = transcript.text
-        if not text or len(text) > self._limit:
+        if not text or _size(transcript) > self._limit:
             return
         with self._lock:
             texts = self._sorted.setdefault(namespace, [])
@@ -53,10 +56,12 @@ class TranscriptCache:
                 self._drop((namespace, texts[at]), at)
             if (namespace, text) not in self._held:
                 texts.insert(at, text)
-                self._chars += len(text)
+            else:
+                self.nbytes -= _size(self._held[namespace, text])
             self._held[namespace, text] = transcript
             self._held.move_to_end((namespace, text))
-            while self._chars > self._limit:
+            self.nbytes += _size(transcript)
+            while self.nbytes > self._limit:
                 oldest = next(iter(self._held))
                 self._drop(oldest, bisect.bisect_left(self._sorted[oldest[0]], oldest[1]))
                 if not self._sorted[oldest[0]]:
@@ -64,6 +69,12 @@ class TranscriptCache:
                     del self._sorted[oldest[0]]
 
     def _drop(self, key: tuple[str, str], at: int) -> None:
-        del self._held[key]
+        self.nbytes -= _size(self._held.pop(key))
         del self._sorted[key[0]][at]
-        self._chars -= len(key[1])
+
+
+def _size(transcript: Transcript) -> int:
+    """In memory, about. Of short ones, most is not their text."""
+    characters = len(transcript.text) * (1 if transcript.text.isascii() else 4)
+    tokens = transcript.tokens.itemsize * len(transcript.tokens)
+    return characters + tokens + _CUT * len(transcript.cuts) + _OVERHEAD

@@ -130,7 +130,7 @@ def test_what_was_rendered_is_found_by_the_messages_that_go_on_from_it() -> None
 
 
 def test_the_oldest_renderings_are_forgotten_for_room() -> None:
-    under_test, remembered = renderer(Template.named("chatml")), RenderingCache(limit=2000)
+    under_test, remembered = renderer(Template.named("chatml")), RenderingCache(limit=8000)
     talks = [conversation(None, [f"{number} " + "x" * 500, "b", "c"]) for number in range(9)]
     for talk in talks:
         _, rendering = under_test.prompt(talk[:1])

@@ -9,13 +9,15 @@ from perdure.chat.message import Message
 from perdure.chat.templates.renderer import Rendering
 
 _Key = tuple[str, int, Message, tuple[Message, ...]]
-_LIMIT = 4 << 20
+_LIMIT = 8 << 20
+_MESSAGE, _OVERHEAD = 256, 1024
+"""Bytes that a message takes, and a rendering besides what it holds."""
 _REACH = 8
 """Messages that a conversation may have gone on by since it was last rendered."""
 
 
 class RenderingCache:
-    """The latest renderings, by namespace and messages, up to a number of characters. Safe from any thread.
+    """The latest renderings, by namespace and messages, up to a number of bytes. Safe from any thread.
 
     A client that sends its whole history each time then has only what is new of it rendered.
     """
@@ -24,7 +26,8 @@ class RenderingCache:
         self._limit = limit
         self._lock = threading.Lock()
         self._held: OrderedDict[_Key, Rendering] = OrderedDict()
-        self._chars = 0
+        self.nbytes = 0
+        """What it takes of memory, about."""
 
     def lookup(self, messages: tuple[Message, ...], namespace: str) -> Rendering | None:
         """What `messages` go on from."""
@@ -43,11 +46,17 @@ class RenderingCache:
                     each is not None
                     and (gone := self._held.pop(_key(each.messages, namespace), None)) is not None
                 ):
-                    self._chars -= len(gone.text)
+                    self.nbytes -= _size(gone)
             self._held[_key(rendering.messages, namespace)] = rendering
-            self._chars += len(rendering.text)
-            while self._chars > self._limit:
-                self._chars -= len(self._held.popitem(last=False)[1].text)
+            self.nbytes += _size(rendering)
+            while self.nbytes > self._limit:
+                self.nbytes -= _size(self._held.popitem(last=False)[1])
+
+
+def _size(rendering: Rendering) -> int:
+    """In memory, about: the text stands in the messages too."""
+    characters = len(rendering.text) * (1 if rendering.text.isascii() else 4)
+    return 2 * characters + _MESSAGE * len(rendering.messages) + _OVERHEAD
 
 
 def _key(messages: tuple[Message, ...], namespace: str) -> _Key:
