@@ -6,6 +6,7 @@ Counted as work: comparisons of tokens, states read out of the engine, blocks ma
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,12 @@ from perdure.cache.record import Record, RecordIndex, doomed
 from perdure.cache.reuse_rule import ANY_TOKEN
 from perdure.cache.slots import slot_index
 from perdure.cache.slots.slot_cache import SlotCache
+from perdure.cache.slots.slot_checkpoints import KeptCheckpoints
 from perdure.cache.tiers import Tiers
 from perdure.decode.slots import SlotAssignment
 from perdure.engine.context import Context
 from perdure.engine.toy import ToyModel
-from perdure.memory import FullAttention
+from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 
 SIZE = 16
 ROOT = BlockId(bytes(32))
@@ -145,11 +147,61 @@ def test_admission_reads_no_more_on_many_slots(monkeypatch: pytest.MonkeyPatch) 
         assert compared_count <= 3 * SIZE
 
 
-def serve(context: Context, cache: SlotCache, tokens: NDArray[np.int32]) -> None:
+def serve(context: Context, cache: SlotCache, tokens: NDArray[np.int32], *ends: int) -> None:
+    """Have a prompt computed in steps that end at `ends`, and where each is worth coming back to."""
     place = cache.acquire(tokens)
     assert isinstance(place, SlotAssignment)
-    context.decode(tokens[place.cached :].tolist(), place.seq)
+    steps = sorted({place.cached, len(tokens), *(end for end in ends if end > place.cached)})
+    for start, end in pairwise(steps):
+        context.decode(tokens[start:end].tolist(), place.seq)
+        cache.reached(place.seq, end, {end})
     cache.release(place.seq)
+
+
+KINDS = [kind for kind in MEMORY_KINDS if kind is not FullAttention]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_admission_asks_no_more_of_many_slots_that_keep_checkpoints(
+    kind: type[MemorySpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which checkpoints a prompt can go back to is found for all slots at once."""
+    costs = []
+    for slots in (8, 128):
+        with ToyModel(kind, window=8).context(n_ctx=64, n_seq=slots) as context:
+            cache = SlotCache(context, budget=1 << 30)
+            for number in range(2 * slots):
+                serve(context, cache, prompt(number), 3, 9)
+            serve(context, cache, prompt(-1), 3, 9)
+            with (
+                calls_of(monkeypatch, (Context, "token_array"), (Context, "common_prefix")) as read,
+                calls_of(monkeypatch, (Context, "shortest_cut")) as asked,
+                calls_of(monkeypatch, (KeptCheckpoints, "reach")) as looked,
+            ):
+                place = cache.acquire(prompt(-2))
+            assert isinstance(place, SlotAssignment)
+            costs.append((read.count, asked.count, looked.count))
+    assert costs[0] == costs[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_all_slots_can_go_back_to_is_what_each_can(kind: type[MemorySpec]) -> None:
+    slots, dice = 6, np.random.default_rng(7)
+    with ToyModel(kind, window=8).context(n_ctx=64, n_seq=slots) as context:
+        cache = SlotCache(context, budget=1 << 30)
+        kept = cache._checkpoints
+        assert isinstance(kept, KeptCheckpoints)
+        for number in range(60):
+            ends = sorted(dice.choice(np.arange(1, 40), dice.integers(1, 9), replace=False).tolist())
+            serve(context, cache, prompt(number % 9, 40), *ends)
+            if number % 7 == 0:
+                kept._thin_out(kept.budget - kept.nbytes // 2)
+            held = np.array(context.lengths(), np.int64)
+            for _ in range(5):
+                shared = np.minimum(dice.integers(0, 41, slots), held)
+                each = [kept.reach(seq, int(shared[seq]), int(held[seq])) for seq in range(slots)]
+                assert kept.reach_all(shared, held).tolist() == each
+            assert kept.nbytes == sum(points.nbytes for points in kept._kept)
 
 
 def test_saving_a_longer_state_makes_the_blocks_that_are_new(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -428,10 +428,10 @@ class SlotCache:
         changed = idle & (held != self._index.lengths)
         if all_of_them or identity != self._indexed:
             changed, self._indexed = idle, identity
-        for seq in np.flatnonzero(changed):
+        for seq in changed.nonzero()[0].tolist():
             slot = self._slots[seq]
-            self._index.put(int(seq), slot.namespace, self._context.token_array(int(seq)))
-            self._checkpoints.along(slot.seq)
+            self._index.put(seq, slot.namespace, self._context.token_array(seq))
+            self._checkpoints.along(seq)
         return held
 
     def _reach(self, slot: _Slot, tokens: Ids) -> int:

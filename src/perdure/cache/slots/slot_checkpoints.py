@@ -152,12 +152,29 @@ class KeptCheckpoints(SlotCheckpoints):
         self._pinned = pinned
         self._spacing = spacing
         self._kept = [Checkpoints() for _ in range(context.n_seq)]
+        self._lengths = np.zeros((context.n_seq, 4), np.int64)
+        """Of the checkpoints, a row for each slot: a prompt is compared with those of all slots at once."""
+        self._sizes = [0] * context.n_seq
+        self._nbytes = 0
+        self._cuts = np.zeros(context.n_seq, np.int64)
+        self._held = np.full(context.n_seq, -1, np.int64)
+        """By slot, the shortest length that it can be cut to, and of how many tokens that was said."""
         self._passed: list[PrefixHash | None] = [None] * context.n_seq
         """By slot, the hash of its tokens as far as the last checkpoint."""
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self._kept)
+        return self._nbytes
+
+    def _keep(self, seq: int, points: Checkpoints) -> None:
+        """Let `points` be the checkpoints of a slot, and the figures about them theirs."""
+        self._kept[seq] = points
+        self._nbytes += points.nbytes - self._sizes[seq]
+        self._sizes[seq] = points.nbytes
+        while len(points) > self._lengths.shape[1]:
+            self._lengths = np.hstack([self._lengths, np.zeros_like(self._lengths)])
+        self._lengths[seq] = 0
+        self._lengths[seq, : len(points)] = [point.length for point in points]
 
     def chunk(self, cached: int, count: int, returns: Collection[int]) -> int:
         stops = [(cached // self._spacing + 1) * self._spacing, *returns]
@@ -178,16 +195,21 @@ class KeptCheckpoints(SlotCheckpoints):
         digest = passed.advance(self._context.token_array(seq, passed.length, length))
         if state is not None:
             kept.add(Point(length, digest, state))
+            self._keep(seq, kept)
         self._thin_out()
 
     def start(self, seq: int) -> None:
         self._passed[seq] = None
+        self._held[seq] = -1
 
     def forget(self, seq: int) -> None:
-        self._kept[seq] = Checkpoints()
+        self._held[seq] = -1
+        if len(self._kept[seq]):
+            self._keep(seq, Checkpoints())
 
     def copy(self, source: int, seq: int) -> None:
-        self._kept[seq] = Checkpoints(self.along(source))
+        self._held[seq] = -1
+        self._keep(seq, Checkpoints(self.along(source)))
 
     def swapped_in(self, seq: int, match: Match) -> None:
         points = Checkpoints()
@@ -197,12 +219,14 @@ class KeptCheckpoints(SlotCheckpoints):
                 digest = passed.advance(block.tokens)
                 if block.tail_state is not None:
                     points.add(Point(block.end, digest, block.tail_state))
-        self._kept[seq] = points
+        self._held[seq] = -1
+        self._keep(seq, points)
 
     def along(self, seq: int) -> Checkpoints:
+        self._held[seq] = -1
         if len(self._kept[seq]):
             identity, tokens = self._context.identity.digest, self._context.token_array(seq)
-            self._kept[seq] = self._kept[seq].along(identity, tokens)
+            self._keep(seq, self._kept[seq].along(identity, tokens))
         return self._kept[seq]
 
     def reach(self, seq: int, shared: int, held: int) -> int:
@@ -213,10 +237,16 @@ class KeptCheckpoints(SlotCheckpoints):
         return max((point.length for point in self._kept[seq] if point.length <= shared), default=0)
 
     def reach_all(self, shared: Counts, held: Counts) -> Counts:
-        reach = shared.copy()
-        for seq in np.flatnonzero(reach):
-            reach[seq] = self.reach(int(seq), int(reach[seq]), int(held[seq]))
-        return reach
+        going_back = (shared > 0) & (shared != held)
+        if self._context.memory.cuts:
+            # What a slot can be cut to is asked again only where it holds something else than before.
+            for seq in (going_back & (self._held != held)).nonzero()[0].tolist():
+                self._cuts[seq], self._held[seq] = self._context.shortest_cut(seq), held[seq]
+            going_back &= self._cuts > shared
+        if not going_back.any():
+            return shared
+        kept = np.where(self._lengths <= shared[:, None], self._lengths, 0).max(axis=1)
+        return np.where(going_back, kept, shared)
 
     def coming(self, shared: Counts, lengths: Counts) -> Counts:
         # Only a whole prompt, or the places where it keeps a checkpoint.
@@ -243,3 +273,4 @@ class KeptCheckpoints(SlotCheckpoints):
             if not len(largest):
                 return
             largest.thin_out(self._pinned)
+            self._keep(self._kept.index(largest), largest)

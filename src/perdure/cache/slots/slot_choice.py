@@ -72,7 +72,7 @@ def choose(
     `kept` are prefixes in the tiers with what reading them costs, `fits` says whether the state of so many
     tokens can be moved out, and `copy` is what a copy of a slot costs; None where there can be none.
     """
-    seqs = np.flatnonzero(slots.idle)
+    seqs = slots.idle.nonzero()[0]
     held, here, used = slots.held[seqs], slots.reach[seqs], slots.used[seqs]
     # Mostly all of them do, and the largest says so.
     all_fit = bool(fits(held.max()))
@@ -110,5 +110,5 @@ def choose(
 
 def _cheapest(cost: NDArray[np.float64], used: Counts) -> int:
     """Which costs least; of several, the one that was used longest ago."""
-    best = np.flatnonzero(cost == cost.min())
+    best = (cost == cost.min()).nonzero()[0]
     return int(best[used[best].argmin()])
