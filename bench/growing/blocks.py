@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
-from bench.growing.measure import ROOT, SIZE, Operation, block, growing, new_folder, prompt
-from bench.harness import Figure, Run, at_most
+from bench.growing.measure import FLAT, ROOT, SIZE, Operation, block, growing, new_folder, prompt
+from bench.harness import Figure, Gauge, Run, at_most
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.record import Record, RecordIndex, doomed
 from perdure.cache.reuse_rule import ANY_TOKEN
@@ -14,7 +16,7 @@ from perdure.cache.slots.slot_cache import SlotCache
 from perdure.cache.tiers import Tiers
 from perdure.decode.slots import SlotAssignment
 from perdure.engine.toy import ToyModel
-from perdure.memory import FullAttention
+from perdure.memory import FullAttention, MemorySpec, Recurrent, SlidingWindow
 from perdure.store.disk import DiskTier
 
 
@@ -58,28 +60,50 @@ def slots(run: Run) -> Iterator[Figure]:
 
         return lambda: burst()
 
-    def filled(size: int, cleanup: ExitStack) -> Operation:
-        context = cleanup.enter_context(ToyModel(FullAttention).context(n_ctx=256, n_seq=size))
+    yield growing(run, "admission of 5, idle slots", admit, small=16, times=16, target=at_most(1.0, "ms"))
+    yield _bursts(run, FullAttention, held=False)
+    for kind in (FullAttention, SlidingWindow, Recurrent):
+        yield _bursts(run, kind, held=True)
+
+
+def _bursts(run: Run, kind: type[MemorySpec], *, held: bool) -> Figure:
+    """As many requests as slots at once, all with the same beginning. With `held`, each slot holds another
+    conversation, whose state is moved out."""
+    small, times = 16, 16
+    name = f"{kind.name}, each moves another out" if held else kind.name
+
+    def burst(size: int, cleanup: ExitStack) -> Callable[[], float]:
+        context = cleanup.enter_context(ToyModel(kind).context(n_ctx=256, n_seq=size))
         cache = SlotCache(context, budget=1 << 30)
 
-        def all_at_once() -> None:
-            places = [cache.acquire(prompt()) for _ in range(size)]
-            for place in places:
+        def milliseconds() -> float:
+            """Of one request; computing its prompt is not counted."""
+            waiting = [prompt() for _ in range(size)]
+            started = time.process_time()
+            places = [cache.acquire(each) for each in waiting]
+            took = time.process_time() - started
+            for place, tokens in zip(places, waiting, strict=True):
                 assert isinstance(place, SlotAssignment)
+                if held:
+                    context.decode(tokens[place.cached :].tolist(), place.seq)
                 cache.release(place.seq)
+            return took * 1e3 / size
 
-        return all_at_once
+        milliseconds()
+        return milliseconds
 
-    yield growing(run, "admission of 5, idle slots", admit, small=16, times=16, target=at_most(1.0, "ms"))
-    # As many requests as slots: a constant cost each is an exponent of one.
-    yield growing(
-        run,
-        "admission of a burst on all slots (0.2 ms each), slots",
-        filled,
-        small=16,
-        times=16,
-        target=at_most(0.2 * 256, "ms"),
-    )
+    with ExitStack() as cleanup:
+        figure = run.compare(
+            f"admission of one of a burst on all slots ({name}), slots",
+            ours=burst(small * times, cleanup),
+            peer=burst(small, cleanup),
+            against=f"at {small}",
+            unit="ms",
+            gauge=Gauge.GROWTH,
+            target=at_most(times**FLAT) if held else at_most(0.2, "ms"),
+            repeats=run.pick(21, 5),
+        )
+    return replace(figure, scale=times)
 
 
 def records(run: Run) -> Iterator[Figure]:

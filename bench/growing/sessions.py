@@ -46,9 +46,9 @@ def fill(store: SessionStore, names: Iterator[tuple[str, str]], turns: Sequence[
             store._create(namespace, name, turns)
 
 
-def say(session: Session) -> None:
+def say(session: Session, **settings: Any) -> None:
     """A turn that is taken back, so that the next one finds the session as it was."""
-    session.say("Go on", **ASK)
+    session.say("Go on", **ASK, **settings)
     session.rewind(1)
 
 
@@ -144,14 +144,16 @@ def sessions(run: Run) -> Iterator[Figure]:
 def turns(run: Run) -> Iterator[Figure]:
     small = run.pick(100, 20)
 
-    def long(size: int, cleanup: ExitStack, *, fold: bool) -> tuple[perdure.Runtime, Session]:
-        rt = opened(cleanup)
+    def long(
+        size: int, cleanup: ExitStack, *, fold: bool, n_ctx: int = 2048
+    ) -> tuple[perdure.Runtime, Session]:
+        rt = opened(cleanup, n_ctx=n_ctx)
         rt.sessions.store.create("", "a", chain(size, fold=fold))
         return rt, rt.session("a")
 
-    def used(use: Callable[[Session, Iterator[int]], object], *, fold: bool = True) -> Any:
+    def used(use: Callable[[Session, Iterator[int]], object], *, fold: bool = True, n_ctx: int = 2048) -> Any:
         def setting(size: int, cleanup: ExitStack) -> Operation:
-            _, session = long(size, cleanup, fold=fold)
+            _, session = long(size, cleanup, fold=fold, n_ctx=n_ctx)
             numbers = count()
             use(session, numbers)
             return lambda: use(session, numbers)
@@ -182,6 +184,12 @@ def turns(run: Run) -> Iterator[Figure]:
         session.fork(f"g{next(numbers)}", turn=session.turns - 3)
 
     yield growing(run, "say and rewind, turns before a fold", used(lambda s, _: say(s)), small=small)
+    leaving_out = used(lambda s, _: say(s, overflow="drop_oldest"), fold=False)
+    yield growing(run, "say and rewind, turns of which most are left out", leaving_out, small=100)
+    reading_all = used(lambda s, _: say(s), fold=False, n_ctx=1 << 17)
+    yield growing(
+        run, "say and rewind, turns that are all read", reading_all, small=run.pick(20, 5), exponent=LINEAR
+    )
     yield growing(run, "edit, turns before a fold", used(edit), small=small)
     yield growing(run, "fork, turns", used(fork, fold=False), small=small)
     yield growing(run, "label, turns", used(lambda s, n: s.label(f"l{next(n)}"), fold=False), small=small)

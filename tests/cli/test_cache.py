@@ -135,6 +135,31 @@ def test_stats_tell_what_is_kept_and_under_which_labels(run: Run, store: Path) -
     assert "[bold]x, sea" in shown.stdout
 
 
+def test_blocks_and_records_are_listed_page_by_page(run: Run, store: Path) -> None:
+    """All pages together are all there is, each once."""
+
+    def page(*arguments: str) -> list[dict[str, Any]]:
+        done = run("blocks", "--json", *arguments)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert isinstance(found, list)
+        return found
+
+    every = page()
+    assert {block["id"] for block in every} == {path.name for path in block_files(store)}
+    first = page("--limit", "1")
+    assert first + page("--after", first[0]["id"]) == every
+    assert page("--after", every[-1]["id"]) == []
+    shown = run("blocks", "--limit", "1").stdout
+    assert shown.startswith(f"{every[0]['id']}  tokens {every[0]['start']} to ")
+    assert shown.endswith(f" {every[0]['nbytes']} bytes\n")
+    refused(run("blocks", "--after", "x"), "no id of a block")
+    one = facts(run("stats", "--json", "--limit", "1"))["records"]
+    two = facts(run("stats", "--json", "--after", str(one[0]["number"])))["records"]
+    assert [record["labels"] for record in one + two] == [["[bold]x", "sea"], ["rain"]]
+    assert run("stats", "--limit", "0").returncode == 2
+
+
 def test_p4_clearing_a_label_leaves_the_others(run: Run, store: Path) -> None:
     before = facts(run("stats", "--json"))
     cleared = facts(run("clear", "--label", "sea", "--json"))

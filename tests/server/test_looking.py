@@ -51,6 +51,35 @@ def read(client: httpx.Client, path: str, **query: Any) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.parametrize("what", ["records", "blocks"])
+def test_what_the_cache_holds_is_read_page_by_page(
+    what: str, keyed: tuple[httpx.Client, httpx.Client]
+) -> None:
+    """All pages together are all of one's own, each once; the last one says that it is."""
+    alice, bob = keyed
+    for number in range(7):
+        asked = {"prompt": f"{number} is what this begins with. " * 9, "labels": [str(number)]}
+        assert alice.post("/v1/cache/warm", json=asked).status_code == 201
+    path, key = ("/v1/cache", "records") if what == "records" else ("/v1/cache/blocks", "data")
+    every = read(alice, path, limit=1000)
+    assert len({each["id"] for each in every[key]}) == len(every[key]) >= 7
+    assert not every["has_more"]
+    pages: list[dict[str, Any]] = []
+    query: dict[str, Any] = {"limit": 3}
+    while True:
+        answer = read(alice, path, **query)
+        assert 0 < len(answer[key]) <= 3
+        pages += answer[key]
+        if not answer["has_more"]:
+            break
+        query["after"] = answer[key][-1]["id"]
+    assert pages == every[key]
+    assert read(bob, path)[key] == []
+    for wrong in ({"limit": 0}, {"limit": 1001}, {"after": "x"}):
+        assert alice.get(path, params=wrong).status_code == 400
+    assert bob.get(path, params={"after": pages[0]["id"]}).status_code == 400
+
+
 def test_a_tree_has_every_branch_with_its_sessions_and_memories(
     keyed: tuple[httpx.Client, httpx.Client],
 ) -> None:

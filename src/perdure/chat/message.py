@@ -68,6 +68,8 @@ class Message:
         """A message out of a Message or a mapping in OpenAI's shape."""
         if isinstance(value, cls):
             return value
+        if (simple := _simple(value)) is not None:
+            return simple
         given = _mapping(value, where)
         role = given.get("role")
         if role not in ROLES:

@@ -132,4 +132,4 @@ def start(arguments: Sequence[str]) -> None:
         typer.echo(f"perdure: {advice}", err=True)
         raise SystemExit(2)
     # Shells complete `perdure`, also where it was started as a module.
-    app(plain, prog_name="perdure")
+    group(plain, prog_name="perdure")

@@ -245,9 +245,8 @@ class Conversation:
             self.session = sessions.open(old.name, system=system)
             terminal.tell("The conversation starts anew.")
             return
-        taken = {info.name for info in sessions.list()}
         number = 2
-        while (name := f"{old.name}-{number}") in taken:
+        while sessions.store.has(old.namespace, name := f"{old.name}-{number}"):
             number += 1
         self.session = sessions.open(name, system=system)
         terminal.tell(f"Now in {words.quoted(name)}; {words.quoted(old.name)} stays as it is.")

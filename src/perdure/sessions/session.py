@@ -920,8 +920,9 @@ def _markdown(message: Message) -> str:
 
 
 def _date(history: History) -> str:
-    """The day that a conversation began on. It stays, or each new day would change the prompt's beginning."""
-    for turn in history.turns:
+    """The day that the last turn was told, and so the day that the conversation began on: it stays, or each
+    new day would change the prompt's beginning."""
+    for _, turn in history.back():
         if isinstance(found := turn.settings.get("date"), str):
             return found
     return datetime.now().isoformat(timespec="seconds")

@@ -19,6 +19,7 @@ TurnKind = Literal["start", "turn", "fold"]
 FIRST = bytes(32)
 """What stands for the digest of the turn before the first."""
 _ENDINGS = ("", "stop", "length", "tool_calls", "cancelled", "error")
+_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 _LARGEST = 2**63 - 1
 """The largest number that a column holds."""
 
@@ -121,7 +122,7 @@ class Turn:
 
 
 def digest_of(turn: Turn) -> bytes:
-    head = json.dumps(
+    head = _encode(
         [
             turn.kind,
             [message.to_dict() for message in turn.messages],
@@ -136,9 +137,7 @@ def digest_of(turn: Turn) -> bytes:
             turn.dropped,
             turn.model,
             turn.created,
-        ],
-        sort_keys=True,
-        separators=(",", ":"),
+        ]
     ).encode()
     digest = hashlib.sha256(b"perdure/turn/1\0" + turn.before)
     digest.update(len(head).to_bytes(8, "little") + head)
