@@ -47,6 +47,14 @@ def gate() -> PatientTurnstile:
     return PatientTurnstile(is_open=True)
 
 
+@pytest.fixture(autouse=True)
+def opened_gate(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What one test leaves held does not hold the next one."""
+    yield
+    if "gate" in request.fixturenames:
+        request.getfixturevalue("gate").open()
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, gate: PatientTurnstile) -> Iterator[LiveServer]:
     """A server with a store on the toy engine, whose steps wait at the `gate`."""

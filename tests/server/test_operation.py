@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode.observed import toy
+from perdure.server.app_state import AppState
+from perdure.server.http_server import HttpServer, address, bind
 from perdure.server.middleware.access_log import JsonLines
-from server.live_server import LiveServer, hello, live_server, opened, streamed
+from server.live_server import PATIENCE, LiveServer, hello, live_server, opened, streamed
 
 CHAT = "/v1/chat/completions"
 
@@ -135,3 +138,18 @@ def test_a_strict_server_refuses_what_it_does_not_know() -> None:
             assert response.json()["error"]["param"] == param
         document = client.get("/openapi.json").json()
         assert document["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
+
+
+def test_a_server_that_has_stopped_can_be_told_again() -> None:
+    with opened(toy()) as rt:
+        listening = bind("127.0.0.1", 0)
+        listening.listen(1)
+        server = HttpServer(AppState(runtime=rt, name="toy"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        with httpx.Client(base_url=address(listening), timeout=PATIENCE, trust_env=False) as client:
+            assert client.get("/health").status_code == 200
+        server.stop(now=True)
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+        server.stop(now=True)

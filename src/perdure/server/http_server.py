@@ -102,7 +102,9 @@ class HttpServer(uvicorn.Server):
     def stop(self, *, now: bool = False) -> None:
         """Have it stop, from any thread; `now` without waiting for replies."""
         if now and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._app_state.end)
+            # One that is closed has ended everything already.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._app_state.end)
         self.should_exit = True
 
     @contextlib.contextmanager
