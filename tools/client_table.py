@@ -146,29 +146,59 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell, Cell]] = {
 OTHERS = ("speaks", "tools", "streamed", "over a restart")
 FRAMEWORK_FEATURES: dict[str, tuple[Cell, Cell, Cell, Cell]] = {
     "langchain": (
-        "chat, Responses, Messages, Ollama",
+        ("chat, Responses, Messages, Ollama", f"{FRAMEWORKS}::test_langchain"),
         ("yes", f"{FRAMEWORKS}::test_langchain"),
         ("yes", f"{FRAMEWORKS}::test_langchain"),
         ("yes", f"{FRAMEWORKS}::test_langchain"),
     ),
     "litellm": (
-        "chat, Messages, Ollama",
-        NONE,
+        ("chat, Messages, Ollama", f"{FRAMEWORKS}::test_litellm"),
         ("yes", f"{FRAMEWORKS}::test_litellm"),
+        ("yes", f"{FRAMEWORKS}::test_litellm"),
+        ("yes", f"{FRAMEWORKS}::test_litellm"),
+    ),
+    "llama-index": (
+        ("chat, Ollama", f"{FRAMEWORKS}::test_llama_index"),
+        ("yes", f"{FRAMEWORKS}::test_llama_index"),
+        ("yes", f"{FRAMEWORKS}::test_llama_index"),
+        ("yes", f"{FRAMEWORKS}::test_llama_index"),
+    ),
+    "pydantic-ai": (
+        ("chat, Responses", f"{FRAMEWORKS}::test_pydantic_ai"),
+        ("yes", f"{FRAMEWORKS}::test_pydantic_ai"),
+        NONE,
+        ("yes", f"{FRAMEWORKS}::test_pydantic_ai"),
+    ),
+    "instructor": (
+        ("chat", f"{FRAMEWORKS}::test_instructor"),
+        ("a schema", f"{FRAMEWORKS}::test_instructor"),
+        NONE,
         NONE,
     ),
-    "pydantic-ai": ("chat, Responses, Messages", ("yes", f"{FRAMEWORKS}::test_pydantic_ai"), NONE, NONE),
-    "instructor": ("chat", ("a schema", f"{FRAMEWORKS}::test_instructor"), NONE, NONE),
-    "llama-index": ("chat, Ollama", NONE, NONE, NONE),
     "Vercel AI SDK": (
-        "chat, Responses, Messages",
+        ("chat, Responses, Messages", f"{AGENTS}::test_the_vercel_ai_sdk_over_a_restart"),
         ("yes", f"{AGENTS}::test_the_vercel_ai_sdk_over_a_restart"),
         ("yes", f"{AGENTS}::test_the_vercel_ai_sdk_over_a_restart"),
         ("yes", f"{AGENTS}::test_the_vercel_ai_sdk_over_a_restart"),
     ),
-    "Codex": ("Responses", ("a task", f"{AGENTS}::test_codex_does_a_task"), NONE, NONE),
-    "Claude Code": ("Messages", ("a task", f"{AGENTS}::test_claude_code_does_a_task"), NONE, NONE),
-    "opencode": ("chat", ("a task", f"{AGENTS}::test_opencode_does_a_task"), NONE, NONE),
+    "Codex": (
+        ("Responses", f"{AGENTS}::test_codex_does_a_task"),
+        ("a task", f"{AGENTS}::test_codex_does_a_task"),
+        ("yes", f"{AGENTS}::test_codex_does_a_task"),
+        NONE,
+    ),
+    "Claude Code": (
+        ("Messages", f"{AGENTS}::test_claude_code_does_a_task"),
+        ("a task", f"{AGENTS}::test_claude_code_does_a_task"),
+        ("yes", f"{AGENTS}::test_claude_code_does_a_task"),
+        NONE,
+    ),
+    "opencode": (
+        ("chat", f"{AGENTS}::test_opencode_does_a_task"),
+        ("a task", f"{AGENTS}::test_opencode_does_a_task"),
+        ("yes", f"{AGENTS}::test_opencode_does_a_task"),
+        NONE,
+    ),
 }
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,10 +28,13 @@ from server.scripted import THINKS, saying
 pytestmark = pytest.mark.soak
 
 ROOT = Path(__file__).resolve().parents[2]
+MACHINE = {"aarch64": "arm64", "x86_64": "x64"}.get(platform.machine(), platform.machine())
+OPENCODE = f"opencode-{sys.platform}-{MACHINE}"
+"""What `opencode-ai` fetches after it was installed, where scripts of packages may run."""
 PACKAGES = {
     "codex": ("@openai/codex",),
     "claude": ("@anthropic-ai/claude-code",),
-    "opencode": ("opencode-ai",),
+    "opencode": (OPENCODE,),
     "sdk": ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod"),
 }
 DONE = "All is done."
@@ -167,7 +172,7 @@ def test_claude_code_does_a_task(folder: Path, tmp_path: Path) -> None:
 
 
 def test_opencode_does_a_task(folder: Path, tmp_path: Path) -> None:
-    command = installed("opencode") / ".bin" / "opencode"
+    command = installed("opencode") / OPENCODE / "bin" / "opencode"
     with served(writes_a_note(folder), tmp_path / "store") as server:
         model = {"name": "toy", "limit": {"context": 1 << 20, "output": 4096}, "tool_call": True}
         provider = {

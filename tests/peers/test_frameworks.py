@@ -120,7 +120,19 @@ def test_litellm(model: str, base: str, tmp_path: Path) -> None:
             assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == texts[-1]
 
 
-@pytest.mark.parametrize("kind", ["OpenAIChatModel", "OpenAIResponsesModel", "AnthropicModel"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "OpenAIChatModel",
+        "OpenAIResponsesModel",
+        pytest.param(
+            "AnthropicModel",
+            marks=pytest.mark.xfail(
+                raises=TypeError, strict=True, reason="it calls a type that is a union in anthropic 2"
+            ),
+        ),
+    ],
+)
 def test_pydantic_ai(kind: str, tmp_path: Path) -> None:
     pydantic_ai = pytest.importorskip("pydantic_ai")
     maker = "anthropic" if kind == "AnthropicModel" else "openai"
