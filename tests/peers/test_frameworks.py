@@ -91,7 +91,15 @@ LIGHT = {
 
 @pytest.mark.parametrize(
     ("model", "base"),
-    [("openai/gpt-any", "{url}/v1"), ("anthropic/gpt-any", "{url}"), ("ollama_chat/gpt-any", "{url}")],
+    [
+        ("openai/gpt-any", "{url}/v1"),
+        ("anthropic/gpt-any", "{url}"),
+        pytest.param(
+            "ollama_chat/gpt-any",
+            "{url}",
+            marks=pytest.mark.xfail(strict=True, reason="it sends JSON without a content type: 415 here"),
+        ),
+    ],
 )
 def test_litellm(model: str, base: str, tmp_path: Path) -> None:
     litellm = pytest.importorskip("litellm")
