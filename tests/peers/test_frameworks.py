@@ -56,9 +56,8 @@ def light(on: bool) -> str:
 )
 def test_langchain(module: str, name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     chat_class = getattr(pytest.importorskip(module), name)
-    from langchain_core.messages import AIMessage, HumanMessage, ToolMessage  # type: ignore[import-not-found]
-
-    said: list[Any] = [HumanMessage("Light, please.")]
+    words = importlib.import_module("langchain_core.messages")
+    said: list[Any] = [words.HumanMessage("Light, please.")]
     for texts in ((CALL, "It is lit."), ("Goodbye.",)):
         with restarted(tmp_path / "store", *texts) as server:
             filled = {
@@ -68,14 +67,14 @@ def test_langchain(module: str, name: str, settings: dict[str, Any], tmp_path: P
             model = chat_class(model="gpt-any", **filled)
             for _ in texts:
                 reply = model.bind_tools([light]).invoke(said)
-                assert isinstance(reply, AIMessage)
+                assert isinstance(reply, words.AIMessage)
                 said.append(reply)
                 for call in reply.tool_calls:
                     assert (call["name"], call["args"]) == ("light", {"on": True})
-                    said.append(ToolMessage("lit", tool_call_id=call["id"]))
+                    said.append(words.ToolMessage("lit", tool_call_id=call["id"]))
             chunks = "".join(str(getattr(chunk.content, "text", chunk.text)) for chunk in model.stream(said))
             assert chunks == texts[-1]
-        said.append(HumanMessage("Thank you."))
+        said.append(words.HumanMessage("Thank you."))
     assert said[-2].text == "Goodbye." or "Goodbye." in str(said[-2].content)
 
 
