@@ -1,23 +1,33 @@
 """Sampling: rows of logits, drawn from by ours for all streams at once and by the library's chain in turn.
 
 The library's chain is given what `llama_sampler_sample` gives it: all tokens, filled anew for each row.
+
+`--only steps`: what everything around the engine takes of a step, with an engine that computes nothing and
+only takes its time. A step of the small model of `bench.gpu` takes 5 ms on an H200 and one of 8B 12.5 ms.
+Replies are read by one event loop in the same process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Iterator
 
 import numpy as np
 
+import perdure
 from bench.harness import Bench, Figure, Gauge, Run, at_least
+from bench.processes.device import tokens
 from bench.processes.library_sampler import LibrarySampler
+from bench.processes.timed_engine import TimedModel
 from perdure import Sampling
-from perdure.decode.sampling.sampler import Sampler, draw
+from perdure.decode.sampling.sampler import Sampler
+from perdure.decode.sampling.together import TopK, draw_together
 
 VOCABULARIES = (49_152, 128_256)
 STREAMS = (1, 64)
+_MODELS = (("small", 49_152, 0.005), ("8B", 128_256, 0.0125))
 
 
 def rows(run: Run) -> Iterator[Figure]:
@@ -30,14 +40,14 @@ def _figure(run: Run, n_vocab: int, streams: int) -> Figure:
     dice = np.random.default_rng(1)
     logits = dice.normal(0, 3, (streams, n_vocab)).astype(np.float32)
     samplings = [Sampling(seed=seed) for seed in range(streams)]
-    mine = [Sampler(sampling, n_ctx=4096) for sampling in samplings]
+    mine = [(sampler, _rule(sampler)) for sampler in (Sampler(each, n_ctx=4096) for each in samplings)]
     theirs = [LibrarySampler(sampling, n_vocab=n_vocab, n_ctx=4096) for sampling in samplings]
     steps = max(1, 64 // streams)
 
     def ours() -> float:
         started = time.perf_counter()
         for step in range(steps):
-            draw([(each, each.select(row), step) for each, row in zip(mine, logits, strict=True)])
+            draw_together([(sampler, rule, step) for sampler, rule in mine], logits)
         return (time.perf_counter() - started) / steps / streams * 1e6
 
     def peer() -> float:
@@ -59,7 +69,49 @@ def _figure(run: Run, n_vocab: int, streams: int) -> Figure:
     )
 
 
-main = Bench("sampling", [rows])
+def _rule(sampler: Sampler) -> TopK:
+    rule = TopK.of(sampler)
+    assert rule is not None, "the usual settings look at nothing but the largest of a row"
+    return rule
+
+
+def steps(run: Run) -> Iterator[Figure]:
+    """The time of a step, against what the engine takes of it."""
+    count = run.pick(96, 32)
+    for name, n_vocab, seconds in _MODELS:
+        for streams in run.pick((1, 16, 64), (1, 64)):
+            with (
+                TimedModel(n_vocab=n_vocab, seconds=seconds) as model,
+                perdure.open(model, n_ctx=512, slots=streams, cache=0) as runtime,
+            ):
+                asyncio.run(_read(runtime, streams, 8))
+                yield run.compare(
+                    f"a step of {streams} streams over {n_vocab:,} tokens, as of {name}",
+                    ours=lambda runtime=runtime, streams=streams: asyncio.run(_read(runtime, streams, count)),  # type: ignore[misc]
+                    peer=lambda seconds=seconds: 1e3 * seconds,  # type: ignore[misc]
+                    against="the engine's part of it",
+                    unit="ms",
+                    gauge=Gauge.COST,
+                    target=at_least(0.75),
+                    repeats=run.pick(5, 3),
+                )
+
+
+async def _read(runtime: perdure.Runtime, streams: int, count: int) -> float:
+    """Milliseconds a step, from when all replies have begun to the end of the first."""
+    times: list[list[float]] = [[] for _ in range(streams)]
+
+    async def read(index: int) -> None:
+        async for delta in runtime.astream(tokens(8, index), max_tokens=count, ignore_eos=True, seed=index):
+            times[index] += [time.perf_counter()] * len(delta.tokens)
+
+    await asyncio.gather(*(read(index) for index in range(streams)))
+    start, end = max(each[0] for each in times), min(each[-1] for each in times)
+    written = sum(start < at <= end for each in times for at in each)
+    return 1e3 * (end - start) / (written / streams)
+
+
+main = Bench("sampling", [rows, steps])
 
 if __name__ == "__main__":
     sys.exit(main())

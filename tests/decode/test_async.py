@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
-from collections.abc import Coroutine
+import weakref
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import pytest
 
 from decode.observed import Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
-from perdure import BusyError, InvalidInputError
+from perdure import BusyError, InvalidInputError, Runtime
+from perdure.decode.output_queue import AsyncioListener
 from perdure.memory import FullAttention
 
 T = TypeVar("T")
@@ -240,3 +243,44 @@ def test_ending_a_loop_cancels_what_its_tasks_wait_for() -> None:
         rt.generate("after", max_tokens=1)
         check_idle(rt)
         assert trouble(rt).n_decodes <= 4
+
+
+def test_a_loop_that_is_gone_is_not_kept_for_its_readers() -> None:
+    loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
+
+    async def main() -> None:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        with open_toy() as rt:
+            await rt.agenerate("hello", max_tokens=4, **GREEDY)
+
+    for _ in range(3):
+        run(main())
+    gc.collect()
+    assert [loop() for loop in loops] == [None] * 3
+
+
+def test_one_call_wakes_all_readers_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is told to an event loop once, however many of its tasks wait for it."""
+    told: list[int] = []
+    notify = AsyncioListener.notify
+
+    def noting(listener: AsyncioListener, waiters: Sequence[Any]) -> None:
+        told.append(len(waiters))
+        notify(listener, waiters)
+
+    monkeypatch.setattr(AsyncioListener, "notify", noting)
+
+    async def read(rt: Runtime, prompt: str) -> None:
+        async for _ in rt.astream(prompt, max_tokens=3, **GREEDY):
+            pass
+
+    async def main() -> None:
+        gate = Turnstile()
+        with open_toy(gate=gate, slots=4) as rt:
+            tasks = [asyncio.create_task(read(rt, f"prompt {at}")) for at in range(4)]
+            await _reached(gate)
+            gate.open()
+            await asyncio.gather(*tasks)
+
+    run(main())
+    assert max(told) > 1

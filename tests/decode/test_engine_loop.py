@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 from collections.abc import Sequence
@@ -37,9 +38,10 @@ from perdure import (
 from perdure.decode import engine_loop as module
 from perdure.decode.engine_loop import CHUNK, EngineLoop
 from perdure.decode.request import MAX_SAMPLES, Request
+from perdure.decode.sequence import TokenSequence
 from perdure.engine.contract import Outcome
 from perdure.engine.toy import Faults, Mishap, ToyCore, ToyModel
-from perdure.memory import MEMORY_KINDS, MemorySpec
+from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 
 KINDS = MEMORY_KINDS
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -247,6 +249,61 @@ def test_long_prompts_take_turns_so_that_a_short_one_behind_them_is_soon_done(
             job.reply()
     assert first["short"][0] <= 5
     assert first["long"][0] < first["longer"][0]
+
+
+def test_rows_are_drawn_from_in_the_order_of_the_engines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another order they are no table there, and all of them would be copied at every step."""
+    drawn: list[list[int]] = []
+    rows = ToyCore.rows
+
+    def noting(core: ToyCore, indices: Sequence[int]) -> NDArray[np.float32]:
+        drawn.append(list(indices))
+        return rows(core, indices)
+
+    monkeypatch.setattr(ToyCore, "rows", noting)
+    gate = Turnstile()
+    with open_toy(gate=gate, slots=3) as rt:
+        first = rt.submit("a", max_tokens=2, **GREEDY)
+        rest = [rt.submit("b", max_tokens=12, **GREEDY), rt.submit("c", max_tokens=12, **GREEDY)]
+        gate.open()
+        first.reply()
+        # It gets the first sequence, and is the last to be served.
+        rest.append(rt.submit("d", max_tokens=12, **GREEDY))
+        for prompt, job in zip("bcd", rest, strict=True):
+            assert job.reply().tokens == alone(FullAttention, prompt, max_tokens=12, **GREEDY)[0].tokens
+    assert max(map(len, drawn)) == 3
+    assert all(indices == sorted(indices) for indices in drawn)
+
+
+def test_what_was_drawn_is_delivered_while_the_next_step_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that computes in the background does not wait for text, and readers get all of it, whatever
+    becomes of that step."""
+    order: list[str] = []
+    decode, deliver = ToyCore.decode, TokenSequence.deliver
+
+    def decoding(core: ToyCore, batch: Any) -> Any:
+        order.append("step")
+        return decode(core, batch)
+
+    def delivering(sequence: TokenSequence) -> None:
+        if sequence._undelivered:
+            order.append("text")
+        deliver(sequence)
+
+    monkeypatch.setattr(ToyCore, "decode", decoding)
+    monkeypatch.setattr(TokenSequence, "deliver", delivering)
+    with open_toy() as rt:
+        context = inside(rt).context
+        context.capabilities = dataclasses.replace(context.capabilities, asynchronous=True)
+        reply = rt.generate("hello", max_tokens=6, **GREEDY)
+        assert order == ["step", *["step", "text"] * 5]
+        trouble(rt).fail_decode(ahead=4)
+        job = rt.submit("hello", max_tokens=6, **GREEDY)
+        seen = read(job)
+        assert seen.reasons == ["error"]
+        check_delivery(seen.deltas, outcome(job), rt.model)
+    assert outcome(job)[0].tokens == reply.tokens[:3]
+    assert reply.tokens == alone(FullAttention, "hello", max_tokens=6, **GREEDY)[0].tokens
 
 
 # Samples.

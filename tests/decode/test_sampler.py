@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from perdure import Model, Sampling
-from perdure.decode.sampling.candidates import masked, top, top_of_rows
+from perdure.decode.sampling.candidates import masked, top, top_listed, top_of_rows
 from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.sampling.sampler import NothingToDraw, RandomNumbers, Sampler, draw, weights
 from perdure.decode.sampling.together import TopK, draw_together
@@ -288,6 +288,7 @@ def test_the_largest_of_many_rows_are_those_of_each(size: int, k: int) -> None:
         expected = np.argsort(-row, kind="stable")[:k]
         assert found.tolist() == expected.tolist()
         assert logits.tolist() == row[expected].tolist()
+        assert top_listed(row, k) == (expected.tolist(), row[expected].tolist())
 
 
 @pytest.mark.parametrize(
@@ -370,3 +371,20 @@ def test_log_probabilities_come_from_the_same_pass_and_are_the_model_s_own(size:
     quiet, nothing = draw_together([(sampler, TopK.of(sampler), at) for sampler, _, at in streams], rows)  # type: ignore[misc]
     assert quiet == tokens
     assert not nothing
+
+
+@pytest.mark.parametrize("size", [300, 49_152, 70_001])
+def test_a_row_without_enough_numbers_takes_none_from_the_next(size: int) -> None:
+    rows = rows_of(3, size)
+    rows[1, 5:] = np.nan
+    with pytest.raises(EngineError, match="no numbers"):
+        top_of_rows(rows, 40)
+
+
+def test_rows_of_which_almost_all_is_ruled_out_are_drawn_from() -> None:
+    rows = np.full((3, 49_152), -np.inf, np.float32)
+    rows[:, [7, 300, 49_151]] = [1.0, 3.0, 2.0]
+    ids, values = top_of_rows(rows, 40)
+    assert ids[:, :3].tolist() == [[300, 49_151, 7]] * 3
+    assert ids[:, 3:].tolist() == [list(range(7)) + list(range(8, 38))] * 3
+    assert values[:, :4].tolist() == [[3.0, 2.0, 1.0, -math.inf]] * 3

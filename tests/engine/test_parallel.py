@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 
 from perdure.engine import parallel
-from perdure.engine.parallel import joined, spread
+from perdure.engine.parallel import joined, share, spread
 from perdure.engine.state import pack, unpack
 from perdure.errors import CorruptStateError
 from perdure.identity import Identity
@@ -34,6 +35,35 @@ def test_only_a_few_are_made_ahead_of_what_is_taken() -> None:
     next(results)
     results.close()  # type: ignore[attr-defined]
     assert len(made) <= 8
+
+
+@pytest.mark.parametrize(("count", "nbytes"), [(1, LARGE), (3, LARGE), (50, LARGE), (50, 1)])
+def test_slices_make_up_the_whole_and_small_work_is_done_here(count: int, nbytes: int) -> None:
+    done = np.zeros(count, np.int64)
+    where: set[int] = set()
+
+    def work(part: slice) -> None:
+        done[part] += 1
+        where.add(threading.get_ident())
+
+    share(work, count, nbytes)
+    assert done.tolist() == [1] * count
+    assert threading.get_ident() in where
+    assert nbytes > 1 or len(where) == 1
+
+
+@pytest.mark.parametrize("bad", [0, 49])
+def test_a_share_that_fails_is_told_once_all_are_over(bad: int) -> None:
+    done = np.zeros(50, np.int64)
+
+    def work(part: slice) -> None:
+        done[part] += 1
+        if part.start <= bad < part.stop:
+            raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        share(work, 50, LARGE)
+    assert done.tolist() == [1] * 50
 
 
 def test_an_error_is_raised_where_its_result_is_taken_and_ends_the_rest() -> None:

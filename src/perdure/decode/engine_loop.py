@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from perdure.checks import is_whole
@@ -67,9 +67,10 @@ class EngineLoop:
         self._context = context
         self._limit = queue
         self._scheduler: Scheduler = ExactScheduler() if exact else BatchScheduler()
-        self._rows = context.capabilities.max_outputs
         # Exact replies are cut at fixed places, however long that takes.
         self._pace = Pace(chunk=chunk, largest=context.n_batch, stall=0 if exact else stall)
+        rows = context.capabilities.max_outputs
+        self._budget = Budget(tokens=context.n_batch, rows=rows, chunk=self._pace.chunk)
         self._slots = slots or FreshSlots(context)
         self._executor = Executor(context, self._slots, self._pace)
         self._grammars = Grammars(model)
@@ -224,8 +225,9 @@ class EngineLoop:
 
     def _plan(self) -> list[Step]:
         self._turn += 1
-        budget = Budget(tokens=self._context.n_batch, rows=self._rows, chunk=self._pace.chunk)
-        return self._scheduler.plan(self._active, self._slots, budget, turn=self._turn)
+        if self._budget.chunk != self._pace.chunk:
+            self._budget = replace(self._budget, chunk=self._pace.chunk)
+        return self._scheduler.plan(self._active, self._slots, self._budget, turn=self._turn)
 
     def _collect(self) -> None:
         """Hand the slots of finished sequences on, and finished requests back."""

@@ -51,6 +51,7 @@ class Executor:
         self._in_flight: frozenset[int] = frozenset()
         self._stopped = False
         self._changed: list[OutputQueue] = []
+        self._drawn: list[TokenSequence] = []
 
     # From any thread.
 
@@ -91,7 +92,13 @@ class Executor:
             self._draw(step)
 
     def notify(self) -> None:
-        """Tell readers what was drawn for them since the last time."""
+        """Give readers what was drawn for them since the last time."""
+        drawn, self._drawn = self._drawn, []
+        for sequence in drawn:
+            try:
+                sequence.deliver()
+            except BaseException as error:
+                _end_by(error, sequence)
         changed, self._changed = self._changed, []
         notify(changed)
 
@@ -116,13 +123,13 @@ class Executor:
     def _decode(self, step: Step) -> None:
         feeds = []
         for chunk in step:
-            sequence = chunk.sequence
+            sequence, count = chunk.sequence, chunk.count
             assert sequence.seq is not None
-            ends = chunk.count == sequence.remaining
+            ends = chunk.start + count == len(sequence.tokens)
             rows: Rows = "all" if sequence.scoring else "last" if ends else "none"
-            feeds.append(Feed(sequence.seq, sequence.next_tokens(chunk.count), rows))
+            feeds.append(Feed(sequence.seq, sequence.next_tokens(count), rows))
         with self._lock:
-            self._in_flight = frozenset(id(chunk.group) for chunk in step)
+            self._in_flight = frozenset([id(chunk.group) for chunk in step])
             gone = self._stopped or all(chunk.group.cancelled for chunk in step)
         try:
             if not gone:
@@ -130,16 +137,16 @@ class Executor:
                 asynchronous = self._context.capabilities.asynchronous
                 if not asynchronous:
                     self.notify()
-                start = time.monotonic()
+                started = time.monotonic()
                 self._context.step(feeds)
                 if asynchronous:
                     self.notify()
-                prompts = sum(chunk.count for chunk in step if chunk.count > 1)
-                if prompts >= TIMED:
+                # A step of replies alone has a token of each.
+                count = sum([chunk.count for chunk in step])
+                if count > len(step) and sum(chunk.count for chunk in step if chunk.count > 1) >= TIMED:
                     if asynchronous:
                         self._context.synchronize()
-                    seconds = time.monotonic() - start
-                    count = sum(chunk.count for chunk in step)
+                    seconds = time.monotonic() - started
                     self._slots.timed(count, seconds)
                     self._pace.observe(count, seconds)
         finally:
@@ -163,39 +170,42 @@ class Executor:
     def _draw(self, step: Step) -> None:
         """Draw for every sequence that is computed to its end, then start the further samples."""
         prompts: list[SequenceGroup] = []
+        reading: list[TokenSequence] = []
         wanted: list[_Draw] = []
         plain: list[_Row] = []
         for chunk in step:
-            sequence = chunk.sequence
+            group, sequence, count = chunk.group, chunk.sequence, chunk.count
             if sequence.scoring:
                 with _contained(sequence):
-                    sequence.score(self._context, chunk.count)
-            sequence.cached += chunk.count
-            if chunk.count > 1:
-                chunk.group.output.read = sequence.cached
-            if sequence.remaining or sequence.done:
+                    sequence.score(self._context, count)
+            cached = sequence.cached = sequence.cached + count
+            if count > 1:
+                group.output.read = cached
+            if cached <= sequence.prompt_length:
+                reading.append(sequence)
+            if cached < len(sequence.tokens) or sequence.finish_reason is not None:
                 continue
-            self._changed.append(chunk.group.output)
-            if sequence.written:
+            self._changed.append(group.output)
+            if cached > sequence.prompt_length:
                 drawing = [sequence]
             else:
                 # All samples of a prompt draw their first token from its one row.
-                prompts.append(chunk.group)
-                drawing = [each for each in chunk.group.sequences if not each.done]
+                prompts.append(group)
+                drawing = [each for each in group.sequences if not each.done]
+            seq = sequence.seq
+            assert seq is not None
+            self._drawn += drawing
             for each in drawing:
-                each.cached, each.report = sequence.cached, sequence.report
-                assert sequence.seq is not None
+                each.cached, each.report = cached, sequence.report
                 if (rule := each.top_k) is not None:
-                    plain.append((each, rule, (chunk.count - 1, sequence.seq)))
+                    plain.append((each, rule, (count - 1, seq)))
                     continue
                 with _contained(each):
-                    found = each.select(self._context, chunk.count - 1, sequence.seq)
-                    wanted.append((each, found))
+                    wanted.append((each, each.select(self._context, count - 1, seq)))
         self._take_together(plain)
         self._take(wanted)
-        for chunk in step:
-            sequence = chunk.sequence
-            if sequence.seq is not None and sequence.cached <= sequence.prompt_length:
+        for sequence in reading:
+            if sequence.seq is not None:
                 # State that could not be kept costs time later, and nothing now.
                 with _contained(sequence), suppress(PerdureError):
                     self._slots.reached(sequence.seq, sequence.cached, sequence.returns)
@@ -206,6 +216,8 @@ class Executor:
         """Draw a token for each sequence, out of all their rows in one pass."""
         if not plain:
             return
+        # In the order of their rows in the engine's memory, where they are then one table.
+        plain = sorted(plain, key=_place)
         streams = [(sequence.sampler, rule, len(sequence.tokens)) for sequence, rule, _ in plain]
         try:
             tokens, shown = self._context.read_rows(
@@ -273,6 +285,11 @@ class Executor:
             # The long way: the prompt is computed again.
             self._context.clear(seq)
             sequence.cached = 0
+
+
+def _place(each: _Row) -> tuple[int, int]:
+    row, seq = each[2]
+    return seq, row
 
 
 @contextmanager

@@ -49,7 +49,12 @@ class Job:
 
     async def areplies(self) -> list[Reply]:
         """Like `replies`, for asyncio."""
-        await self._wait(finish=True)
+        if (waiter := self.output.async_wait(finish=True)) is not None:
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
         return self._result()
 
     async def areply(self) -> Reply:
@@ -80,7 +85,13 @@ class Job:
     async def __aiter__(self) -> AsyncIterator[Delta]:
         output = self.output
         while True:
-            await self._wait()
+            # At every token: nothing is called that need not be.
+            if (waiter := output.async_wait()) is not None:
+                try:
+                    await waiter
+                except asyncio.CancelledError:
+                    self.cancel()
+                    raise
             with output.lock:
                 delta = output.deltas.popleft() if output.deltas else None
                 over = output.finished
@@ -89,13 +100,6 @@ class Job:
             elif over:
                 break
         self._result()
-
-    async def _wait(self, *, finish: bool = False) -> None:
-        try:
-            await self.output.async_wait(finish=finish)
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
 
     def _result(self) -> list[Reply]:
         for reply in self.output.replies:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from perdure.decode.request import Delta, Reply
@@ -39,18 +38,31 @@ class ThreadListener:
             waiter.release()
 
 
-@dataclass(frozen=True, slots=True)
 class AsyncioListener:
     """Tasks of one event loop: a waiter is a future, and one call wakes all of them."""
 
-    loop: asyncio.AbstractEventLoop
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        # Weak: the table of listeners must not keep loops alive.
+        self._loop = weakref.ref(loop)
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> AsyncioListener:
+        """The one listener of a loop, so that one call serves all who wait there."""
+        found = _listeners.get(loop)
+        if found is None:
+            found = _listeners.setdefault(loop, cls(loop))
+        return found
 
     def notify(self, waiters: Sequence[asyncio.Future[None]]) -> None:
-        # A loop that is closed has nobody left to wake.
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(_resolve, waiters)
+        # A loop that is closed or gone has nobody left to wake.
+        if (loop := self._loop()) is not None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_resolve, waiters)
 
 
+_listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncioListener] = (
+    weakref.WeakKeyDictionary()
+)
 THREADS = ThreadListener()
 
 
@@ -100,23 +112,29 @@ class OutputQueue:
                 return True
             waiter.acquire()
             self.listen(THREADS, waiter, finish=finish)
-        end = math.inf if timeout is None else time.monotonic() + timeout
+        if timeout is None:
+            while not waiter.acquire(timeout=NAP):
+                pass
+            return True
+        end = time.monotonic() + timeout
         while not waiter.acquire(timeout=max(0.0, min(NAP, end - time.monotonic()))):
             if time.monotonic() >= end:
                 self._forget(waiter)
                 return self._ready(finish)
         return True
 
-    async def async_wait(self, *, finish: bool = False) -> None:
-        """Have this task wait for something to take, or for the end."""
-        while True:
-            with self.lock:
-                if self._ready(finish):
-                    return
-                loop = asyncio.get_running_loop()
-                waiter = loop.create_future()
-                self.listen(AsyncioListener(loop), waiter, finish=finish)
-            await waiter
+    def async_wait(self, *, finish: bool = False) -> asyncio.Future[None] | None:
+        """What a task awaits until there is something to take, or the end; None: there is already.
+
+        Another reader may be faster: what was to be taken may be gone by then.
+        """
+        with self.lock:
+            if self._ready(finish):
+                return None
+            loop = asyncio.get_running_loop()
+            waiter = loop.create_future()
+            self.listen(AsyncioListener.of(loop), waiter, finish=finish)
+        return waiter
 
     def _forget(self, waiter: Any) -> None:
         with self.lock:

@@ -79,19 +79,23 @@ class TokenSequence:
         self.first_token: float | None = None
         self.finished: float | None = None
         self.submitted = time.monotonic()
-        self._model = model
+        self._piece = model.piece
         self._ends = model.ends
         self._sampling = sampler.sampling
-        self._sampler = sampler
+        self.sampler = sampler
         self._matcher = matcher
         self._limit = limit
         self._put = put
         self._text = TextStream(request.stops)
+        self._text_decides = bool(request.stops) or matcher is not None
+        self._undelivered: list[tuple[int, tuple[TokenLogprob, ...]]] = []
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
         self._end: int | None = None
-        self._top_k = None if self.steered else TopK.of(sampler, request.logprobs)
+        self.top_k = None if self.steered else TopK.of(sampler, request.logprobs)
+        """How it draws where that depends on nothing but the largest of its row."""
+        self._scores = request.prompt_logprobs is not None and index == 0
         self._view: LogitsView | None = None
         self._best: tuple[Candidate, ...] = ()
 
@@ -108,12 +112,7 @@ class TokenSequence:
     @property
     def scoring(self) -> bool:
         """Whether rows of the prompt are wanted of the next tokens."""
-        wanted = self.request.prompt_logprobs is not None and self.index == 0
-        return wanted and len(self._prompt_logprobs) < self.prompt_length - 1
-
-    @property
-    def sampler(self) -> Sampler:
-        return self._sampler
+        return self._scores and len(self._prompt_logprobs) < self.prompt_length - 1
 
     @property
     def done(self) -> bool:
@@ -144,11 +143,6 @@ class TokenSequence:
         """Whether processors or a grammar have a say in what is drawn."""
         return bool(self.request.processors) or self._matcher is not None
 
-    @property
-    def top_k(self) -> TopK | None:
-        """How it draws where that depends on nothing but the largest of its row."""
-        return self._top_k
-
     def select(self, context: Context, row: int, seq: int) -> Candidates:
         """What can be drawn next from a row of logits."""
         request = self.request
@@ -157,7 +151,7 @@ class TokenSequence:
             self._view = view = context.logits(row, seq)
             self._best = tuple(view.top(min(request.logprobs, view.size))) if request.logprobs else ()
         if not self.steered:
-            return context.read_row(self._sampler.select, row, seq)
+            return context.read_row(self.sampler.select, row, seq)
         try:
             if not request.processors:
                 return context.read_row(self._allowed, row, seq)
@@ -177,14 +171,15 @@ class TokenSequence:
         """What of a row the grammar allows."""
         matcher = self._matcher
         if matcher is None:
-            return self._sampler.select(row)
-        if self._sampling.greedy and matcher.allows(int((found := self._sampler.select(row)).ids[0])):
+            return self.sampler.select(row)
+        if self._sampling.greedy and matcher.allows(int((found := self.sampler.select(row)).ids[0])):
             # The likeliest of all is the likeliest of what is allowed: no need to ask for the rest.
             return found
-        return self._sampler.select(row, matcher.mask())
+        return self.sampler.select(row, matcher.mask())
 
     def take(self, token: int, shown: Shown | None = None) -> None:
-        """Go on with a token that was drawn, and end the reply where it ends."""
+        """Go on with a token that was drawn, and end the reply where it ends. Its text, where that does not
+        decide about the end, is for `deliver`: the next step need not wait for it."""
         request = self.request
         new: tuple[TokenLogprob, ...] = ()
         if shown is not None:
@@ -200,20 +195,34 @@ class TokenSequence:
             self._end = token
             self.finish("stop")
             return
-        text = self._text.push(self._model.piece(token, special=token in request.shown))
         self.tokens.append(token)
         self._logprobs.extend(new)
-        self._parts.append(text)
-        if self._text.stopped is not None:
-            reason: FinishReason = "stop"
-        elif self._matcher is not None and self._matcher.complete:
-            reason = "stop"
+        if self._text_decides or self.written >= self._limit:
+            self.deliver()
+            self._decide(token, new)
+        else:
+            self._undelivered.append((token, new))
+
+    def _decide(self, token: int, new: tuple[TokenLogprob, ...]) -> None:
+        """Deliver a token whose text may end the reply, or that is its last."""
+        text = self._text_of(token)
+        if self._text.stopped is not None or (self._matcher is not None and self._matcher.complete):
+            self.finish("stop", text, (token,), new)
         elif self.written >= self._limit:
-            reason = "length"
+            self.finish("length", text, (token,), new)
         else:
             self._put(Delta(text, (token,), new, self.index))
-            return
-        self.finish(reason, text, (token,), new)
+
+    def deliver(self) -> None:
+        """Put what was taken since the last time into the output queue, as text."""
+        undelivered, self._undelivered = self._undelivered, []
+        for token, new in undelivered:
+            self._put(Delta(self._text_of(token), (token,), new, self.index))
+
+    def _text_of(self, token: int) -> str:
+        text = self._text.push(self._piece(token, special=token in self.request.shown))
+        self._parts.append(text)
+        return text
 
     def finish(
         self,
@@ -223,6 +232,7 @@ class TokenSequence:
         logprobs: tuple[TokenLogprob, ...] = (),
         error: Exception | None = None,
     ) -> None:
+        self.deliver()
         rest = self._text.finish()
         self._parts.append(rest)
         self.finish_reason, self.error = reason, error

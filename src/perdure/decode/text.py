@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import codecs
 import functools
 from collections.abc import Sequence
+from encodings.utf_8 import IncrementalDecoder
 
 from perdure.errors import InvalidInputError
 
@@ -21,14 +21,16 @@ class TextStream:
     def __init__(self, stops: Sequence[str] = ()) -> None:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
             raise InvalidInputError("stops are a list of texts, none of them empty")
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = IncrementalDecoder("replace")
         self._watches = [_Watch(stop) for stop in dict.fromkeys(stops)]
         self._held = ""
         self.stopped: str | None = None
 
     def push(self, piece: bytes) -> str:
         """The text that `piece` makes certain."""
-        return self._release(self._decoder.decode(piece))
+        # Most pieces are ASCII, and whole characters.
+        whole = not self._decoder.buffer and piece.isascii()
+        return self._release(piece.decode("ascii") if whole else self._decoder.decode(piece))
 
     def finish(self) -> str:
         """What was held back, once nothing more will come."""

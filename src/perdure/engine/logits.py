@@ -58,7 +58,7 @@ class Step:
 
     def retire(self) -> None:
         """End the step, unless memory of it is borrowed."""
-        if any(pin() is not None for pin in self.pins):
+        if self.pins and any(pin() is not None for pin in self.pins):
             raise PinnedError(
                 "logits of this step are borrowed: leave the borrow() block, and drop every array taken "
                 "from it, before the context is used again"

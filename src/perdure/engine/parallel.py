@@ -58,6 +58,22 @@ def spread(
                 each.exception()
 
 
+def share(function: Callable[[slice], object], count: int, nbytes: int, *, large: int = _LARGE) -> None:
+    """Call `function` with slices that make up `count` items. Where they have `large` bytes and more in all,
+    several threads have a slice each, and this one has the first."""
+    parts = min(count, threads()) if nbytes >= large else 1
+    slices = [slice(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
+    others = [_pool().submit(function, each) for each in slices[1:]]
+    try:
+        function(slices[0])
+    finally:
+        # What has begun uses memory of the caller's, who may give it up now.
+        errors = [each.exception() for each in others]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
 def _pool() -> ThreadPoolExecutor:
     return _pool_of(os.getpid())
 

@@ -76,7 +76,7 @@ class OutputSender:
                 if not output.deltas and not output.finished:
                     output.listen(self, request)
                     return
-                item = _taken(request)
+                item = _taken(request.id, output)
             # Until it waits here, nobody else sends for it, so the order holds.
             self._send([item])
             if item[2] is not None:
@@ -87,10 +87,11 @@ class OutputSender:
         items = []
         for request in waiters:
             try:
-                with request.output.lock:
-                    items.append(_taken(request))
-                    if not request.output.finished:
-                        request.output.listen(self, request)
+                output = request.output
+                with output.lock:
+                    items.append(_taken(request.id, output))
+                    if not output.finished:
+                        output.listen(self, request)
             except Exception as error:
                 request.cancel()
                 self._fail(request.id, error)
@@ -268,16 +269,15 @@ def portable(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else EngineError(f"the engine's process raised {error!r}")
 
 
-def _taken(request: ServedRequest) -> tuple[RequestId, list[PlainDelta], list[Reply] | None]:
+def _taken(id_: RequestId, output: OutputQueue) -> tuple[RequestId, list[PlainDelta], list[Reply] | None]:
     """All that is new of a request, out of its output queue; called with its lock held."""
-    output = request.output
     deltas: list[PlainDelta] = [
         (delta.text, delta.tokens, delta.logprobs, delta.index, delta.finish_reason)
         for delta in output.deltas
     ]
     output.deltas.clear()
     replies = [_portable_reply(reply) for reply in output.replies] if output.finished else None
-    return request.id, deltas, replies
+    return id_, deltas, replies
 
 
 def _portable_reply(reply: Reply) -> Reply:

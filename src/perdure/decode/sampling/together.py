@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.decode.sampling.candidates import top_of_rows
+from perdure.decode.sampling.candidates import top_listed, top_of_rows
 from perdure.decode.sampling.sampler import NothingToDraw, Sampler
 from perdure.engine.contract import Floats
 from perdure.engine.logits import Candidate, log_norm
@@ -41,8 +41,8 @@ class TopK:
     """The limit of top-p, the depth of min-p, and the temperature."""
     shown: int | None
     """How many of the likeliest are told beside the log probability of what is drawn; None: nothing is."""
-    banned: bool
-    """Whether no token that has a bias can be drawn at all."""
+    ruled_out: frozenset[int] | None
+    """The tokens that have a bias, where none of them can be drawn at all."""
     key: _Key
     """Samplers with the same key find their candidates in one pass."""
 
@@ -65,9 +65,9 @@ class TopK:
             math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf,
             sampling.temperature or 1.0,
         )
-        banned = bool((bias == -np.inf).all())
+        ruled_out = frozenset(biased.tolist()) if (bias == -np.inf).all() else None
         key = (k, shown, biased.tobytes(), bias.tobytes())
-        return cls(k, biased, bias, numbers, shown, banned, key)
+        return cls(k, biased, bias, numbers, shown, ruled_out, key)
 
 
 class Shown(NamedTuple):
@@ -82,6 +82,10 @@ def draw_together(
     streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats
 ) -> tuple[list[int], dict[int, Shown]]:
     """A token for each stream, from its row, at its position; and by its place what is to be shown of it."""
+    if len(streams) == 1:
+        rule = streams[0][1]
+        if rule.shown is None and rule.ruled_out is not None and rule.k <= _FEW:
+            return [_drawn_from(streams[0], rule.ruled_out, rows[0])], {}
     places: dict[_Key, list[int]] = {}
     for at, (_, rule, _) in enumerate(streams):
         places.setdefault(rule.key, []).append(at)
@@ -124,8 +128,6 @@ def _drawn(streams: Sequence[tuple[Sampler, TopK, int]], ids: NDArray[np.intp], 
         raise EngineError("the engine's logits are no numbers")
     if ids.shape[1] == 1:
         return ids[:, 0].tolist()  # type: ignore[no-any-return]
-    if len(streams) == 1 and ids.shape[1] <= _FEW:
-        return [int(ids[0, _drawn_alone(streams[0], logits[0].tolist())])]
     top_p, min_p, temperature = np.array([each.numbers for _, each, _ in streams]).T[..., None]
     numbers = np.array([sampler.random.first_at(position) for sampler, _, position in streams])
     values = logits.astype(np.float64)
@@ -146,9 +148,20 @@ def _drawn(streams: Sequence[tuple[Sampler, TopK, int]], ids: NDArray[np.intp], 
     return ids[np.arange(len(ids)), indices].tolist()  # type: ignore[no-any-return]
 
 
-def _drawn_alone(stream: tuple[Sampler, TopK, int], logits: Sequence[float]) -> int:
-    """The same for one stream: for so few numbers arrays take longer."""
+def _drawn_from(stream: tuple[Sampler, TopK, int], ruled_out: frozenset[int], row: Floats) -> int:
+    """A token for one stream: for so few numbers as are left of its row arrays take longer than lists."""
     sampler, rule, position = stream
+    ids, logits = top_listed(row, min(rule.k + len(ruled_out), len(row)))
+    if ruled_out and not ruled_out.isdisjoint(ids):
+        kept = [at for at, token in enumerate(ids) if token not in ruled_out]
+        ids, logits = [ids[at] for at in kept], [logits[at] for at in kept]
+    if not ids or logits[0] == -math.inf:
+        raise NothingToDraw("every token is ruled out")
+    if not logits[0] < math.inf:
+        raise EngineError("the engine's logits are no numbers")
+    if rule.k == 1:
+        return ids[0]
+    del logits[rule.k :]
     top_p, min_p, temperature = rule.numbers
     peak = logits[0]
     shares = [math.exp(value - peak) for value in logits]
@@ -160,8 +173,8 @@ def _drawn_alone(stream: tuple[Sampler, TopK, int], logits: Sequence[float]) -> 
         before += share
         weights.append(math.exp((value - peak) / temperature))
     sums = list(itertools.accumulate(weights))
-    found = bisect.bisect_right(sums, sampler.random.first_at(position) * sums[-1])
-    return min(found, len(sums) - 1)
+    place = bisect.bisect_right(sums, sampler.random.first_at(position) * sums[-1])
+    return ids[min(place, len(sums) - 1)]
 
 
 def _biased(
@@ -172,7 +185,7 @@ def _biased(
     if not len(rule.biased):
         return ids[:, :count], logits[:, :count]
     taken = (ids[..., None] == rule.biased).any(axis=2)
-    if rule.banned and not taken.any():
+    if rule.ruled_out is not None and not taken.any():
         return ids[:, :count], logits[:, :count]
     own = rows[:, rule.biased] + rule.bias
     logits = np.concatenate((np.where(taken, -np.inf, logits), own), axis=1)

@@ -28,9 +28,12 @@ class Budget:
     """Prompt tokens a step while others wait: what a running reply can be held up by."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Chunk:
-    """A part of a step: the `count` tokens of a sequence that follow its first `start`."""
+    """A part of a step: the `count` tokens of a sequence that follow its first `start`.
+
+    Every token of a reply makes one, so it is not frozen: that would make it thrice as dear.
+    """
 
     group: SequenceGroup
     sequence: TokenSequence
@@ -91,8 +94,11 @@ class BatchScheduler:
             for group, sequence in ready
             if sequence.cached < sequence.alone_until
         ]
-        ready = [each for each in ready if each[1].cached >= each[1].alone_until]
+        if steps:
+            ready = [each for each in ready if each[1].cached >= each[1].alone_until]
         step = _decodes(ready)
+        if len(step) == len(ready):
+            return [*steps, step] if step else steps
         prefills = _prefills(ready, turn)
         alone = not step and len(prefills) == 1
         tokens = min(budget.tokens - len(step), budget.tokens if alone else budget.chunk)

@@ -7,8 +7,7 @@ then reports, and nothing else, is written to the ledger.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +39,7 @@ T = TypeVar("T")
 _LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
-@dataclass(frozen=True, slots=True)
-class Feed:
+class Feed(NamedTuple):
     """Tokens to append to one sequence in a step, and the rows wanted of them."""
 
     seq: int
@@ -214,7 +212,7 @@ class Context(StateCalls):
         tokens = [by_seq[seq] for seq in seqs]
         with self._lock:
             self._ready()
-            starts = [self._ledger.length(seq) for seq in seqs]
+            starts = self._ledger.lengths_of(seqs)
             if max(starts) >= self.n_ctx:
                 return False
             self._rows.end()
@@ -222,8 +220,7 @@ class Context(StateCalls):
             with self._undoing({seq: Mark(start) for seq, start in zip(seqs, starts, strict=True)}):
                 self._batch.fill_tokens(seqs, starts, tokens)
                 self._run_batch(seqs, starts, alone=False)
-                for seq, token in by_seq.items():
-                    self._ledger.append_one(seq, token)
+                self._ledger.append_each(seqs, tokens)
                 self._rows.publish({(seq, 0): at for at, seq in enumerate(seqs)}, dict.fromkeys(seqs, 1))
         return True
 
@@ -249,7 +246,7 @@ class Context(StateCalls):
         (row, sequence). As with `read_row`, it must neither change nor keep it."""
         with self._lock:
             self._ready()
-            return function(self._core.rows([self._rows.live(row, seq) for row, seq in places]))
+            return function(self._core.rows(self._rows.all_live(places)))
 
     def overwrite(self, logits: NDArray[np.float32], row: int = -1, seq: int | None = None) -> None:
         """Put other values into a row of the last native step. Its views end."""

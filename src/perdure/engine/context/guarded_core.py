@@ -229,7 +229,7 @@ class GuardedCore:
             if outcome in (Outcome.ABORTED, Outcome.FAILED) and not self._stoppable:
                 self._undo.doubt_all()
             raise Failure(outcome)
-        if any(self._core.newest(seq) != end for seq, end in zip(seqs, ends, strict=True)):
+        if list(map(self._core.newest, seqs)) != list(ends):
             raise Failure(Outcome.FAILED)
 
     def _decode_batch(self) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,10 @@ class Ledger:
     def lengths(self) -> list[int]:
         return list(map(len, self._tokens))
 
+    def lengths_of(self, seqs: Iterable[int]) -> list[int]:
+        held = self._tokens
+        return [len(held[seq]) for seq in seqs]
+
     def tokens(self, seq: int) -> list[int]:
         return self._tokens[seq].tolist()
 
@@ -47,6 +52,12 @@ class Ledger:
 
     def append_one(self, seq: int, token: int) -> None:
         self._tokens[seq].append(token)
+
+    def append_each(self, seqs: Iterable[int], tokens: Iterable[int]) -> None:
+        """Append one token to each of several sequences."""
+        held = self._tokens
+        for seq, token in zip(seqs, tokens, strict=True):
+            held[seq].append(token)
 
     def cut(self, seq: int, length: int) -> None:
         del self._tokens[seq][length:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
@@ -79,6 +80,17 @@ class StepRows:
         if not isinstance(source, int):
             raise RowError(f"row {row} lies before the last native step; decode less at once to draw from it")
         return source
+
+    def all_live(self, places: Sequence[tuple[int, int]]) -> list[int]:
+        """The entries of several rows, each named by (row, sequence)."""
+        sources = self._sources
+        try:
+            found = [sources[seq, row] for row, seq in places]
+        except KeyError:
+            found = []
+        # What is refused, and rows that are counted from the end, are for the long way.
+        entries = [each for each in found if type(each) is int]
+        return entries if len(entries) == len(places) else [self.live(row, seq) for row, seq in places]
 
     def _key(self, row: int, seq: int | None) -> tuple[int, int]:
         if not self._lengths:

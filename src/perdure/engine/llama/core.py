@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,9 @@ class LlamaCore:
         """Whether a text can be read in pieces: no token looks at those that follow it."""
         self._embeds = bool(params.embeddings)
         self._row = ctypes.c_float * self.n_vocab
-        self._row_address = self._lib.address_of("llama_get_logits_ith")
+        self._row_address = self._lib.quick("llama_get_logits_ith")
+        self._pos_max = self._lib.quick("llama_memory_seq_pos_max")
+        self._asynchronous = bool(weights.devices)
         self._streams = not params.kv_unified and params.n_seq_max > 1
         slides = self._lib.llama_model_n_swa(weights.handle) > 0
         self._sheds = slides and not params.swa_full and not self._streams
@@ -86,25 +89,33 @@ class LlamaCore:
             raise InvalidInputError("this model reads whole texts and writes none; use it for embeddings")
         native = self._bind(batch)
         native.n_tokens = batch.size
-        with self._threadpool.placed():
+        with self._threadpool:
             return _OUTCOMES.get(self._lib.llama_decode(self._context, native), Outcome.FAILED)
 
     def row(self, index: int) -> Floats:
-        pointer = self._lib.llama_get_logits_ith(self._context, index)
-        if not pointer:
-            raise EngineError(f"the engine has no logits for batch entry {index}")
-        address = ctypes.addressof(pointer.contents)
-        return np.frombuffer(memoryview(self._row.from_address(address)), np.float32)
+        return np.frombuffer(memoryview(self._row.from_address(self._address(index))), np.float32)
 
     def rows(self, indices: Sequence[int]) -> Floats:
-        starts = [self._row_address(self._context, index) for index in indices]
-        if None in starts:
-            raise EngineError(f"the engine has no logits for batch entry {indices[starts.index(None)]}")
-        first, size = starts[0], 4 * self.n_vocab
-        if any(start != first + place * size for place, start in enumerate(starts)):
+        count, size = len(indices), 4 * self.n_vocab
+        if count == 1:
+            return self.row(indices[0])[None]
+        first = self._address(indices[0])
+        # Rows lie in the order of the batch: if so many lie between the first and the last of rising ones,
+        # nothing else does.
+        rising = all(map(operator.lt, indices, indices[1:]))
+        if not rising or self._address(indices[-1]) != first + (count - 1) * size:
             return np.array([self.row(index) for index in indices])
-        table = (ctypes.c_float * (len(indices) * self.n_vocab)).from_address(first)
-        return np.frombuffer(memoryview(table), np.float32).reshape(len(indices), self.n_vocab)
+        table = (ctypes.c_float * (count * self.n_vocab)).from_address(first)
+        return np.frombuffer(memoryview(table), np.float32).reshape(count, self.n_vocab)
+
+    def _address(self, index: int) -> int:
+        if self._asynchronous:
+            # Waited for here, where other threads can go on: the next call keeps Python's lock.
+            self.synchronize()
+        address: int | None = self._row_address(self._context, index)
+        if not address:
+            raise EngineError(f"the engine has no logits for batch entry {index}")
+        return address
 
     def synchronize(self) -> None:
         self._lib.llama_synchronize(self._context)
@@ -117,7 +128,7 @@ class LlamaCore:
         return np.frombuffer(memoryview(block), np.float32).reshape(count, self.width)
 
     def newest(self, seq: int) -> int:
-        return int(self._lib.llama_memory_seq_pos_max(self._memory, seq))
+        return self._pos_max(self._memory, seq)  # type: ignore[no-any-return]
 
     def oldest(self, seq: int) -> int:
         return int(self._lib.llama_memory_seq_pos_min(self._memory, seq))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import byref
 from typing import Any
 
@@ -27,8 +25,8 @@ the step comes: everybody waits for it at the next barrier.
 class Threadpool:
     """Owns one `ggml_threadpool`. A library without one of its own (none given) makes its threads itself.
 
-    Always holds: it is freed once, and by `close` only, after the context that used it. Outside of
-    `placed` the caller's thread may use the cores that it could use before.
+    Always holds: it is freed once, and by `close` only, after the context that used it. Outside of a `with`
+    over it the caller's thread may use the cores that it could use before.
 
     Where every core has a thread, each is kept on its own: they wait for each other by spinning, some
     hundred times a step, and two of them on one core (the other taken by another process) would wait for a
@@ -58,16 +56,13 @@ class Threadpool:
             # The pool keeps its first thread, which is the caller's, on the last core from now on.
             system.use_cores(cores)
 
-    @contextmanager
-    def placed(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Have the caller's thread on the core that the others leave to it, during a step."""
-        if not self._cores:
-            yield
-            return
-        system.use_cores(self._cores[-1:])
-        try:
-            yield
-        finally:
+        if self._cores:
+            system.use_cores(self._cores[-1:])
+
+    def __exit__(self, *_: object) -> None:
+        if self._cores:
             system.use_cores(self._cores)
 
     def attach(self, lib: Functions, context: Any) -> None:

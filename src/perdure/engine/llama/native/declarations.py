@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from ctypes import (
     CFUNCTYPE,
     POINTER,
+    PYFUNCTYPE,
     Array,
     Structure,
     c_bool,
@@ -263,11 +264,16 @@ class Functions:
             setattr(self, name, found)
         self.missing = tuple(missing)
 
-    def address_of(self, name: str) -> Any:
-        """The function `name`, whose result is a pointer, as one that gives the plain address, or None."""
+    def quick(self, name: str) -> Any:
+        """The function `name`, for calls that take no time: Python's lock is kept meanwhile.
+
+        Whoever gives the lock up for a moment, where other threads want it, waits up to 5 ms to have it back.
+        A pointer is given as its plain address, or None.
+        """
         address = ctypes.cast(getattr(self, name), c_void_p).value
         assert address is not None
-        return CFUNCTYPE(c_void_p, *FUNCTIONS[name][1])(address)
+        result, arguments = FUNCTIONS[name]
+        return PYFUNCTYPE(c_void_p if result is _FLOATS else result, *arguments)(address)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"this llama.cpp library has no function {name}")
