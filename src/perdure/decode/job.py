@@ -20,8 +20,9 @@ class Job:
     is asked for, or at the end of the iteration.
     """
 
-    def __init__(self, output: OutputQueue, cancel: Callable[[], None]) -> None:
+    def __init__(self, output: OutputQueue, cancel: Callable[[], None], *, prompt_tokens: int) -> None:
         self.output = output
+        self.prompt_tokens = prompt_tokens
         self._cancel = cancel
 
     @property

@@ -69,7 +69,9 @@ class BackendClient:
             )
         pending = self._pending.submit(replace(request, prompt=_plain(request.prompt)))
         self._nudge()
-        job = Job(pending.output, lambda: self._pending.cancel(pending))
+        job = Job(
+            pending.output, lambda: self._pending.cancel(pending), prompt_tokens=len(pending.request.prompt)
+        )
         try:
             pending.await_settled(_PATIENCE)
         except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -91,19 +91,40 @@ def working(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+class Prompt(Protocol):
+    """A job, as far as its prompt goes."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def prompt_read(self) -> int: ...
+
+
 @contextmanager
-def reading(watched: bool) -> Iterator[Callable[[], None]]:
-    """Tells somebody who waits for a reply's first words that the prompt is being read, and for how long.
+def reading(prompt: Prompt, watched: bool = True) -> Iterator[Callable[[], None]]:
+    """Tells somebody who waits for a reply's first words how much of the prompt is read, and since when.
     The callback says that they have come."""
     console = Console(stderr=True)
     if not (watched and console.is_terminal and not console.is_dumb_terminal):
         yield lambda: None
         return
     from rich import progress as rich_progress
+    from rich.text import Text
+
+    class Tokens(rich_progress.ProgressColumn):
+        """How many tokens, as often as it is drawn."""
+
+        max_refresh = 0.1
+
+        def render(self, task: rich_progress.Task) -> Text:
+            total, done = f"{prompt.prompt_tokens:,}", prompt.prompt_read
+            # An engine in another process may not tell.
+            return Text(f"{done:,} of {total} tokens" if done else f"{total} tokens")
 
     bar = rich_progress.Progress(
         rich_progress.SpinnerColumn(),
-        rich_progress.TextColumn("Reading the prompt"),
+        rich_progress.TextColumn("Reading the prompt:"),
+        Tokens(),
         rich_progress.TimeElapsedColumn(),
         console=console,
         transient=True,
