@@ -17,6 +17,7 @@ import platform
 import re
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -193,6 +194,19 @@ def make_private(handle: int, mode: int) -> None:
         os.fchmod(handle, mode)
 
 
+def copy_access(source: Path, handle: int) -> None:
+    """Give an open file the owner, group and mode of `source`, as far as there is one and we may."""
+    if not POSIX:
+        return
+    try:
+        found = source.stat()
+        os.fchown(handle, found.st_uid, found.st_gid)
+        os.fchmod(handle, stat.S_IMODE(found.st_mode))
+    except (FileNotFoundError, PermissionError):
+        # Private is what it is then.
+        return
+
+
 def make_folder_private(folder: Path, mode: int) -> None:
     """The same for a folder, which Windows does not open."""
     if not POSIX:
@@ -215,6 +229,15 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 def reload_signals() -> tuple[signal.Signals, ...]:
     """The signal by which a server is asked to read its keys again; Windows has none."""
     return (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
+
+
+def has_terminal() -> bool:
+    """Whether this process belongs to a terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | getattr(os, "O_NOCTTY", 0)))
+    except OSError:
+        return False
+    return True
 
 
 def lock_with_children(handle: int) -> bool:

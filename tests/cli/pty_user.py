@@ -12,7 +12,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 COMMAND = [sys.executable, "-m", "perdure.cli"]
@@ -44,6 +44,8 @@ class PtyUser:
     def __init__(self, screen: int, process: subprocess.Popen[bytes]) -> None:
         self._screen = screen
         self._seen = b""
+        self.shown = b""
+        """All that the command has sent to the terminal."""
         self.process = process
 
     def type(self, text: str) -> None:
@@ -75,6 +77,24 @@ class PtyUser:
         self._seen = text[match.end() :].encode()
         return text[: match.end()]
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the window is open."""
+        return self._screen >= 0
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Read on until `condition` holds."""
+        ends = time.monotonic() + PATIENCE
+        while not condition():
+            readable, _, _ = select.select([self._screen], [], [], max(0.0, ends - time.monotonic()))
+            assert readable, f"it never came: {self._text()!r}"
+            self._read()
+
+    def hang_up(self) -> None:
+        """Close the window."""
+        os.close(self._screen)
+        self._screen = -1
+
     def leaves(self) -> int:
         """Read what is left, and the exit code."""
         while True:
@@ -90,6 +110,7 @@ class PtyUser:
         if not data:
             raise OSError("the terminal was closed")
         self._seen += data
+        self.shown += data
 
     def _text(self) -> str:
         return self._seen.decode("utf-8", "ignore").replace("\r\n", "\n").replace("\r", "")
@@ -116,8 +137,10 @@ def terminal(
         preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),
     ) as process:
         os.close(inner)
+        user = PtyUser(screen, process)
         try:
-            yield PtyUser(screen, process)
+            yield user
         finally:
             process.kill()
-            os.close(screen)
+            if user.is_there:
+                os.close(screen)

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cli.pty_user import terminal
 from perdure.server.keys import Keys
 from server.live_server import PATIENCE, events, hello
 
@@ -39,13 +40,16 @@ class Running:
 
 
 @contextmanager
-def serving(model: Path, *options: str, command: str = "serve", **environment: str) -> Iterator[Running]:
+def serving(
+    model: Path, *options: str, command: str = "serve", start_new_session: bool = False, **environment: str
+) -> Iterator[Running]:
     process = subprocess.Popen(
         [sys.executable, "-m", "perdure.cli", command, str(model), "--port", "0", "--threads", "1", *options],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=start_new_session,
     )
     try:
         assert process.stdout is not None
@@ -161,6 +165,46 @@ def test_a_new_key_opens_the_door(zoo_path: Callable[[str], Path], tmp_path: Pat
         assert client.post(CHAT, json=hello()).status_code == 401
         headers = {"authorization": f"Bearer {secret}"}
         assert client.post(CHAT, json=hello(), headers=headers).status_code == 200
+
+
+def test_a_hang_up_has_the_keys_read_again_and_costs_no_request(
+    zoo_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """By a real signal to all processes of the server, the engine's too, as `systemctl kill` sends it."""
+    keys = tmp_path / "keys"
+    first = run("keys", "add", "one", "--keys", str(keys)).stdout.strip()
+    options = ("--no-store", "--keys", str(keys), "--ctx", "4096")
+    with serving(zoo_path("llama"), *options, start_new_session=True) as running, running.client() as client:
+        known = {"authorization": f"Bearer {first}"}
+        body = hello(max_tokens=2000, logit_bias={"381": -100, "383": -100}, stream=True)
+        with client.stream("POST", CHAT, json=body, headers=known) as response:
+            chunks = events(response)
+            next(chunks)
+            second = run("keys", "add", "two", "--keys", str(keys)).stdout.strip()
+            new = {"authorization": f"Bearer {second}"}
+            assert client.get("/v1/models", headers=new).status_code == 401
+            os.killpg(running.process.pid, signal.SIGHUP)
+            assert running.process.stderr is not None
+            told = next(line for line in running.process.stderr if "read again" in line)
+            assert "the keys were read again: 2" in told
+            assert client.get("/v1/models", headers=new).status_code == 200
+            *_, last, done = chunks
+        assert done == "[DONE]"
+        assert isinstance(last, dict)
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert client.get("/ready").json()["restarts"] == 0
+
+
+def test_a_server_ends_with_the_terminal_that_it_was_started_in(zoo_path: Callable[[str], Path]) -> None:
+    with terminal(
+        {**os.environ, "OMP_NUM_THREADS": "1"}, "serve", str(zoo_path("llama")), "--port", "0", "--no-store"
+    ) as user:
+        told = user.until("Ctrl-C stops it.")
+        # Once it answers, it hears signals.
+        [address] = re.findall(r"^address +(\S+)", told, re.MULTILINE)
+        assert httpx.get(f"{address}/health", timeout=PATIENCE, trust_env=False).status_code == 200
+        user.hang_up()
+        assert user.process.wait(PATIENCE) == 0
 
 
 def test_the_doctor_looks_at_everything(zoo_path: Callable[[str], Path], tmp_path: Path) -> None:

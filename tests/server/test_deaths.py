@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -36,9 +37,9 @@ def kill(rt: Runtime, last: int | None = None) -> int:
 
 
 def test_a_death_in_the_middle_of_a_stream_is_told_and_the_server_goes_on_h4(
-    zoo_path: Callable[[str], Path],
+    zoo_path: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """H4, H1."""
+    """H4, H1. For whoever runs the server it is one line at level error."""
     with (
         opened(zoo_path("llama"), threads=1, n_ctx=4096, isolated=SWIFT) as rt,
         live_server(rt) as server,
@@ -63,6 +64,10 @@ def test_a_death_in_the_middle_of_a_stream_is_told_and_the_server_goes_on_h4(
         assert client.post("/v1/chat/completions", json=hello()).status_code == 200
         assert client.get("/ready").json()["restarts"] == 1
         assert "perdure_engine_restarts_total 1.0" in client.get("/metrics").text
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert re.search(r"SIGKILL.*it is started again", line)
+    # Nobody is told of tokens as kept that are not.
+    assert "the rest is lost" in error["error"]["message"]
 
 
 class Talker(threading.Thread):

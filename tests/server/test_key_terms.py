@@ -159,7 +159,13 @@ def test_keys_are_added_listed_and_removed_by_the_command(tmp_path: Path) -> Non
     assert f"{found.id}  alice" in shown
     assert "1000 tokens a day" in shown
     assert secret not in shown
+    # As somebody has set it for the user that the server runs as.
+    path.chmod(0o640)
+    if os.getuid() == 0:
+        os.chown(path, 0, 12)
     keys("rm", found.id)
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert os.getuid() or path.stat().st_gid == 12
     assert Keys.read(path).namespaces == ["bob"]
     assert "0 keys in" in keys("rm", found.id, code=1).stderr
 

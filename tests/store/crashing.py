@@ -575,7 +575,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
 
 
 def write_in_place() -> None:
-    folder_module.write_file = lambda path, parts: path.write_bytes(b"".join(parts))  # type: ignore[attr-defined,assignment]
+    folder_module.write_file = lambda path, parts, **_: path.write_bytes(b"".join(parts))  # type: ignore[attr-defined]
 
 
 def enter_first() -> None:

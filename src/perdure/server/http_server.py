@@ -85,6 +85,7 @@ class HttpServer(uvicorn.Server):
         self._app_state = app_state
         self._loop: asyncio.AbstractEventLoop | None = None
         self._choices = choices()
+        self._ends_with_terminal = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -113,7 +114,10 @@ class HttpServer(uvicorn.Server):
             yield
             return
         before = {each: signal.signal(each, self._signalled) for each in (signal.SIGINT, signal.SIGTERM)}
-        before |= {each: signal.signal(each, self._reload) for each in system.reload_signals()}
+        for each in system.reload_signals():
+            before[each] = signal.signal(each, self._reload)
+            # Whoever has it ignored, such as nohup, wants it to go on without the terminal.
+            self._ends_with_terminal = before[each] is not signal.SIG_IGN and system.has_terminal()
         try:
             yield
         finally:
@@ -121,7 +125,13 @@ class HttpServer(uvicorn.Server):
                 signal.signal(each, handler)
 
     def _reload(self, number: int, frame: FrameType | None) -> None:
-        """Read the keys again. Requests that are running go on; the next ones are met by the new keys."""
+        """Read the keys again. Requests that are running go on; the next ones are met by the new keys.
+
+        A closed window gives the same signal: a server that was started in it ends with it.
+        """
+        if self._ends_with_terminal and not system.has_terminal():
+            self.stop()
+            return
         try:
             self._app_state.keys.reload()
             log.info("the keys were read again: %d", len(self._app_state.keys))

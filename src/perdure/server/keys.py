@@ -231,7 +231,9 @@ def _terms(words: Iterable[str]) -> Mapping[str, Any]:
     for word in words:
         name, separator, value = word.partition("=")
         if not separator or name not in ("expires", *_LIMITS):
-            raise InvalidInputError(f"{word!r} is none of expires=DAY, {'=N, '.join(_LIMITS)}=N")
+            raise InvalidInputError(
+                f"{word!r} is not known: after the hash there can be expires=DAY, {'=N, '.join(_LIMITS)}=N"
+            )
         if name in _LIMITS and not (value.isascii() and value.isdigit()):
             raise InvalidInputError(f"{name} is a whole number from 1, got {value!r}")
         found[name] = int(value) if name in _LIMITS else value

@@ -16,14 +16,17 @@ _FOLDER = 0o700
 """What others may do with a folder of ours: nothing."""
 
 
-def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+def write_file(path: Path, parts: Sequence[bytes | memoryview], *, keep_access: bool = False) -> None:
     """Write `path` through a temporary file beside it. After a crash it is whole, or as it was.
 
-    The name is durable only once `sync_folder` was called for its folder.
+    Only its owner may read it; with `keep_access`, those who may read the file that it replaces. The name is
+    durable only once `sync_folder` was called for its folder.
     """
     with explained(path, sum(len(part) for part in parts)), appearing(path, private=True) as file:
         for part in parts:
             write_all(file.fileno(), part)
+        if keep_access:
+            system.copy_access(path, file.fileno())
 
 
 def make_private(path: Path) -> None:

@@ -80,8 +80,10 @@ class LogToParent(logging.Handler):
 
 
 def main(fd: int) -> None:
-    # The terminal's Ctrl-C is for the parent, which says what is to be done about it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, a plain kill and a hang-up of the whole group are for the parent, which says what is to be done
+    # about it: replies are finished first, or keys are read again.
+    for each in (signal.SIGINT, *system.ending_signals()):
+        signal.signal(each, signal.SIG_IGN)
     system.die_with_parent()
     system.leave_no_core()
     # An abort is to end the process at once, not to call up a debugger first.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perdure.cli.options import Json
+from perdure.cli.options.shared import Json
 
 if TYPE_CHECKING:
     from perdure.server.keys import Key
@@ -32,13 +32,16 @@ def add(
     namespace: Annotated[
         str,
         typer.Argument(
-            help="Whose key it is. Keys of one namespace share sessions; others see none of them."
+            metavar="NAMESPACE",
+            help="Whose key it is. Keys of one namespace share their sessions, and see no others.",
         ),
     ],
     expires: Annotated[
         str | None,
         typer.Option(
-            "--expires", metavar="DAY|Nd", help="Last day + 1, such as 2027-01-31, or 90d from now."
+            "--expires",
+            metavar="DAY|Nd",
+            help="The day from which it no longer works, such as 2027-01-31, or 90d for 90 days from now.",
         ),
     ] = None,
     requests_per_minute: Annotated[
@@ -72,7 +75,7 @@ def add(
 
 @app.command(name="ls")
 def list_(file: File = None, as_json: Json = False) -> None:
-    """List the keys: never themselves, which nobody knows any more."""
+    """List the keys by id, with namespace and limits. The keys themselves are not stored."""
     import json
 
     path = _path(file)
@@ -88,15 +91,15 @@ def list_(file: File = None, as_json: Json = False) -> None:
             limits.append(f"{key.tokens_per_day} tokens a day")
         typer.echo(f"{key.id}  {key.namespace:<20}  {', '.join(limits)}".rstrip())
     if not keys:
-        typer.echo(f"no keys in {path}; `perdure keys add NAMESPACE` makes one")
+        typer.echo(f"no keys in {path}; `perdure keys add NAMESPACE --keys {path}` makes one")
 
 
 @app.command()
 def rm(
-    key: Annotated[str, typer.Argument(help="The id that `perdure keys ls` shows.")],
+    key: Annotated[str, typer.Argument(metavar="ID", help="The id that `perdure keys ls` shows.")],
     file: File = None,
 ) -> None:
-    """Take a key out of the file. A server lets it in until it reads its keys again (kill -HUP) or ends."""
+    """Remove a key from the file. A server that runs takes it until it reads its keys again (kill -HUP)."""
     from perdure.errors import InvalidInputError
 
     path = _path(file)
@@ -143,7 +146,8 @@ def _write(path: Path, lines: list[str]) -> None:
     from perdure.store.durable import make_folder, sync_folder, write_file
 
     make_folder(path.parent)
-    write_file(path, ["".join(f"{line}\n" for line in lines).encode()])
+    # A server that runs as somebody else reads it by its group.
+    write_file(path, ["".join(f"{line}\n" for line in lines).encode()], keep_access=True)
     sync_folder(path.parent)
 
 
