@@ -3,7 +3,6 @@ store already."""
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from perdure.engine.model import Model as ModelContract
 from perdure.errors import InvalidInputError, ModelError, StoreLockedError
 from perdure.identity import content_digest
 from perdure.models.local_models import locate
-from perdure.option_names import unknown_options
+from perdure.option_names import refuse_unknown
 from perdure.runtime import Runtime
 from perdure.store.holder import StoreLock
 from perdure.worker.attached import Link, check_settings, hold_or_attach
@@ -154,9 +153,6 @@ def _opened(backend: Backend, make: Callable[[Backend], Runtime]) -> Runtime:
         raise
 
 
-_NOT_OPTIONS = {"model", "unknown"}
-
-
 def open(  # noqa: A001
     model: str | os.PathLike[str] | ModelContract | None = None,
     *,
@@ -197,11 +193,8 @@ def open(  # noqa: A001
     again; a `RestartPolicy` says when and how. `gpu_layers`, `devices`, `tensor_split` and `kv_offload` are
     those of `Model`; what follows them is as for `Model.context`. None is the default of whoever it is for.
     """
-    if (
-        error := unknown_options(unknown, set(inspect.signature(open).parameters) - _NOT_OPTIONS)
-    ) is not None:
-        # Before a model is fetched and loaded for nothing.
-        raise error
+    # Before a model is fetched and loaded for nothing.
+    refuse_unknown(unknown, open)
     chosen = {
         "gpu_layers": gpu_layers,
         "devices": None if devices is None else tuple(devices),

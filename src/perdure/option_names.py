@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+import inspect
+from collections.abc import Callable, Collection, Iterable
 
 from perdure.errors import InvalidInputError
 
@@ -40,6 +41,15 @@ PEERS = {
     "num_return_sequences": "n",
 }
 """Options of llama-cpp-python, Ollama, llama-server and Transformers, by our names."""
+
+
+def refuse_unknown(given: Collection[str], function: Callable[..., object]) -> None:
+    """Refuse keywords that `function` does not name: those that it has in its `**unknown`."""
+    if not given:
+        return
+    names = set(inspect.signature(function).parameters) - {"self", "model", "source", "unknown"}
+    if (error := unknown_options(given, names)) is not None:
+        raise error
 
 
 def unknown_options(given: Iterable[str], known: Collection[str]) -> InvalidInputError | None:

@@ -106,6 +106,11 @@ class StepRows:
             raise RowError(f"the last step had sequences {sorted(self._lengths)}, not {seq}")
         length = self._lengths[seq]
         key = (seq, row + length if row < 0 else row)
+        if not 0 <= key[1] < length:
+            raise RowError(
+                f"there is no row {row}: the last decode had {length} tokens, so rows run from 0 to "
+                f"{length - 1}, or from -{length} to -1 counted from the end"
+            )
         if key not in self._sources:
             had = sorted(index for owner, index in self._sources if owner == seq)
             raise RowError(f"row {row} of {length} was not asked for; decode gave rows {had[:8]}")

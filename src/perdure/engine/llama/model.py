@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, Never
 
 from perdure import models, system
 from perdure.checks import check_whole
@@ -37,6 +37,7 @@ from perdure.errors import ClosedError, InvalidInputError, ModelFileError, Model
 from perdure.identity import Identity, content_digest, file_version
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.models.parts import part_names
+from perdure.option_names import refuse_unknown
 
 log = logging.getLogger("perdure.engine")
 
@@ -69,6 +70,7 @@ class Model:
         kv_offload: bool = True,
         cells: int = N_CTX,
         progress: Callable[[float], bool] | None = None,
+        **unknown: Never,
     ) -> None:
         """Load a model: a file, a name, or the default one.
 
@@ -76,6 +78,7 @@ class Model:
         tokens; None for PERDURE_GPU_LAYERS, or "auto". `devices` names GPUs, `tensor_split` has a share for
         each. Without `kv_offload` the K/V cache stays in the machine's own memory.
         """
+        refuse_unknown(unknown, Model.__init__)
         self.path: Path = models.path(source)
         header = models.read_header(self.path)
         check_header(header)
@@ -211,12 +214,14 @@ class Model:
         swa_full: bool = True,
         rope_freq_base: float = 0.0,
         rope_freq_scale: float = 0.0,
+        **unknown: Never,
     ) -> Context:
         """A context of `n_seq` sequences that hold `n_ctx` tokens each.
 
         With `shared` they use one pool of cells, so that forks cost nothing but depend in the last bits
         on where their cells lie; else each has a stream of its own and is exact.
         """
+        refuse_unknown(unknown, self.context)
         weights = self._open()
         check_whole("n_seq", n_seq, 1, MAX_SEQUENCES)
         check_whole("n_ctx", n_ctx, 1, (1 << 31) // n_seq - 256)
