@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from cli.pty_user import piped, terminal
 from homes import new_home
+from perdure.sessions.sessions import Sessions
 
 NAME = "é 한국 🙂"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -205,6 +207,29 @@ def test_sleep_and_wake_tell_what_they_took(run: Run, store: Path) -> None:
     assert facts(run("sleep", NAME, "--json", model=True))["tiers"]["disk"] > 0
     assert " from disk" in told(run("wake", NAME, model=True))
     assert " from disk" in told(run("sleep", NAME, model=True))
+
+
+def test_sizes_tell_how_much_each_namespace_has_and_no_word_of_it(
+    run: Run, store: Path, tmp_path: Path
+) -> None:
+    with Sessions(store) as sessions:
+        mine = sessions.get(NAME)
+        mine.fork("a fork that shares its turns")
+        mine.export(tmp_path / "moved.perdure", state=False)
+        for name in ("secret plan", "another"):
+            sessions.import_(tmp_path / "moved.perdure", name, namespace="team")
+    found = {each["namespace"]: each for each in facts(run("sizes", "--json"))}
+    assert {name: (each["sessions"], each["turns"]) for name, each in found.items()} == {
+        "": (2, 3),
+        "team": (2, 6),
+    }
+    assert 0 < found[""]["nbytes"] < found["team"]["nbytes"]
+    shown = told(run("sizes"))
+    assert re.search(r"^\(no key\) +2 sessions, 3 turns +[\d.]+ k?B$", shown, re.MULTILINE)
+    assert re.search(r"^team +2 sessions, 6 turns +[\d.]+ k?B$", shown, re.MULTILINE)
+    for word in ("the man", "terse", "secret", NAME):
+        assert word not in shown
+        assert word not in json.dumps(list(found.values()), ensure_ascii=False)
 
 
 def test_verify_finds_all_well(run: Run) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from cli.pty_user import piped
 from homes import new_home
 from perdure.config import SETTINGS, choices, config_file, settings
 from perdure.errors import InvalidInputError
+from perdure.sessions.sessions import Sessions
 
 
 @pytest.fixture
@@ -150,10 +155,57 @@ def test_a_shell_is_told_the_commands_that_begin_with_a_word(environment: dict[s
     assert piped(environment | asked, "").stdout.split() == ["serve", "sessions"]
 
 
+PRESSED = """
+eval "$SCRIPT"
+COMP_WORDS=({words} {begun})
+COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+COMP_LINE="${{COMP_WORDS[*]}}"
+COMP_POINT=${{#COMP_LINE}}
+found=$(complete -p perdure | sed -E 's/.* -F ([^ ]+) .*/\\1/')
+$found perdure {begun} perdure
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_completes_the_names_of_sessions_and_models(environment: dict[str, str], tmp_path: Path) -> None:
+    """As the shell does it when Tab is pressed, by the script that `perdure` gives it."""
+    for folder, names in ((tmp_path / "store", ("work", "wood", "two words")), (tmp_path / "b", ("web",))):
+        with Sessions(folder) as sessions:
+            for name in names:
+                sessions.open(name)
+    command = tmp_path / "bin" / "perdure"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m perdure.cli "$@"\n')
+    command.chmod(0o755)
+    script = piped({**environment, "_PERDURE_COMPLETE": "source_bash"}, "").stdout
+    shell = {**environment, "PATH": f"{command.parent}:{environment['PATH']}", "SCRIPT": script}
+
+    def pressed(words: str, begun: str) -> list[str]:
+        done = subprocess.run(
+            ["bash", "--norc", "-c", PRESSED.format(words=words, begun=begun)],
+            env=shell,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.split()
+
+    assert pressed("perdure chat --session", "wo") == ["wood", "work"]
+    assert pressed(f"perdure run --store {tmp_path / 'b'} --session", "w") == ["web"]
+    assert pressed("perdure sessions rm work", "w") == ["wood"]
+    assert pressed("perdure run", "smollm2-135m-i") == ["smollm2-135m-instruct"]
+    assert pressed("perdure run hello", "smol") == []
+    # A store that cannot be read is no reason to write over the prompt.
+    (tmp_path / "store" / "sessions.sqlite").write_text("nonsense")
+    assert pressed("perdure chat --session", "wo") == []
+
+
 def test_help_shows_the_defaults_of_sampling(environment: dict[str, str]) -> None:
     for command in ("run", "chat"):
         shown = piped(environment, "", command, "--help").stdout
         for option, default in (("--temperature", "0.8"), ("--top-k", "40"), ("--min-p", "0.05")):
             # Long texts go on in the next lines, which are indented.
             [text] = re.findall(rf"^  (?:-\w, )?{option} .*\n(?: {{10,}}.*\n)*", shown, re.MULTILINE)
-            assert f"[default: ({default})]" in " ".join(text.split())
+            assert f"[default: {default}]" in " ".join(text.split())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 
 from cli.pty_user import COMMAND, PATIENCE, piped
 from homes import new_home
-from perdure.cli.peer_options import advice_for, plain_options
+from perdure.cli.options.peers import advice_for, plain_options
 
 
 @pytest.fixture
@@ -50,6 +52,25 @@ def test_a_home_that_cannot_be_written_is_told_with_its_path(
     assert home in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "advised"),
+    [
+        (("sessions", "show", "a"), "`perdure chat --session NAME --store STORE` starts one"),
+        (("run", "-c", "hello"), "`perdure run PROMPT --store STORE` starts one"),
+        (("cache", "stats"), "`perdure cache warm --store STORE` makes one"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_what_is_advised_is_for_the_store_in_use(
+    environment: dict[str, str], tmp_path: Path, arguments: tuple[str, ...], advised: str
+) -> None:
+    store = str(tmp_path / "my sessions")
+    done = piped(environment, "", *arguments, "--store", store)
+    assert done.returncode == 1
+    assert advised.replace("STORE", f"'{store}'") in done.stderr
+    assert "--store" not in piped(environment, "", *arguments).stderr
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_told(environment: dict[str, str]) -> None:
     with open("/dev/full", "w") as full:
@@ -65,6 +86,77 @@ def test_a_full_disk_is_told(environment: dict[str, str]) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "full: make room and try again" in done.stderr
+
+
+def test_a_context_beyond_what_the_model_was_trained_on_is_told_by_our_option(
+    environment: dict[str, str],
+) -> None:
+    done = piped(environment, "", "run", "hello", "-n", "2", "--ctx", "100000")
+    assert done.returncode == 0
+    assert re.fullmatch(
+        r"perdure: llama\.gguf was trained on texts of up to \d+ tokens, and --ctx is 100000: .*\n",
+        done.stderr,
+    )
+
+
+PLACE = """
+mount -t tmpfs -o size=4m perdure-test "$HOME_HERE" || exit 99
+cp -a "$SEED/." "$HOME_HERE/"
+case "$KIND" in
+    full) dd if=/dev/zero of="$HOME_HERE/filled" bs=4k 2>/dev/null; true;;
+    read-only) mount -o remount,ro "$HOME_HERE";;
+esac
+exec "$@"
+"""
+"""A home on a disk of its own, in a mount namespace of its own."""
+
+
+def on_a_disk(
+    kind: str, environment: dict[str, str], tmp_path: Path, text: str, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    home = tmp_path / "disk"
+    home.mkdir(exist_ok=True)
+    places = {"HOME_HERE": str(home), "SEED": environment["PERDURE_HOME"], "KIND": kind}
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", PLACE, "sh", *COMMAND, *arguments],
+        env={**environment, **places, "PERDURE_HOME": str(home)},
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+    if done.returncode == 99 or "unshare" in done.stderr:
+        pytest.skip("this user may not mount a disk of its own")
+    return done
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs mount namespaces")
+@pytest.mark.parametrize("kind", ["full", "read-only"])
+@pytest.mark.parametrize(
+    ("arguments", "answers"),
+    [
+        (("run", "hello", "-n", "2"), True),
+        (("chat", "--session", "a", "-n", "2"), False),
+        (("config", "set", "ctx", "999"), False),
+        (("keys", "add", "team"), False),
+        (("start", "--port", "0"), False),
+    ],
+    ids=lambda value: "-".join(value[:2]) if isinstance(value, tuple) else "",
+)
+def test_a_disk_that_is_full_or_read_only_is_told_in_a_sentence(
+    environment: dict[str, str], tmp_path: Path, arguments: tuple[str, ...], answers: bool, kind: str
+) -> None:
+    """What needs no disk works all the same."""
+    done = on_a_disk(kind, environment, tmp_path, "hello\n", *arguments)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (0 if answers else 1), done.stderr
+    if answers:
+        assert done.stdout.strip()
+    else:
+        *_, last = done.stderr.splitlines()
+        assert last.startswith("perdure: ")
+        assert str(tmp_path / "disk") in last
 
 
 STARTED = """

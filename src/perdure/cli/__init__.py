@@ -23,7 +23,9 @@ def main() -> None:
 
         if not isinstance(error, PerdureError):
             raise
-        _tell(str(error))
+        from perdure.cli.advice import with_options
+
+        _tell(with_options(str(error), sys.argv[1:]))
         sys.exit(1)
 
 

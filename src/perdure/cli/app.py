@@ -27,7 +27,9 @@ from perdure.cli.commands import (
     serve,
     sessions,
 )
-from perdure.cli.peer_options import advice_for, plain_options
+from perdure.cli.help_sections import in_sections
+from perdure.cli.options.peers import advice_for, plain_options
+from perdure.cli.output.log_notes import tell_warnings
 from perdure.config import SETTINGS
 
 _Ask = "Ask a model"
@@ -38,6 +40,7 @@ _Machine = "This machine"
 app = typer.Typer(
     name="perdure",
     help="Local language models whose sessions last.",
+    epilog='Begin with `perdure run "Why is the sky blue?"`; `perdure COMMAND --help` tells more.',
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     # Its frames and colours take half a second to import.
@@ -115,10 +118,12 @@ app.add_typer(config.app, name="config", rich_help_panel=_Machine)
 app.command(name="paths", rich_help_panel=_Machine)(config.paths)
 app.add_typer(engine.app, name="engine", rich_help_panel=_Machine)
 app.command(name="doctor", rich_help_panel=_Machine)(doctor.doctor)
+in_sections(app)
 
 
 def start(arguments: Sequence[str]) -> None:
     """Run a command."""
+    tell_warnings()
     plain = plain_options(arguments)
     group: Any = typer.main.get_command(app)
     command = group

@@ -147,7 +147,7 @@ class Conversation:
             with (
                 terminal.keys_held_back(),
                 terminal.stopped_by_ctrl_c(job) as stopped,
-                progress.reading(self.watched) as begun,
+                progress.reading(job, self.watched) as begun,
             ):
                 for delta in job:
                     begun()
@@ -275,12 +275,17 @@ class Conversation:
         """Before leaving: no conversation is dropped that somebody may have wanted."""
         if self._stored:
             return
+        here = None if self.kept else self.session.name
         for info in self.runtime.sessions.list():
             self._home = self.runtime.sessions
             self.session = self._home.get(info.name)
             turns = words.count(self.session.turns, "turn")
             while self.session.turns:
-                label = "This conversation" if info.name == NAME else words.quoted(info.name)
+                label = (
+                    "This conversation"
+                    if info.name == here
+                    else f"The conversation {words.quoted(info.name)}"
+                )
                 name = ask(f"{label} ({turns}) is not kept. A name keeps it, Enter drops it: ").strip()
                 if not name:
                     break

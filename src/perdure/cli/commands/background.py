@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from perdure.cli.options import Json
+from perdure.cli.options.shared import Json
 
 _POLL = 0.1
 """Seconds between two looks at a server that is starting or stopping."""
@@ -78,10 +78,10 @@ def start(context: typer.Context) -> None:
 
 def stop(
     seconds: Annotated[
-        float, typer.Option("--seconds", metavar="S", help="How long to wait for replies to finish.")
+        float, typer.Option("--seconds", metavar="S", help="Seconds to wait for replies to finish.")
     ] = 60.0,
 ) -> None:
-    """Stop the server in the background: replies that are being written are finished first."""
+    """Stop the server in the background. Replies that are being written are finished first."""
     from perdure.errors import PerdureError
 
     running = current()
@@ -197,6 +197,7 @@ def _until_listening(child: subprocess.Popen[bytes], log: Path) -> str:
         if "Ctrl-C stops it." in shown and not ended:
             return shown
         if ended:
-            last = shown.strip().splitlines()[-1:] or ["it said nothing"]
+            silent = f"it ended with code {child.returncode} and wrote nothing to {log}; is that disk full?"
+            last = shown.strip().splitlines()[-1:] or [silent]
             raise PerdureError(f"the server did not start: {last[0].removeprefix('perdure: ')}")
         time.sleep(_POLL)

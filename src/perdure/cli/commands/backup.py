@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perdure.cli.options import Json
+from perdure.cli.options.shared import Json
 
 if TYPE_CHECKING:
     from perdure.sessions.storage.backup import Backup
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 def backup(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="The folder of the sessions.")],
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A new file. Keep it where only you can read it.")
+        Path,
+        typer.Argument(metavar="FILE", help="The backup, a new file. Keep it where only you can read it."),
     ],
     state: Annotated[
         bool,
-        typer.Option("--state", help="State too: larger, and the first turns after a restore are faster."),
+        typer.Option(
+            "--state", help="Computed state too: a larger file, and faster first turns after a restore."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Copy all sessions of a store into one file, as they are at one moment. Others may use the store."""
+    """Copy all sessions of a store into one file. The store may be in use meanwhile."""
     from perdure.cli.output.progress import working
     from perdure.cli.store import session_folder
     from perdure.sessions.storage.backup import back_up
@@ -41,7 +44,7 @@ def restore(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="A folder that is new or empty.")],
     as_json: Json = False,
 ) -> None:
-    """Make a store of a backup. All of it is proved first, and a store is there whole or not at all."""
+    """Make a store from a backup. All of it is checked first; it is restored whole or not at all."""
     from perdure.cli.output.progress import working
     from perdure.sessions.storage.backup import restore as restore_store
 

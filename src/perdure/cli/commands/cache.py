@@ -10,27 +10,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from perdure.cli.options.shared import Json, Limit, ModelFor, StoreFolder, Yes
 from perdure.config import N_CTX, STORE_BYTES
 
 if TYPE_CHECKING:
     from perdure.cache.record import Record
     from perdure.store.disk import DiskTier, Entry
 
-app = typer.Typer(help="State that is kept between runs.", no_args_is_help=True)
+app = typer.Typer(help="Computed state that is kept between runs.", no_args_is_help=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Store = Annotated[
-    Path | None, typer.Option("--store", help="The folder of the store; else the one under PERDURE_HOME.")
+Labels = Annotated[
+    list[str] | None,
+    typer.Option("--label", "-l", metavar="TEXT", help="A label; may be given several times."),
 ]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="How many at most.")]
-Labels = Annotated[list[str] | None, typer.Option("--label", "-l", help="A label; may be given again.")]
 
 
 @app.command()
 def stats(
     limit: Limit = None,
-    after: Annotated[int, typer.Option("--after", min=0, help="Prefixes behind the one numbered so.")] = 0,
-    store: Store = None,
+    after: Annotated[
+        int, typer.Option("--after", min=0, metavar="N", help="Continue the list after this number.")
+    ] = 0,
+    store: StoreFolder = None,
     as_json: Json = False,
 ) -> None:
     """Show what is kept, and under which labels."""
@@ -58,8 +59,10 @@ def stats(
 @app.command()
 def blocks(
     limit: Limit = 100,
-    after: Annotated[str | None, typer.Option("--after", help="Blocks behind the one with this id.")] = None,
-    store: Store = None,
+    after: Annotated[
+        str | None, typer.Option("--after", metavar="ID", help="Continue the list after this block.")
+    ] = None,
+    store: StoreFolder = None,
     as_json: Json = False,
 ) -> None:
     """List the blocks that are kept on disk, by their ids."""
@@ -76,13 +79,11 @@ def blocks(
 
 @app.command()
 def warm(
-    prompt: Annotated[
-        str | None, typer.Argument(help="The text to keep the state of; '-' or none reads standard input.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The text; '-' or none reads standard input.")] = None,
     labels: Labels = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="A model's name or file.")] = None,
-    ctx: Annotated[int, typer.Option("--ctx", help="Tokens that fit.", min=1)] = N_CTX,
-    store: Store = None,
+    model: ModelFor = None,
+    ctx: Annotated[int, typer.Option("--ctx", metavar="N", help="Context size in tokens.", min=1)] = N_CTX,
+    store: StoreFolder = None,
     as_json: Json = False,
 ) -> None:
     """Compute the state of a text once, and keep it for every later run."""
@@ -105,15 +106,18 @@ def warm(
 @app.command()
 def clear(
     labels: Labels = None,
-    everything: Annotated[bool, typer.Option("--all", help="Drop everything.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Delete everything.")] = False,
+    yes: Yes = False,
     namespace: Annotated[
-        str, typer.Option("--namespace", help="Whose labels: a server keeps one namespace a key.")
+        str,
+        typer.Option(
+            "--namespace", metavar="NAME", help="Whose labels: on a server each key has a namespace."
+        ),
     ] = "",
-    store: Store = None,
+    store: StoreFolder = None,
     as_json: Json = False,
 ) -> None:
-    """Drop what is kept under a label, or everything."""
+    """Delete what is kept under labels, or everything."""
     from perdure.store.records import Records
 
     if bool(labels) == everything:
@@ -141,8 +145,8 @@ def clear(
 
 
 @app.command()
-def verify(store: Store = None, as_json: Json = False) -> None:
-    """Read everything that is kept, mend the index, and move damaged files aside.
+def verify(store: StoreFolder = None, as_json: Json = False) -> None:
+    """Check everything that is kept, mend the index, and move damaged files aside.
 
     The exit code is 1 if anything was wrong, and 0 when all is well.
     """

@@ -9,101 +9,93 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perdure.cli import options
-from perdure.cli.offload import Devices, GpuLayers, KvOffload, TensorSplit, loading
+from perdure.cli.options import shared
+from perdure.cli.options.completion import first_word
+from perdure.cli.options.groups import ConversationOptions, EngineOptions, SamplingOptions, unfolded
 from perdure.config import N_CTX, Overflow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from perdure.cli.conversation import Conversation
 
 _Talk = "The conversation"
 
 
+@unfolded
 def chat(
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="MESSAGE",
             show_default=False,
+            autocompletion=first_word,
             help="The model first, if you name one: a .gguf file, owner/repo on the Hugging Face hub, "
             "hf.co/owner/repo, a URL, or a name that `perdure ls` shows. Then a first message, if you like.",
         ),
     ] = None,
-    model: options.Model = None,
-    session: Annotated[
-        str | None,
-        typer.Option(
-            "--session",
-            metavar="NAME",
-            help="Keep the conversation on disk under this name, or continue it. Without a name it is not "
-            "kept, unless you type /keep NAME.",
-            rich_help_panel=_Talk,
-        ),
-    ] = None,
-    store: options.Store = None,
-    system: options.SystemText = None,
-    ctx: options.Ctx = None,
-    gpu_layers: GpuLayers = None,
-    device: Devices = None,
-    tensor_split: TensorSplit = None,
-    kv_offload: KvOffload = True,
+    model: shared.Model = None,
+    *,
+    conversation: ConversationOptions,
     overflow: Annotated[
         Overflow,
         typer.Option(
             "--overflow",
-            help="When the context is full: refuse the message; leave out the oldest turns; go on without "
-            "the oldest tokens; or go on from a summary.",
+            help="When the context is full. error: refuse the message; drop_oldest: leave out the oldest "
+            "turns; shift: go on without the oldest tokens; fold: go on from a summary.",
             rich_help_panel=_Talk,
         ),
     ] = "error",
-    template: options.Template = None,
-    schema: options.Schema = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repeat_penalty: options.RepeatPenalty = None,
-    seed: options.Seed = None,
+    sampling: SamplingOptions,
+    engine: EngineOptions,
 ) -> None:
     """Chat with a model in the terminal. /help there lists what can be typed besides messages.
 
-    From a pipe, each line is a message and each is answered.
+    A chat without --session is not kept, unless you type /keep NAME. From a pipe, each line is a message and
+    each is answered.
     """
-    from perdure.cli import prompt
-    from perdure.cli.conversation import Conversation
-    from perdure.cli.output import terminal
+    from perdure.cli.prompt import split_model
 
     # Whatever is wrong with the request is told before a model is fetched or loaded.
-    name, first = prompt.split_model(words, model)
-    if store is not None and session is None:
+    name, first = split_model(words, model)
+    converse(name, first, conversation, overflow, sampling, engine)
+
+
+def converse(
+    model: str | None,
+    first: Sequence[str],
+    conversation: ConversationOptions,
+    overflow: Overflow,
+    sampling: SamplingOptions,
+    engine: EngineOptions,
+) -> None:
+    """A conversation from its first words until somebody leaves it."""
+    from perdure.cli.conversation import Conversation
+    from perdure.cli.output import terminal
+    from perdure.cli.prompt import system_text
+
+    session = conversation.session
+    if conversation.store is not None and session is None:
         raise typer.BadParameter("a store keeps sessions: give --session NAME too", param_hint="--store")
-    settings = _settings(schema, overflow, max_tokens if max_tokens or overflow != "shift" else ctx or N_CTX)
-    settings |= options.given(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repeat_penalty=repeat_penalty,
-        seed=seed,
-    )
-    system = prompt.system_text(system)
-    folder = _folder(store, in_use=session is not None)
+    limit = sampling.max_tokens
+    if limit is None and overflow == "shift":
+        # It would go on for ever.
+        limit = engine.ctx or N_CTX
+    settings = _settings(conversation.schema, overflow, limit) | sampling.given()
+    folder = _folder(conversation.store, in_use=session is not None)
     watched = sys.stdin is not None and sys.stdin.isatty()
     good = True
     with (
         terminal.leaving_in_order(),
         Conversation(
-            name,
+            model,
             session,
-            system=system,
+            system=system_text(conversation.system),
             settings=settings,
             folder=folder,
-            ctx=ctx,
-            loading=loading(gpu_layers, device, tensor_split, kv_offload),
-            template=template,
+            ctx=engine.ctx,
+            loading=engine.loading,
+            template=engine.template,
             watched=watched,
         ) as talk,
     ):
@@ -113,7 +105,7 @@ def chat(
             if first:
                 good = talk.say(" ".join(first))
             if watched:
-                _converse(talk)
+                _answer_lines(talk)
             else:
                 for message in _piped():
                     good = talk.say(message) and good
@@ -125,7 +117,7 @@ def chat(
         raise typer.Exit(1)
 
 
-def _converse(talk: Conversation) -> None:
+def _answer_lines(talk: Conversation) -> None:
     from perdure.cli.line_editor import LineEditor
     from perdure.cli.output import terminal
     from perdure.cli.slash_commands import NAMES, obey

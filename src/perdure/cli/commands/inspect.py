@@ -1,4 +1,4 @@
-"""`perdure inspect`: what a model is, without loading it."""
+"""`perdure show`: what a model is, without loading it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from perdure.cli.options.completion import model_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,12 +22,17 @@ _SHOWN_CHARACTERS = 200
 
 def inspect(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A .gguf file, or any name that `pull` takes.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            autocompletion=model_names,
+            help="A .gguf file, or any name that `perdure pull` takes.",
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all metadata.")] = False,
     metadata: Annotated[bool, typer.Option("--metadata", help="Show all metadata too.")] = False,
 ) -> None:
-    """Show what a model is: its figures, sizes by type, kind of memory and chat template."""
+    """Show what a model is. Architecture, size, context, types of its tensors and chat template."""
     from perdure import models
     from perdure.cli.output.progress import fetching
 

@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from perdure.cli.options.completion import session_names
+from perdure.cli.options.shared import Json, Limit, Namespace, StoreFolder
 
 if TYPE_CHECKING:
     from perdure import SessionMemory
 
 app = typer.Typer(help="Labelled points of sessions.", no_args_is_help=True)
 
-Address = Annotated[str, typer.Argument(help="As `label` printed it: perdure://session/turn#label.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Store = Annotated[
-    Path | None,
-    typer.Option("--store", metavar="DIR", help="The folder of the store; else the one under PERDURE_HOME."),
+Address = Annotated[
+    str, typer.Argument(help="As `perdure sessions label` printed it: perdure://session/turn#label.")
 ]
-Namespace = Annotated[str, typer.Option("--namespace", help="Whose memories.")]
 
 
 @app.command()
 def search(
-    text: Annotated[str | None, typer.Argument(help="Looked for in notes and in what was said.")] = None,
+    text: Annotated[str | None, typer.Argument(help="Text to find in notes and in what was said.")] = None,
     label: Annotated[str | None, typer.Option("--label", help="Only with this label.")] = None,
     kind: Annotated[str | None, typer.Option("--kind", help="Only of this kind.")] = None,
-    session: Annotated[str | None, typer.Option("--session", help="Only of this session.")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="How many at most.")] = None,
-    after: Annotated[str | None, typer.Option("--after", help="Those behind that address.")] = None,
+    session: Annotated[
+        str | None,
+        typer.Option("--session", metavar="NAME", autocompletion=session_names, help="Only of this session."),
+    ] = None,
+    limit: Limit = None,
+    after: Annotated[
+        str | None, typer.Option("--after", metavar="ADDRESS", help="Continue the list after this one.")
+    ] = None,
     namespace: Namespace = "",
-    store: Store = None,
+    store: StoreFolder = None,
     as_json: Json = False,
 ) -> None:
-    """List the memories that fit everything given; without anything, all of them."""
+    """List memories: all, or those that match every option given."""
     from perdure.cli.output import terminal
     from perdure.cli.store import sessions_in
 
@@ -61,14 +64,16 @@ def search(
 def wake(
     address: Annotated[
         str | None,
-        typer.Argument(help="As `label` printed it; without one there must be exactly one memory."),
+        typer.Argument(
+            help="As `perdure sessions label` printed it; may be left out if there is only one memory."
+        ),
     ] = None,
     name: Annotated[str, typer.Option("--as", help="The name of the new session.")] = ...,  # type: ignore[assignment]
     namespace: Namespace = "",
-    store: Store = None,
+    store: StoreFolder = None,
     as_json: Json = False,
 ) -> None:
-    """Start a new session at a memory, after proving that it is what was remembered."""
+    """Start a new session from a memory. It is checked first."""
     from perdure.cli.output import terminal, words
     from perdure.cli.store import sessions_in
     from perdure.errors import AmbiguousError
@@ -88,8 +93,10 @@ def wake(
 
 
 @app.command()
-def forget(address: Address, namespace: Namespace = "", store: Store = None, as_json: Json = False) -> None:
-    """Drop a memory. The session that it is of stays."""
+def forget(
+    address: Address, namespace: Namespace = "", store: StoreFolder = None, as_json: Json = False
+) -> None:
+    """Delete a memory. Its session stays."""
     from perdure.cli.output import terminal
     from perdure.cli.store import sessions_in
 

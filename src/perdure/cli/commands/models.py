@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from perdure.cli.options.completion import model_names
+from perdure.cli.options.shared import Json, Yes
+
 if TYPE_CHECKING:
     from perdure.models import Entry
 
 app = typer.Typer(help="The models of this machine.", no_args_is_help=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 
 @app.command(name="list")
 def list_(as_json: Json = False) -> None:
-    """Show the models that have a name, and those that were fetched."""
+    """List models: those with a short name, and those that were fetched."""
     from perdure import models
 
     entries = models.entries()
@@ -32,11 +33,15 @@ def pull(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A name, owner/repo, owner/repo:Q4_K_M or hf:owner/repo/file.gguf; else the default."
+            metavar="MODEL",
+            show_default="the small default model",
+            autocompletion=model_names,
+            help="A name that `perdure ls` shows, owner/repo or owner/repo:Q4_K_M on the Hugging Face hub, "
+            "hf:owner/repo/file.gguf, or a URL.",
         ),
     ] = None,
 ) -> None:
-    """Fetch a model. What is here already is not fetched again."""
+    """Fetch a model, unless it is here already, and print its path."""
     from perdure import models
     from perdure.cli.output.progress import fetching
 
@@ -47,8 +52,13 @@ def pull(
 
 @app.command()
 def rm(
-    name: Annotated[str, typer.Argument(help="A name as `perdure models list` shows it.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", autocompletion=model_names, help="A model, as `perdure ls` shows it."
+        ),
+    ],
+    yes: Yes = False,
 ) -> None:
     """Delete a model that was fetched."""
     from rich.filesize import decimal

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perdure.cli.offload import Devices, GpuLayers, KvOffload, TensorSplit, loading
+from perdure.cli.options import shared
+from perdure.cli.options.completion import model_names
+from perdure.cli.options.groups import EngineOptions, unfolded
 from perdure.cli.page import open_browser
 from perdure.config import QUEUE, SLOTS
 
@@ -24,61 +26,79 @@ _Access = "Access"
 _Limits = "Limits"
 
 
+@unfolded
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="A .gguf file, or any name that `models pull` takes."),
-    ] = None,
-    host: Annotated[
-        str, typer.Option("--host", help="Where to listen. Other than loopback needs --keys.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0 takes a free one.")] = 8080,
-    name: Annotated[
-        str | None, typer.Option("--name", help="What the model is called in answers; else its file's name.")
-    ] = None,
-    ctx: Annotated[
-        int | None,
-        typer.Option(
-            "--ctx",
-            min=1,
-            metavar="N",
-            show_default="4096",
-            help="Tokens that one request may have.",
-            rich_help_panel=_Engine,
+        typer.Argument(
+            metavar="MODEL",
+            autocompletion=model_names,
+            show_default="that of `perdure config show`, else the small default model",
+            help="A .gguf file, or any name that `perdure pull` takes.",
         ),
     ] = None,
+    host: Annotated[
+        str,
+        typer.Option("--host", metavar="ADDRESS", help="Where to listen. Other than loopback needs --keys."),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", "-p", min=0, max=65535, metavar="N", help="Port; 0 takes a free one.")
+    ] = 8080,
+    ollama: Annotated[
+        bool, typer.Option("--ollama", help=f"Listen on port {_OLLAMA} too, where Ollama's clients look.")
+    ] = False,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            show_default="its file's name",
+            help="What the model is called in answers.",
+        ),
+    ] = None,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--alias",
+            metavar="PATTERN",
+            help="A further name for the model, such as 'gpt-*'; may be given several times.",
+        ),
+    ] = None,
+    store: shared.StoreFolder = None,
+    no_store: Annotated[
+        bool, typer.Option("--no-store", help="Keep nothing: sessions end with the server.")
+    ] = False,
+    *,
+    engine: EngineOptions,
+    exact: shared.Exact = False,
     slots: Annotated[
         int,
         typer.Option(
-            "--slots", min=1, metavar="N", help="Requests that are served at once.", rich_help_panel=_Engine
+            "--slots",
+            min=1,
+            metavar="N",
+            help="Requests that are answered at once; others wait.",
+            rich_help_panel=_Engine,
         ),
     ] = SLOTS,
     queue: Annotated[
         int,
-        typer.Option("--queue", min=0, metavar="N", help="Requests that may wait.", rich_help_panel=_Engine),
+        typer.Option(
+            "--queue",
+            min=0,
+            metavar="N",
+            help="Requests that may wait; more are told to try later (429).",
+            rich_help_panel=_Engine,
+        ),
     ] = QUEUE,
     threads: Annotated[
         int | None,
-        typer.Option("--threads", min=1, metavar="N", help="Threads of the engine.", rich_help_panel=_Engine),
-    ] = None,
-    gpu_layers: GpuLayers = None,
-    device: Devices = None,
-    tensor_split: TensorSplit = None,
-    kv_offload: KvOffload = True,
-    exact: Annotated[
-        bool,
         typer.Option(
-            "--exact",
-            help="Decode each reply alone, so that it never depends on others.",
-            rich_help_panel=_Engine,
-        ),
-    ] = False,
-    template: Annotated[
-        str | None,
-        typer.Option(
-            "--template",
-            metavar="NAME",
-            help="A chat template, by its name or as a file; else the model's own.",
+            "--threads",
+            min=1,
+            metavar="N",
+            show_default="by the machine",
+            help="Threads that compute.",
             rich_help_panel=_Engine,
         ),
     ] = None,
@@ -86,28 +106,16 @@ def serve(
         bool,
         typer.Option(
             "--isolated/--in-process",
-            help="The engine in a process of its own, which may die and is started again.",
+            help="The engine in a process of its own: if it dies, it is started again.",
             rich_help_panel=_Engine,
         ),
     ] = True,
-    store: Annotated[
-        Path | None,
-        typer.Option(
-            "--store",
-            metavar="FOLDER",
-            help="Where sessions and state outlive the server; else the one under PERDURE_HOME.",
-            rich_help_panel=_Engine,
-        ),
-    ] = None,
-    no_store: Annotated[
-        bool, typer.Option("--no-store", help="Keep nothing after the end.", rich_help_panel=_Engine)
-    ] = False,
     keys: Annotated[
         Path | None,
         typer.Option(
             "--keys",
             metavar="FILE",
-            help="Who may come in: lines of `namespace:sha256`, or TOML.",
+            help="File of the keys that clients must have; `perdure keys add NAME` makes one.",
             rich_help_panel=_Access,
         ),
     ] = None,
@@ -116,27 +124,16 @@ def serve(
         typer.Option(
             "--new-key",
             metavar="NAMESPACE",
-            help="Print a fresh key and its line for the file, and exit.",
+            help="Print a new key and its line for the file, and exit; `perdure keys add` does both.",
             rich_help_panel=_Access,
         ),
     ] = None,
-    alias: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--alias",
-            metavar="PATTERN",
-            help="A further name for the model, such as 'gpt-*'; can be given again.",
-        ),
-    ] = None,
-    ollama: Annotated[
-        bool, typer.Option("--ollama", help=f"Listen on port {_OLLAMA} too, where Ollama's clients look.")
-    ] = False,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
             "--allow-host",
             metavar="NAME",
-            help="A further name under which the server may be asked; can be given again.",
+            help="A further host name that requests may be sent to; may be given several times.",
             rich_help_panel=_Access,
         ),
     ] = None,
@@ -146,18 +143,22 @@ def serve(
             "--cors",
             metavar="ORIGIN",
             help="A site whose pages may use the server, such as https://chat.example.org, or * for any "
-            "(with --keys); can be given again.",
+            "(with --keys); may be given several times.",
             rich_help_panel=_Access,
         ),
     ] = None,
     page: Annotated[
-        bool, typer.Option("--page/--no-page", help="The page at /.", rich_help_panel=_Access)
+        bool,
+        typer.Option("--page/--no-page", help="Serve the page for browsers, at /.", rich_help_panel=_Access),
     ] = True,
     open_page: Annotated[
         bool, typer.Option("--open", help="Open the page in a browser.", rich_help_panel=_Access)
     ] = False,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse fields that nobody knows.", rich_help_panel=_Access)
+        bool,
+        typer.Option(
+            "--strict", help="Refuse requests with fields that are not known.", rich_help_panel=_Access
+        ),
     ] = False,
     log_text: Annotated[
         bool,
@@ -165,26 +166,42 @@ def serve(
     ] = False,
     body_bytes: Annotated[
         int,
-        typer.Option("--body-bytes", min=1, metavar="N", help="Of one request.", rich_help_panel=_Limits),
+        typer.Option(
+            "--body-bytes", min=1, metavar="N", help="Most bytes of one request.", rich_help_panel=_Limits
+        ),
     ] = 16 << 20,
     messages: Annotated[
         int,
-        typer.Option("--messages", min=1, metavar="N", help="Of one request.", rich_help_panel=_Limits),
+        typer.Option(
+            "--messages", min=1, metavar="N", help="Most messages of one request.", rich_help_panel=_Limits
+        ),
     ] = 4096,
     requests: Annotated[
         int,
-        typer.Option("--requests", min=1, metavar="N", help="In flight at once.", rich_help_panel=_Limits),
+        typer.Option(
+            "--requests",
+            min=1,
+            metavar="N",
+            help="Most requests at once, waiting ones included.",
+            rich_help_panel=_Limits,
+        ),
     ] = 512,
     request_seconds: Annotated[
         float,
         typer.Option(
-            "--request-seconds", metavar="S", help="That one request may take.", rich_help_panel=_Limits
+            "--request-seconds",
+            metavar="S",
+            help="Seconds that one request may take.",
+            rich_help_panel=_Limits,
         ),
     ] = 900.0,
     body_seconds: Annotated[
         float,
         typer.Option(
-            "--body-seconds", metavar="S", help="That a body may take to come.", rich_help_panel=_Limits
+            "--body-seconds",
+            metavar="S",
+            help="Seconds that the body of a request may take to arrive.",
+            rich_help_panel=_Limits,
         ),
     ] = 60.0,
     response_days: Annotated[
@@ -201,14 +218,15 @@ def serve(
         typer.Option(
             "--grace",
             metavar="S",
-            help="For replies to finish when the server is told to stop.",
+            help="Seconds for replies to finish once the server is told to stop.",
             rich_help_panel=_Limits,
         ),
     ] = 20.0,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's routes, and sessions as resources.
+    """Serve a model over HTTP, with a page for browsers.
 
-    The exit code is 0 when it was told to stop, and 2 when it was told something impossible.
+    Clients of OpenAI, Anthropic and Ollama can use it. Ctrl-C stops it; `perdure start` does the same in the
+    background. The exit code is 2 if an option is wrong, and 0 when it was told to stop.
     """
     import perdure
     from perdure import InvalidInputError, models
@@ -259,15 +277,15 @@ def serve(
         path = models.path(model, progress)
     with perdure.open(
         path,
-        n_ctx=ctx,
+        n_ctx=engine.ctx,
         slots=slots,
         queue=queue,
         exact=exact,
         store=folder,
         isolated=isolated,
         threads=threads,
-        template=template,
-        **loading(gpu_layers, device, tensor_split, kv_offload),
+        template=engine.template,
+        **engine.loading,
     ) as runtime:
         app_state = AppState(
             runtime=runtime,
@@ -296,9 +314,11 @@ def _listen(
     import logging
     import sys
 
+    from perdure.cli.output.log_notes import leave_warnings_to_the_log
     from perdure.server.http_server import HttpServer, address
     from perdure.server.middleware.access_log import JsonLines
 
+    leave_warnings_to_the_log()
     logging.getLogger().addHandler(JsonLines(sys.stderr))
     logging.getLogger("perdure").setLevel(logging.INFO)
     # What the engine has to say below this is for those who build it, and that clients leave is no news.

@@ -26,6 +26,7 @@ class ReplyView:
         self._watched = sys.stdout.isatty()
         self._styled = terminal.styled()
         self._markdown = Markdown(_width()) if self._styled else None
+        self._reasoning = Markdown(_width()) if self._styled else None
         self._think = think and self._watched
         self._thinking = False
         self._ended = False
@@ -56,12 +57,26 @@ class ReplyView:
             terminal.emit("(thinking)\n")
         self._thinking = True
         shown = terminal.harmless(text)
-        terminal.emit(f"{_FAINT}{shown}{_OFF}" if self._styled else shown)
+        if self._reasoning is None:
+            terminal.emit(shown)
+        else:
+            self._emit_faint(self._reasoning.add(shown))
 
     def _answer(self) -> None:
-        if self._thinking:
-            self._thinking = False
-            terminal.emit("\n\n" if self._styled else "\n(answer)\n")
+        if not self._thinking:
+            return
+        self._thinking = False
+        if self._reasoning is None:
+            terminal.emit("\n(answer)\n")
+        else:
+            self._emit_faint(self._reasoning.finish().rstrip("\n"))
+            terminal.emit("\n\n")
+
+    def _emit_faint(self, text: str) -> None:
+        """Show a part of the reasoning, paler than the reply."""
+        if text:
+            # Where a style of its own ends, it is pale again.
+            terminal.emit(f"{_FAINT}{text.replace(_OFF, _OFF + _FAINT)}{_OFF}")
 
     def _write(self, text: str) -> None:
         if self._markdown is not None:

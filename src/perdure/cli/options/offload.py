@@ -35,8 +35,9 @@ GpuLayers = Annotated[
     typer.Option(
         "--gpu-layers",
         metavar="N|auto",
+        show_default="auto",
         callback=_layers,
-        help="Layers on the GPU; auto: as many as fit. Else PERDURE_GPU_LAYERS, or auto.",
+        help="Layers of the model on the GPU; auto: as many as fit.",
         rich_help_panel=_GPU,
     ),
 ]
@@ -51,14 +52,17 @@ TensorSplit = Annotated[
     typer.Option(
         "--tensor-split",
         metavar="A,B",
+        show_default="by free memory",
         callback=_shares,
-        help="The share of each GPU; else by its free memory.",
+        help="Share of the model for each GPU.",
         rich_help_panel=_GPU,
     ),
 ]
 KvOffload = Annotated[
     bool,
-    typer.Option("--kv-offload/--no-kv-offload", help="The K/V cache on the GPU too.", rich_help_panel=_GPU),
+    typer.Option(
+        "--kv-offload/--no-kv-offload", help="Keep the K/V cache on the GPU too.", rich_help_panel=_GPU
+    ),
 ]
 
 

@@ -7,10 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from perdure.cli.options.completion import first_word, model_names, session_names
 from perdure.decode.sampling.settings import Sampling
 
 _DEFAULT = Sampling()
 _Talk = "The conversation"
+_Engine = "Engine"
 _Sampling = "Sampling"
 _Shape = "Shape of the reply"
 
@@ -26,6 +28,7 @@ Words = Annotated[
     typer.Argument(
         metavar="PROMPT",
         show_default=False,
+        autocompletion=first_word,
         help="The model first, if you name one: a .gguf file, owner/repo or owner/repo:Q4_K_M on the "
         "Hugging Face hub, hf.co/owner/repo, a URL, or a name that `perdure ls` shows. Then the prompt; "
         "quotes around it are optional.",
@@ -34,7 +37,33 @@ Words = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model", "-m", show_default=False, help="The model. With it, all words belong to the prompt."
+        "--model",
+        "-m",
+        metavar="MODEL",
+        show_default=False,
+        autocompletion=model_names,
+        help="The model. With it, all words belong to the prompt.",
+    ),
+]
+ModelFor = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="MODEL",
+        autocompletion=model_names,
+        show_default="that of `perdure config show`, else the small default model",
+        help="The model to use.",
+    ),
+]
+Session = Annotated[
+    str | None,
+    typer.Option(
+        "--session",
+        metavar="NAME",
+        autocompletion=session_names,
+        help="Keep the conversation on disk under this name, or continue the one that has it.",
+        rich_help_panel=_Talk,
     ),
 ]
 Store = Annotated[
@@ -47,6 +76,32 @@ Store = Annotated[
         rich_help_panel=_Talk,
     ),
 ]
+StoreFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--store",
+        metavar="DIR",
+        help="Folder of the sessions.",
+        show_default="store, in the folder that `perdure paths` shows",
+    ),
+]
+SessionName = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME", autocompletion=session_names, help="The session, as `perdure sessions ls` shows it."
+    ),
+]
+Namespace = Annotated[
+    str,
+    typer.Option(
+        "--namespace",
+        metavar="NAME",
+        show_default="your own",
+        help="Whose sessions: on a server each key has a namespace.",
+    ),
+]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="How many at most.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Ctx = Annotated[
     int | None,
     typer.Option(
@@ -55,6 +110,15 @@ Ctx = Annotated[
         metavar="N",
         show_default="4096",
         help="Context size: tokens of prompt and reply together.",
+        rich_help_panel=_Engine,
+    ),
+]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Decode each reply alone, so that its last bit never depends on others.",
+        rich_help_panel=_Engine,
     ),
 ]
 MaxTokens = Annotated[
@@ -66,6 +130,7 @@ MaxTokens = Annotated[
         metavar="N",
         show_default="until the model stops",
         help="Most tokens of a reply.",
+        rich_help_panel=_Sampling,
     ),
 ]
 SystemText = Annotated[
@@ -85,7 +150,7 @@ Template = Annotated[
         metavar="NAME|FILE",
         show_default="the model's own",
         help="Chat template.",
-        rich_help_panel=_Talk,
+        rich_help_panel=_Engine,
     ),
 ]
 Temperature = Annotated[
@@ -119,26 +184,3 @@ Schema = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def given(
-    *,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    min_p: float | None,
-    repeat_penalty: float | None,
-    seed: int | None,
-) -> dict[str, Any]:
-    """The sampling settings that were given, checked before a model is loaded."""
-    asked = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repeat_penalty": repeat_penalty,
-        "seed": seed,
-    }
-    found: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    Sampling(**found)
-    return found

@@ -1,0 +1,53 @@
+"""What the commands about sessions print: a line, or JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from perdure import Session
+    from perdure.sessions.info import SessionInfo
+
+
+def tell(as_json: bool, text: str, facts: dict[str, Any]) -> None:
+    from perdure.cli.output import terminal
+
+    if as_json:
+        print_json(facts)
+    else:
+        terminal.write(f"{text}\n")
+
+
+def print_json(facts: Any) -> None:
+    typer.echo(json.dumps(facts, indent=2))
+
+
+def listed(row: SessionInfo) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "namespace": row.namespace,
+        "kind": row.kind,
+        "turns": row.depth,
+        "origin": dict(row.origin),
+        "created": row.created,
+        "updated": row.updated,
+    }
+
+
+def figures(session: Session) -> dict[str, Any]:
+    return {
+        "name": session.name,
+        "namespace": session.namespace,
+        "turns": session.turns,
+        "tokens": session.token_count,
+        "origin": dict(session.origin),
+    }
+
+
+def origin_line(origin: Any) -> str:
+    from perdure.cli.output.words import quoted
+
+    return f"{origin.get('how')} of {quoted(str(origin.get('session')))} after turn {origin.get('turn')}"

@@ -1,0 +1,86 @@
+"""`--help` in sections: options and commands by what they are about."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+_ARGUMENTS, _OPTIONS, _COMMANDS = "Arguments", "Options", "Commands"
+_VALUES = {"str": " TEXT", "float": " X", "int": " N", "int range": " N", "path": " PATH"}
+"""What stands for the value of an option, by its type."""
+
+
+class SectionedCommand(TyperCommand):
+    """A command whose options are listed by their `rich_help_panel`, in plain text."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_options(self, ctx, formatter)
+
+
+class SectionedGroup(TyperGroup):
+    """A group whose commands are listed by their `rich_help_panel`, in plain text."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_options(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        shown = [(name, command) for name, command in found if command is not None and not command.hidden]
+        if not shown:
+            return
+        widest = max(len(name) for name, _ in shown)
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, command in shown:
+            title = getattr(command, "rich_help_panel", None) or _COMMANDS
+            # As wide everywhere, so that all sections have one second column.
+            row = name.ljust(widest), command.get_short_help_str(formatter.width - widest - 6)
+            sections.setdefault(title, []).append(row)
+        _write(sections, formatter)
+
+
+def in_sections(group: typer.Typer) -> None:
+    """Have the help of a group, and of all below it, in sections."""
+    group.info.cls = SectionedGroup
+    for command in group.registered_commands:
+        command.cls = SectionedCommand
+    for each in group.registered_groups:
+        if each.typer_instance is not None:
+            in_sections(each.typer_instance)
+
+
+def _write_options(command: Any, ctx: Any, formatter: Any) -> None:
+    sections: dict[str, list[tuple[str, str]]] = {_ARGUMENTS: [], _OPTIONS: []}
+    for parameter in command.get_params(ctx):
+        record = parameter.get_help_record(ctx)
+        if record is None:
+            continue
+        plain = _ARGUMENTS if parameter.param_type_name == "argument" else _OPTIONS
+        title = getattr(parameter, "rich_help_panel", None) or plain
+        name = record[0].partition(" <")[0] if plain is _ARGUMENTS else _named(record[0])
+        sections.setdefault(title, []).append((name, _explained(record[1])))
+    _write(sections, formatter)
+
+
+def _named(name: str) -> str:
+    """An option with a word for its value, instead of Python's name of the type."""
+    for kind, word in _VALUES.items():
+        name = name.replace(f" <{kind}>", word)
+    return name
+
+
+def _explained(text: str) -> str:
+    """A text without the bounds of a number, which an error tells, and with a default in plain words."""
+    text = re.sub(r"; [^;\]]*x[<>]=[^;\]]*\]", "]", text)
+    text = re.sub(r"\s*\[[^;\]]*x[<>]=[^;\]]*\]", "", text)
+    return re.sub(r"\[default: \((.*?)\)\]", r"[default: \1]", text)
+
+
+def _write(sections: dict[str, list[tuple[str, str]]], formatter: Any) -> None:
+    for title, rows in sections.items():
+        if rows:
+            with formatter.section(title):
+                formatter.write_dl(rows)

@@ -1,0 +1,1 @@
+"""Options of the commands: those that several share, groups of them, and what others call them."""
