@@ -344,6 +344,18 @@ def test_settings_in_a_file_that_no_turn_could_have_are_refused(
     assert client.get(f"{SESSIONS}/odd").status_code == 404
 
 
+def test_a_file_of_a_newer_format_is_the_files_fault(client: httpx.Client, tmp_path: Path) -> None:
+    """I4: one flipped bit of a file says so as well, and nobody should try it again later."""
+    start = Turn(kind="start", messages=())
+    path = write_export(tmp_path / "x", [start], None, name="new", kind="session", settings={})
+    data = path.read_bytes()
+    newer = data.replace(b'"format": 1', b'"format": 9')
+    assert newer != data
+    refused = client.post(f"{SESSIONS}/import", content=newer, headers=FILE)
+    assert refused.status_code == 422
+    assert "update perdure" in refused.json()["error"]["message"]
+
+
 def test_a_memory_address_with_a_huge_number_is_400(client: httpx.Client) -> None:
     for digits in (20, 5000):
         address = f"perdure://x/{'9' * digits}#here"

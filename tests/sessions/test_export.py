@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from perdure import CorruptStateError, SessionExistsError, StateError, StoreError, StoreVersionError
+from perdure import CorruptStateError, IncompatibleStateError, SessionExistsError, StateError, StoreError
 from perdure.cache.block import Block
 from perdure.engine.toy import ToyModel
 from perdure.sessions.export import manifest_of, read_export
@@ -279,7 +279,7 @@ def test_parts_of_another_export_are_refused(toy: Subject, tmp_path: Path) -> No
         parts["manifest.json"] = json.dumps(manifest).encode()
 
     assert refused(rewritten(path, tmp_path / "mixed", swap))
-    with pytest.raises(StoreVersionError):
+    with pytest.raises(IncompatibleStateError):
         read_export(rewritten(path, tmp_path / "mixed", newer))
 
 

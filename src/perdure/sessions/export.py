@@ -26,7 +26,7 @@ from typing import IO, Any
 from perdure.atomic import appearing
 from perdure.cache.block import Block
 from perdure.checks import is_whole
-from perdure.errors import CorruptStateError, StoreVersionError
+from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.identity import Identity
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store import block_file
@@ -284,10 +284,9 @@ def _manifest(archive: _Archive) -> dict[str, Any]:
     if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
         raise CorruptStateError("the manifest of this export is not one")
     if manifest["format"] > FORMAT:
-        raise StoreVersionError(
+        raise IncompatibleStateError(
             f"this export is of format {manifest['format']}, this perdure reads {FORMAT}: update perdure",
-            found=manifest["format"],
-            known=FORMAT,
+            field="format",
         )
     if manifest.get("digest") != _digest(manifest):
         raise CorruptStateError("the manifest of this export is damaged: its digest does not match")
