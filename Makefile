@@ -59,9 +59,10 @@ engine: $(CHAT)
 docs: $(DOCS) api
 	$(BIN)/mkdocs build --strict --site-dir build/site
 
-# docs/api.md, from signatures and docstrings.
+# docs/api.md, from signatures and docstrings, and what `perdure --help` prints.
 api: $(CHAT)
 	$(BIN)/python tools/api_reference.py
+	$(BIN)/python tools/command_help.py
 
 dist: $(DIST)
 	rm -rf dist

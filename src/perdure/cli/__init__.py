@@ -5,10 +5,23 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from pathlib import Path
+
+HELP = Path(__file__).with_name("help.txt")
+"""What `perdure --help` prints, as tools/command_help.py writes it."""
 
 
 def main() -> None:
     """Run the command that the process was started with, and exit."""
+    if sys.argv[1:] in (["--help"], ["-h"]) and _is_wide():
+        # Building all commands, only to name them, takes longer than Python takes to start.
+        print(HELP.read_text(encoding="utf-8"), end="")
+        return
+    if sys.argv[1:] == ["--version"]:
+        from perdure import __version__
+
+        print(f"perdure {__version__}")
+        return
     try:
         from perdure.cli.app import start
 
@@ -27,6 +40,13 @@ def main() -> None:
 
         _tell(with_options(str(error), sys.argv[1:]))
         sys.exit(1)
+
+
+def _is_wide() -> bool:
+    """Whether lines of 80 characters fit. Where they do not, the help is wrapped anew."""
+    import shutil
+
+    return shutil.get_terminal_size().columns >= 80
 
 
 def _explain(error: OSError) -> None:

@@ -1,0 +1,21 @@
+"""Writes what `perdure --help` prints: `python tools/command_help.py`. A test compares it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from perdure.cli import HELP
+from perdure.cli.app import app
+
+
+def text() -> str:
+    """The help of the root command, in a terminal of 80 columns, of which two stay free."""
+    command: Any = typer.main.get_command(app)
+    with command.make_context("perdure", ["run"], resilient_parsing=True, terminal_width=78) as context:
+        return f"{command.get_help(context)}\n"
+
+
+if __name__ == "__main__":
+    HELP.write_text(text(), encoding="utf-8")
