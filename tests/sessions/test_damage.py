@@ -255,6 +255,17 @@ def test_d1_numbers_that_are_damaged_are_found_and_mended(
         store.check_numbers()
 
 
+def test_a_damaged_description_of_a_table_is_found_and_mended(closed: Path, damaged: Damaged) -> None:
+    """S2: all turns can be read, but no change would be taken any more."""
+    at = (closed / FILE).read_bytes().index(b"REFERENCES turn (number)") + len("REFERENCES turn (numbe")
+    known = everything(closed)
+    folder = damaged(closed, flip(FILE, at, 6))
+    found = mended(folder, known)
+    assert found.database
+    assert found.repair is not None
+    assert everything(folder) == known
+
+
 def test_a_database_that_is_cut_short_is_refused(closed: Path, damaged: Damaged) -> None:
     """At every page, and within each."""
     known = everything(closed)

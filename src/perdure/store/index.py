@@ -63,6 +63,9 @@ MIGRATIONS: Sequence[str] = (
 )
 
 
+_SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
+
+
 class Index:
     """The index of one store, for any thread.
 
@@ -142,6 +145,19 @@ class Index:
             found = self.rows(query) if reader is None else reader.execute(query).fetchall()
         if found != [("ok",)]:
             raise self._damaged(found[0][0] if found else "no answer")
+
+    def check_schema(self) -> None:
+        """Raise `StoreDamagedError` unless its tables are those that are made here.
+
+        SQLite takes a damaged description of a table for another one, which may forbid every change.
+        """
+        made = Index(None, readonly=False, migrations=self._migrations, functions=self._functions)
+        try:
+            wanted = made.rows(_SCHEMA)
+        finally:
+            made.close()
+        if self.rows(_SCHEMA) != wanted:
+            raise self._damaged("its tables are not as they were made")
 
     def connect_reader(self) -> sqlite3.Connection | None:
         """One more connection for reading, of whoever asked for it. None where all is in memory."""

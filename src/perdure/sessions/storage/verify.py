@@ -86,6 +86,7 @@ def _read_sessions(folder: Path, found: Verification, progress: Progress) -> Non
     store = SessionStore(folder, readonly=True)
     try:
         store.index.check()
+        store.index.check_schema()
         sessions = store.index.rows(SESSION)
         memories = store.index.rows(MEMORY)
         found.sessions, found.memories = len(sessions), len(memories)
