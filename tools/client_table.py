@@ -152,7 +152,7 @@ FRAMEWORK_FEATURES: dict[str, tuple[Cell, Cell, Cell, Cell]] = {
         ("yes", f"{FRAMEWORKS}::test_langchain"),
     ),
     "litellm": (
-        ("chat, Messages", f"{FRAMEWORKS}::test_litellm"),
+        ("chat, Messages, Ollama", f"{FRAMEWORKS}::test_litellm"),
         ("yes", f"{FRAMEWORKS}::test_litellm"),
         ("yes", f"{FRAMEWORKS}::test_litellm"),
         ("yes", f"{FRAMEWORKS}::test_litellm"),

@@ -93,11 +93,7 @@ LIGHT = {
     [
         ("openai/gpt-any", "{url}/v1"),
         ("anthropic/gpt-any", "{url}"),
-        pytest.param(
-            "ollama_chat/gpt-any",
-            "{url}",
-            marks=pytest.mark.xfail(strict=True, reason="it sends JSON without a content type: 415 here"),
-        ),
+        ("ollama_chat/gpt-any", "{url}"),
     ],
 )
 def test_litellm(model: str, base: str, tmp_path: Path) -> None:

@@ -213,6 +213,21 @@ def test_what_a_form_can_send_is_not_taken_s4(server: LiveServer, content_type: 
             assert response.json()["error"]["code"] == "unsupported_media_type"
 
 
+@pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
+def test_ollamas_bodies_are_json_unless_a_browser_sent_them_s4(server: LiveServer, content_type: str) -> None:
+    """S4, I3: as `curl -d` and litellm send them; a page cannot hide that it is one."""
+    headers = {"content-type": content_type} if content_type else {}
+    body = b'{"model": "any", "messages": [{"role": "user", "content": "Hi"}], "stream": false}'
+    with server.client() as client:
+        taken = client.post("/api/chat", content=body, headers=headers)
+        assert taken.status_code == 200, taken.text
+        assert taken.json()["message"]["role"] == "assistant"
+        for mark in ("origin", "sec-fetch-site", "sec-fetch-mode", "referer"):
+            own = server.url if mark in ("origin", "referer") else "same-origin"
+            refused = client.post("/api/chat", content=body, headers={**headers, mark: own})
+            assert refused.status_code == 415, mark
+
+
 def test_further_names_are_let_in_by_the_operator_s3() -> None:
     hosts = AllowedHosts("127.0.0.1", ["Chat.example.org"])
     with opened(toy()) as rt, live_server(rt, hosts=hosts) as server, server.client() as client:

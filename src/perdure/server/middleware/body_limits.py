@@ -19,6 +19,8 @@ _STEP[list(b"}]")] = -1
 
 JSON_TYPE = "application/json"
 FILE_TYPE = "application/octet-stream"
+OLLAMA = "/api/"
+_OF_BROWSERS = {b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"}
 UPLOADS = ("/v1/sessions/import",)
 """Where a body is a file: it is read by its route, and never held in memory."""
 
@@ -48,7 +50,7 @@ class BodyLimits:
                     code="too_many_requests",
                     retry_after=1,
                 )
-            check_type(scope)
+            scope = typed(scope)
             if scope["path"] in UPLOADS:
                 await self._upload(scope, receive, send)
             else:
@@ -124,19 +126,29 @@ def too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body has more than {limit} bytes, which is the limit", code="body_too_large")
 
 
-def check_type(scope: Scope) -> None:
-    """Refuse a POST whose content type a web page could send to another site without asking first."""
+def typed(scope: Scope) -> Scope:
+    """The request, if its content type is right. A POST of a type that a web page could send to another site
+    without asking first is refused.
+
+    Ollama reads every body as JSON, and its documentation's own `curl -d` names another type: so does this
+    server on its paths, unless a browser sent it, which says so.
+    """
     if scope["method"] not in ("POST", "PUT", "PATCH"):
-        return
+        return scope
     wanted = FILE_TYPE if scope["path"] in UPLOADS else JSON_TYPE
-    given = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
-    if given.partition(";")[0].strip().lower() != wanted:
-        raise ApiError(
-            415,
-            f"the content type is {given[:100]!r}; send `content-type: {wanted}` "
-            f"(curl: -H 'content-type: {wanted}')",
-            code="unsupported_media_type",
-        )
+    headers = dict(scope["headers"])
+    given = headers.get(b"content-type", b"").decode("latin-1")
+    if given.partition(";")[0].strip().lower() == wanted:
+        return scope
+    if scope["path"].startswith(OLLAMA) and not headers.keys() & _OF_BROWSERS:
+        others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        return {**scope, "headers": [*others, (b"content-type", JSON_TYPE.encode())]}
+    raise ApiError(
+        415,
+        f"the content type is {given[:100]!r}; send `content-type: {wanted}` "
+        f"(curl: -H 'content-type: {wanted}')",
+        code="unsupported_media_type",
+    )
 
 
 class JsonScan:
