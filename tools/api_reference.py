@@ -216,6 +216,8 @@ def _parameter(each: inspect.Parameter) -> str:
 
 
 def _annotation(kind: object) -> str:
+    if isinstance(kind, typing.ForwardRef):
+        kind = kind.__forward_arg__
     text = kind if isinstance(kind, str) else getattr(kind, "__name__", None) or str(kind)
     return re.sub(r"\b(?:typing|collections\.abc|perdure(?:\.\w+)+)\.", "", text).strip("'\"")
 
@@ -234,8 +236,7 @@ def _keywords(name: str, kind: type) -> Iterator[str]:
     yield from ("| keyword | type |", "|---|---|")
     for field, annotation in kind.__annotations__.items():
         if field not in inherited:
-            text = annotation.__forward_arg__ if isinstance(annotation, typing.ForwardRef) else annotation
-            shown = _annotation(text).replace("|", "\\|")
+            shown = _annotation(annotation).replace("|", "\\|")
             yield f"| `{field}` | `{shown}` |"
     yield ""
 
