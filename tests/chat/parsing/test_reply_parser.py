@@ -316,6 +316,29 @@ def test_markers_that_cannot_be_told_apart_are_refused(markers: Markers, words: 
         Family("mine", markers)
 
 
+MARK = "]<]minimax[>["
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"a {MARK}b",
+        f"a b{MARK}",
+        f"a b{MARK}<tool_",
+        f'a b{MARK}<tool_call>\n{MARK}<invoke name="f">{MARK}<x',
+        f"a {MARK}<tool_call>{MARK}b{MARK}</tool_call>",
+    ],
+)
+def test_a_mark_that_others_begin_with_is_not_shown(text: str) -> None:
+    """C8: wherever the text is cut, and whatever it ends with."""
+    whole = parse_reply(family("minimax-m3"), text)
+    assert MARK not in (whole.content or "")
+    for at in range(len(text) + 1):
+        parser = ReplyParser(family("minimax-m3"))
+        made = gather([*parser.push(text[:at]), *parser.push(text[at:]), *parser.finish()])
+        assert made == whole, at
+
+
 def test_parse_messages_takes_what_a_reader_makes() -> None:
     made = parse_reply(family("qwen3"), RAW[0].text)
     assert parse_messages([made.to_dict()]) == (made,)

@@ -59,7 +59,7 @@ class Family:
         for mark, following in zip(marks, [*marks[1:], ""], strict=False):
             if not mark or mark[0].isspace():
                 raise InvalidInputError(f"a marker of {self.name} is empty or starts with space: {mark!r}")
-            if following.startswith(mark):
+            if following.startswith(mark) and self.scanner.meanings[mark] not in ("nothing", "call mark"):
                 raise InvalidInputError(
                     f"of the markers of {self.name}, {mark!r} is the beginning of {following!r}"
                 )

@@ -52,11 +52,16 @@ class MarkerScanner:
         self._firsts = frozenset(mark[:1] for mark in meanings)
         self._longest = max(map(len, meanings), default=1) - 1
 
-    def first(self, text: str) -> tuple[int, str]:
-        """Where the first marker begins and the marker; where it may yet turn out to begin, and nothing."""
+    def first(self, text: str, *, ended: bool = False) -> tuple[int, str]:
+        """Where the first marker begins and the marker; where it may yet turn out to begin, and nothing.
+
+        A marker that another one begins with counts once it is certain which of them it is: when the text
+        has `ended`, or goes on otherwise.
+        """
         found = self._any.search(text)
         end = len(text)
-        for at in range(max(0, end - self._longest), end if found is None else found.start()):
+        last = end if found is None else found.start() + 1
+        for at in range(end if ended else max(0, end - self._longest), last):
             if text[at] in self._firsts and text[at:] in self._starts:
                 return at, ""
         return (end, "") if found is None else (found.start(), found[0])

@@ -111,7 +111,12 @@ class ReplyParser:
             while text:
                 text = self._read_call(text) if self._call_parser is not None else self._read_prose(text)
         held, self._held = self._held, ""
-        self._say(held)
+        while held:
+            end, marker = self._scanner.first(held, ended=True)
+            self._say(held[:end])
+            if marker:
+                self._act(marker)
+            held = held[end + len(marker) :]
         self._emit("".join(self._space))
         self._space = []
         return self._take()

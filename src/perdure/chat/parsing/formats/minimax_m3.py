@@ -92,7 +92,7 @@ _TEXT = _MiniMaxText(start=f"{_MARK}<tool_call>\n", end=f"{_MARK}</tool_call>")
 class MiniMaxM3Calls(CallFormat):
     openers: tuple[str, ...] = (_MARK + "<tool_call>",)
     leads: str = ""
-    marks: tuple[str, ...] = (_MARK + "</tool_call>",)
+    marks: tuple[str, ...] = (_MARK + "</tool_call>", _MARK)
     writer: CallWriter = _TEXT
     opener_is_text: bool = False
 
