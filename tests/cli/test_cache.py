@@ -222,7 +222,7 @@ def test_an_index_that_is_lost_is_made_anew(run: Run, store: Path, loss: str) ->
     if loss == "garbage":
         index.write_bytes(b"garbage" * 5000)
         for command in (["stats"], ["warm", TEXT, "--ctx", "256"]):
-            refused(run(*command), "`perdure cache verify` rebuilds it")
+            refused(run(*command), f"`perdure cache verify --store {store}` rebuilds it")
     done = run("verify")
     assert done.returncode == 1
     assert "the index was damaged and has been rebuilt" in done.stdout
@@ -241,7 +241,7 @@ def test_a_store_of_a_newer_perdure_is_left_alone(run: Run, store: Path) -> None
 
 @pytest.mark.parametrize("command", [["stats"], ["verify"], ["clear", "--all", "-y"]])
 def test_no_store_is_said_so_and_none_is_made(run: Run, tmp_path: Path, command: list[str]) -> None:
-    refused(run(*command), "`perdure cache warm` makes one")
+    refused(run(*command), f"`perdure cache warm --store {tmp_path / 'store'}` makes one")
     assert not (tmp_path / "store").exists()
 
 

@@ -379,8 +379,8 @@ def test_in_a_terminal_a_model_alone_is_a_chat(environment: dict[str, str]) -> N
 
 ENDLESS = ["the man", "--ctx", "60000", "--regex", "[ab]{50000}"]
 TRAINED = (
-    "llama.gguf was trained on texts of up to 4096 tokens, and n_ctx is 60000: what it writes beyond that "
-    "may make no sense\n"
+    "perdure: llama.gguf was trained on texts of up to 4096 tokens, and --ctx is 60000: what it writes "
+    "beyond that may make no sense\n"
 )
 """All that is said beside the text of these."""
 

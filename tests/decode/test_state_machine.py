@@ -87,16 +87,14 @@ def test_a_sequence_that_is_not_given_back_is_seen(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_token_that_is_drawn_but_not_delivered_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = TokenSequence.take
+    deliver = TokenSequence.deliver
 
-    def losing(sequence: TokenSequence, token: int, *shown: Any) -> None:
-        put = sequence._put
+    def losing(sequence: TokenSequence) -> None:
         if sequence.written == 3:
-            sequence._put = lambda delta: None
-        take(sequence, token, *shown)
-        sequence._put = put
+            del sequence._undelivered[-1:]
+        deliver(sequence)
 
-    monkeypatch.setattr(TokenSequence, "take", losing)
+    monkeypatch.setattr(TokenSequence, "deliver", losing)
     with open_toy() as rt:
         job = rt.submit("a", max_tokens=9, temperature=0, ignore_eos=True)
         with pytest.raises(AssertionError):

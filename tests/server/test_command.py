@@ -33,7 +33,8 @@ class Running:
 
     @property
     def url(self) -> str:
-        return self.screen["address"]
+        # Of several, its own comes first.
+        return self.screen["address"].partition(" and ")[0]
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=PATIENCE, trust_env=False)
