@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -116,6 +117,13 @@ class PtyUser:
         return self._seen.decode("utf-8", "ignore").replace("\r\n", "\n").replace("\r", "")
 
 
+def _take_terminal() -> None:
+    """As a shell in a new window starts a command, also where these tests were started by nohup."""
+    # Ctrl-C reaches the process only if this is its terminal.
+    os.close(os.open(os.ttyname(0), os.O_RDWR))
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @contextmanager
 def terminal(
     environment: dict[str, str],
@@ -133,8 +141,7 @@ def terminal(
         stdout=inner,
         stderr=inner,
         start_new_session=True,
-        # Ctrl-C reaches the process only if this is its terminal.
-        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),
+        preexec_fn=_take_terminal,
     ) as process:
         os.close(inner)
         user = PtyUser(screen, process)
