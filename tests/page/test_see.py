@@ -46,6 +46,10 @@ def test_a_token_shows_its_alternatives_and_another_one_makes_a_branch(
     alternatives = user.page.get_by_role("list", name="Other tokens here").get_by_role("button")
     user.button("Tokens").click()
     expect(tokens).to_have_count(12)
+    # Each is coloured by surprise, and no two degrees of it alike.
+    degree = "each => [/surprise-\\d/.exec(each.className)[0], getComputedStyle(each).backgroundColor]"
+    colours = set(map(tuple, tokens.evaluate_all(f"all => all.map({degree})")))
+    assert len(colours) == len({name for name, _ in colours}) == len({colour for _, colour in colours}) > 1
     [turn] = served.runtime.session(session).history()
     before = "".join(tokens.nth(at).text_content() or "" for at in range(4))
     assert turn.text.startswith(before)
