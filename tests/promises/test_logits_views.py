@@ -127,7 +127,7 @@ def _borrowed_best(view: LogitsView) -> int:
 
 
 MASK = np.arange(384) % 3 == 0
-OUT = np.empty(384, np.float32)
+OUT = np.zeros(384, np.float32)
 
 ACCESSES: dict[str, Callable[[Any], object]] = {
     "index": lambda v: v[3],
