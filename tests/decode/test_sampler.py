@@ -110,6 +110,15 @@ def pair(model: Model, breakers: BreakerTable, sampling: Sampling, before: Seque
     return mine, theirs
 
 
+def has_no_entropy(sampling: Sampling, mine: Sampler, row: Row) -> bool:
+    """Whether the library's typical stage computes 0 times infinity, and so keeps whatever it meets.
+
+    That is so with a token whose share rounds to 0: a banned one, or one that DRY found in a long repetition.
+    """
+    logits = mine.select(row).logits
+    return sampling.typical_p < 1 and not np.exp(logits - logits.max()).all()
+
+
 def beside_a_cut(sampling: Sampling, mine: Sampler, row: Row) -> bool:
     """Whether a cumulative share comes so near to a cut that the library's rounding decides."""
     if sampling.top_p in (0.0, 1.0) and sampling.typical_p == 1.0 and not sampling.xtc_probability:
@@ -128,14 +137,27 @@ def test_m6_candidates_and_probabilities_are_the_librarys(
     seed: int, spread: float, chosen: dict[str, Any], model: Model, breakers: BreakerTable
 ) -> None:
     sampling = Sampling(**chosen, seed=1)
-    # With an impossible token the library's typical stage computes 0 times infinity.
-    if sampling.typical_p < 1 and (sampling.banned or sampling.top_n_sigma):
-        return
     mine, theirs = pair(model, breakers, sampling, accepted(seed))
     row = random_row(seed, model.n_vocab, spread)
-    if beside_a_cut(sampling, mine, row):
+    if has_no_entropy(sampling, mine, row) or beside_a_cut(sampling, mine, row):
         return
     check_same(ours(mine, row), theirs.apply(row)[0], str(chosen))
+
+
+@pytest.mark.parametrize("typical_p", [0.213, 0.5, 0.9])
+@pytest.mark.parametrize("low", [-200.0, -1e6, -math.inf])
+def test_m6_typical_counts_an_impossible_token_as_nothing(
+    low: float, typical_p: float, model: Model, breakers: BreakerTable
+) -> None:
+    """Held against the library where those tokens have a share so small that it adds nothing."""
+    for seed in range(100):
+        mine, theirs = pair(model, breakers, Sampling(**{**PLAIN, "typical_p": typical_p}, seed=1), [])
+        row = random_row(seed, model.n_vocab, 2.0)
+        impossible, unlikely = row.copy(), row.copy()
+        impossible[:9], unlikely[:9] = low, np.float32(-50) - row[:9]
+        if beside_a_cut(mine.sampling, mine, unlikely):
+            continue
+        check_same(ours(mine, impossible), theirs.apply(unlikely)[0], f"seed {seed}")
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
