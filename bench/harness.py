@@ -22,6 +22,7 @@ import json
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -232,7 +233,7 @@ class Bench:
 
 
 def main(benches: Sequence[Bench], argv: Sequence[str] | None = None) -> int:
-    """Run `benches` in turn. 1: a target was missed and `--check` was given."""
+    """Run `benches` in turn. 1: a part failed, or a target was missed and `--check` was given."""
     names = " ".join(bench.name for bench in benches)
     parser = argparse.ArgumentParser(
         prog="python -m bench" + (f".{names}" if len(benches) == 1 else ""),
@@ -245,14 +246,15 @@ def main(benches: Sequence[Bench], argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     run = Run(quick=options.quick)
     results: dict[str, list[Figure]] = {}
+    failed: list[str] = []
     for bench in benches:
         print(f"{bench.name}{' (quick)' if run.quick else ''}", flush=True)
-        results[bench.name] = list(_measured(bench, run, options.only))
+        results[bench.name] = list(_measured(bench, run, options.only, failed))
     figures = [figure for each in results.values() for figure in each]
-    print(summary(figures), flush=True)
+    print(summary(figures, failed), flush=True)
     if options.json:
         options.json.write_text(json.dumps(report(results, quick=run.quick), indent=1) + "\n")
-    return int(options.check and any(not figure.ok for figure in figures))
+    return int(bool(failed) or (options.check and any(not figure.ok for figure in figures)))
 
 
 def report(results: dict[str, list[Figure]], *, quick: bool) -> dict[str, Any]:
@@ -263,12 +265,14 @@ def report(results: dict[str, list[Figure]], *, quick: bool) -> dict[str, Any]:
     }
 
 
-def summary(figures: Sequence[Figure]) -> str:
+def summary(figures: Sequence[Figure], failed: Sequence[str] = ()) -> str:
     missed = [figure.name for figure in figures if not figure.ok]
     disturbed = [figure for figure in figures if not figure.machine.idle]
     lines = [f"{len(figures) - len(missed)} of {len(figures)} targets met"]
     if missed:
         lines.append(f"missed: {', '.join(missed)}")
+    if failed:
+        lines.append(f"FAILED, not measured to the end: {', '.join(failed)}")
     if disturbed:
         worst = max(figure.machine.others for figure in disturbed)
         lines.append(
@@ -278,7 +282,8 @@ def summary(figures: Sequence[Figure]) -> str:
     return "\n".join(lines)
 
 
-def _measured(bench: Bench, run: Run, only: str | None) -> Iterator[Figure]:
+def _measured(bench: Bench, run: Run, only: str | None, failed: list[str]) -> Iterator[Figure]:
+    """The figures of a benchmark. A part that fails is added to `failed`, and the next one is measured."""
     for part in bench.parts:
         if only is None or only in part.__name__:
             try:
@@ -289,6 +294,9 @@ def _measured(bench: Bench, run: Run, only: str | None) -> Iterator[Figure]:
                 print(
                     f"{'':>7}  {part.__name__}: not measured, a peer is not installed ({missing})", flush=True
                 )
+            except Exception:
+                failed.append(f"{bench.name}.{part.__name__}")
+                print(f"{'':>7}  {part.__name__}: FAILED\n{traceback.format_exc()}", flush=True)
 
 
 def _ratio(value: float) -> str:

@@ -247,3 +247,17 @@ def test_a_part_whose_peer_is_not_installed_is_left_out(capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert "part: not measured" in said
     assert "0 of 0 targets met" in said
+
+
+def test_a_part_that_fails_lets_the_others_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(_: Run) -> Iterator[Figure]:
+        yield figure([1.0], [1.0])
+        raise OSError("no room left")
+
+    def whole(_: Run) -> Iterator[Figure]:
+        yield figure([2.0], [1.0])
+
+    assert Bench("sample", (broken, whole))([]) == 1
+    said = capsys.readouterr().out
+    assert "OSError: no room left" in said
+    assert "2 of 2 targets met\nFAILED, not measured to the end: sample.broken" in said

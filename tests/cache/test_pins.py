@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
 from perdure.cache.pins import PINS, Pins
 
 
@@ -28,8 +36,7 @@ def test_a_pin_ends_with_its_time_and_is_renewed_by_the_next() -> None:
     assert pins.holds(b"b")
     clock.now = 599
     assert not pins.holds(b"a")
-    pins.expire()
-    assert len(pins) == 0
+    assert len(pins) == pins.nbytes == 0
 
 
 def test_a_key_holds_what_it_was_last_used_for_alone() -> None:
@@ -64,3 +71,68 @@ def test_the_oldest_pin_goes_for_one_too_many() -> None:
     assert len(pins) == PINS
     assert not pins.holds(b"b0")
     assert pins.holds(b"b1")
+
+
+def lines(work: Callable[[], object]) -> int:
+    """Lines of Python that `work` runs, each time that it does."""
+    found = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal found
+        found += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return found
+
+
+@pytest.mark.parametrize("what", ["pins of one namespace", "namespaces"])
+def test_a_pin_costs_the_same_among_many(what: str) -> None:
+    """Adding one, asking for one, and its end: counted in lines of Python."""
+    costs = []
+    for size in (2, PINS - 2):
+        clock, fresh = Clock(), itertools.count()
+        pins = Pins(1 << 40, clock=clock)
+
+        def add(seconds: float, pins: Pins = pins, fresh: Any = fresh) -> bool:
+            number = next(fresh)
+            space = "" if what.startswith("pins") else f"n{number}"
+            return pins.add(space, b"%d" % number, names("shared", f"b{number}"), seconds)
+
+        for _ in range(size):
+            assert add(1000)
+        adding = lines(lambda: add(10))
+        holding = lines(lambda: pins.holds(b"shared"))  # noqa: B023
+        clock.now = 11
+        ending = lines(lambda: pins.holds(b"shared"))  # noqa: B023
+        assert len(pins) == size
+        costs.append((adding, holding, ending))
+    assert costs[0] == costs[1]
+
+
+def test_a_checkpoint_that_two_namespaces_pin_is_held_until_both_end() -> None:
+    """And leaves nothing behind, in whichever of them it was pinned first."""
+    clock = Clock()
+    pins = Pins(1000, clock=clock)
+    assert pins.add("ada", b"k", [(b"point", 5)], 10)
+    assert pins.add("bob", b"k", [(b"point", 5)], 20)
+    clock.now = 10
+    assert pins.holds(b"point")
+    assert (len(pins), pins.nbytes) == (1, 5)
+    clock.now = 20
+    assert not pins.holds(b"point")
+    assert (len(pins), pins.nbytes) == (0, 0)
+
+
+def test_a_pin_that_is_renewed_again_and_again_leaves_no_trace() -> None:
+    clock = Clock()
+    pins = Pins(1000, clock=clock)
+    for number in range(1000):
+        assert pins.add("", b"k", names("a"), 60 - number % 7)
+    assert (len(pins), pins.nbytes) == (1, 10)
+    assert len(pins._ends) < 100

@@ -2,46 +2,67 @@
 
 from __future__ import annotations
 
+import heapq
+import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 
 PINS = 256
 """Pins of one namespace, at most: the oldest goes for a new one."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    ends: float
+class _Pin:
+    number: int
+    """No other pin ever has it."""
     names: frozenset[bytes]
 
 
+@dataclass(slots=True)
+class _Space:
+    """The pins of one namespace by their keys, in the order in which they were last asked for."""
+
+    pins: dict[bytes, _Pin] = field(default_factory=dict)
+    counts: dict[bytes, int] = field(default_factory=dict)
+    """How many of them hold a name."""
+    sizes: dict[bytes, int] = field(default_factory=dict)
+    """The bytes that each name stands for."""
+    nbytes: int = 0
+
+
 class Pins:
-    """The pins of all namespaces, in the order in which they were last asked for.
+    """The pins of all namespaces. For any thread.
 
     Always holds: no namespace pins more than half of the budget, and all of them together no more than it;
     what several pins share counts once; a pin whose time is over holds nothing. A name is a block's or a
-    checkpoint's: whether such a thing is kept, and where, is for others to know.
+    checkpoint's: whether such a thing is kept, and where, is for others to know. A pin costs what its own
+    names cost, however many others there are.
     """
 
     def __init__(self, budget: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.budget = budget
+        self.nbytes = 0
+        """What all that is pinned stands for."""
         self._clock = clock
-        self._held: dict[tuple[str, bytes], _Held] = {}
-        self._sizes: dict[str, dict[bytes, int]] = {}
-        """The bytes that each name stands for, by namespace."""
-        self._counts: dict[bytes, int] = {}
-        """How many pins hold a name."""
+        self._lock = threading.Lock()
+        self._count = 0
+        self._numbers = count()
+        self._spaces: dict[str, _Space] = {}
+        self._ends: list[tuple[float, int, str, bytes]] = []
+        """When each pin ends, the first one first. Those that were replaced are still in it."""
+        self._held: dict[bytes, int] = {}
+        """How many namespaces pin a name."""
 
     def __len__(self) -> int:
-        return len(self._held)
+        return self._count
 
     def holds(self, name: bytes) -> bool:
-        """Whether a block or a checkpoint is to stay. For any thread."""
-        if name not in self._counts:
-            return False
-        now = self._clock()
-        return any(each.ends > now and name in each.names for each in list(self._held.values()))
+        """Whether a block or a checkpoint is to stay."""
+        with self._lock:
+            self._expire()
+            return name in self._held
 
     def add(
         self,
@@ -52,47 +73,79 @@ class Pins:
     ) -> bool:
         """Have `names`, each with its bytes, stay for so many seconds, in the place of what `key` had stay
         before. False: there is no room for them within the budget."""
-        self.expire()
         sizes = dict(names)
-        known = self._sizes.get(namespace, {})
-        before = self._held.get((namespace, key))
-        # What only the earlier pin of this key holds will go.
-        leaving = {
-            name for name in (before.names if before else ()) if self._counts[name] == 1 and name not in sizes
-        }
-        share = sum(size for name, size in (known | sizes).items() if name not in leaving)
-        others = sum(sum(each.values()) for space, each in self._sizes.items() if space != namespace)
-        if share > self.budget // 2 or share + others > self.budget:
-            return False
-        self._remove(namespace, key)
-        held = self._sizes.setdefault(namespace, {})
-        for name, size in sizes.items():
-            held[name] = size
-            self._counts[name] = self._counts.get(name, 0) + 1
-        self._held[namespace, key] = _Held(self._clock() + seconds, frozenset(sizes))
-        mine = [each for space, each in self._held if space == namespace]
-        if len(mine) > PINS:
-            self._remove(namespace, mine[0])
-        return True
-
-    def expire(self) -> None:
-        """Forget the pins whose time is over."""
-        now = self._clock()
-        for namespace, key in [place for place, each in self._held.items() if each.ends <= now]:
+        with self._lock:
+            self._expire()
+            space = self._spaces.get(namespace) or _Space()
+            more = sum(size - space.sizes.get(name, 0) for name, size in sizes.items())
+            if (before := space.pins.get(key)) is not None:
+                # What only the earlier pin of this key holds will go.
+                alone = (name for name in before.names - sizes.keys() if space.counts[name] == 1)
+                more -= sum(space.sizes[name] for name in alone)
+            if space.nbytes + more > self.budget // 2 or self.nbytes + more > self.budget:
+                return False
             self._remove(namespace, key)
+            self._enter(namespace, key, sizes, self._clock() + seconds)
+            pins = self._spaces[namespace].pins
+            if len(pins) > PINS:
+                self._remove(namespace, next(iter(pins)))
+            return True
 
     def clear(self) -> None:
-        self._held.clear()
-        self._sizes.clear()
-        self._counts.clear()
+        with self._lock:
+            self._spaces.clear()
+            self._ends.clear()
+            self._held.clear()
+            self._count = self.nbytes = 0
+
+    # With the lock held.
+
+    def _expire(self) -> None:
+        """Forget the pins whose time is over."""
+        now = self._clock()
+        while self._ends and self._ends[0][0] <= now:
+            _, number, namespace, key = heapq.heappop(self._ends)
+            if self._is_current(number, namespace, key):
+                self._remove(namespace, key)
+
+    def _is_current(self, number: int, namespace: str, key: bytes) -> bool:
+        space = self._spaces.get(namespace)
+        pin = None if space is None else space.pins.get(key)
+        return pin is not None and pin.number == number
+
+    def _enter(self, namespace: str, key: bytes, sizes: dict[bytes, int], ends: float) -> None:
+        space = self._spaces.setdefault(namespace, _Space())
+        for name, size in sizes.items():
+            if name not in space.counts:
+                self._held[name] = self._held.get(name, 0) + 1
+            space.counts[name] = space.counts.get(name, 0) + 1
+            self._resize(space, name, size)
+        pin = space.pins[key] = _Pin(next(self._numbers), frozenset(sizes))
+        self._count += 1
+        heapq.heappush(self._ends, (ends, pin.number, namespace, key))
+        if len(self._ends) > 64 + 4 * self._count:
+            self._ends = [each for each in self._ends if self._is_current(*each[1:])]
+            heapq.heapify(self._ends)
 
     def _remove(self, namespace: str, key: bytes) -> None:
-        gone = self._held.pop((namespace, key), None)
-        sizes = self._sizes.get(namespace, {})
-        for name in gone.names if gone is not None else ():
-            self._counts[name] -= 1
-            if not self._counts[name]:
-                del self._counts[name]
-                sizes.pop(name, None)
-        if not sizes:
-            self._sizes.pop(namespace, None)
+        space = self._spaces.get(namespace)
+        gone = None if space is None else space.pins.pop(key, None)
+        if space is None or gone is None:
+            return
+        self._count -= 1
+        for name in gone.names:
+            space.counts[name] -= 1
+            if not space.counts[name]:
+                self._resize(space, name, 0)
+                del space.counts[name], space.sizes[name]
+                self._held[name] -= 1
+                if not self._held[name]:
+                    del self._held[name]
+        if not space.pins:
+            del self._spaces[namespace]
+
+    def _resize(self, space: _Space, name: bytes, size: int) -> None:
+        more = size - space.sizes.get(name, 0)
+        space.sizes[name] = size
+        space.nbytes += more
+        self.nbytes += more
