@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import perdure
 from bench.growing.measure import LINEAR, Operation, growing, new_folder, opened, prompt
-from bench.harness import Figure, Run
+from bench.harness import Figure, Gauge, Run, at_most
 from perdure import Message, Session, Turn
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.storage.session_store import SessionStore
@@ -44,6 +48,27 @@ def fill(store: SessionStore, names: Iterator[tuple[str, str]], turns: Sequence[
     with store._writing():
         for namespace, name in names:
             store._create(namespace, name, turns)
+
+
+_prepared: dict[tuple[int, bool], Path] = {}
+_preparing = ExitStack()
+atexit.register(_preparing.close)
+
+
+def talked(size: int, cleanup: ExitStack, *, namespaces: bool = False) -> perdure.Runtime:
+    """A runtime with so many sessions, each in a namespace of its own if wanted. They are written once, and
+    copied for each operation that is measured."""
+    key = size, namespaces
+    if key not in _prepared:
+        folder = new_folder(_preparing)
+        store = SessionStore(folder)
+        names = ((f"n{n}", "s") if namespaces else ("", f"s{n}") for n in range(size))
+        fill(store, names, chain(2))
+        store.close()
+        _prepared[key] = folder
+    folder = new_folder(cleanup)
+    shutil.copytree(_prepared[key], folder, dirs_exist_ok=True)
+    return opened(cleanup, folder)
 
 
 def say(session: Session, **settings: Any) -> None:
@@ -88,11 +113,6 @@ def requests(run: Run) -> Iterator[Figure]:
 
 
 def sessions(run: Run) -> Iterator[Figure]:
-    def talked(size: int, cleanup: ExitStack) -> perdure.Runtime:
-        rt = opened(cleanup)
-        fill(rt.sessions.store, (("", f"s{number}") for number in range(size)), chain(2))
-        return rt
-
     def on_one(use: Callable[[Session, Iterator[int]], object]) -> Callable[[int, ExitStack], Operation]:
         def setting(size: int, cleanup: ExitStack) -> Operation:
             session, numbers = talked(size, cleanup).session("s0"), count()
@@ -123,9 +143,7 @@ def sessions(run: Run) -> Iterator[Figure]:
         return lambda: rt.memories.get(made[size // 2])
 
     def in_namespaces(size: int, cleanup: ExitStack) -> Operation:
-        rt = opened(cleanup)
-        fill(rt.sessions.store, ((f"n{number}", "s") for number in range(size)), chain(2))
-        numbers = count()
+        rt, numbers = talked(size, cleanup, namespaces=True), count()
         return lambda: say(rt.session("s", namespace=f"n{next(numbers) * 7919 % size}"))
 
     small = run.pick(100, 10)
@@ -201,8 +219,6 @@ def turns(run: Run) -> Iterator[Figure]:
 
 def long_session(run: Run) -> Iterator[Figure]:
     """A session of 10,000 turns, in seconds."""
-    from bench.harness import Gauge, at_most
-
     size = run.pick(10_000, 1_000)
     with ExitStack() as cleanup:
         folders = []
@@ -212,10 +228,8 @@ def long_session(run: Run) -> Iterator[Figure]:
                 made.store.create("", "a", chain(turns_there))
             folders.append(folder)
 
-        def opening(folder: Any) -> Callable[[], float]:
+        def opening(folder: Path) -> Callable[[], float]:
             def seconds() -> float:
-                import time
-
                 with Sessions(folder) as found:
                     started = time.perf_counter()
                     session = found.open("a", system="Be brief.")

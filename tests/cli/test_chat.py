@@ -16,6 +16,7 @@ from rich.cells import cell_len
 
 from cli.pty_user import COMMAND, PATIENCE, PtyUser, piped, plain, terminal
 from homes import new_home
+from perdure.sessions.sessions import Sessions
 
 GREEDY = ("-t", "0")
 BRIEF = (*GREEDY, "--max-tokens", "6")
@@ -354,6 +355,19 @@ def test_in_a_terminal_overflow_is_a_visible_line_and_ctrl_d_leaves(environment:
         assert user.leaves() == 0
     kept = shown(environment, "full")["history"]
     assert [turn["messages"][0]["content"] for turn in kept] == ["the man", "the other"]
+
+
+def test_in_a_terminal_the_latest_of_many_sessions_are_listed(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    with Sessions(tmp_path / "many") as made:
+        for number in range(40):
+            made.open(f"s{number}")
+    with terminal(environment, "chat", *BRIEF, "--session", "a", "--store", str(tmp_path / "many")) as user:
+        user.until("a> ")
+        listed = ask(user, "/sessions", "a> ")
+    assert re.findall(r" (s\d+)\n", listed) == [f"s{number}" for number in range(39, 10, -1)]
+    assert "These are the latest 30; `perdure sessions ls` lists all of them." in listed
 
 
 def test_in_a_terminal_a_conversation_is_forked_rewound_edited_and_saved(

@@ -243,9 +243,10 @@ class BlockCache:
         """The field in which the identity differs from one under which these tokens are kept."""
         here = self._context.identity
         for identity in self._identities.values():
-            root = self._root_of(identity, namespace)
-            if identity != here and closest(self.tiers, root, tokens[: self._size])[0]:
-                return here.difference(identity)
+            if identity != here:
+                root = self._root_of(identity, namespace)
+                if closest(self.tiers, root, tokens[: self._size])[0]:
+                    return here.difference(identity)
         return None
 
     def load(self, found: Found) -> Match:

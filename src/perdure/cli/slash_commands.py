@@ -14,6 +14,9 @@ from perdure.errors import InvalidInputError, PerdureError, SessionError
 if TYPE_CHECKING:
     from perdure.cli.conversation import Conversation
 
+_LISTED = 30
+"""Sessions that are shown, the latest first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -170,11 +173,14 @@ def _sessions(chat: Conversation, name: str) -> None:
         chat.switch(name)
         return
     for sessions, kept in chat.sessions():
-        for row in sessions.list():
+        rows = sessions.list(limit=_LISTED + 1)
+        for row in rows[:_LISTED]:
             here = "*" if row.name == chat.session.name and chat.kept is kept else " "
             turns = words.count(row.depth, "turn")
             note = "" if kept else "  (not kept)"
             terminal.tell(f"{here} {turns:>10}  {words.moment(row.updated)}  {words.quoted(row.name)}{note}")
+        if len(rows) > _LISTED:
+            terminal.tell(f"  These are the latest {_LISTED}; `perdure sessions ls` lists all of them.")
 
 
 def _sleep(chat: Conversation, _: str) -> None:

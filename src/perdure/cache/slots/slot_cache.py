@@ -101,7 +101,7 @@ class SlotCache:
     def acquire(
         self, tokens: Ids, *, namespace: str = "", reuse: bool = True, pins: Sequence[Pin] = ()
     ) -> SlotAssignment | Later | None:
-        idle = self._idle.copy()
+        idle = self._idle
         if not idle.any():
             return None
         refusal = self._inexact if reuse else "reuse was not wanted"
@@ -109,9 +109,10 @@ class SlotCache:
         found = self._blocks.lookup(wanted, namespace)
         choice, shared, held = self._choose(idle, tokens, wanted, namespace, found)
         # What a busy sequence has so far does not count: the rest of it is worth waiting for too.
-        soon = self._soon(shared, held)
-        if soon.until - choice.sure >= _WORTH_WAITING:
-            return soon
+        if shared.max() - choice.sure >= _WORTH_WAITING:
+            soon = self._soon(shared, held)
+            if soon.until - choice.sure >= _WORTH_WAITING:
+                return soon
         anywhere = max(
             self._blocks.shared(wanted, namespace, found), int(np.minimum(shared, held).max(initial=0))
         )
@@ -430,7 +431,10 @@ class SlotCache:
             changed, self._indexed = idle, identity
         for seq in changed.nonzero()[0].tolist():
             slot = self._slots[seq]
-            self._index.put(seq, slot.namespace, self._context.token_array(seq))
+            if held[seq]:
+                self._index.put(seq, slot.namespace, self._context.token_array(seq))
+            else:
+                self._index.remove(seq)
             self._checkpoints.along(seq)
         return held
 

@@ -74,37 +74,43 @@ def choose(
     """
     seqs = slots.idle.nonzero()[0]
     held, here, used = slots.held[seqs], slots.reach[seqs], slots.used[seqs]
+    largest, longest = int(held.max()), int(here.max())
     # Mostly all of them do, and the largest says so.
-    all_fit = bool(fits(held.max()))
+    all_fit = bool(fits(largest))
     room = all_fit or fits(held)
-    moving = held * (_TAKE_OUT + PUT_BACK) + _PLACE
+    moving = held * (_TAKE_OUT + PUT_BACK) + _PLACE if largest else None
 
     def displaced(kept: Counts | int) -> NDArray[np.float64]:
         """What it costs to move out, or to lose, what the idle slots hold beyond `kept`."""
+        if moving is None:
+            return np.zeros(len(seqs))
         cost = moving if all_fit else np.where(room, moving, (held - kept) * _LOST + _PLACE)
         return np.where(held > kept, cost, 0.0)
 
-    in_place = length - here + displaced(here)
-    first = _cheapest(in_place, used)
-    stays = int(seqs[first]) if here[first] else None
-    options = [Option(int(seqs[first]), int(here[first]), float(in_place[first]), stays)]
-    source = int(np.argmax(slots.reach))
+    moved = displaced(0)
+    target = _cheapest(moved, used)
+    options = []
+    if longest:
+        in_place = length - here + displaced(here)
+        first = _cheapest(in_place, used)
+        stays = int(seqs[first]) if here[first] else None
+        options.append(Option(int(seqs[first]), int(here[first]), float(in_place[first]), stays))
+    else:
+        options.append(Option(int(seqs[target]), 0, float(length + moved[target]), None))
+    source = int(slots.reach.argmax())
     there = int(slots.reach[source]) if copy is not None else 0
-    if kept or there:
-        moved = displaced(0)
+    for found, read in kept:
+        cost = length - found.length + found.length * PUT_BACK + read + moved[target]
+        options.append(Option(int(seqs[target]), found.length, float(cost), found))
+    if there and seqs[target] == source:
+        # What is copied from cannot be what is copied to: the next cheapest.
+        moved[target] = np.inf
         target = _cheapest(moved, used)
-        for found, read in kept:
-            cost = length - found.length + found.length * PUT_BACK + read + moved[target]
-            options.append(Option(int(seqs[target]), found.length, float(cost), found))
-        if there and seqs[target] == source:
-            # What is copied from cannot be what is copied to: the next cheapest.
-            moved[target] = np.inf
-            target = _cheapest(moved, used)
-        if copy is not None and there and seqs[target] != source:
-            cost = length - there + copy + moved[target]
-            options.append(Option(int(seqs[target]), there, float(cost), source))
+    if copy is not None and there and seqs[target] != source:
+        cost = length - there + copy + moved[target]
+        options.append(Option(int(seqs[target]), there, float(cost), source))
     best = min(options, key=lambda option: (option.cost, slots.used[option.seq], option.seq))
-    lengths = [int(here.max()), *(found.length for found, _ in kept)]
+    lengths = [longest, *(found.length for found, _ in kept)]
     return Choice(best=best, sure=max(lengths), reach=max(*lengths, there))
 
 

@@ -81,11 +81,14 @@ class _Space:
     def remove(self, key: bytes, seq: int) -> None:
         at, count = bisect_left(self._keys, key), len(self._keys)
         # Several slots may hold the same.
-        at += int(np.flatnonzero(self._seqs[at:count] == seq)[0])
+        while self._seqs[at] != seq:
+            at += 1
+        if at + 1 < count:
+            # Sorted as they are, its two neighbours share what both share with it.
+            self._gaps[at + 1] = min(self._gaps[at], self._gaps[at + 1])
         for each in (self._seqs, self._gaps):
             each[at : count - 1] = each[at + 1 : count].copy()
         del self._keys[at]
-        self._measure(at)
 
     def fill(self, found: NDArray[np.int64], key: bytes, tokens: Ids) -> None:
         at, count = bisect_left(self._keys, key), len(self._keys)

@@ -10,9 +10,9 @@ from pydantic import Field
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppStateDep, CallerDep
 from perdure.server.protocols.responses.answers import DeletedResponse, ItemList
+from perdure.server.protocols.responses.conversation_items import ConversationItems
 from perdure.server.protocols.responses.requests import Metadata
-from perdure.server.protocols.responses.routes import page
-from perdure.server.protocols.responses.stored import Responses, conversation_items
+from perdure.server.protocols.responses.stored import Responses
 from perdure.server.routes.responses import errors
 from perdure.server.schemas.base import PAGE, Items, Limit, RequestSchema, ResponseSchema
 from perdure.sessions.session import Session
@@ -109,7 +109,7 @@ async def list_items(
 
     def work() -> ItemList:
         session = Responses(app_state, caller.namespace).conversation(conversation_id)
-        return page(conversation_items(session), limit, order, after)
+        return ConversationItems(session).page(limit, order, after)
 
     return await app_state.call(work)
 
@@ -123,10 +123,11 @@ async def add_items(
     def work() -> ItemList:
         responses = Responses(app_state, caller.namespace)
         session = responses.conversation(conversation_id)
-        before = len(conversation_items(session))
+        before = session.turns
         if said := responses.messages(asked.items):
             session.append(said)
-        return page(conversation_items(session)[before:], 1000, "asc", None)
+        added = ConversationItems(session).after_turn(before)
+        return ItemList.of(added, len(added))
 
     return await app_state.call(work)
 
@@ -140,9 +141,8 @@ async def read_item(
 ) -> dict[str, Any]:
     def work() -> dict[str, Any]:
         session = Responses(app_state, caller.namespace).conversation(conversation_id)
-        for item in conversation_items(session):
-            if item["id"] == item_id:
-                return item
+        if (item := ConversationItems(session).get(item_id)) is not None:
+            return item
         raise ApiError(404, f"there is no item {item_id!r}", kind="not_found_error", code="item_not_found")
 
     return await app_state.call(work)

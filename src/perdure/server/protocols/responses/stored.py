@@ -15,7 +15,7 @@ from perdure.server.app_state import AppState
 from perdure.server.protocols.cache_marks import MARKS, cache_marks, has_breakpoint
 from perdure.server.protocols.responses import ids
 from perdure.server.protocols.responses.answers import ResponseHead
-from perdure.server.protocols.responses.items import Item, messages_of, said_items
+from perdure.server.protocols.responses.items import Item, messages_of
 from perdure.server.protocols.responses.requests import (
     PromptRequest,
     ResponseRequest,
@@ -346,16 +346,6 @@ _PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-
-
-def conversation_items(session: Session) -> list[Item]:
-    """All that was said in a conversation, the earliest first."""
-    messages: list[Message] = []
-    for turn in session.history():
-        messages += turn.messages
-        if turn.reply is not None:
-            messages.append(turn.reply)
-    return said_items(messages, session.name)
 
 
 def _missing(what: str, given: str) -> ApiError:
