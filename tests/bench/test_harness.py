@@ -261,3 +261,13 @@ def test_a_part_that_fails_lets_the_others_be_measured(capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert "OSError: no room left" in said
     assert "2 of 2 targets met\nFAILED, not measured to the end: sample.broken" in said
+
+
+def test_a_benchmark_that_is_checked_fails_among_others() -> None:
+    """`make bench` ends with an error where a cost grows, and not where a peer is faster."""
+    missed = bench_of(figure([1.0], [2.0]))
+    assert harness.main([missed], []) == 0
+    assert harness.main([missed], ["--check"]) == 1
+    checked = Bench("checked", missed.parts, check=True)
+    assert harness.main([missed, checked], []) == 1
+    assert [bench.name for bench in benches() if bench.check] == ["growth"]
