@@ -313,6 +313,53 @@ def test_the_largest_of_many_rows_are_those_of_each(size: int, k: int) -> None:
         assert top_listed(row, k) == (expected.tolist(), row[expected].tolist())
 
 
+class Chance(RandomNumbers):
+    """The same number at each position. One just below 1 draws the last token that no cut took."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__(0)
+        self._number = number
+
+    def at(self, position: int) -> NDArray[np.float64]:
+        return np.full(2, self._number)
+
+    def first_at(self, position: int) -> float:
+        return self._number
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 10_000),
+    spread=st.sampled_from([0.5, 2.0, 4.0]),
+    ahead=st.lists(st.floats(0.0, 20.0), max_size=30),
+    rounded=st.booleans(),
+    banned=st.integers(0, 5),
+    chosen=st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from([0.0, 0.3, 0.8, 2.0]),
+            "top_k": st.sampled_from([1, 3, 20, 40, 128]),
+            "top_p": st.sampled_from([0.0, 0.3, 0.9, 0.95, 0.999, 1.0]),
+            "min_p": st.sampled_from([0.0, 1e-6, 0.001, 0.05, 0.5]),
+        }
+    ),
+)
+def test_m6_one_stream_draws_what_the_whole_row_gives(
+    seed: int, spread: float, ahead: list[float], rounded: bool, banned: int, chosen: dict[str, Any]
+) -> None:
+    """Also where the tokens near the largest do not tell, because more of the largest lie further down."""
+    row = random_row(seed, 6000, spread)
+    row[np.random.default_rng(seed).permutation(6000)[: len(ahead)]] += np.float32(3 * spread) + ahead
+    row = np.round(row) if rounded else row
+    bias = dict.fromkeys(np.argsort(-row)[:banned].tolist(), -math.inf)
+    sampler = Sampler(Sampling(**chosen, logit_bias=bias, seed=seed), n_ctx=N_CTX)
+    rule = TopK.of(sampler)
+    assert rule is not None
+    for number in (0.0, 0.3, 0.7, 1 - 1e-12):
+        sampler.random = Chance(number)
+        alone = draw_together([(sampler, rule, 0)], row[None])[0]
+        assert alone == draw([(sampler, sampler.select(row), 0)])
+
+
 @pytest.mark.parametrize(
     "chosen",
     [
