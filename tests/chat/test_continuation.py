@@ -34,10 +34,10 @@ def before_going_on(job: ChatJob, act: Callable[[], None]) -> None:
     shift = job._shift
     assert shift is not None
 
-    def go_on(tokens: Sequence[int]) -> tuple[Job, int]:
+    def go_on(tokens: Sequence[int], told: int) -> tuple[Job, int]:
         act()
         assert shift is not None
-        return shift.go_on(tokens)
+        return shift.go_on(tokens, told)
 
     job._shift = ContextShift(shift.limit, go_on)
 

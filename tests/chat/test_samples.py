@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 import perdure
 from perdure import ChatReply, Runtime, Template
+from perdure.engine.logits import LogitsView
 from perdure.engine.toy import ToyModel
 
 THINKS = Template(
@@ -131,3 +134,40 @@ def test_a_cancel_ends_all_samples_h7() -> None:
             job.cancel()
         assert [reply.finish_reason for reply in job.replies()] == ["cancelled"] * 3
         assert rt.load == (0, 0)
+
+
+def written(script: bytes, **settings: Any) -> ChatReply:
+    """What is read of a reply that is `script`, whole and as a stream, in a context much shorter than it."""
+
+    def processor() -> Any:
+        left = iter(script)
+
+        def forced(tokens: Sequence[int], logits: LogitsView) -> Any:
+            row = np.full(len(logits), -1000, np.float32)
+            row[next(left)] = 0
+            return row
+
+        return forced
+
+    asked: dict[str, Any] = {"overflow": "shift", "max_tokens": len(script), "temperature": 0, **settings}
+    with perdure.open(ToyModel(), n_ctx=48, slots=1) as rt:
+        reply = rt.chat(SAID, processors=[processor()], **asked)
+        deltas = list(rt.chat_stream(SAID, processors=[processor()], **asked))
+        assert "".join(delta.text for delta in deltas) == reply.text
+        return reply
+
+
+@pytest.mark.parametrize("before", range(3))
+def test_a_character_is_whole_where_the_context_is_shifted_within_it(before: int) -> None:
+    text = "x" * before + "海" * 40
+    reply = written(text.encode())
+    assert (reply.text, reply.finish_reason) == (text, "length")
+    assert reply.shifted > 0
+
+
+def test_a_stop_is_met_wherever_the_context_is_shifted_within_it() -> None:
+    """M6: of a stop that is begun before the shift nothing shows, and what was not one is told in full."""
+    for before in range(0, 60, 3):
+        text = "x" * before + "[EN]" + "y" * 5
+        reply = written((text + "[END]" + "z" * 70).encode(), stop="[END]")
+        assert (reply.text, reply.finish_reason, reply.raw.stop) == (text, "stop", "[END]")

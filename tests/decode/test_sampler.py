@@ -348,7 +348,8 @@ def test_m6_one_stream_draws_what_the_whole_row_gives(
 ) -> None:
     """Also where the tokens near the largest do not tell, because more of the largest lie further down."""
     row = random_row(seed, 6000, spread)
-    row[np.random.default_rng(seed).permutation(6000)[: len(ahead)]] += np.float32(3 * spread) + ahead
+    places = np.random.default_rng(seed).permutation(6000)[: len(ahead)]
+    row[places] += np.array([3 * spread + each for each in ahead], np.float32)
     row = np.round(row) if rounded else row
     bias = dict.fromkeys(np.argsort(-row)[:banned].tolist(), -math.inf)
     sampler = Sampler(Sampling(**chosen, logit_bias=bias, seed=seed), n_ctx=N_CTX)

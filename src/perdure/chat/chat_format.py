@@ -256,7 +256,8 @@ class ChatFormat:
         return self._as_fits(request, request.max_tokens)
 
     def _as_fits(self, request: Request, wanted: int) -> Request:
-        return replace(request, max_tokens=min(wanted, self._backend.n_ctx - len(request.prompt)))
+        room = self._backend.n_ctx - len(request.prompt)
+        return replace(request, max_tokens=min(wanted, room), continued=room < wanted)
 
     def _tools(self, options: ChatOptions, settings: Mapping[str, Any]) -> tuple[tuple[Tool, ...], Any]:
         """The tools that may be called, and what holds the reply to them where it must be a call."""
@@ -333,7 +334,7 @@ class ChatFormat:
         head = self._head(prompt.transcript)
         room = (self._backend.n_ctx - head) // 2
 
-        def go_on(tokens: Sequence[int]) -> tuple[Job, int]:
+        def go_on(tokens: Sequence[int], told: int) -> tuple[Job, int]:
             whole = [*request.prompt, *tokens]
             kept = [*whole[:head], *whole[max(head, len(whole) - room) :]]
             again = replace(
@@ -342,7 +343,8 @@ class ChatFormat:
                 keep_at=(),
                 pins=(),
                 prompt_logprobs=None,
-                grammar_prefix=tuple(tokens),
+                reply_prefix=tuple(tokens),
+                told=told,
             )
             return self._backend.submit(self._as_fits(again, limit - len(tokens))), len(whole) - len(kept)
 

@@ -35,6 +35,8 @@ class _Sample:
     earlier: Reply | None = None
     """What other requests made of it, before the one at hand."""
     shifted: int = 0
+    told: int = 0
+    """Tokens whose text was told to the end, wherever the engine held some of it back."""
     closed: bool = False
     """Whether its reasoning was ended."""
 
@@ -71,8 +73,9 @@ class ContextShift:
 
     limit: int
     """Tokens that the reply may have in all."""
-    go_on: Callable[[Sequence[int]], tuple[Job, int]]
-    """The reply from where it was cut off, given its tokens so far, and how many were left out for it."""
+    go_on: Callable[[Sequence[int], int], tuple[Job, int]]
+    """The reply from where it was cut off, given its tokens so far and how many of them had their text told
+    to the end; and how many tokens were left out for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +272,7 @@ class ChatJob:
         budget, sample.closed = self._budget, True
         assert budget is not None
         sample.tokens += budget.closing
+        sample.told = len(sample.tokens)
         # They were not drawn: nothing else could have come.
         certain = tuple(TokenLogprob(token, 0.0) for token in budget.closing) if logprobs is not None else ()
         so_far = replace(
@@ -298,8 +302,9 @@ class ChatJob:
 
     def _shift_on(self, so_far: Reply) -> None:
         assert self._shift is not None
-        job, gone = self._shift.go_on(so_far.tokens)
-        self._samples[self._current].shifted += gone
+        sample = self._samples[self._current]
+        job, gone = self._shift.go_on(so_far.tokens, sample.told)
+        sample.shifted += gone
         self._replace(job)
 
     @property

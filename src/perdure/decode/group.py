@@ -129,6 +129,6 @@ def _matcher(request: Request, grammars: Grammars) -> Matcher | None:
     if request.grammar is None:
         return None
     matcher = grammars.matcher(request.grammar)
-    for token in request.grammar_prefix:
+    for token in request.reply_prefix:
         matcher.consume(token)
     return matcher

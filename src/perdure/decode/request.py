@@ -35,8 +35,13 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stops: Sequence[str] = ()
     grammar: Grammar | None = None
-    grammar_prefix: Sequence[int] = ()
-    """Tokens of the reply that an earlier request wrote: the grammar goes on behind them."""
+    reply_prefix: Sequence[int] = ()
+    """Tokens of the reply that earlier requests wrote: grammar, stops and text go on behind them."""
+    told: int = 0
+    """How many of them had their text told to the end: stops and text go on behind the others only."""
+    continued: bool = False
+    """Whether another request goes on where this one reaches `max_tokens`: it has this one's tokens as its
+    `reply_prefix`, and tells the text that this one holds back then."""
     n: int = 1
     logprobs: int | None = None
     """None: none; 0: of the tokens drawn; k: with the k likeliest beside each."""
@@ -139,7 +144,9 @@ def take_deadline(settings: dict[str, Any]) -> float | None:
 _OPTIONS = {*Request.__dataclass_fields__, *Sampling.__dataclass_fields__, "stop", "schema", "regex"} - {
     "prompt",
     "stops",
-    "grammar_prefix",
+    "reply_prefix",
+    "told",
+    "continued",
 }
 
 

@@ -86,7 +86,7 @@ class TokenSequence:
         self._matcher = matcher
         self._limit = limit
         self._put = put
-        self._text = TextStream(request.stops)
+        self._text = self._text_behind(request.reply_prefix[request.told :])
         self._text_decides = bool(request.stops) or matcher is not None
         self._undelivered: list[tuple[int, tuple[TokenLogprob, ...]]] = []
         self._parts: list[str] = []
@@ -224,6 +224,14 @@ class TokenSequence:
         self._parts.append(text)
         return text
 
+    def _text_behind(self, prefix: Sequence[int]) -> TextStream:
+        """The text as it stands behind tokens of an earlier request, which told what was certain."""
+        text = TextStream(self.request.stops)
+        for token in prefix:
+            text.push(self._piece(token, special=token in self.request.shown))
+        # A stop that the earlier request did not stop at is none.
+        return text if text.stopped is None else TextStream(self.request.stops)
+
     def finish(
         self,
         reason: FinishReason,
@@ -233,7 +241,7 @@ class TokenSequence:
         error: Exception | None = None,
     ) -> None:
         self.deliver()
-        rest = self._text.finish()
+        rest = "" if reason == "length" and self.request.continued else self._text.finish()
         self._parts.append(rest)
         self.finish_reason, self.error = reason, error
         self.finished = time.monotonic()
