@@ -53,6 +53,24 @@ def large(run: Run) -> Iterator[Figure]:
             target=at_most(0.1, "s"),
             repeats=run.pick(9, 3),
         )
+
+        def first_page(folder: Path) -> float:
+            """It waits until the tables were read through, once after opening."""
+            with _open(folder) as rt:
+                started = time.perf_counter()
+                rt.sessions.list(limit=100)
+                return time.perf_counter() - started
+
+        yield run.compare(
+            f"the first page of 100 sessions after opening {there}",
+            ours=lambda: first_page(folders[sessions]),
+            peer=lambda: first_page(folders[10]),
+            against="with ten",
+            unit="s",
+            gauge=Gauge.GROWTH,
+            target=at_most(1, "s"),
+            repeats=run.pick(5, 3),
+        )
         full, few = (cleanup.enter_context(_open(folders[size])) for size in (sessions, 10))
         numbers = count(1)
 
