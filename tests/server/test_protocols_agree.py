@@ -11,6 +11,7 @@ import pytest
 
 from decode.observed import Turnstile, open_toy, toy
 from server.live_server import live_server, opened, raw
+from server.scripted import scripted
 
 SYSTEM, SAID, AGAIN = "Be brief.", "Hello there", "And then?"
 
@@ -119,3 +120,45 @@ def test_a_retry_goes_on_where_the_first_request_was(path: str, body: dict[str, 
         with server.client() as client:
             answer = client.post(path, json=whole).json()
         assert sum(answer["perdure"]["reuse"]["tiers"].values()) > 0
+
+
+def test_a_call_that_was_cut_is_text_in_the_stream_as_in_the_whole_c8() -> None:
+    """C8: no stream shows a call that the whole answer does not have, with arguments that nobody can read."""
+    written = (
+        'So: <tool_call>\n{"name": "light", "arguments": {"place": "the kitchen by the sea"}}\n</tool_call>'
+    )
+    shape = {"type": "object", "properties": {"place": {"type": "string"}}}
+    said = [{"role": "user", "content": SAID}]
+    function = {"name": "light", "parameters": shape}
+    with scripted(written, n_ctx=1024) as server, server.client() as client:
+        limit = len(server.runtime.model.tokenize(written[:-40], special=True, bos=False))
+        body: dict[str, Any] = {"max_tokens": limit, "messages": said}
+        tools: list[dict[str, Any]] = [{"name": "light", "input_schema": shape}]
+        seen = [
+            event
+            for event in events(client, "/v1/messages", {**body, "tools": tools})
+            if event["type"].startswith("content_block")
+        ]
+        shown = "".join(event["delta"]["text"] for event in seen if event["type"] == "content_block_delta")
+        whole = client.post("/v1/messages", json={**body, "tools": tools}).json()
+        assert [block["type"] for block in whole["content"]] == ["text"]
+        assert shown == whole["content"][0]["text"]
+        assert {event["index"] for event in seen} == {0}
+
+        tools = [{"type": "function", **function}]
+        asked = {"input": said, "max_output_tokens": limit, "tools": tools, "store": False}
+        end = events(client, "/v1/responses", asked)[-1]["response"]
+        assert [(item["type"], item["content"][0]["text"]) for item in end["output"]] == [("message", shown)]
+
+        tools = [{"type": "function", "function": function}]
+        ollama = {"messages": said, "tools": tools, "options": {"num_predict": limit}}
+        with client.stream("POST", "/api/chat", json=ollama) as response:
+            messages = [json.loads(line)["message"] for line in response.iter_lines()]
+        assert "".join(message["content"] for message in messages) == shown
+        assert not any("tool_calls" in message for message in messages)
+
+
+def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    with client.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        return [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]

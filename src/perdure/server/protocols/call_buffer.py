@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perdure.chat.reply import CallDelta
@@ -29,19 +29,28 @@ class CallBuffer:
     def holds(self) -> bool:
         return bool(self._open)
 
-    def push(self, deltas: Iterable[CallDelta]) -> list[WholeCall]:
+    def push(self, deltas: Sequence[CallDelta]) -> list[WholeCall]:
         """Take what is new, and give the calls that it ends."""
         whole: list[WholeCall] = []
+        dropped = self.drop(deltas)
         for delta in deltas:
+            if delta.index in dropped:
+                continue
             if delta.index not in self._open:
                 whole += self.finish()
             call = self._open.setdefault(delta.index, WholeCall())
             call.id += delta.id
             call.name += delta.name
             call.arguments += delta.arguments
-            if delta.dropped:
-                del self._open[delta.index]
         return whole
+
+    def drop(self, deltas: Sequence[CallDelta]) -> set[int]:
+        """Forget the calls that turned out to be none; their numbers. Their text comes in the same delta, so
+        this goes before that is written."""
+        dropped = {delta.index for delta in deltas if delta.dropped}
+        for index in dropped:
+            self._open.pop(index, None)
+        return dropped
 
     def finish(self) -> list[WholeCall]:
         """The calls that are left, once something else follows or the reply has ended."""

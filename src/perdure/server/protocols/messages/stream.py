@@ -60,6 +60,7 @@ class MessagesWriter:
             assert self._frame is not None
             return self._frame(delta.text)
         written = b""
+        self._calls.drop(delta.tool_calls)
         if delta.reasoning:
             written += self._enter("thinking")
             self._thoughts.append(delta.reasoning)
