@@ -128,6 +128,15 @@ def do_generate(runtime: perdure.Runtime, prompt: str, tokens: int = 8) -> Any:
     return runtime.generate(prompt, max_tokens=tokens, temperature=0, ignore_eos=True).text
 
 
+def do_progress(runtime: perdure.Runtime, tokens: int) -> Any:
+    """How much of a prompt was read when that was first told."""
+    job = runtime.submit([65] * tokens, max_tokens=1)
+    while not (found := job.prompt_read) and not job.done:
+        job.output.wait(timeout=0.05)
+    job.cancel()
+    return found
+
+
 def do_delete(runtime: perdure.Runtime, session: str) -> Any:
     runtime.sessions.delete(session)
     return True

@@ -42,6 +42,12 @@ def test_a_second_program_uses_the_engine_of_the_first(store: Path, tmp_path: Pa
     assert answer["text"] == alone(tmp_path, "hello", "again")
 
 
+def test_a_second_program_is_told_how_far_its_prompt_is_read(store: Path) -> None:
+    with program(store, pace=0.002, n_ctx=2048) as first, program(store) as second:
+        assert second.ask("holder") == first.process.pid
+        assert 0 < second.ask("progress", 1500) < 1500
+
+
 def test_two_programs_do_not_answer_in_one_session_at_once(store: Path) -> None:
     with program(store, pace=0.02) as first, program(store) as second:
         first.tell("begin", "s", "long", 100)

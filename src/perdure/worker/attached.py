@@ -19,7 +19,7 @@ from perdure.store.holder import Holder, StoreLock, read_holder
 from perdure.worker.connection import Connection
 from perdure.worker.listener import GREETING, Listener
 from perdure.worker.process import Death
-from perdure.worker.protocol import Answer, Leaving, StepOutput, Welcome
+from perdure.worker.protocol import Answer, Leaving, Pulse, StepOutput, Welcome
 from perdure.worker.remote import BackendClient
 from perdure.worker.restart_policy import Health, State
 
@@ -189,6 +189,8 @@ class AttachedBackend(BackendClient):
                     self._pending.deliver(message)
                 case Answer():
                     self._pending.answered(message)
+                case Pulse():
+                    self._pending.progress(message.read)
                 case Leaving():
                     self._pending.pause()
             if time.monotonic() >= due:

@@ -17,7 +17,7 @@ from perdure import system
 from perdure.backend import Backend
 from perdure.store.holder import Holder
 from perdure.worker.connection import Connection
-from perdure.worker.protocol import Cancel, Leaving, Welcome
+from perdure.worker.protocol import Cancel, Leaving, Pulse, Welcome
 from perdure.worker.service import RequestService
 
 log = logging.getLogger("perdure.store")
@@ -27,6 +27,8 @@ GREETING = ("perdure", version("perdure"))
 _GRACE = 20.0
 """Seconds for the replies of others to finish when this process leaves."""
 _NAP = 0.1
+_PULSE = 0.5
+"""Seconds after which others hear how far their prompts are."""
 
 
 class Listener:
@@ -104,8 +106,18 @@ class Listener:
         try:
             connection.send(GREETING)
             connection.send(Welcome(ready=service.ready(), settings=self._settings))
+            due = time.monotonic() + _PULSE
             while True:
-                message = connection.receive()
+                try:
+                    message = connection.receive(max(0.0, due - time.monotonic()) if service.busy else None)
+                except TimeoutError:
+                    message = None
+                if time.monotonic() >= due:
+                    if read := service.progress():
+                        connection.send(Pulse(0, read))
+                    due = time.monotonic() + _PULSE
+                if message is None:
+                    continue
                 # What came too late is asked again of whoever has the store next.
                 if isinstance(message, Cancel) or not self._leaving.is_set():
                     service.handle(message)
