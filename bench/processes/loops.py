@@ -186,6 +186,20 @@ class Timer:
             tokens.append(token)
         return {"seconds": time.perf_counter() - started, "tokens": tokens}
 
+    def behind(self, earlier: int, tokens: Sequence[int], times: int) -> list[float]:
+        """Seconds to decode `tokens` behind so many others, which are in the cache; each time anew."""
+        self._loop.rewind(0)
+        for start in range(0, earlier, BATCH):
+            self._loop.feed([100 + at for at in range(start, min(start + BATCH, earlier))])
+        taken = []
+        for _ in range(times):
+            self._loop.rewind(earlier)
+            started = time.perf_counter()
+            self._loop.feed(tokens)
+            self._loop.best()
+            taken.append(time.perf_counter() - started)
+        return taken
+
 
 def resident() -> int:
     """Bytes of memory that this process holds."""
@@ -204,6 +218,7 @@ def start(kind: str) -> None:
     else:
         timer = Timer(LOOPS[kind]())
         calls |= {"open": timer.open, "prefill": timer.prefill, "decode": timer.decode}
+        calls["behind"] = timer.behind
     serve(calls)
 
 
