@@ -96,7 +96,9 @@ class Conversation(ABC):
 
     def connect(self, url: str) -> None:
         """Go on at another address."""
-        self._client = httpx.Client(base_url=url, timeout=120, trust_env=False)
+        # A connection a turn: llama-server closes one that was quiet for a few seconds.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(base_url=url, timeout=120, trust_env=False, limits=limits)
 
     @property
     def waits_for_a_result(self) -> bool:
