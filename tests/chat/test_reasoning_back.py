@@ -17,7 +17,7 @@ from perdure.chat.options import ChatOptions
 from perdure.chat.reasoning_cache import ReasoningCache
 from perdure.engine.toy import ToyModel
 from perdure.errors import InvalidInputError
-from perdure.sessions import session as module
+from perdure.sessions import turn_transaction as module
 
 SHOWS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>"

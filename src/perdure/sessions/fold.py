@@ -14,6 +14,7 @@ from perdure.chat.job import ChatJob
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.errors import SessionError
+from perdure.sessions.history import History
 from perdure.sessions.turn import Turn, context
 
 ASK = "Summarise our conversation so far: names, facts, decisions, open questions."
@@ -63,6 +64,18 @@ class SummaryCut(Exception):
     def __init__(self, reply: ChatReply) -> None:
         super().__init__(reply)
         self.reply = reply
+
+
+def foldable(start: Turn, history: History, keep: int) -> list[Turn]:
+    """The start, and the last turns as far as a fold looks back: to the fold before it, and further only
+    for the turns that it keeps."""
+    folded, said, first = False, 0, 0
+    for depth, turn in history.back():
+        folded, said = folded or turn.kind == "fold", said + (turn.kind == "turn")
+        if folded and said > keep:
+            first = depth
+            break
+    return [start, *history.page(max(0, first - 1), None)]
 
 
 def fold_turn(turns: Sequence[Turn], summary: str, keep: int) -> Turn:

@@ -209,6 +209,10 @@ class History:
             )
         return self._models
 
+    def transcript_under(self, model: str) -> Transcript:
+        """Its transcript, if all the tokens are of the model with that digest."""
+        return self.transcript if self.models <= {model} else Transcript()
+
     @property
     def _transcribed(self) -> list[Turn]:
         """The turns that its transcript is made of: from the last one on that kept nothing."""

@@ -3,62 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
-import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol, Unpack
+from typing import Any, Protocol, Unpack
 
-from perdure.backend import Backend
-from perdure.chat.chat_format import ChatFormat, reply_room
-from perdure.chat.job import ChatJob
 from perdure.chat.keywords import TurnKeywords
 from perdure.chat.message import Message
-from perdure.chat.options import ChatOptions
-from perdure.chat.prompt_builder import Prompt
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
 from perdure.checks import is_whole
 from perdure.decode.request import take_deadline
 from perdure.decode.slots import Held, Plan, ReuseReport
-from perdure.errors import (
-    ContextOverflow,
-    CorruptStateError,
-    InvalidInputError,
-    PerdureError,
-    SessionBusyError,
-    SessionError,
-    SessionNotFoundError,
-    StateError,
-    StoreError,
-)
+from perdure.errors import InvalidInputError, PerdureError, SessionError
 from perdure.sessions.export import write_export
-from perdure.sessions.fold import FoldingJob, TurnJob, fold_turn, summarised, written
-from perdure.sessions.history import Chunk, History, Place, Read
-from perdure.sessions.info import SessionInfo, SessionMemory
-from perdure.sessions.storage.session_store import SessionStore
-from perdure.sessions.turn import Turn, added, context
+from perdure.sessions.fold import TurnJob, fold_turn, foldable, summarised, written
+from perdure.sessions.history import History, Place
+from perdure.sessions.info import SessionInfo
+from perdure.sessions.stored_session import StoredSession
+from perdure.sessions.turn import Said, Turn, said_messages
+from perdure.sessions.turn_transaction import TurnExtra, TurnHost, TurnTransaction
 
-Said = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]]
 
-
-class Host(Protocol):
+class Host(TurnHost, Protocol):
     """What a session needs of those that it is one of."""
 
-    @property
-    def store(self) -> SessionStore: ...
-    @property
-    def backend(self) -> Backend:
-        """Raises where no model was loaded."""
-        ...
-
-    @property
-    def chat_format(self) -> ChatFormat: ...
     @property
     def moving_state(self) -> threading.Lock:
         """Held while all the state of a session is in memory."""
@@ -74,55 +45,9 @@ class Host(Protocol):
         turns: Sequence[Turn] = (),
         kind: str = "session",
     ) -> Session: ...
-    def remove(self, session: Session) -> None: ...
-    def write_behind(self, tokens: Sequence[int], namespace: str, saved: int) -> int: ...
 
 
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A turn on its way, or a fold. A job that nobody holds any more is cancelled, so it must not be held
-    here."""
-
-    head: int
-    """The turn at which the session stood when it began."""
-    let_go: Callable[[], None]
-    job: weakref.ref[Any] | None = None
-    """None while it is being prepared."""
-    ended: bool = False
-
-    def release(self) -> None:
-        """Let other processes have the session again. Only the first time does something."""
-        if not self.ended:
-            self.ended = True
-            self.let_go()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """A turn that somebody wants: what is said, behind which history, and how."""
-
-    base: History
-    said: list[Message]
-    settings: dict[str, Any]
-    keep_partial: bool
-    deadline: float | None
-    pending: _Pending
-    extra: TurnExtra
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnExtra:
-    """What a turn may have besides its messages and settings."""
-
-    preamble: Sequence[Message] = ()
-    """Said before all of the history, for this turn alone."""
-    notes: Mapping[str, Any] = field(default_factory=dict)
-    """Written down with the turn's settings, as they are when it is kept."""
-    follower: Session | None = None
-    """A session that stands where this one does, and is to go on with the same turn."""
-
-
-class Session:
+class Session(StoredSession):
     """A named conversation. Safe from any thread; one turn at a time.
 
     A turn is a transaction: it is part of the session once its reply is whole and on the disk, and else the
@@ -131,94 +56,10 @@ class Session:
     What another process has made of it in the meantime is seen by whoever reads or changes it next.
     """
 
+    _host: Host
+
     def __init__(self, host: Host, info: SessionInfo) -> None:
-        self._host = host
-        self._info = info
-        self._lock = threading.RLock()
-        self._pending: _Pending | None = None
-        place = Place(info.head, info.digest, info.depth)
-        self._history = History.at(place, self._reader())
-        self._saved: int | None = None
-        """Tokens whose state was written. None before the first turn: that turn then shows it."""
-        self._deleted = False
-        self.last: ChatReply | None = None
-        """The latest reply that this process has made."""
-        if host.store.readonly:
-            # Somebody else may change it at any time.
-            self._history.turns  # noqa: B018
-
-    def __repr__(self) -> str:
-        return f"<Session {self.name!r}, {self._turns} turns>"
-
-    # What it is.
-
-    @property
-    def name(self) -> str:
-        return self._info.name
-
-    @property
-    def namespace(self) -> str:
-        return self._info.namespace
-
-    @property
-    def kind(self) -> str:
-        return self._info.kind
-
-    @property
-    def origin(self) -> Mapping[str, Any]:
-        """What it came from: which session, after how many turns, and how."""
-        return self._info.origin
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """What is asked of every reply, unless a turn asks for something else."""
-        return self._info.settings
-
-    @property
-    def info(self) -> SessionInfo:
-        """As it was listed when it was opened."""
-        return self._info
-
-    @property
-    def system(self) -> str | None:
-        # The start of a session never changes.
-        first = self._start.messages
-        return first[0].content if first and first[0].role == "system" else None
-
-    @property
-    def turns(self) -> int:
-        self._refresh()
-        return self._turns
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """All that the model has read and written, as far as it is still in the conversation."""
-        self._refresh()
-        return tuple(self._history.transcript.tokens)
-
-    @property
-    def token_count(self) -> int:
-        """How many those are. The last turn says so: no other is read for it."""
-        self._refresh()
-        return self._history.token_count
-
-    @property
-    def turn_bytes(self) -> int:
-        """What its turns take in the store, apart from state."""
-        return self._host.store.turn_bytes(self._place(self.turns).head)
-
-    def history(self, *, limit: int | None = None, after: int = 0) -> list[Turn]:
-        """Its turns, the first one first: up to `limit` of them, behind turn number `after`."""
-        for name, value, low in (("limit", limit, 1), ("after", after, 0)):
-            if value is not None and (not is_whole(value) or value < low):
-                raise InvalidInputError(f"{name} is a number from {low}, got {value!r}")
-        self._refresh()
-        return self._history.page(after, limit)
-
-    def messages(self) -> list[Message]:
-        """What the next prompt starts with."""
-        self._refresh()
-        return list(self._history.messages)
+        super().__init__(host, info)
 
     # Talking.
 
@@ -232,7 +73,7 @@ class Session:
     ) -> TurnJob:
         """Queue a turn and return at once. It becomes part of the session when its reply is asked for, or
         read to its end; with `keep_partial` also when it is cancelled."""
-        messages = _messages(said)
+        messages = said_messages(said)
         return self._submit(lambda history: (history, messages), settings, keep_partial, extra)
 
     def submit_unkept(
@@ -241,34 +82,12 @@ class Session:
         """Queue a reply to what is said, as if it were the next turn. The session stays as it is."""
         history = self._history
         return self._host.chat_format.submit(
-            (*preamble, *history.messages, *_messages(said)),
+            (*preamble, *history.messages, *said_messages(said)),
             namespace=self.namespace,
             known=self._usable_of(history),
             before=history.rendering,
             **{**self.settings, **settings},
         )
-
-    def append(self, said: Said) -> None:
-        """Have messages said that nobody answers yet."""
-        messages = _messages(said)
-        with self._changing():
-            base = self._history
-            whole = base.transcript
-            turn = Turn(
-                kind="turn",
-                messages=tuple(messages),
-                keep=whole.cuts[-1] if whole.cuts else (0, 0),
-                created=time.time(),
-                before=base.place.digest,
-            )
-            numbers = self._host.store.add(self._info, [turn], parent=base.head, expected=base.head)
-            self._history = base.then(numbers, [turn])
-
-    def note(self, origin: Mapping[str, Any]) -> None:
-        """Write down something else of where it comes from."""
-        with self._lock:
-            self._check_there()
-            self._info = self._host.store.note(self._info, origin)
 
     def say(self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]) -> ChatReply:
         """The reply to a message; the keywords are those of `Runtime.submit_chat`."""
@@ -319,7 +138,7 @@ class Session:
         self, turn: int, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
     ) -> TurnJob:
         """Queue an edit and return at once."""
-        messages = _messages(said)
+        messages = said_messages(said)
 
         def choose(history: History) -> tuple[History, list[Message]]:
             self._check_turn(turn, 1)
@@ -368,52 +187,9 @@ class Session:
             self._check_turn(count, 0)
             return self._host.branch(self, name, self._place(count), how="fork")
 
-    def rewind(self, turns: int = 1, *, to: int | None = None) -> None:
-        """Go back by a number of turns, or to after turn number `to`."""
-        with self._changing():
-            if not is_whole(turns) or turns < 0:
-                raise InvalidInputError(f"turns is a whole number from 0, got {turns!r}")
-            if to is None and turns > self._turns:
-                raise InvalidInputError(
-                    f"session {self.name!r} has {_turns(self._turns)}, so it cannot go back by {turns}"
-                )
-            count = self._turns - turns if to is None else to
-            self._check_turn(count, 0)
-            now, then = self._history, self._history.first(count)
-            there = then.place
-            self._host.store.move(self._info, there.head, digest=there.digest, expected=now.head)
-            self._history = then
-
-    def label(
-        self, label: str, *, kind: str = "memory", turn: int | None = None, note: str = ""
-    ) -> SessionMemory:
-        """Mark a turn of this session, so that it can be woken by its address."""
-        for name, value in (("label", label), ("kind", kind)):
-            if not isinstance(value, str) or not value:
-                raise InvalidInputError(f"a {name} is a text that is not empty, got {value!r}")
-        if not isinstance(note, str):
-            raise InvalidInputError(f"a note is a text, got {note!r}")
-        with self._lock:
-            self._check_there()
-            self._refresh()
-            count = self._turns if turn is None else turn
-            self._check_turn(count, 0)
-            at = self._place(count)
-            return self._host.store.label(self._info, at.head, count, at.digest, label, kind, note)
-
     async def afork(self, name: str, *, turn: int | None = None) -> Session:
         """Like `fork`, for asyncio."""
         return await asyncio.to_thread(self.fork, name, turn=turn)
-
-    async def arewind(self, turns: int = 1, *, to: int | None = None) -> None:
-        """Like `rewind`, for asyncio."""
-        await asyncio.to_thread(self.rewind, turns, to=to)
-
-    async def alabel(
-        self, label: str, *, kind: str = "memory", turn: int | None = None, note: str = ""
-    ) -> SessionMemory:
-        """Like `label`, for asyncio."""
-        return await asyncio.to_thread(self.label, label, kind=kind, turn=turn, note=note)
 
     def fold(
         self,
@@ -435,11 +211,11 @@ class Session:
         try:
             if summary is None:
                 chat_format = self._host.chat_format
-                turns = self._foldable(base, keep)
+                turns = foldable(self._start, base, keep)
                 steps = summarised(chat_format, turns, keep, self.namespace, wanted, deadline)
                 turn = written(steps)
             else:
-                turn = fold_turn(self._foldable(base, keep), summary, keep)
+                turn = fold_turn(foldable(self._start, base, keep), summary, keep)
             with self._lock:
                 self._check_there()
                 if name is not None:
@@ -461,16 +237,6 @@ class Session:
     ) -> Session:
         """Like `fold`, for asyncio."""
         return await asyncio.to_thread(self.fold, name, summary=summary, keep=keep, **settings)
-
-    def delete(self) -> None:
-        """Forget the session. Forks of it, and memories, stay."""
-        with self._changing():
-            self._host.remove(self)
-            self._deleted = True
-
-    async def adelete(self) -> None:
-        """Like `delete`, for asyncio."""
-        await asyncio.to_thread(self.delete)
 
     # Sleeping.
 
@@ -520,16 +286,6 @@ class Session:
 
     # Out.
 
-    def transcript(self, form: Literal["markdown", "jsonl"] = "markdown") -> str:
-        """The conversation as text to read, or as a message a line: everything that the model reads."""
-        self._refresh()
-        found = [message for turn in self._history.turns for message in context([turn])]
-        if form == "jsonl":
-            return "".join(json.dumps(message.to_dict(), ensure_ascii=False) + "\n" for message in found)
-        if form != "markdown":
-            raise InvalidInputError(f"a transcript is markdown or jsonl, not {form!r}")
-        return "".join([f"# {self.name}\n", *map(_markdown, found)])
-
     def export(
         self,
         path: str | Path,
@@ -572,81 +328,12 @@ class Session:
     # Inside.
 
     @property
-    def _turns(self) -> int:
-        return len(self._history)
-
-    def _refresh(self) -> None:
-        """Take in what another process has made of the session. A store that cannot be read changes nothing:
-        whoever writes is told of it."""
-        if self._deleted or self._host.store.folder is None or self._host.store.readonly:
-            return
-        # First without the lock, which somebody may hold for long: mostly there is nothing new.
-        if self._is_current():
-            return
-        with self._lock, suppress(StoreError):
-            if self._is_current():
-                return
-            now = self._host.store.find(self.namespace, self.name)
-            if now.number != self._info.number:
-                self._deleted = True
-                raise SessionNotFoundError(f"session {self.name!r} was deleted")
-            self._info = now
-            self._history = History.at(Place(now.head, now.digest, now.depth), self._reader())
-
-    def _is_current(self) -> bool:
-        with suppress(StoreError):
-            try:
-                head = self._host.store.head(self._info)
-            except SessionNotFoundError:
-                self._deleted = True
-                raise
-            return head == self._history.head
-        return True
-
-    def _reader(self) -> Read:
-        """Reads its turns. It does not hold the session: one that nobody holds goes at once."""
-        store, name, session = self._host.store, self.name, weakref.ref(self)
-
-        def read(place: Place, count: int) -> Chunk:
-            try:
-                return store.turns(place, count, name)
-            except CorruptStateError:
-                # Turns that are gone are those of a session that was deleted, or moved by another process.
-                if (here := session()) is not None:
-                    here._check_there()
-                    if not here._is_current():
-                        raise SessionError(f"session {name!r} was changed meanwhile: ask again") from None
-                raise
-
-        return read
-
-    @property
-    def _start(self) -> Turn:
-        history = self._history
-        return history.start(lambda: self._host.store.start(history.head, self.name))
-
-    def _place(self, count: int) -> Place:
-        """After its first `count` turns."""
-        return self._history.first(count).place
-
-    def _foldable(self, history: History, keep: int) -> list[Turn]:
-        """The start, and the last turns as far as a fold looks back: to the fold before it, and further only
-        for the turns that it keeps."""
-        folded, said, first = False, 0, 0
-        for depth, turn in history.back():
-            folded, said = folded or turn.kind == "fold", said + (turn.kind == "turn")
-            if folded and said > keep:
-                first = depth
-                break
-        return [self._start, *history.page(max(0, first - 1), None)]
-
-    @property
     def _usable(self) -> Transcript:
         return self._usable_of(self._history)
 
     def _usable_of(self, history: History) -> Transcript:
         """Its transcript, if the tokens are of this model."""
-        return history.transcript if history.models <= {self._host.backend.model.digest} else Transcript()
+        return history.transcript_under(self._host.backend.model.digest)
 
     def _submit(
         self,
@@ -669,9 +356,9 @@ class Session:
                 raise
         # Without the lock: it takes time to render and to tokenise.
         try:
-            if wanted.get("date") is None and self._host.chat_format.asks_date:
-                wanted["date"] = _date(base)
-            asked = _Asked(
+            job = TurnTransaction(
+                host=self._host,
+                session=self,
                 base=base,
                 said=said,
                 settings=wanted,
@@ -679,8 +366,7 @@ class Session:
                 deadline=deadline,
                 pending=pending,
                 extra=extra,
-            )
-            job: TurnJob = FoldingJob(self._folding(asked)) if self._is_full(asked) else self._ask(asked)
+            ).submit()
         except BaseException:
             self._end(pending)
             raise
@@ -688,275 +374,6 @@ class Session:
         if extra.follower is not None:
             extra.follower._lend(pending)
         return job
-
-    def _ask(self, asked: _Asked, fold: Turn | None = None) -> ChatJob:
-        """Have the reply made, behind a fold if there is one."""
-
-        def settle(prompt: Prompt, whole: Transcript, reply: ChatReply) -> ChatReply:
-            try:
-                self.last = self._settle(asked, fold, prompt, whole, reply)
-                return self.last
-            finally:
-                asked.pending.release()
-
-        messages = asked.base.messages if fold is None else fold.messages
-        return self._host.chat_format.submit(
-            (*asked.extra.preamble, *messages, *asked.said),
-            namespace=self.namespace,
-            known=self._usable_of(asked.base) if fold is None else None,
-            before=asked.base.rendering if fold is None else None,
-            then=settle,
-            deadline=asked.deadline,
-            **asked.settings,
-        )
-
-    def _settle(
-        self, asked: _Asked, fold: Turn | None, prompt: Prompt, whole: Transcript, reply: ChatReply
-    ) -> ChatReply:
-        """Make a turn part of the session, with the fold before it, if it may be."""
-        base = asked.base
-        with self._lock:
-            if self._pending is not asked.pending:
-                return replace(reply, not_kept="another turn began before this one was read to its end")
-            self._pending = None
-            if reply.finish_reason in ("cancelled", "error") and not (
-                asked.keep_partial and reply.raw.tokens
-            ):
-                return replace(reply, not_kept=f"the turn ended by {reply.finish_reason}")
-            keep, more = added(base.transcript if fold is None else Transcript(), whole)
-            # A beginning that the caller wrote is part of the reply.
-            said = asked.said if reply.prefill is None else asked.said[:-1]
-            turn = Turn(
-                kind="turn",
-                messages=tuple(said),
-                reply=reply.whole,
-                keep=keep,
-                added=more,
-                settings=_plain({**asked.settings, **asked.extra.notes}),
-                seed=reply.seed,
-                finish_reason=reply.finish_reason,
-                usage=_usage(reply),
-                dropped=reply.dropped,
-                model=self._host.backend.model.digest,
-                created=time.time(),
-                before=fold.digest if fold is not None else base.place.digest,
-            )
-            turns = [turn] if fold is None else [fold, turn]
-            follower = asked.extra.follower
-            try:
-                numbers = self._host.store.add(
-                    self._info,
-                    turns,
-                    parent=base.head,
-                    expected=asked.pending.head,
-                    follower=follower.info if follower is not None else None,
-                )
-            except (StoreError, StateError, SessionError, InvalidInputError) as error:
-                # What was said was said: the caller has the reply, and learns that it will not last.
-                return replace(reply, not_kept=str(error))
-            self._history = base.then(numbers, turns, whole, prompt.rendering)
-            if follower is not None:
-                follower._follow(self._history, asked.pending)
-            # Going back or branching has others begin where this one was.
-            before = _found_kept(reply) if self._saved is None else self._saved
-            saved = min(before, keep[1])
-        self._saved = self._host.write_behind(whole.tokens, self.namespace, saved)
-        return replace(reply, kept=True)
-
-    # Folding.
-
-    def _is_full(self, asked: _Asked) -> bool:
-        """Whether a turn is to be preceded by a fold."""
-        if asked.settings.get("overflow") != "fold" or not len(asked.base):
-            return False
-        needed, _ = self._needed(asked.base.messages, asked)
-        return needed > self._host.backend.n_ctx - 1
-
-    def _needed(self, messages: Sequence[Message], asked: _Asked) -> tuple[int, bool]:
-        """Tokens of a prompt that starts with `messages`, and of the reply to it; and whether these are only
-        a lower bound, since it surely does not fit."""
-        room = reply_room(asked.settings, self._host.backend.n_ctx)
-        options = ChatOptions.take(dict(asked.settings))
-        try:
-            prompt = self._host.chat_format.prompt(
-                [*messages, *asked.said], options, namespace=self.namespace, must_fit=True
-            )
-        except ContextOverflow as error:
-            return error.needed + room, True
-        return len(prompt) + room, False
-
-    def _folding(self, asked: _Asked) -> Generator[ChatJob, ChatReply, ChatJob]:
-        """The fold that makes room for a turn, and then the turn. Nothing is stored before its reply."""
-        limit = self._host.backend.n_ctx - 1
-        # Before anything is written: what no summary makes room for.
-        needed, at_least = self._needed(self._start.messages, asked)
-        for keep in (2, 1, 0) if needed <= limit else ():
-            turns = self._foldable(asked.base, keep)
-            turn = yield from summarised(
-                self._host.chat_format, turns, keep, self.namespace, {}, asked.deadline
-            )
-            needed, at_least = self._needed(turn.messages, asked)
-            if needed <= limit:
-                return self._ask(asked, turn)
-        raise ContextOverflow(
-            f"even after folding, this message needs {'at least ' if at_least else ''}{needed} tokens with "
-            f"its reply, and {limit} fit: send less, or ask for a shorter reply",
-            needed=needed,
-            fits=limit,
-            at_least=at_least,
-        )
-
-    # One at a time.
-
-    def _begin(self) -> tuple[_Pending, History]:
-        """Have the session for a turn or a fold; nobody else gets it before `_end`, or the job's end."""
-        with self._lock:
-            self._take()
-            try:
-                history = self._history
-            except BaseException:
-                self._host.store.release(self._info)
-                raise
-            info, store = self._info, self._host.store
-            self._pending = pending = _Pending(history.head, lambda: store.release(info))
-            return pending, history
-
-    def _lend(self, pending: _Pending) -> None:
-        """Have nobody else change the session while a turn that it is to follow is on its way."""
-        with self._lock:
-            self._take()
-            info, store, first = self._info, self._host.store, pending.let_go
-
-            def let_go() -> None:
-                first()
-                store.release(info)
-
-            pending.let_go = let_go
-            self._pending = pending
-
-    def _follow(self, history: History, pending: _Pending) -> None:
-        with self._lock:
-            self._history = history
-            if self._pending is pending:
-                self._pending = None
-
-    def _end(self, pending: _Pending) -> None:
-        with self._lock:
-            pending.release()
-            if self._pending is pending:
-                self._pending = None
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Held while a session is moved about: nobody else does, and no turn is on its way."""
-        with self._lock:
-            self._take()
-            try:
-                yield
-            finally:
-                self._host.store.release(self._info)
-
-    def _take(self) -> None:
-        """Have the session as it is now, before all other threads and processes."""
-        self._check_there()
-        self._check_free()
-        if self._pending is not None:
-            self._pending.release()
-        if not self._host.store.take(self._info):
-            raise SessionBusyError(
-                f"session {self.name!r} is answering another turn in another program: wait for it, or fork it"
-            )
-        try:
-            self._refresh()
-        except BaseException:
-            self._host.store.release(self._info)
-            raise
-
-    def _check_free(self) -> None:
-        pending = self._pending
-        if pending is None:
-            return
-        job: TurnJob | None = pending.job() if pending.job is not None else None
-        if pending.job is None or (job is not None and not (job.done or job.cancelled)):
-            raise SessionBusyError(
-                f"session {self.name!r} is answering another turn: wait for it, cancel it, or fork it"
-            )
-
-    def _check_there(self) -> None:
-        if self._deleted:
-            raise SessionNotFoundError(f"session {self.name!r} was deleted")
-
-    def _check_turn(self, turn: int, low: int) -> None:
-        if not is_whole(turn) or not low <= turn <= self._turns:
-            known = (
-                f"turns are numbered from {low} to {self._turns}"
-                if self._turns >= low
-                else "none can be named"
-            )
-            raise InvalidInputError(
-                f"session {self.name!r} has {_turns(self._turns)} and no turn {turn!r}: {known}"
-            )
-
-
-def _messages(said: Said) -> list[Message]:
-    if isinstance(said, str):
-        found = [Message(role="user", content=said)]
-    elif isinstance(said, (Message, Mapping)):
-        found = [Message.parse(said)]
-    else:
-        found = [Message.parse(each) for each in said]
-    if not found:
-        raise InvalidInputError("a turn needs at least one message")
-    if any(message.role == "user" and not (message.content or "").strip() for message in found):
-        raise InvalidInputError("a message needs some text")
-    return found
-
-
-def _markdown(message: Message) -> str:
-    named = f" ({message.name})" if message.name else ""
-    thought = f"\n*reasoning*\n\n{message.reasoning}\n" if message.reasoning else ""
-    calls = "".join(f"\n`{call.name}({call.arguments})`\n" for call in message.tool_calls)
-    return f"\n**{message.role}**{named}\n{thought}\n{message.content or ''}\n{calls}"
-
-
-def _date(history: History) -> str:
-    """The day that the last turn was told, and so the day that the conversation began on: it stays, or each
-    new day would change the prompt's beginning."""
-    for _, turn in history.back():
-        if isinstance(found := turn.settings.get("date"), str):
-            return found
-    return datetime.now().isoformat(timespec="seconds")
-
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that can be written down."""
-    found = {}
-    for name, value in settings.items():
-        with suppress(TypeError, ValueError):
-            found[name] = json.loads(json.dumps(value))
-    return found
-
-
-def _usage(reply: ChatReply) -> dict[str, int | str]:
-    """What a turn says later of how its reply came about: tokens, by tier too, milliseconds, and why not more
-    was reused."""
-    timings = reply.timings
-    return {
-        "prompt_tokens": reply.usage.prompt_tokens,
-        "completion_tokens": reply.usage.completion_tokens,
-        "cached_tokens": reply.usage.cached_tokens,
-        "reasoning_tokens": reply.usage.reasoning_tokens,
-        **{f"{tier}_tokens": count for tier, count in reply.reuse.tiers.items()},
-        "first_token_ms": round(1000 * (timings.queued + timings.prefill)),
-        "decode_ms": round(1000 * timings.decode),
-        "why": reply.reuse.why,
-    }
-
-
-def _found_kept(reply: ChatReply) -> int:
-    """The tokens of a prompt whose state was found where it outlives the process, or is on its way there.
-    What only a slot held may not have been written yet."""
-    return reply.reuse.reused - reply.reuse.tiers.get("slot", 0)
 
 
 def _answered(job: TurnJob) -> ChatReply:
@@ -981,7 +398,3 @@ def _deltas(job: TurnJob, keep_partial: bool) -> Generator[ChatDelta, None, None
         if keep_partial:
             with suppress(PerdureError):
                 job.reply()
-
-
-def _turns(count: int) -> str:
-    return f"{count} turn{'' if count == 1 else 's'}"

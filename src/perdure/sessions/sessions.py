@@ -31,6 +31,7 @@ from perdure.sessions.memories import Memories
 from perdure.sessions.session import Session
 from perdure.sessions.storage.schema import RESPONSE
 from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.stored_session import StoredSession
 from perdure.sessions.tree import Tree, read_tree
 from perdure.sessions.turn import Turn, transcript, without_tokens
 from perdure.store.durable import explained
@@ -303,7 +304,7 @@ class Sessions:
         made._saved = session._saved
         return made
 
-    def remove(self, session: Session) -> None:
+    def remove(self, session: StoredSession) -> None:
         self.store.delete(session.info)
         key = (session.namespace, session.name)
         with self._lock:

@@ -13,8 +13,10 @@ from typing import Any, Literal
 from perdure.chat.message import Message
 from perdure.chat.transcript import Transcript
 from perdure.checks import is_number, is_whole
-from perdure.errors import CorruptStateError
+from perdure.errors import CorruptStateError, InvalidInputError
 
+Said = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]]
+"""What a caller says in a turn."""
 TurnKind = Literal["start", "turn", "fold"]
 FIRST = bytes(32)
 """What stands for the digest of the turn before the first."""
@@ -119,6 +121,21 @@ class Turn:
                 "a turn is not what its digest says: it was damaged, or put in another's place"
             )
         return turn
+
+
+def said_messages(said: Said) -> list[Message]:
+    """What is said, as messages."""
+    if isinstance(said, str):
+        found = [Message(role="user", content=said)]
+    elif isinstance(said, (Message, Mapping)):
+        found = [Message.parse(said)]
+    else:
+        found = [Message.parse(each) for each in said]
+    if not found:
+        raise InvalidInputError("a turn needs at least one message")
+    if any(message.role == "user" and not (message.content or "").strip() for message in found):
+        raise InvalidInputError("a message needs some text")
+    return found
 
 
 def digest_of(turn: Turn) -> bytes:

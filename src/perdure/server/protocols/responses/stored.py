@@ -28,8 +28,9 @@ from perdure.server.protocols.responses.requests import (
     tool_set,
 )
 from perdure.sessions.fold import ASK, TurnJob
-from perdure.sessions.session import Session, TurnExtra
+from perdure.sessions.session import Session
 from perdure.sessions.turn import Turn
+from perdure.sessions.turn_transaction import TurnExtra
 
 CONVERSATION = "conversation"
 _RESPONSE = "response"

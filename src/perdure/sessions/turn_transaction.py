@@ -1,0 +1,237 @@
+"""A turn as a transaction: asked for, answered, and then part of its session or not."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any, Protocol
+
+from perdure.backend import Backend
+from perdure.chat.chat_format import ChatFormat, reply_room
+from perdure.chat.job import ChatJob
+from perdure.chat.message import Message
+from perdure.chat.options import ChatOptions
+from perdure.chat.prompt_builder import Prompt
+from perdure.chat.reply import ChatReply
+from perdure.chat.transcript import Transcript
+from perdure.errors import (
+    ContextOverflow,
+    InvalidInputError,
+    SessionError,
+    StateError,
+    StoreError,
+)
+from perdure.sessions.fold import FoldingJob, TurnJob, foldable, summarised
+from perdure.sessions.history import History
+from perdure.sessions.stored_session import PendingTurn, StoredSession, StoreHost
+from perdure.sessions.turn import Turn, added
+
+
+class TurnHost(StoreHost, Protocol):
+    """What a turn needs of those that its session is one of."""
+
+    @property
+    def backend(self) -> Backend:
+        """Raises where no model was loaded."""
+        ...
+
+    @property
+    def chat_format(self) -> ChatFormat: ...
+    def write_behind(self, tokens: Sequence[int], namespace: str, saved: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnExtra:
+    """What a turn may have besides its messages and settings."""
+
+    preamble: Sequence[Message] = ()
+    """Said before all of the history, for this turn alone."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """Written down with the turn's settings, as they are when it is kept."""
+    follower: StoredSession | None = None
+    """A session that stands where this one does, and is to go on with the same turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnTransaction:
+    """A turn that is asked for: what is said, behind which history, and how.
+
+    It is part of the session once its reply is whole and on the disk, and else the session is as it was
+    before; `kept` in the reply says which. A fold that makes room for it is stored with it or not at all.
+    """
+
+    host: TurnHost
+    session: StoredSession
+    base: History
+    said: list[Message]
+    settings: dict[str, Any]
+    keep_partial: bool
+    deadline: float | None
+    pending: PendingTurn
+    extra: TurnExtra
+
+    def submit(self) -> TurnJob:
+        """Have the reply made. What takes time is done here: render and tokenise."""
+        if self.settings.get("date") is None and self.host.chat_format.asks_date:
+            self.settings["date"] = _date(self.base)
+        return FoldingJob(self._folding()) if self._is_full() else self._ask()
+
+    def _ask(self, fold: Turn | None = None) -> ChatJob:
+        """Have the reply made, behind a fold if there is one."""
+
+        def settle(prompt: Prompt, whole: Transcript, reply: ChatReply) -> ChatReply:
+            try:
+                self.session.last = self._settle(fold, prompt, whole, reply)
+                return self.session.last
+            finally:
+                self.pending.release()
+
+        messages = self.base.messages if fold is None else fold.messages
+        return self.host.chat_format.submit(
+            (*self.extra.preamble, *messages, *self.said),
+            namespace=self.session.namespace,
+            known=self.base.transcript_under(self.host.backend.model.digest) if fold is None else None,
+            before=self.base.rendering if fold is None else None,
+            then=settle,
+            deadline=self.deadline,
+            **self.settings,
+        )
+
+    def _settle(self, fold: Turn | None, prompt: Prompt, whole: Transcript, reply: ChatReply) -> ChatReply:
+        """Make a turn part of the session, with the fold before it, if it may be."""
+        base, session = self.base, self.session
+        with session._lock:
+            if session._pending is not self.pending:
+                return replace(reply, not_kept="another turn began before this one was read to its end")
+            session._pending = None
+            if reply.finish_reason in ("cancelled", "error") and not (self.keep_partial and reply.raw.tokens):
+                return replace(reply, not_kept=f"the turn ended by {reply.finish_reason}")
+            keep, more = added(base.transcript if fold is None else Transcript(), whole)
+            turn = self._answered(reply, keep, more, fold.digest if fold is not None else base.place.digest)
+            turns = [turn] if fold is None else [fold, turn]
+            follower = self.extra.follower
+            try:
+                numbers = self.host.store.add(
+                    session._info,
+                    turns,
+                    parent=base.head,
+                    expected=self.pending.head,
+                    follower=follower.info if follower is not None else None,
+                )
+            except (StoreError, StateError, SessionError, InvalidInputError) as error:
+                # What was said was said: the caller has the reply, and learns that it will not last.
+                return replace(reply, not_kept=str(error))
+            session._history = base.then(numbers, turns, whole, prompt.rendering)
+            if follower is not None:
+                follower._follow(session._history, self.pending)
+            # Going back or branching has others begin where this one was.
+            before = _found_kept(reply) if session._saved is None else session._saved
+            saved = min(before, keep[1])
+        session._saved = self.host.write_behind(whole.tokens, session.namespace, saved)
+        return replace(reply, kept=True)
+
+    def _answered(self, reply: ChatReply, keep: tuple[int, int], more: Transcript, before: bytes) -> Turn:
+        """The turn that comes of the reply."""
+        return Turn(
+            kind="turn",
+            # A beginning that the caller wrote is part of the reply.
+            messages=tuple(self.said if reply.prefill is None else self.said[:-1]),
+            reply=reply.whole,
+            keep=keep,
+            added=more,
+            settings=_plain({**self.settings, **self.extra.notes}),
+            seed=reply.seed,
+            finish_reason=reply.finish_reason,
+            usage=_usage(reply),
+            dropped=reply.dropped,
+            model=self.host.backend.model.digest,
+            created=time.time(),
+            before=before,
+        )
+
+    # Folding.
+
+    def _is_full(self) -> bool:
+        """Whether a turn is to be preceded by a fold."""
+        if self.settings.get("overflow") != "fold" or not len(self.base):
+            return False
+        needed, _ = self._needed(self.base.messages)
+        return needed > self.host.backend.n_ctx - 1
+
+    def _needed(self, messages: Sequence[Message]) -> tuple[int, bool]:
+        """Tokens of a prompt that starts with `messages`, and of the reply to it; and whether these are only
+        a lower bound, since it surely does not fit."""
+        room = reply_room(self.settings, self.host.backend.n_ctx)
+        options = ChatOptions.take(dict(self.settings))
+        try:
+            prompt = self.host.chat_format.prompt(
+                [*messages, *self.said], options, namespace=self.session.namespace, must_fit=True
+            )
+        except ContextOverflow as error:
+            return error.needed + room, True
+        return len(prompt) + room, False
+
+    def _folding(self) -> Generator[ChatJob, ChatReply, ChatJob]:
+        """The fold that makes room for a turn, and then the turn. Nothing is stored before its reply."""
+        limit = self.host.backend.n_ctx - 1
+        # Before anything is written: what no summary makes room for.
+        needed, at_least = self._needed(self.session._start.messages)
+        for keep in (2, 1, 0) if needed <= limit else ():
+            turns = foldable(self.session._start, self.base, keep)
+            turn = yield from summarised(
+                self.host.chat_format, turns, keep, self.session.namespace, {}, self.deadline
+            )
+            needed, at_least = self._needed(turn.messages)
+            if needed <= limit:
+                return self._ask(turn)
+        raise ContextOverflow(
+            f"even after folding, this message needs {'at least ' if at_least else ''}{needed} tokens with "
+            f"its reply, and {limit} fit: send less, or ask for a shorter reply",
+            needed=needed,
+            fits=limit,
+            at_least=at_least,
+        )
+
+
+def _date(history: History) -> str:
+    """The day that the last turn was told, and so the day that the conversation began on: it stays, or each
+    new day would change the prompt's beginning."""
+    for _, turn in history.back():
+        if isinstance(found := turn.settings.get("date"), str):
+            return found
+    return datetime.now().isoformat(timespec="seconds")
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that can be written down."""
+    found = {}
+    for name, value in settings.items():
+        with suppress(TypeError, ValueError):
+            found[name] = json.loads(json.dumps(value))
+    return found
+
+
+def _usage(reply: ChatReply) -> dict[str, int | str]:
+    """What a turn says later of how its reply came about: tokens, by tier too, milliseconds, and why not more
+    was reused."""
+    timings = reply.timings
+    return {
+        "prompt_tokens": reply.usage.prompt_tokens,
+        "completion_tokens": reply.usage.completion_tokens,
+        "cached_tokens": reply.usage.cached_tokens,
+        "reasoning_tokens": reply.usage.reasoning_tokens,
+        **{f"{tier}_tokens": count for tier, count in reply.reuse.tiers.items()},
+        "first_token_ms": round(1000 * (timings.queued + timings.prefill)),
+        "decode_ms": round(1000 * timings.decode),
+        "why": reply.reuse.why,
+    }
+
+
+def _found_kept(reply: ChatReply) -> int:
+    """The tokens of a prompt whose state was found where it outlives the process, or is on its way there.
+    What only a slot held may not have been written yet."""
+    return reply.reuse.reused - reply.reuse.tiers.get("slot", 0)
