@@ -12,7 +12,8 @@ import pytest
 
 from decode.observed import toy
 from perdure.server.middleware.body_limits import FILE_TYPE
-from perdure.sessions.storage.session_store import TRANSFERS, SessionStore
+from perdure.sessions.storage.session_folder import TRANSFERS
+from perdure.sessions.storage.session_store import SessionStore
 from server.live_server import LiveServer, live_server, opened, raw
 
 IMPORT = "/v1/sessions/import"

@@ -22,7 +22,8 @@ from perdure.sessions.storage import rows as rows_module
 from perdure.sessions.storage import session_store as store_module
 from perdure.sessions.storage.repair import FOUND
 from perdure.sessions.storage.schema import MIGRATIONS, seal
-from perdure.sessions.storage.session_store import FILE, MARK, SessionStore
+from perdure.sessions.storage.session_folder import FILE, MARK
+from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.storage.verify import Verification, verify
 from perdure.sessions.turn import Turn
 from sessions.talking import talking
@@ -252,7 +253,7 @@ def test_d1_numbers_that_are_damaged_are_found_and_mended(
     assert found.repair is not None, found.not_repaired
     assert verify(folder, lambda done, total: None).sound
     with closing(SessionStore(folder)) as store:
-        store.check_numbers()
+        store.counters.check()
 
 
 def test_a_damaged_description_of_a_table_is_found_and_mended(closed: Path, damaged: Damaged) -> None:

@@ -259,7 +259,7 @@ LISTS: dict[str, tuple[str, Callable[[SessionStore], object]]] = {
     "a later page": ("session_latest", lambda store: store.list("", limit=7, after=store.find("", "a"))),
     "of all namespaces": ("session_all", lambda store: store.list(limit=7)),
     "expired responses": ("session_response", lambda store: store.old_responses(1e12, limit=4)),
-    "memories": ("memory_order", lambda store: store.memory_numbers("", after=0, limit=7)),
+    "memories": ("memory_order", lambda store: store.memories.numbers("", after=0, limit=7)),
 }
 
 

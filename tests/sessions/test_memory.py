@@ -57,14 +57,14 @@ def test_a_text_is_looked_for_in_a_few_memories_at_a_time(
         for number in range(10):
             s.label(f"l{number}", note="odd" if number % 2 else "even")
         memories, store = talk.rt.memories, talk.rt.sessions.store
-        numbers = store.memory_numbers
+        numbers = store.memories.numbers
 
         def counted(namespace: str, *, after: int, limit: int) -> list[int]:
             found = numbers(namespace, after=after, limit=limit)
             looked.append(len(found))
             return found
 
-        monkeypatch.setattr(store, "memory_numbers", counted)
+        monkeypatch.setattr(store.memories, "numbers", counted)
         assert [m.label for m in memories.search(text="ODD")] == ["l1", "l3", "l5", "l7", "l9"]
         assert looked == [3, 3, 3, 1, 0]
         assert [m.label for m in memories.search(text="odd", limit=2)] == ["l1", "l3"]

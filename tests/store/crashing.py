@@ -512,7 +512,7 @@ def older_sessions(version: int) -> Scenario:
             assert store.has("", "alice") or "created" not in acks
             assert store.has("", "old") or not version
             for row in store.list():
-                assert len(store.chain(row.head)[1]) == 1
+                assert len(store.turns.chain(row.head)[1]) == 1
             # Whatever was interrupted, no number is given out again.
             given = dict(store.index.rows("SELECT name, last FROM counter"))
             made = store.has("", "alice")
@@ -549,7 +549,7 @@ def damaged_act(folder: Path, ack: Ack) -> None:
 def damaged_check(folder: Path, acks: set[str]) -> None:
     verify(folder, lambda done, total: None)
     with closing(SessionStore(folder)) as store:
-        found = {row.name: len(store.chain(row.head)[1]) for row in store.list()}
+        found = {row.name: len(store.turns.chain(row.head)[1]) for row in store.list()}
         assert found.pop("carol", 0) == 1 or "created" not in acks
         assert found == {"alice": 2, "bob": 2}
 

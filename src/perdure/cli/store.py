@@ -7,7 +7,7 @@ from pathlib import Path
 from perdure.config import settings
 from perdure.errors import StoreError
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.storage.session_store import FILE
+from perdure.sessions.storage.session_folder import FILE
 
 
 def sessions_in(store: Path | None, *, readonly: bool, create: bool = False) -> Sessions:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from perdure.errors import AmbiguousError, InvalidInputError, SessionNotFoundError
+from perdure.errors import AmbiguousError, SessionNotFoundError
 from perdure.sessions.info import SessionMemory, parse_address
 from perdure.sessions.session import Session
+from perdure.sessions.storage.rows import valid_text
 from perdure.sessions.storage.session_store import SessionStore
 
 _MANY = 20
@@ -45,18 +46,16 @@ class Memories:
         last = self.get(after, namespace).number if after is not None else 0
         if text is None:
             where.append(f"m.number > {last}")
-            return self._store.memories(" AND ".join(where), *values, limit=limit)
-        try:
+            return self._store.memories.find(" AND ".join(where), *values, limit=limit)
+        with valid_text():
             text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidInputError(f"this is not valid Unicode text: {error}") from None
         where.append("(instr(lower(m.note), lower(?)) OR instr(lower(t.text), lower(?)))")
         found: list[SessionMemory] = []
         # A few at a time: all their texts are read, and others wait for the index meanwhile.
-        while page := self._store.memory_numbers(namespace, after=last, limit=_LOOKED_AT):
+        while page := self._store.memories.numbers(namespace, after=last, limit=_LOOKED_AT):
             within = [*where, f"m.number > {last}", f"m.number <= {page[-1]}"]
             left = None if limit is None else limit - len(found)
-            found += self._store.memories(" AND ".join(within), *values, text, text, limit=left)
+            found += self._store.memories.find(" AND ".join(within), *values, text, text, limit=left)
             last = page[-1]
             if len(found) == limit:
                 break
@@ -64,7 +63,7 @@ class Memories:
 
     def get(self, address: str, namespace: str = "") -> SessionMemory:
         name, turn, label = parse_address(address)
-        found = self._store.memories(
+        found = self._store.memories.find(
             "m.namespace = ? AND m.session = ? AND m.depth = ? AND m.label = ?", namespace, name, turn, label
         )
         if not found:

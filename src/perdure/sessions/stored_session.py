@@ -139,7 +139,7 @@ class StoredSession:
     @property
     def turn_bytes(self) -> int:
         """What its turns take in the store, apart from state."""
-        return self._host.store.turn_bytes(self._place(self.turns).head)
+        return self._host.store.turns.nbytes(self._place(self.turns).head)
 
     def history(self, *, limit: int | None = None, after: int = 0) -> list[Turn]:
         """Its turns, the first one first: up to `limit` of them, behind turn number `after`."""
@@ -281,7 +281,7 @@ class StoredSession:
 
         def read(place: Place, count: int) -> Chunk:
             try:
-                return store.turns(place, count, name)
+                return store.turns.read(place, count, name)
             except CorruptStateError:
                 # Turns that are gone are those of a session that was deleted, or moved by another process.
                 if (here := session()) is not None:
@@ -295,7 +295,7 @@ class StoredSession:
     @property
     def _start(self) -> Turn:
         history = self._history
-        return history.start(lambda: self._host.store.start(history.head, self.name))
+        return history.start(lambda: self._host.store.turns.start(history.head, self.name))
 
     def _place(self, count: int) -> Place:
         """After its first `count` turns."""

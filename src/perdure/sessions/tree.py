@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from perdure.errors import CorruptStateError, InvalidInputError, SessionNotFoundError
 from perdure.sessions.info import SessionInfo, SessionMemory
-from perdure.sessions.storage.rows import MEMORY, SESSION
+from perdure.sessions.storage.rows import ADVICE, MEMORY, SESSION
 from perdure.sessions.storage.schema import TURN_SEAL, seal
-from perdure.sessions.storage.session_store import ADVICE, SessionStore
+from perdure.sessions.storage.session_store import SessionStore
 
 ID_BYTES = 16
 """Of a turn's digest, by which it is known in a tree."""
@@ -102,7 +102,7 @@ def read_tree(store: SessionStore, session: SessionInfo, *, limit: int, after: s
     return Tree(
         turns=turns,
         sessions=[store.proved_session(row) for row in sessions],
-        memories=[store.proved_memory(row) for row in memories],
+        memories=[store.memories.proved(row) for row in memories],
     )
 
 

@@ -2,7 +2,11 @@
 
 schema         tables and their migrations
 rows           how rows are read and proved
-session_store  sessions, turns and memories, read and written
+counters       numbers of sessions, turns and memories
+turn_table     turns, read back and written behind each other
+memory_table   memories, read and written
+session_folder the folder of a store: its files, and whose database it is
+session_store  sessions, and every change as one transaction
 verify         a walk over everything that a store keeps
 repair         what can be proved of a damaged database, in a new one
 """

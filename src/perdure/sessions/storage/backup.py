@@ -20,7 +20,8 @@ from typing import IO, Any
 from perdure import system
 from perdure.atomic import open_private
 from perdure.errors import CorruptStateError, InvalidInputError, StoreError
-from perdure.sessions.storage.session_store import FILE, KEY, MARK, SessionStore
+from perdure.sessions.storage.session_folder import FILE, KEY, MARK
+from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.storage.verify import verify
 from perdure.store.durable import explained, make_folder, sync_folder
 

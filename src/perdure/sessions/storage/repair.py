@@ -18,7 +18,7 @@ from typing import Any
 from perdure.errors import CorruptStateError, StoreDamagedError
 from perdure.sessions.storage.rows import INSERT_TURN, TURN, parse_turn, turn_values
 from perdure.sessions.storage.schema import MEMORY_SEAL, MIGRATIONS, SESSION_SEAL, TURN_SEAL, seal
-from perdure.sessions.storage.session_store import FILE, MENDED, mark
+from perdure.sessions.storage.session_folder import FILE, MENDED, SessionFolder
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store.durable import explained, make_private, sync_folder
 from perdure.store.index import APPLICATION, Index
@@ -58,7 +58,7 @@ def repair(folder: Path) -> Repair:
             found = _Found(db)
         if not found.turns:
             raise StoreDamagedError(f"nothing in {folder / FILE} can be proved: restore it from a copy")
-        known = mark(folder) or found.id
+        known = SessionFolder(folder).mark() or found.id
         temporary = folder / f"{MENDED}.tmp"
         _remove(temporary)
         new = Index(temporary, readonly=False, migrations=MIGRATIONS, functions={"seal": seal})

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from perdure.chat.message import Message
 from perdure.chat.transcript import Transcript
+from perdure.checks import is_whole
 from perdure.errors import CorruptStateError, InvalidInputError
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.storage.schema import MEMORY_SEAL, SESSION_SEAL, Value, seal
 from perdure.sessions.turn import Turn, pack_tokens
+from perdure.store.index import Index
 
 SESSION = (
     f"SELECT {', '.join(f's.{column}' for column in SESSION_SEAL)}, t.depth, t.digest, s.seal"
@@ -51,6 +54,31 @@ INSERT_TURN = (
     f"INSERT INTO turn (number, parent, depth, {_FIELDS}, seal)"
     f" VALUES ({', '.join('?' * (len(_FIELDS.split(',')) + 4))})"
 )
+ADVICE = "`perdure sessions verify` keeps what can be proved and puts the rest aside"
+
+
+def text_rows(index: Index, query: str, *values: Value) -> list[tuple[Any, ...]]:
+    """Rows found by what a caller gave, which may be no text at all."""
+    with valid_text():
+        return index.rows(query, *values)
+
+
+@contextmanager
+def valid_text() -> Iterator[None]:
+    """Within it, text that UTF-8 cannot write is told as the caller's mistake."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"this is not valid Unicode text: {error}") from None
+
+
+def row_limit(limit: int | None) -> int:
+    """How many rows a query returns at most: SQLite takes -1 for all."""
+    if limit is None:
+        return -1
+    if not is_whole(limit) or not 0 < limit < 2**31:
+        raise InvalidInputError(f"limit is None or a number from 1, got {limit!r}")
+    return limit
 
 
 def read_session(row: Sequence[Value]) -> SessionInfo:

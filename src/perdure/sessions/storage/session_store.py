@@ -1,11 +1,10 @@
-"""Sessions, turns and memories, in SQLite."""
+"""Sessions, turns and memories, in SQLite: every change as one transaction."""
 
 from __future__ import annotations
 
 import builtins
 import json
 import secrets
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,51 +14,35 @@ from typing import Any
 
 from filelock import FileLock
 
-from perdure.checks import is_whole
 from perdure.errors import (
     CorruptStateError,
-    InvalidInputError,
     SessionError,
     SessionExistsError,
     SessionNotFoundError,
-    StoreDamagedError,
 )
-from perdure.sessions.history import Chunk, Place
 from perdure.sessions.info import SessionInfo, SessionMemory
+from perdure.sessions.storage.counters import Counters
+from perdure.sessions.storage.memory_table import MemoryTable
 from perdure.sessions.storage.rows import (
-    INSERT_TURN,
-    MEMORY,
+    ADVICE,
     SAYING,
     SESSION,
-    TURN,
-    read_memory,
     read_session,
-    read_turn,
-    turn_values,
+    row_limit,
+    text_rows,
+    valid_text,
 )
-from perdure.sessions.storage.schema import (
-    MEMORY_SEAL,
-    MIGRATIONS,
-    RESPONSE,
-    SESSION_SEAL,
-    TURN_SEAL,
-    Value,
-    seal,
-    turn_seal,
-)
+from perdure.sessions.storage.schema import MIGRATIONS, RESPONSE, SESSION_SEAL, Value, seal
+from perdure.sessions.storage.session_folder import SessionFolder
+from perdure.sessions.storage.turn_table import TurnTable
 from perdure.sessions.turn import FIRST, Turn
-from perdure.store.durable import explained, make_folder, sync_folder, write_file
+from perdure.store.durable import explained, make_folder
 from perdure.store.index import Index
 from perdure.store.locks import TurnLocks, UseLock
 from perdure.store.table_check import TableCheck
 
-FILE, MARK, MENDED, KEY = "sessions.sqlite", "sessions.id", "sessions.mended", "sessions.key"
-"""The database; whose it is; what a repair that was interrupted has left; what seals exports."""
-TRANSFERS = "transfers"
-"""The folder of files that are on their way in or out."""
 _OPENING, _PATIENCE = "sessions.opening", 60.0
 """Held while a database is created, migrated and checked; and how many seconds one waits for others."""
-ADVICE = "`perdure sessions verify` keeps what can be proved and puts the rest aside"
 
 
 class SessionStore:
@@ -76,10 +59,11 @@ class SessionStore:
         """In `folder`, or without one in memory."""
         self.readonly = readonly
         self.folder = folder
+        self._files = SessionFolder(folder) if folder is not None else None
         self._turn_locks: TurnLocks | None = None
         with ExitStack() as held, ExitStack() as opening:
             known = ""
-            if folder is not None:
+            if folder is not None and self._files is not None:
                 if not readonly:
                     make_folder(folder)
                     lock = FileLock(folder / _OPENING, timeout=_PATIENCE, thread_local=False, mode=0o600)
@@ -89,13 +73,13 @@ class SessionStore:
                     held.callback(use.release)
                     if use.first:
                         # Of processes that were killed.
-                        shutil.rmtree(folder / TRANSFERS, ignore_errors=True)
+                        self._files.clear_transfers()
                     self._turn_locks = TurnLocks(folder)
                     held.callback(self._turn_locks.close)
-                known = mark(folder)
-                _check_there(folder, known)
+                known = self._files.mark()
+                self._files.check_there(known)
             self.index = Index(
-                folder / FILE if folder is not None else None,
+                self._files.database if self._files is not None else None,
                 readonly=readonly,
                 migrations=MIGRATIONS,
                 functions={"seal": seal},
@@ -108,10 +92,15 @@ class SessionStore:
             # So that none of these is missed: what is found through an index is all there is.
             self._check = TableCheck(self.index, ("session", "memory"))
             held.callback(self._check.close)
-            if folder is not None:
-                self._check_own(folder, known)
-            self.key = _key(folder, readonly=readonly)
+            self.counters = Counters(self.index)
+            self.turns = TurnTable(self.index, self.counters)
+            self.memories = MemoryTable(self.index, self.counters, self._check)
+            self.key: bytes | None = secrets.token_bytes(32)
             """What seals exports, so that the state in them is known again. None where it may not be made."""
+            if self._files is not None:
+                own = next((row[0] for row in self.index.rows("SELECT id FROM register")), None)
+                self._files.check_own(own, known, readonly=readonly)
+                self.key = self._files.key(readonly=readonly)
             self._held = held.pop_all()
 
     def close(self) -> None:
@@ -120,11 +109,7 @@ class SessionStore:
     def transfers(self) -> Path | None:
         """The folder for files on their way in or out; None where the store has none, or may not be
         written."""
-        if self.folder is None or self.readonly:
-            return None
-        folder = self.folder / TRANSFERS
-        make_folder(folder, ours=True)
-        return folder
+        return None if self._files is None or self.readonly else self._files.transfers()
 
     # Sessions.
 
@@ -173,10 +158,10 @@ class SessionStore:
                 f"there is a session {name!r} already: choose another name, or delete it"
             )
         if head is not None:
-            self.check_turn(head, digest)
+            self.turns.check(head, digest)
         for turn in turns:
-            head = self._add(head, turn)
-        number, now = self._next("session"), time.time()
+            head = self.turns.add(head, turn)
+        number, now = self.counters.next("session"), time.time()
         self.index.run(
             f"INSERT INTO session ({', '.join(SESSION_SEAL)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             number,
@@ -226,10 +211,11 @@ class SessionStore:
         if text is not None:
             where.append(f"(instr(lower(s.name), lower(?)) OR s.head IN ({SAYING}))")
             values += [text, namespace, namespace, text, text]
-        rows = self._rows(
+        rows = text_rows(
+            self.index,
             f"{SESSION} WHERE {' AND '.join(where)} ORDER BY s.updated DESC, s.number DESC LIMIT ?",
             *values,
-            _limit(limit),
+            row_limit(limit),
         )
         return [self.proved_session(row) for row in rows]
 
@@ -242,81 +228,6 @@ class SessionStore:
             limit,
         )
         return [(namespace, name) for namespace, name in rows]
-
-    def turn_bytes(self, head: int) -> int:
-        """What the turns that lead to `head` take, without the overhead of the database."""
-        [(total,)] = self.index.rows(
-            "WITH RECURSIVE up (number, parent) AS ("
-            " SELECT number, parent FROM turn WHERE number = ?"
-            " UNION ALL SELECT t.number, t.parent FROM turn t JOIN up ON t.number = up.parent"
-            " WHERE t.number < up.number"
-            ") SELECT coalesce(sum(length(t.messages) + coalesce(length(t.reply), 0) + length(t.text)"
-            " + length(t.tokens) + length(t.cuts) + length(t.settings) + length(t.usage)), 0)"
-            " FROM up JOIN turn t ON t.number = up.number",
-            head,
-        )
-        return int(total)
-
-    def chain(self, head: int, name: str = "") -> tuple[Sequence[int], Sequence[Turn]]:
-        """The turns that lead to `head`, with it, each proved by its digest. `name` is whose they are."""
-        chunk = self._chunk(head, None, -1, name)
-        return chunk.numbers, chunk.turns
-
-    def turns(self, place: Place, count: int, name: str) -> Chunk:
-        """The turn at `place` and those before it, up to `count`, each proved by the digest of the next."""
-        return self._chunk(place.head, place, count, name)
-
-    def _chunk(self, head: int, place: Place | None, count: int, name: str) -> Chunk:
-        rows = self.index.rows(
-            "WITH RECURSIVE up (number, parent, level) AS ("
-            " SELECT number, parent, 0 FROM turn WHERE number = ?"
-            # A turn is younger than the one before it: whatever was damaged, this ends.
-            " UNION ALL SELECT t.number, t.parent, level + 1 FROM turn t JOIN up ON t.number = up.parent"
-            " WHERE t.number < up.number LIMIT ?"
-            f") SELECT up.parent, {TURN} FROM up JOIN turn t ON t.number = up.number ORDER BY up.level DESC",
-            head,
-            count,
-        )
-        of = f"of session {name!r}" if name else "of a session"
-        parent = rows[0][0] if rows else None
-        first = 0 if parent is None or place is None else place.depth + 1 - len(rows)
-        before = FIRST if parent is None else self._digest(parent)
-        numbers: builtins.list[int] = []
-        turns: builtins.list[Turn] = []
-        for _, *row in rows:
-            try:
-                turn = read_turn(row, before)
-            except CorruptStateError as error:
-                raise CorruptStateError(f"turn {first + len(turns)} {of} {error}: {ADVICE}") from error
-            numbers.append(int(row[0]))
-            turns.append(turn)
-            before = turn.digest
-        if not turns or (parent is None) != (turns[0].kind == "start") or (parent is not None and first < 1):
-            raise CorruptStateError(f"the turns {of} do not lead back to its start: {ADVICE}")
-        whole = place is None or parent is not None or len(turns) == place.depth + 1
-        if not whole or (place is not None and before != place.digest):
-            raise CorruptStateError(f"the turns {of} are not those that led to it: {ADVICE}")
-        return Chunk(numbers, turns, None if parent is None else Place(parent, turns[0].before, first - 1))
-
-    def _digest(self, turn: int) -> bytes:
-        """What the turn after it was made behind, as it lies: that one proves it."""
-        found = self.index.rows("SELECT digest FROM turn WHERE number = ?", turn)
-        return found[0][0] if found and isinstance(found[0][0], bytes) else b""
-
-    def start(self, head: int, name: str) -> Turn:
-        """The start of the session that stands at `head`. Of the turns between, only the places are read."""
-        columns = ", ".join(f"t.{column}" for column in (*TURN_SEAL, "seal"))
-        rows = self.index.rows(
-            f"WITH RECURSIVE up ({', '.join((*TURN_SEAL, 'seal'))}) AS ("
-            f" SELECT {columns} FROM turn t WHERE number = ?"
-            f" UNION ALL SELECT {columns} FROM turn t JOIN up ON t.number = up.parent"
-            " WHERE t.number < up.number) SELECT * FROM up",
-            head,
-        )
-        whole = bool(rows) and rows[-1][1] is None and all(turn_seal(*row[:-1]) == row[-1] for row in rows)
-        if not whole:
-            raise CorruptStateError(f"the turns of session {name!r} do not lead back to its start: {ADVICE}")
-        return self.chain(rows[-1][0], name)[1][0]
 
     def add(
         self,
@@ -337,7 +248,7 @@ class SessionStore:
             following = self._standing(follower, expected) if follower is not None else None
             numbers: builtins.list[int] = []
             for turn in turns:
-                parent = self._add(parent, turn)
+                parent = self.turns.add(parent, turn)
                 numbers.append(parent)
             self._move(before, parent)
             if following is not None:
@@ -356,7 +267,7 @@ class SessionStore:
         """Let a session stand at another turn. Refused as `add` is."""
         with self._writing():
             before = self._standing(session, expected)
-            self.check_turn(head, digest)
+            self.turns.check(head, digest)
             self._move(before, head)
 
     def delete(self, session: SessionInfo) -> None:
@@ -399,29 +310,27 @@ class SessionStore:
         """Remember turn number `turn` of a session, which must have that digest."""
         with self._writing():
             self._standing(session)
-            self.check_turn(turn, digest)
-            key = (session.namespace, session.name, depth, label)
-            there = "namespace = ? AND session = ? AND depth = ? AND label = ?"
-            before = self.index.rows(f"SELECT number, turn FROM memory WHERE {there}", *key)
-            for number, _ in before:
-                self.index.run("DELETE FROM memory WHERE number = ?", number)
-            said: builtins.list[Value] = [self._next("memory"), session.namespace, session.name, turn]
-            said += [depth, label, kind, note, digest, time.time()]
-            self.index.run(
-                f"INSERT INTO memory ({', '.join(MEMORY_SEAL)}, seal)"
-                f" VALUES ({', '.join('?' * len(MEMORY_SEAL))}, ?)",
-                *said,
-                seal(*said),
-            )
-            for _, last in before:
+            self.turns.check(turn, digest)
+            made, replaced = self.memories.add(session, turn, depth, digest, label, kind, note)
+            for last in replaced:
                 self._prune(last)
-            return read_memory([*said, seal(*said)])
+            return made
 
-    def memories(self, where: str, *values: Value, limit: int | None = None) -> builtins.list[SessionMemory]:
-        """Those that fit, the oldest first. `m` is the memory and `t` its turn."""
-        self._check.wait()
-        rows = self._rows(f"{MEMORY} WHERE {where} ORDER BY m.number LIMIT ?", *values, _limit(limit))
-        return [self.proved_memory(row) for row in rows]
+    def chain_of(self, memory: SessionMemory) -> tuple[Sequence[int], Sequence[Turn]]:
+        """The turns that lead to a memory, if they are those that were remembered."""
+        numbers, turns = self.turns.chain(self.memories.turn_of(memory), memory.session)
+        if turns[-1].digest != memory.digest:
+            raise CorruptStateError(
+                f"what lies at {memory.address} is not what was remembered: its digest differs; "
+                "nothing was woken"
+            )
+        return numbers, turns
+
+    def forget(self, memory: SessionMemory) -> None:
+        with self._writing():
+            turn = self.memories.turn_of(memory)
+            self.memories.drop(memory.number)
+            self._prune(turn)
 
     def wait_checked(self) -> None:
         """Return when every page of the tables was found sound; raise where one is not."""
@@ -433,88 +342,16 @@ class SessionStore:
         except CorruptStateError as error:
             raise CorruptStateError(f"{error}: {ADVICE}") from error
 
-    def proved_memory(self, row: tuple[Any, ...]) -> SessionMemory:
-        try:
-            return read_memory(row)
-        except CorruptStateError as error:
-            raise CorruptStateError(f"{error}: {ADVICE}") from error
-
-    def memory_numbers(self, namespace: str, *, after: int, limit: int) -> builtins.list[int]:
-        """The numbers of a namespace's memories, the lowest first: up to `limit`, behind number `after`."""
-        self._check.wait()
-        rows = self._rows(
-            "SELECT number FROM memory WHERE namespace = ? AND number > ? ORDER BY number LIMIT ?",
-            namespace,
-            after,
-            limit,
-        )
-        return [int(number) for (number,) in rows]
-
-    def chain_of(self, memory: SessionMemory) -> tuple[Sequence[int], Sequence[Turn]]:
-        """The turns that lead to a memory, if they are those that were remembered."""
-        rows = self._rows(
-            "SELECT turn FROM memory WHERE number = ? AND namespace = ? AND session = ? AND label = ?",
-            memory.number,
-            memory.namespace,
-            memory.session,
-            memory.label,
-        )
-        if not rows:
-            raise SessionNotFoundError(f"the memory at {memory.address} is gone")
-        numbers, turns = self.chain(rows[0][0], memory.session)
-        if turns[-1].digest != memory.digest:
-            raise CorruptStateError(
-                f"what lies at {memory.address} is not what was remembered: its digest differs; "
-                "nothing was woken"
-            )
-        return numbers, turns
-
-    def forget(self, memory: SessionMemory) -> None:
-        with self._writing():
-            found = self.index.rows(
-                "SELECT turn FROM memory WHERE number = ? AND namespace = ? AND session = ? AND label = ?",
-                memory.number,
-                memory.namespace,
-                memory.session,
-                memory.label,
-            )
-            if not found:
-                raise SessionNotFoundError(f"the memory at {memory.address} is gone")
-            self.index.run("DELETE FROM memory WHERE number = ?", memory.number)
-            self._prune(found[0][0])
-
     # Inside.
-
-    def _check_own(self, folder: Path, known: str) -> None:
-        """A database of another store is not taken for this one's."""
-        own = next((row[0] for row in self.index.rows("SELECT id FROM register")), None)
-        if not isinstance(own, str) or not own or (known and own != known):
-            raise StoreDamagedError(
-                f"{folder / FILE} is not the one that was here: restore it from a copy, or if it is to take "
-                f"its place, delete {MARK} beside it"
-            )
-        if not known and not self.readonly:
-            write_file(folder / MARK, [own.encode()])
-            sync_folder(folder)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         self._check.refuse_damaged()
-        try:
-            with self.index.writing():
-                yield
-        except UnicodeEncodeError as error:
-            raise InvalidInputError(f"this is not valid Unicode text: {error}") from None
-
-    def _rows(self, query: str, *values: Value) -> builtins.list[tuple[Any, ...]]:
-        """Rows found by what a caller gave."""
-        try:
-            return self.index.rows(query, *values)
-        except UnicodeEncodeError as error:
-            raise InvalidInputError(f"this is not valid Unicode text: {error}") from None
+        with valid_text(), self.index.writing():
+            yield
 
     def _find(self, namespace: str, name: str) -> SessionInfo | None:
-        rows = self._rows(f"{SESSION} WHERE s.namespace = ? AND s.name = ?", namespace, name)
+        rows = text_rows(self.index, f"{SESSION} WHERE s.namespace = ? AND s.name = ?", namespace, name)
         if not rows:
             self._check.wait()
             return None
@@ -538,46 +375,12 @@ class SessionStore:
             raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
         return now
 
-    def check_turn(self, number: int, digest: bytes) -> int:
-        """The depth of a turn, which must be there and be that very one."""
-        found = self.index.rows(f"SELECT {', '.join(TURN_SEAL)}, seal FROM turn WHERE number = ?", number)
-        if not found:
-            raise SessionNotFoundError("the turn to go on from was deleted")
-        if seal(*found[0][:-1]) != found[0][-1] or found[0][3] != digest:
-            raise CorruptStateError(f"the turn that this one goes on from is damaged: {ADVICE}")
-        return int(found[0][2])
-
-    def _add(self, parent: int | None, turn: Turn) -> int:
-        depth = 0 if parent is None else self.check_turn(parent, turn.before) + 1
-        number = self._next("turn")
-        self.index.run(INSERT_TURN, *turn_values(number, parent, depth, turn))
-        return number
-
     def _move(self, session: SessionInfo, head: int) -> None:
         # Later than before, whatever the clock says: lists are in this order.
         now = max(time.time(), session.updated)
         self.index.run("UPDATE session SET head = ?, updated = ? WHERE number = ?", head, now, session.number)
         self._seal(session.number)
         self._prune(session.head)
-
-    def _next(self, table: str) -> int:
-        """A number that nothing in `table` has or ever had."""
-        number = self._last(table) + 1
-        self.index.run(
-            "UPDATE counter SET last = ?, seal = ? WHERE name = ?", number, seal(table, number), table
-        )
-        return number
-
-    def check_numbers(self) -> None:
-        """Prove what says which numbers were given out: `CorruptStateError` where it is damaged."""
-        for table in ("session", "turn", "memory"):
-            self._last(table)
-
-    def _last(self, table: str) -> int:
-        rows = self.index.rows("SELECT last, seal FROM counter WHERE name = ?", table)
-        if not rows or seal(table, rows[0][0]) != rows[0][1]:
-            raise CorruptStateError(f"the last number of a {table} is damaged: {ADVICE}")
-        return int(rows[0][0])
 
     def _seal(self, session: int) -> None:
         """After a change."""
@@ -600,55 +403,3 @@ class SessionStore:
             found = self.index.rows("SELECT parent FROM turn WHERE number = ?", turn)
             self.index.run("DELETE FROM turn WHERE number = ?", turn)
             turn = found[0][0] if found else None
-
-
-def _limit(limit: int | None) -> int:
-    if limit is None:
-        return -1
-    if not is_whole(limit) or not 0 < limit < 2**31:
-        raise InvalidInputError(f"limit is None or a number from 1, got {limit!r}")
-    return limit
-
-
-def _key(folder: Path | None, *, readonly: bool) -> bytes | None:
-    """The store's own secret: it never leaves the folder."""
-    if folder is None:
-        return secrets.token_bytes(32)
-    path = folder / KEY
-    with explained(path):
-        try:
-            found = path.read_bytes()
-        except FileNotFoundError:
-            found = b""
-    if len(found) == 32:
-        return found
-    if readonly:
-        return None
-    # Without it, or if it was damaged, older exports are still read, but their state is not known again.
-    made = secrets.token_bytes(32)
-    write_file(path, [made])
-    sync_folder(folder)
-    return made
-
-
-def mark(folder: Path) -> str:
-    """Whose the database in `folder` must be; nothing is known of one that is new."""
-    with explained(folder / MARK):
-        try:
-            return (folder / MARK).read_text("utf-8", "replace").strip()
-        except FileNotFoundError:
-            return ""
-
-
-def _check_there(folder: Path, known: str) -> None:
-    if (folder / MENDED).exists():
-        raise StoreDamagedError(
-            f"a repair of the sessions in {folder} was interrupted: `perdure sessions verify` ends it"
-        )
-    file = folder / FILE
-    with explained(file):
-        gone = known and not (file.exists() and file.stat().st_size)
-    if gone:
-        raise StoreDamagedError(
-            f"{file} is gone: restore it from a copy, or delete {MARK} beside it to begin without any session"
-        )

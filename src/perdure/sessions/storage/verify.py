@@ -105,20 +105,20 @@ def _read_sessions(folder: Path, found: Verification, progress: Progress) -> Non
                 for at, turn in zip(numbers, turns, strict=True):
                     if at not in proved:
                         # What goes on from a turn believes this; the turns behind it prove only its content.
-                        store.check_turn(at, turn.digest)
+                        store.turns.check(at, turn.digest)
                         proved[at] = turn.kind
             except CorruptStateError as error:
                 found.damaged.append((what, str(error)))
             progress(number, len(points))
         found.turns = sum(kind != "start" for kind in proved.values())
-        store.check_numbers()
+        store.counters.check()
     finally:
         store.close()
 
 
 def _session(store: SessionStore, row: tuple[Any, ...]) -> Chain:
     known = read_session(row)
-    return store.chain(known.head, known.name)
+    return store.turns.chain(known.head, known.name)
 
 
 def _memory(store: SessionStore, row: tuple[Any, ...]) -> Chain:
