@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from perdure.cache.block import BLOCK, Block, BlockId, Entry
 from perdure.cache.block_cache import BlockCache
 from perdure.cache.block_list import BlockInfo, list_blocks
-from perdure.cache.found import Found, Match
+from perdure.cache.found import Found
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.pins import Pins
 from perdure.cache.prefix_tree import PrefixRun, SlotState, first_tokens, runs
@@ -20,8 +19,9 @@ from perdure.cache.record import Record, RecordIndex
 from perdure.cache.slots.checkpoints import PrefixHash
 from perdure.cache.slots.reuse_reason import why_not_exact, why_not_more
 from perdure.cache.slots.slot_checkpoints import SlotCheckpoints
-from perdure.cache.slots.slot_choice import PUT_BACK, Choice, Counts, Option, SlotView, choose
+from perdure.cache.slots.slot_choice import PUT_BACK, Choice, Counts, SlotView, choose
 from perdure.cache.slots.slot_index import SlotIndex
+from perdure.cache.slots.slot_swapper import Slot, SlotSwapper
 from perdure.cache.tiers import LowerTier, Tiers
 from perdure.decode.slots import Held, Later, Pin, Plan, ReuseReport, SlotAssignment
 from perdure.engine.context import Context
@@ -32,19 +32,6 @@ Ids = NDArray[np.int32]
 
 _WORTH_WAITING = 32
 """Tokens that another request must be about to compute before it pays to wait for it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """A sequence of the context. What it holds outlives its request."""
-
-    seq: int
-    busy: bool = False
-    namespace: str = ""
-    exact: int = 0
-    """Tokens of it, from the first on, that were or will be computed in the steps of exact mode."""
-    forget: bool = False
-    """What it holds was cleared while it was busy: it goes when that is over."""
 
 
 class SlotCache:
@@ -84,7 +71,10 @@ class SlotCache:
         self.computed = 0
         self._blocks = BlockCache(context, self.tiers, block_size=block_size, exact=exact is not None)
         self._context = context
-        self._slots = [_Slot(seq) for seq in range(context.n_seq)]
+        self._slots = [Slot(seq) for seq in range(context.n_seq)]
+        self._swapper = SlotSwapper(
+            context, self._slots, self._blocks, self.tiers, self._checkpoints, exact=exact
+        )
         self._index = SlotIndex(context.n_seq)
         self._indexed = b""
         self._used = np.zeros(context.n_seq, np.int64)
@@ -117,7 +107,7 @@ class SlotCache:
             self._blocks.shared(wanted, namespace, found), int(np.minimum(shared, held).max(initial=0))
         )
         slot = self._slots[choice.best.seq]
-        tiers, trouble = self._fill(choice.best, tokens, namespace)
+        tiers, trouble = self._swapper.fill(choice.best, tokens, namespace)
         self._checkpoints.thin_out()
         reused = sum(tiers.values())
         slot.busy, slot.namespace = True, namespace
@@ -175,9 +165,9 @@ class SlotCache:
         self._idle[seq] = True
         self._touch(slot)
         if slot.forget:
-            self._empty(slot)
+            self._swapper.empty(slot)
 
-    def _touch(self, slot: _Slot) -> None:
+    def _touch(self, slot: Slot) -> None:
         self._clock += 1
         self._used[slot.seq] = self._clock
 
@@ -196,7 +186,7 @@ class SlotCache:
 
     def keepable(self, length: int) -> int:
         """How much of a prompt of `length` tokens can be used again: in exact mode, its whole steps."""
-        return length if self._exact is None else length // self._exact * self._exact
+        return self._swapper.keepable(length)
 
     # For whoever asks about, or clears, what is kept.
 
@@ -284,8 +274,8 @@ class SlotCache:
         """Put the state of `tokens` into the tiers and let go of its sequence."""
         for slot in self._slots:
             if not slot.busy and self._serves(slot, tokens, namespace):
-                self._store(slot)
-                self._empty(slot)
+                self._swapper.store(slot)
+                self._swapper.empty(slot)
 
     def pack(self, tokens: Ids, namespace: str) -> tuple[Identity, list[Block]]:
         """The blocks of a prefix, as far as it is kept, and the identity under which they hold."""
@@ -310,7 +300,7 @@ class SlotCache:
         their chain starts."""
         for slot in self._slots:
             if self._serves(slot, tokens, namespace):
-                self._store(slot)
+                self._swapper.store(slot)
         found = self._blocks.lookup(tokens, namespace)
         if self.tiers.lower is not None:
             self.tiers.lower.store([entry for entry in found.entries if isinstance(entry, Block)])
@@ -320,7 +310,7 @@ class SlotCache:
         """Put what every idle sequence holds into the tiers."""
         for slot in self._slots:
             if not slot.busy:
-                self._store(slot)
+                self._swapper.store(slot)
 
     def clear(self) -> None:
         """Drop everything."""
@@ -354,27 +344,21 @@ class SlotCache:
         """Keep blocks that are made of others."""
         self._blocks.replace((), blocks)
 
-    def _forget(self, slot: _Slot) -> None:
+    def _forget(self, slot: Slot) -> None:
         if slot.busy:
             slot.forget = True
         else:
-            self._empty(slot)
+            self._swapper.empty(slot)
 
-    def _serves(self, slot: _Slot, tokens: Ids, namespace: str) -> bool:
+    def _serves(self, slot: Slot, tokens: Ids, namespace: str) -> bool:
         """Whether `slot` holds nothing but a beginning of `tokens`, or goes on from them."""
         if slot.namespace != namespace:
             return False
         shared = self._context.common_prefix(tokens, slot.seq)
         return shared > 0 and shared in (len(tokens), self._context.length(slot.seq))
 
-    def _leads(self, slot: _Slot, tokens: Ids, namespace: str) -> bool:
+    def _leads(self, slot: Slot, tokens: Ids, namespace: str) -> bool:
         return slot.namespace == namespace and self._context.common_prefix(tokens, slot.seq) == len(tokens)
-
-    def _empty(self, slot: _Slot) -> None:
-        slot.forget = False
-        self._checkpoints.forget(slot.seq)
-        with suppress(EngineError):
-            self._context.clear(slot.seq)
 
     # Choosing.
 
@@ -385,7 +369,7 @@ class SlotCache:
         held = self._look(idle)
         choice, shared = self._weigh(idle, held, tokens, wanted, namespace, found)
         source = choice.best.source
-        if isinstance(source, int) and self._reach(self._slots[source], wanted) < choice.best.length:
+        if isinstance(source, int) and self._swapper.reach(self._slots[source], wanted) < choice.best.length:
             # Somebody used the context behind our back, and left as many tokens as there were.
             held = self._look(idle, all_of_them=True)
             choice, shared = self._weigh(idle, held, tokens, wanted, namespace, found)
@@ -438,92 +422,9 @@ class SlotCache:
             self._checkpoints.along(seq)
         return held
 
-    def _reach(self, slot: _Slot, tokens: Ids) -> int:
-        """The longest prefix of `tokens` that `slot` can be brought to, by what it holds in truth."""
-        shared = self._context.common_prefix(tokens, slot.seq)
-        if self._exact is not None:
-            shared = self.keepable(min(shared, slot.exact))
-        self._checkpoints.along(slot.seq)
-        return self._checkpoints.reach(slot.seq, shared, self._context.length(slot.seq))
-
     def _soon(self, shared: Counts, held: Counts) -> Later:
         """The longest prefix of a prompt that a running request is about to have computed."""
         shared = self._checkpoints.coming(self._usable(shared), self._index.lengths)
         coming = np.where(~self._idle & (shared > held), shared, 0)
         seq = int(coming.argmax())
         return Later(seq, int(coming[seq]), int(self._used[seq]))
-
-    # Moving.
-
-    def _fill(self, option: Option, tokens: Ids, namespace: str) -> tuple[dict[str, int], str]:
-        """Bring a prefix into its slot: how many tokens of it came from which tier, and what went wrong."""
-        slot = self._slots[option.seq]
-        source = self._slots[option.source] if isinstance(option.source, int) else option.source
-        trouble = ""
-        try:
-            if isinstance(source, _Slot) and self._reach(source, tokens) < option.length:
-                raise EngineError(f"sequence {source.seq} holds something else than was known of it")
-            if source is slot:
-                if option.length < self._context.length(slot.seq):
-                    self._store(slot)
-                self._checkpoints.go_back(slot.seq, option.length)
-                return {"slot": option.length}, ""
-            self._swap_out(slot, source)
-            slot.namespace = namespace
-            if source is None:
-                return {}, ""
-            if isinstance(source, _Slot):
-                self._context.fork(source.seq, slot.seq)
-                slot.exact = source.exact
-                self._checkpoints.copy(source.seq, slot.seq)
-                self._checkpoints.go_back(slot.seq, option.length)
-                return {"slot": option.length}, ""
-            tiers, trouble = self._swap_in(slot, source, tokens)
-            if tiers:
-                return tiers, trouble
-        except Exception as error:
-            # What could not be moved, for whatever reason, is computed; the ledger says what is there.
-            trouble = f"what was held could not be brought in place: {error}"
-        self._checkpoints.forget(slot.seq)
-        self._context.clear(slot.seq)
-        return {}, trouble
-
-    def _swap_out(self, slot: _Slot, source: _Slot | Found | None) -> None:
-        """Empty `slot`, keeping what it holds in the tiers, and there what is about to take its place."""
-        if not self._context.length(slot.seq):
-            self._checkpoints.forget(slot.seq)
-            return
-        held = [each for each in source.entries if each.id in self.tier] if isinstance(source, Found) else []
-        self.tier.pin(held)
-        try:
-            self._store(slot)
-        finally:
-            self.tier.unpin(held)
-        self._checkpoints.forget(slot.seq)
-        self._context.clear(slot.seq)
-
-    def _swap_in(self, slot: _Slot, found: Found, tokens: Ids) -> tuple[dict[str, int], str]:
-        match = self._blocks.load(found)
-        trouble = ""
-        if match.length < found.length:
-            trouble = f"what was kept from token {match.length} on was damaged or is gone"
-        if not match.length:
-            return {}, trouble
-        self._context.assemble(tokens[: match.length], match.pieces, match.tail_state, slot.seq)
-        self._checkpoints.swapped_in(slot.seq, match)
-        return _by_tier(match, self.tiers), trouble
-
-    def _store(self, slot: _Slot) -> None:
-        """Copy what `slot` holds into the tiers. What cannot be copied is computed again one day."""
-        with suppress(EngineError):
-            length = self._context.length(slot.seq)
-            if self._exact is not None:
-                length = self.keepable(min(length, slot.exact))
-            self._blocks.store(slot.seq, slot.namespace, self._checkpoints.along(slot.seq), length)
-
-
-def _by_tier(match: Match, tiers: Tiers) -> dict[str, int]:
-    found = {tiers.memory.name: match.length - match.lower}
-    if tiers.lower is not None:
-        found[tiers.lower.name] = match.lower
-    return {tier: count for tier, count in found.items() if count}

@@ -1,0 +1,151 @@
+"""Slot swapper: brings state into slots, and puts what they hold into the tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.cache.block_cache import BlockCache
+from perdure.cache.found import Found, Match
+from perdure.cache.slots.slot_checkpoints import SlotCheckpoints
+from perdure.cache.slots.slot_choice import Option
+from perdure.cache.tiers import Tiers
+from perdure.engine.context import Context
+from perdure.errors import EngineError
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A sequence of the context. What it holds outlives its request."""
+
+    seq: int
+    busy: bool = False
+    namespace: str = ""
+    exact: int = 0
+    """Tokens of it, from the first on, that were or will be computed in the steps of exact mode."""
+    forget: bool = False
+    """What it holds was cleared while it was busy: it goes when that is over."""
+
+
+class SlotSwapper:
+    """Moves state between the slots, and between them and the tiers.
+
+    Always holds: what a slot has goes into the tiers before something else takes its place; a slot that
+    could not be filled is empty. The checkpoints of a slot are those of what it holds.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        slots: Sequence[Slot],
+        blocks: BlockCache,
+        tiers: Tiers,
+        checkpoints: SlotCheckpoints,
+        *,
+        exact: int | None,
+    ) -> None:
+        self._context = context
+        self._slots = slots
+        self._blocks = blocks
+        self._tiers = tiers
+        self._checkpoints = checkpoints
+        self._exact = exact
+
+    def keepable(self, length: int) -> int:
+        """How much of a prompt of `length` tokens can be used again: in exact mode, its whole steps."""
+        return length if self._exact is None else length // self._exact * self._exact
+
+    def reach(self, slot: Slot, tokens: Ids) -> int:
+        """The longest prefix of `tokens` that `slot` can be brought to, by what it holds in truth."""
+        shared = self._context.common_prefix(tokens, slot.seq)
+        if self._exact is not None:
+            shared = self.keepable(min(shared, slot.exact))
+        self._checkpoints.along(slot.seq)
+        return self._checkpoints.reach(slot.seq, shared, self._context.length(slot.seq))
+
+    def fill(self, option: Option, tokens: Ids, namespace: str) -> tuple[dict[str, int], str]:
+        """Bring a prefix into its slot: how many tokens of it came from which tier, and what went wrong."""
+        slot = self._slots[option.seq]
+        source = self._slots[option.source] if isinstance(option.source, int) else option.source
+        trouble = ""
+        try:
+            if isinstance(source, Slot) and self.reach(source, tokens) < option.length:
+                raise EngineError(f"sequence {source.seq} holds something else than was known of it")
+            if source is slot:
+                if option.length < self._context.length(slot.seq):
+                    self.store(slot)
+                self._checkpoints.go_back(slot.seq, option.length)
+                return {"slot": option.length}, ""
+            self._swap_out(slot, source)
+            slot.namespace = namespace
+            if source is None:
+                return {}, ""
+            if isinstance(source, Slot):
+                self._context.fork(source.seq, slot.seq)
+                slot.exact = source.exact
+                self._checkpoints.copy(source.seq, slot.seq)
+                self._checkpoints.go_back(slot.seq, option.length)
+                return {"slot": option.length}, ""
+            tiers, trouble = self._swap_in(slot, source, tokens)
+            if tiers:
+                return tiers, trouble
+        except Exception as error:
+            # What could not be moved, for whatever reason, is computed; the ledger says what is there.
+            trouble = f"what was held could not be brought in place: {error}"
+        self._checkpoints.forget(slot.seq)
+        self._context.clear(slot.seq)
+        return {}, trouble
+
+    def store(self, slot: Slot) -> None:
+        """Copy what `slot` holds into the tiers. What cannot be copied is computed again one day."""
+        with suppress(EngineError):
+            length = self._context.length(slot.seq)
+            if self._exact is not None:
+                length = self.keepable(min(length, slot.exact))
+            self._blocks.store(slot.seq, slot.namespace, self._checkpoints.along(slot.seq), length)
+
+    def empty(self, slot: Slot) -> None:
+        """Let go of what `slot` holds."""
+        slot.forget = False
+        self._checkpoints.forget(slot.seq)
+        with suppress(EngineError):
+            self._context.clear(slot.seq)
+
+    def _swap_out(self, slot: Slot, source: Slot | Found | None) -> None:
+        """Empty `slot`, keeping what it holds in the tiers, and there what is about to take its place."""
+        if not self._context.length(slot.seq):
+            self._checkpoints.forget(slot.seq)
+            return
+        memory, entries = self._tiers.memory, source.entries if isinstance(source, Found) else ()
+        held = [each for each in entries if each.id in memory]
+        memory.pin(held)
+        try:
+            self.store(slot)
+        finally:
+            memory.unpin(held)
+        self._checkpoints.forget(slot.seq)
+        self._context.clear(slot.seq)
+
+    def _swap_in(self, slot: Slot, found: Found, tokens: Ids) -> tuple[dict[str, int], str]:
+        match = self._blocks.load(found)
+        trouble = ""
+        if match.length < found.length:
+            trouble = f"what was kept from token {match.length} on was damaged or is gone"
+        if not match.length:
+            return {}, trouble
+        self._context.assemble(tokens[: match.length], match.pieces, match.tail_state, slot.seq)
+        self._checkpoints.swapped_in(slot.seq, match)
+        return _by_tier(match, self._tiers), trouble
+
+
+def _by_tier(match: Match, tiers: Tiers) -> dict[str, int]:
+    found = {tiers.memory.name: match.length - match.lower}
+    if tiers.lower is not None:
+        found[tiers.lower.name] = match.lower
+    return {tier: count for tier, count in found.items() if count}
