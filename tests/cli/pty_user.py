@@ -15,6 +15,9 @@ import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+
+from homes import new_home
 
 COMMAND = [sys.executable, "-m", "perdure.cli"]
 PATIENCE = 60.0
@@ -24,6 +27,19 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
 def plain(text: str) -> str:
     """What a screen shows, without what only tells it how."""
     return _ESCAPES.sub("", text)
+
+
+def terminal_environment(model: Path, home: Path, *, term: str) -> dict[str, str]:
+    """The variables of a user at a terminal of a kind, with a home of his own."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    return {
+        **kept,
+        "PERDURE_MODEL": str(model),
+        "PERDURE_HOME": str(new_home(home)),
+        "TERM": term,
+        "LC_ALL": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def piped(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from cli.pty_user import COMMAND, PATIENCE, PtyUser, piped, plain, terminal
+from cli.pty_user import COMMAND, PATIENCE, PtyUser, piped, plain, terminal, terminal_environment
 from homes import new_home
 from perdure.sessions.sessions import Sessions
 
@@ -26,15 +25,7 @@ UNICODE = "é 한국 🙂"
 
 @pytest.fixture
 def environment(zoo_path: Callable[[str], Path], tmp_path: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    return {
-        **kept,
-        "PERDURE_MODEL": str(zoo_path("llama")),
-        "PERDURE_HOME": str(new_home(tmp_path / "home")),
-        "TERM": "dumb",
-        "LC_ALL": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",
-    }
+    return terminal_environment(zoo_path("llama"), tmp_path / "home", term="dumb")
 
 
 def shown(environment: dict[str, str], session: str) -> dict[str, Any]:

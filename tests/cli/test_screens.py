@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cli.pty_user import terminal
+from cli.pty_user import terminal, terminal_environment
 from cli.screens import screen
-from homes import new_home
 
 SIZES = pytest.mark.parametrize(("columns", "rows"), [(80, 24), (120, 40)])
 TESTS = Path(__file__).parent.parent
@@ -24,15 +22,7 @@ TEXT = (
 
 @pytest.fixture
 def environment(zoo_path: Callable[[str], Path], tmp_path: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    return {
-        **kept,
-        "PERDURE_MODEL": str(zoo_path("llama")),
-        "PERDURE_HOME": str(new_home(tmp_path / "home")),
-        "TERM": "xterm-256color",
-        "LC_ALL": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",
-    }
+    return terminal_environment(zoo_path("llama"), tmp_path / "home", term="xterm-256color")
 
 
 @pytest.fixture

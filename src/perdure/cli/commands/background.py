@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from perdure.cli.options.shared import Json
+from perdure.cli.output.facts import print_json
 
 _POLL = 0.1
 """Seconds between two looks at a server that is starting or stopping."""
@@ -115,7 +116,7 @@ def status(as_json: Json = False) -> None:
             "store": str(store),
             "holder": asdict(holder) if holder else None,
         }
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(facts)
     else:
         if running is None:
             terminal.write("server  none in the background; `perdure start` starts one\n")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perdure.cli.options.shared import Json, Limit, ModelFor, StoreFolder, Yes
+from perdure.cli.output.facts import print_json
 from perdure.config import N_CTX, STORE_BYTES
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def stats(
         disk.close()
     if as_json:
         shown = [{"number": number, **_plain(record)} for number, record in page]
-        typer.echo(json.dumps({**facts, "records": shown}, indent=2))
+        print_json({**facts, "records": shown})
     else:
         _table(facts, page)
 
@@ -72,7 +73,7 @@ def blocks(
     finally:
         disk.close()
     if as_json:
-        typer.echo(json.dumps([_block(entry) for entry in found], indent=2))
+        print_json([_block(entry) for entry in found])
     for entry in () if as_json else found:
         typer.echo(f"{entry.id.hex()}  tokens {entry.start} to {entry.end}, {entry.nbytes} bytes")
 
@@ -97,7 +98,7 @@ def warm(
         record = backend.cache.warm(text, labels=labels or ())
         computed = backend.cache.stats().computed_tokens
     if as_json:
-        typer.echo(json.dumps({**_plain(record), "computed": computed}, indent=2))
+        print_json({**_plain(record), "computed": computed})
     else:
         how = f"{computed} computed" if computed else "nothing had to be computed"
         typer.echo(f"{record.kept} of {len(record.tokens)} tokens are kept in {folder}; {how}")
@@ -164,7 +165,7 @@ def verify(store: StoreFolder = None, as_json: Json = False) -> None:
     finally:
         disk.close()
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        print_json(dataclasses.asdict(found))
     else:
         typer.echo(
             f"{found.blocks} blocks, {found.nbytes} bytes: {found.missing} missing, {found.adopted} adopted, "

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from perdure.cli.options.shared import Json
+from perdure.cli.output.facts import print_json
 
 app = typer.Typer(help="Defaults for the commands, in a file.", no_args_is_help=True)
 
@@ -36,7 +37,7 @@ def show(as_json: Json = False) -> None:
     chosen = choices()
     if as_json:
         facts = {name: {"value": each.value, "origin": each.origin} for name, each in chosen.items()}
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(facts)
         return
     for setting in SETTINGS:
         if each := chosen.get(setting.name):
@@ -86,7 +87,7 @@ def paths(as_json: Json = False) -> None:
         "history": now.home / "chat.history",
     }
     if as_json:
-        typer.echo(json.dumps({name: str(place) for name, place in found.items()}, indent=2))
+        print_json({name: str(place) for name, place in found.items()})
         return
     for name, place in found.items():
         terminal.write(f"{name:<8} {place}{'' if place.exists() else '  (not there yet)'}\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -17,6 +16,7 @@ import typer
 from perdure import system
 from perdure.cli.options.completion import model_names
 from perdure.cli.options.shared import Json, StoreFolder
+from perdure.cli.output.facts import print_json
 from perdure.config import STORE_BYTES
 
 _WRITTEN = 64 << 20
@@ -75,7 +75,7 @@ def doctor(
     folder = store or settings().store
     findings = [*_library(), *_threads(), *_memory(model), *_disk(folder), *_store(folder)]
     if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+        print_json([asdict(finding) for finding in findings])
     else:
         for finding in findings:
             typer.echo(f"{finding.state:<5} {finding.name:<10} {finding.found}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perdure.cli.options.shared import Json, Yes
+from perdure.cli.output.facts import print_json
 
 if TYPE_CHECKING:
     from perdure.engine.llama.native.probe import Choice, Verdict
@@ -52,7 +52,7 @@ def list_(as_json: Json = False) -> None:
     """Show the libraries that are here, which one is used and why, and what can be installed."""
     rows = _rows()
     if as_json:
-        typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        print_json([asdict(row) for row in rows])
     else:
         for row in rows:
             _show(row)
@@ -141,7 +141,7 @@ def check(
         for file in libraries.damaged(entry)
     ]
     if as_json:
-        typer.echo(json.dumps({**asdict(found), "usable": found.usable, "damaged": damaged}, indent=2))
+        print_json({**asdict(found), "usable": found.usable, "damaged": damaged})
     else:
         _report(found)
         for file in damaged:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perdure.cli.options.shared import Json
+from perdure.cli.output.facts import print_json
 
 if TYPE_CHECKING:
     from perdure.server.keys import Key
@@ -76,12 +77,11 @@ def add(
 @app.command(name="ls")
 def list_(file: File = None, as_json: Json = False) -> None:
     """List the keys by id, with namespace and limits. The keys themselves are not stored."""
-    import json
 
     path = _path(file)
     keys = _keys(path)
     if as_json:
-        typer.echo(json.dumps([_plain(key) for key in keys], indent=2))
+        print_json([_plain(key) for key in keys])
         return
     for key in keys:
         limits = [f"expires {key.expires}"] if key.expires else []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from perdure.cli.options.completion import session_names
 from perdure.cli.options.shared import Json, Limit, Namespace, StoreFolder
+from perdure.cli.output.facts import print_json, tell
 
 if TYPE_CHECKING:
     from perdure import SessionMemory
@@ -52,7 +52,7 @@ def search(
             after=after,
         )
     if as_json:
-        typer.echo(json.dumps([plain(memory) for memory in found], indent=2))
+        print_json([plain(memory) for memory in found])
         return
     for memory in found:
         terminal.write(f"{memory.address}{f'  {memory.note}' if memory.note else ''}\n")
@@ -85,11 +85,8 @@ def wake(
             for each in error.found:
                 terminal.tell(each)
             raise
-    if as_json:
-        facts = {"name": made.name, "namespace": made.namespace, "turns": made.turns}
-        typer.echo(json.dumps({**facts, "origin": dict(made.origin)}, indent=2))
-    else:
-        terminal.write(f"{words.quoted(name)} starts there with {words.count(made.turns, 'turn')}\n")
+    facts = {"name": made.name, "namespace": made.namespace, "turns": made.turns, "origin": dict(made.origin)}
+    tell(as_json, f"{words.quoted(name)} starts there with {words.count(made.turns, 'turn')}", facts)
 
 
 @app.command()
@@ -97,15 +94,11 @@ def forget(
     address: Address, namespace: Namespace = "", store: StoreFolder = None, as_json: Json = False
 ) -> None:
     """Delete a memory. Its session stays."""
-    from perdure.cli.output import terminal
     from perdure.cli.store import sessions_in
 
     with sessions_in(store, readonly=False) as sessions:
         sessions.memories.forget(address, namespace)
-    if as_json:
-        typer.echo(json.dumps({"forgotten": address}, indent=2))
-    else:
-        terminal.write(f"forgot {address}\n")
+    tell(as_json, f"forgot {address}", {"forgotten": address})
 
 
 def plain(memory: SessionMemory) -> dict[str, Any]:

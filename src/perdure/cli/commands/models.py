@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from perdure.cli.options.completion import model_names
 from perdure.cli.options.shared import Json, Yes
+from perdure.cli.output.facts import print_json
 
 if TYPE_CHECKING:
     from perdure.models import Entry
@@ -23,7 +23,7 @@ def list_(as_json: Json = False) -> None:
 
     entries = models.entries()
     if as_json:
-        typer.echo(json.dumps([_plain(entry) for entry in entries], indent=2))
+        print_json([_plain(entry) for entry in entries])
     else:
         _table(entries)
 

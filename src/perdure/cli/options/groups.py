@@ -79,6 +79,7 @@ def unfolded(command: Callable[..., None]) -> Callable[..., None]:
             for field in fields(groups[name])
         ]
 
+    # Any: typer calls it with the options of the signature below.
     @functools.wraps(command)
     def folded(**given: Any) -> None:
         for name, kind in groups.items():

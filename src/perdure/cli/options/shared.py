@@ -23,6 +23,16 @@ def _sampling(*names: str, help_: str, field: str, metavar: str | None = None) -
     return typer.Option(*names, help=help_, show_default=shown, rich_help_panel=_Sampling, metavar=metavar)
 
 
+def _store_option(panel: str | None) -> Any:
+    return typer.Option(
+        "--store",
+        metavar="DIR",
+        help="Folder of the sessions.",
+        show_default="store, in the folder that `perdure paths` shows",
+        rich_help_panel=panel,
+    )
+
+
 Words = Annotated[
     list[str] | None,
     typer.Argument(
@@ -66,25 +76,8 @@ Session = Annotated[
         rich_help_panel=_Talk,
     ),
 ]
-Store = Annotated[
-    Path | None,
-    typer.Option(
-        "--store",
-        metavar="DIR",
-        help="Folder of the sessions.",
-        show_default="store, in the folder that `perdure paths` shows",
-        rich_help_panel=_Talk,
-    ),
-]
-StoreFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--store",
-        metavar="DIR",
-        help="Folder of the sessions.",
-        show_default="store, in the folder that `perdure paths` shows",
-    ),
-]
+Store = Annotated[Path | None, _store_option(_Talk)]
+StoreFolder = Annotated[Path | None, _store_option(None)]
 SessionName = Annotated[
     str,
     typer.Argument(

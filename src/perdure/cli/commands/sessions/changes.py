@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from perdure.cli.commands import memories
-from perdure.cli.commands.sessions.facts import figures, tell
+from perdure.cli.commands.sessions.facts import figures
 from perdure.cli.options.completion import session_names
 from perdure.cli.options.shared import Json, Namespace, SessionName, StoreFolder, Yes
+from perdure.cli.output.facts import tell
 
 
 def fork(

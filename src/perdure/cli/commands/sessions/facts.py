@@ -1,28 +1,12 @@
-"""What the commands about sessions print: a line, or JSON."""
+"""What the commands about sessions tell of one."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 if TYPE_CHECKING:
     from perdure import Session
     from perdure.sessions.info import SessionInfo
-
-
-def tell(as_json: bool, text: str, facts: dict[str, Any]) -> None:
-    from perdure.cli.output import terminal
-
-    if as_json:
-        print_json(facts)
-    else:
-        terminal.write(f"{text}\n")
-
-
-def print_json(facts: Any) -> None:
-    typer.echo(json.dumps(facts, indent=2))
 
 
 def listed(row: SessionInfo) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perdure.cli.commands.sessions.facts import figures, tell
+from perdure.cli.commands.sessions.facts import figures
 from perdure.cli.commands.sessions.state import awake
 from perdure.cli.options.shared import Json, ModelFor, Namespace, SessionName, StoreFolder
+from perdure.cli.output.facts import tell
 
 if TYPE_CHECKING:
     from perdure import ImportResult

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perdure.cli.commands.sessions.facts import listed, origin_line, print_json
+from perdure.cli.commands.sessions.facts import listed, origin_line
 from perdure.cli.options.shared import Json, Limit, Namespace, SessionName, StoreFolder
+from perdure.cli.output.facts import print_json
 
 if TYPE_CHECKING:
     from perdure import Message, Turn

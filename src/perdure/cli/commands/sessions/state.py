@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perdure.cli.commands.sessions.facts import figures, print_json, tell
+from perdure.cli.commands.sessions.facts import figures
 from perdure.cli.options.shared import Json, ModelFor, Namespace, SessionName, StoreFolder
+from perdure.cli.output.facts import print_json, tell
 from perdure.config import N_CTX
 
 if TYPE_CHECKING:
