@@ -94,6 +94,7 @@ class BackendClient:
         return self._method("cache", name)(*args, **keywords)
 
     def _method(self, target: Target, name: str) -> Asked:
+        # Any: one way for every call; what a method takes stands where it is declared.
         def call(*args: Any, **keywords: Any) -> Any:
             sent = {key: _plain(value) for key, value in keywords.items()}
             answer = self._pending.ask(target, name, tuple(map(_plain, args)), sent)

@@ -15,7 +15,10 @@ from perdure.identity import Identity
 
 
 class Ask(Protocol):
-    """Calls a method of the cache over there, and waits for what it returns or raises."""
+    """Calls a method of the cache over there, and waits for what it returns or raises.
+
+    Any: it sends whatever call it is given. The methods below name and type what each one takes.
+    """
 
     def __call__(self, name: str, *args: Any, **keywords: Any) -> Any: ...
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, Literal
 
 from perdure.chat.message import Message, Tool, ToolCall
@@ -210,10 +212,11 @@ class _Trials:
                     return form
         return "none"
 
-    def _thinks(self, messages: list[Message], **variables: Any) -> bool:
+    def _thinks(self, messages: list[Message], variables: Mapping[str, Any] = MappingProxyType({})) -> bool:
         """Whether reasoning is shown, as such and not as the data that it came in, where thinking is on."""
         return any(
-            self.shows(messages, "zqthought", hidden=_AS_DATA, **variables, **more) for more in _THINKING
+            self.shows(messages, "zqthought", hidden=_AS_DATA, variables={**variables, **more})
+            for more in _THINKING
         )
 
     def _keeps(self, how: ReasoningForm, variables: dict[str, Any]) -> bool:
@@ -221,7 +224,7 @@ class _Trials:
         if how == "none":
             return False
         said = self._said(content="zqanswer", reasoning="zqthought", thinking_part=how == "part")
-        return self._thinks([_USER, said, _AGAIN], **variables)
+        return self._thinks([_USER, said, _AGAIN], variables)
 
     def _switch(self, how: ReasoningForm) -> tuple[str, bool] | None:
         for name, value in SWITCHES:
@@ -235,7 +238,7 @@ class _Trials:
         *words: str,
         hidden: tuple[str, ...] = (),
         tool: Tool = _TOOL,
-        **variables: Any,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> bool:
         """Whether a conversation can be rendered and these words are in its text, the hidden ones not: if
         none are named, the texts of its messages and the names and values of its calls."""

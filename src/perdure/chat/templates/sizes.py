@@ -16,6 +16,8 @@ _LARGEST_INDENT = 16
 _MOST_BITS = 4096
 
 SizeEstimate = Callable[..., int]
+"""Of what a template calls, with the arguments that it gives: those are the template's, so they are of any
+type and number. Where they do not fit, the call itself is refused."""
 
 
 def formatted(limits: RenderLimits, text: str | bytes, *args: Any, **kwargs: Any) -> int:

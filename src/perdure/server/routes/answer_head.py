@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from perdure.server.app_state import AppState
@@ -25,7 +26,8 @@ class AnswerHead:
             "system_fingerprint": app_state.fingerprint,
         }
 
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def chunk(self, choices: list[dict[str, Any]], more: Mapping[str, Any]) -> dict[str, Any]:
+        """A chunk as JSON, with further fields."""
         return {**self.common, "object": self.chunk_object, "choices": choices, **more}
 
     def piece(self, token: int) -> bytes:

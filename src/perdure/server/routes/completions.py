@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -215,7 +215,7 @@ class CompletionWriter(sse.ChunkWriter):
         self._frames = [sse.Frame(functools.partial(self._piece, index)) for index in sorted(self._open)]
 
     def waiting_chunk(self, told: dict[str, Any]) -> sse.Chunk:
-        return self._piece(min(self._open, default=0), "", **told)
+        return self._piece(min(self._open, default=0), "", more=told)
 
     def opening_chunks(self) -> Iterable[sse.Chunk]:
         for text, _ in self._head.echoed:
@@ -236,17 +236,23 @@ class CompletionWriter(sse.ChunkWriter):
         for reply in replies:
             self._open.discard(reply.index)
             extension = self._head.extension(reply).model_dump()
-            yield self._piece(reply.index, "", reply.finish_reason, perdure=extension)
+            yield self._piece(reply.index, "", reply.finish_reason, more={"perdure": extension})
         if self._usage:
             usage = UsageAnswer.of([reply.usage for reply in replies])
-            yield self._head.chunk([], usage=usage.model_dump())
+            yield self._head.chunk([], {"usage": usage.model_dump()})
 
     def broken_chunks(self) -> Iterable[sse.Chunk]:
         for index in sorted(self._open):
             yield self._piece(index, "", "error")
 
     def _piece(
-        self, index: int, text: str, finish_reason: str | None = None, *, logprobs: Any = None, **more: Any
+        self,
+        index: int,
+        text: str,
+        finish_reason: str | None = None,
+        *,
+        logprobs: Any = None,
+        more: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._head.chunk([choice], **self._usage, **more)
+        return self._head.chunk([choice], {**self._usage, **(more or {})})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
@@ -22,7 +22,7 @@ class ChatWriter(sse.ChunkWriter):
         self._frames = [sse.Frame(functools.partial(self._text, index)) for index in range(n)]
 
     def waiting_chunk(self, told: dict[str, Any]) -> sse.Chunk:
-        return self._piece(min(self._open, default=0), {}, **told)
+        return self._piece(min(self._open, default=0), {}, more=told)
 
     def opening_chunks(self) -> Iterable[sse.Chunk]:
         for index in sorted(self._open):
@@ -48,10 +48,10 @@ class ChatWriter(sse.ChunkWriter):
         for reply in replies:
             self._open.discard(reply.index)
             extension = self._head.extension(reply).model_dump()
-            yield self._piece(reply.index, {}, reply.finish_reason, perdure=extension)
+            yield self._piece(reply.index, {}, reply.finish_reason, more={"perdure": extension})
         if self._usage:
             usage = UsageAnswer.of([reply.usage for reply in replies])
-            yield self._head.chunk([], usage=usage.model_dump())
+            yield self._head.chunk([], {"usage": usage.model_dump()})
 
     def broken_chunks(self) -> Iterable[sse.Chunk]:
         for index in sorted(self._open):
@@ -67,10 +67,10 @@ class ChatWriter(sse.ChunkWriter):
         finish_reason: str | None = None,
         *,
         logprobs: Any = None,
-        **more: Any,
+        more: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._head.chunk([choice], **self._usage, **more)
+        return self._head.chunk([choice], {**self._usage, **(more or {})})
 
 
 def _call(call: CallDelta) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ class OllamaWriter:
         self._frame = Frame(lambda text: self._chunk(text), line)
 
     def sign_of_life(self, progress: PromptProgress | None) -> bytes:
-        return line(self._chunk("", **waiting(progress)))
+        return line(self._chunk("", more=waiting(progress)))
 
     def opening(self) -> bytes:
         return b""
@@ -65,7 +65,11 @@ class OllamaWriter:
         return self._last(reply, reply.text, reply.reasoning, calls)
 
     def _chunk(
-        self, text: str, thinking: str | None = None, calls: Sequence[WholeCall] = (), **more: Any
+        self,
+        text: str,
+        thinking: str | None = None,
+        calls: Sequence[WholeCall] = (),
+        more: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         shown: dict[str, Any] = {"model": self._model, "created_at": self._created}
         if self._kind == "chat":
@@ -79,7 +83,7 @@ class OllamaWriter:
             shown["response"] = text
             if thinking:
                 shown["thinking"] = thinking
-        return {**shown, "done": False, **more}
+        return {**shown, "done": False, **(more or {})}
 
     def _last(
         self, reply: ChatReply | Reply, text: str, thinking: str | None, calls: Sequence[WholeCall]
@@ -99,7 +103,7 @@ class OllamaWriter:
         if self._kind == "generate":
             # The tokens of a conversation, which older clients send back; here what was computed is found.
             more["context"] = []
-        return self._chunk(text, thinking, calls, **more)
+        return self._chunk(text, thinking, calls, more)
 
     def _write_calls(self, calls: Sequence[WholeCall]) -> bytes:
         return line(self._chunk("", None, calls)) if calls else b""

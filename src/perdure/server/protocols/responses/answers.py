@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from pydantic import ConfigDict
 
@@ -65,6 +65,16 @@ class InputTokensAnswer(ResponseSchema):
     input_tokens: int
 
 
+class ResponseFields(TypedDict, total=False):
+    """What only some responses say."""
+
+    usage: dict[str, Any]
+    perdure: dict[str, Any]
+    completed_at: int
+    incomplete_details: dict[str, str]
+    error: dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseHead:
     """What a response says from its beginning to its end."""
@@ -79,7 +89,9 @@ class ResponseHead:
     piece: Any = None
     """Token ids as bytes, for log probabilities."""
 
-    def shown(self, status: str, output: Sequence[Item] = (), **more: Any) -> dict[str, Any]:
+    def shown(
+        self, status: str, output: Sequence[Item] = (), **more: Unpack[ResponseFields]
+    ) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": "response",
@@ -130,12 +142,13 @@ class ResponseHead:
             completed_at=int(turn.created),
         )
 
-    def finished(self, *, finish_reason: str, output: Sequence[Item], **more: Any) -> dict[str, Any]:
+    def finished(
+        self, *, finish_reason: str, output: Sequence[Item], **more: Unpack[ResponseFields]
+    ) -> dict[str, Any]:
         more.setdefault("completed_at", int(time.time()))
         if finish_reason == "length":
-            return self.shown(
-                "incomplete", output, **more, incomplete_details={"reason": "max_output_tokens"}
-            )
+            more["incomplete_details"] = {"reason": "max_output_tokens"}
+            return self.shown("incomplete", output, **more)
         return self.shown("completed", output, **more)
 
     def failed(self, error: ApiError, output: Sequence[Item] = ()) -> dict[str, Any]:
