@@ -1,7 +1,9 @@
 """Counts the modules that one chat message and one block of state pass.
 
 `python -m tools.hops` prints them in the order in which a function of each first ran, between asking and the
-answer. What runs once, when something is opened, is not counted.
+answer. What runs once, when something is opened, is not counted. Those with a star stand between somebody who
+asks and where something happens (a template is rendered, a step is computed, a turn is written): they were on
+the stack then. The others were called on the way and returned.
 """
 
 from __future__ import annotations
@@ -23,14 +25,34 @@ from perdure.engine.toy import ToyModel
 from perdure.server.app import served
 from perdure.server.app_state import AppState
 
+_ENDS = {
+    "Template.render",
+    "ToyModel.tokenize",
+    "ToyCore.decode",
+    "OutputQueue.put",
+    "Index.run",
+    "DiskTier.store",
+    "DiskTier.load",
+}
+"""Where something happens."""
 _seen: dict[str, None] = {}
+_between: set[str] = set()
 _watching = threading.Event()
 
 
 def _profile(frame: FrameType, event: str, _: Any) -> None:
-    name = frame.f_globals.get("__name__", "")
-    if event == "call" and _watching.is_set() and name.startswith("perdure."):
+    if event == "call" and _watching.is_set() and (name := _module(frame)):
         _seen.setdefault(name)
+        if frame.f_code.co_qualname in _ENDS:
+            above: FrameType | None = frame
+            while above is not None:
+                _between.add(_module(above))
+                above = above.f_back
+
+
+def _module(frame: FrameType) -> str:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name if name.startswith("perdure.") else ""
 
 
 @contextmanager
@@ -45,18 +67,19 @@ def _profiled() -> Iterator[None]:
         threading.setprofile(None)
 
 
-def passed(act: Callable[[], object]) -> list[str]:
-    """The modules of which a function ran meanwhile."""
+def passed(act: Callable[[], object]) -> dict[str, bool]:
+    """The modules of which a function ran meanwhile, and whether they were on the stack at an end."""
     _seen.clear()
+    _between.clear()
     _watching.set()
     try:
         act()
     finally:
         _watching.clear()
-    return list(_seen)
+    return {name: name in _between for name in _seen}
 
 
-def ways() -> dict[str, list[str]]:
+def ways() -> dict[str, dict[str, bool]]:
     """What a message passes in the library and over HTTP, and what a block passes to the disk and back."""
     found = {}
     with tempfile.TemporaryDirectory() as folder, _profiled():
@@ -92,9 +115,9 @@ def ways() -> dict[str, list[str]]:
 
 def main() -> None:
     for way, modules in ways().items():
-        print(f"{way}: {len(modules)} modules")
-        for module in modules:
-            print(f"  {module.removeprefix('perdure.')}")
+        print(f"{way}: {len(modules)} modules, {sum(modules.values())} of them on the stack")
+        for module, between in modules.items():
+            print(f"  {module.removeprefix('perdure.')}{' *' if between else ''}")
 
 
 if __name__ == "__main__":
