@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 RUN = (ROOT / "README.md", ROOT / "docs" / "quickstart.md")
 """Pages whose snippets run here. Others have tests of their own, beside what they are about."""
 
@@ -119,6 +120,9 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{link} leads nowhere"
+        if page.is_relative_to(DOCS):
+            # The site has nothing else, and its build stops at a link that leaves it.
+            assert target.resolve().is_relative_to(DOCS), f"{link} leads out of the site: write `{path}`"
         if anchor:
             assert anchor in anchors(target), f"{link}: {target.name} has no such heading"
 
