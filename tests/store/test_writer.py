@@ -15,7 +15,7 @@ from perdure.cache.block import Block, BlockId
 from perdure.engine.toy import ToyModel
 from perdure.errors import StoreError, StoreFullError
 from perdure.runtime import Runtime
-from perdure.store.disk import DiskTier, Entry
+from perdure.store.disk import DiskTier, IndexEntry
 from perdure.store.writer import WriteBehind
 from store import children
 from store.chains import block, chain, file_of, files, same
@@ -52,12 +52,12 @@ class Failing(DiskTier):
             raise self.error
         return super().store(blocks)
 
-    def lookup(self, block: BlockId) -> Entry | None:
+    def lookup(self, block: BlockId) -> IndexEntry | None:
         if self.reading and self.error is not None:
             raise self.error
         return super().lookup(block)
 
-    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Entry]:
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[IndexEntry]:
         if self.reading and self.error is not None:
             raise self.error
         return super().children(parent, start=start, back=back)
@@ -97,7 +97,7 @@ def test_flush_returns_when_everything_is_on_the_disk(tmp_path: Path) -> None:
             assert all(same(reader.load(each.id), each) for each in blocks)
         for each in blocks:
             found = writer.lookup(each.id)
-            assert isinstance(found, Entry)
+            assert isinstance(found, IndexEntry)
             assert [child.id for child in writer.children(each.parent)] == [each.id]
 
 

@@ -13,7 +13,7 @@ from perdure.cache.block import Block, BlockId
 from perdure.errors import CorruptStateError
 from perdure.store import block_file
 from perdure.store.durable import explained, make_folder, sync_folder, write_file
-from perdure.store.entry import Entry
+from perdure.store.entry import IndexEntry
 
 NAME = re.compile("[0-9a-f]{64}")
 
@@ -76,7 +76,7 @@ class BlockFolder:
         for folder in folders:
             sync_folder(folder)
 
-    def inspect(self, path: Path) -> Entry | None:
+    def inspect(self, path: Path) -> IndexEntry | None:
         """What the file of a block says of it, if it is whole. Its state is not kept: a store may be larger
         than memory."""
         if not NAME.fullmatch(path.name) or path.parent.name != path.name[:2]:
@@ -85,7 +85,7 @@ class BlockFolder:
         if block is None:
             return None
         size = block_file.size(block)
-        return Entry(block.id, block.parent, block.start, block.tokens, block.has_tail_state, size)
+        return IndexEntry(block.id, block.parent, block.start, block.tokens, block.has_tail_state, size)
 
     def quarantine(self, path: Path) -> None:
         with explained(path), suppress(FileNotFoundError):

@@ -24,7 +24,7 @@ from perdure.errors import (
 from perdure.store import block_file
 from perdure.store.block_folder import NAME, BlockFolder
 from perdure.store.durable import explained, make_folder, sync_folder, write_file
-from perdure.store.entry import SELECT, Entry, entries_of, row_of
+from perdure.store.entry import SELECT, IndexEntry, entries_of, row_of
 from perdure.store.findings import Findings
 from perdure.store.holder import described
 from perdure.store.index import Index
@@ -77,10 +77,10 @@ class DiskTier:
 
     # Reading.
 
-    def lookup(self, block: BlockId) -> Entry | None:
+    def lookup(self, block: BlockId) -> IndexEntry | None:
         return next(entries_of(self.index.rows(f"{SELECT} WHERE id = ?", block)), None)
 
-    def page(self, *, limit: int | None = None, after: str | None = None) -> list[Entry]:
+    def page(self, *, limit: int | None = None, after: str | None = None) -> list[IndexEntry]:
         """Blocks by their ids: up to `limit`, behind the one with the id `after`."""
         try:
             behind = b"" if after is None else bytes.fromhex(after)
@@ -89,7 +89,7 @@ class DiskTier:
         query = f"{SELECT} WHERE id > ? ORDER BY id LIMIT ?"
         return list(entries_of(self.index.rows(query, behind, -1 if limit is None else limit)))
 
-    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Entry]:
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[IndexEntry]:
         """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
         within, order, limit = ("<=", "tokens DESC", 1) if back else (">=", "tokens", 1)
         while True:
@@ -318,7 +318,7 @@ class DiskTier:
             self._count, self.nbytes = before
             raise
 
-    def _enter(self, block: Block | Entry, size: int, used: int) -> None:
+    def _enter(self, block: Block | IndexEntry, size: int, used: int) -> None:
         before = self.index.rows("SELECT nbytes FROM block WHERE id = ?", block.id)
         self._count += not before
         self.nbytes += size - (_number(before[0][0]) if before else 0)
@@ -409,7 +409,7 @@ class DiskTier:
 
     def _walk(self, progress: Callable[[int, int], None] | None) -> Findings:
         known: dict[Any, tuple[Any, ...]] = {row[0]: row for row in self.index.rows(SELECT)}
-        there: dict[BlockId, Entry] = {}
+        there: dict[BlockId, IndexEntry] = {}
         quarantined = leftovers = 0
         files = sorted(self.files.files())
         for number, path in enumerate(files, 1):
@@ -452,4 +452,4 @@ def _number(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-__all__ = ["DiskTier", "Entry", "Findings"]
+__all__ = ["DiskTier", "Findings", "IndexEntry"]

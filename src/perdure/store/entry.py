@@ -1,4 +1,4 @@
-"""Entry: what the index says of a block, as a row and as an object."""
+"""Index entry: what the index says of a block, as a row and as an object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SELECT = "SELECT id, parent, start, tokens, has_rest, nbytes FROM block"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class IndexEntry:
     """What the index says of a block; its state is still on the disk."""
 
     id: BlockId
@@ -30,12 +30,12 @@ class Entry:
         return self.start + len(self.tokens)
 
 
-def row_of(entry: Entry) -> tuple[Any, ...]:
+def row_of(entry: IndexEntry) -> tuple[Any, ...]:
     tokens = entry.tokens.astype("<i4").tobytes()
     return entry.id, entry.parent, entry.start, tokens, int(entry.has_tail_state), entry.nbytes
 
 
-def entries_of(rows: Iterable[tuple[Any, ...]]) -> Iterator[Entry]:
+def entries_of(rows: Iterable[tuple[Any, ...]]) -> Iterator[IndexEntry]:
     """The entries in `rows`. SQLite has no checksums: a row that does not prove itself is not believed."""
     for name, parent, start, tokens, has_rest, nbytes in rows:
         words = all(isinstance(value, bytes) for value in (name, parent, tokens))
@@ -44,4 +44,4 @@ def entries_of(rows: Iterable[tuple[Any, ...]]) -> Iterator[Entry]:
             continue
         ids = np.frombuffer(tokens, "<i4").astype(np.int32)
         if block_id(BlockId(parent), ids) == name:
-            yield Entry(BlockId(name), BlockId(parent), start, ids, bool(has_rest), nbytes)
+            yield IndexEntry(BlockId(name), BlockId(parent), start, ids, bool(has_rest), nbytes)

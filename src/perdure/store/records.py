@@ -12,7 +12,7 @@ from perdure.cache.record import Record, RecordIndex, doomed
 from perdure.cache.reuse_rule import ANY_TOKEN
 from perdure.cache.siblings import beginnings, continuations
 from perdure.errors import InvalidInputError
-from perdure.store.disk import DiskTier, Entry
+from perdure.store.disk import DiskTier, IndexEntry
 from perdure.store.writer import WriteBehind
 
 
@@ -118,9 +118,9 @@ class Records:
         self.drop(gone, doomed(self._disk, gone, needs, ANY_TOKEN).drop)
         return len(gone)
 
-    def _path(self, root: BlockId, tokens: NDArray[np.int32]) -> list[Entry]:
+    def _path(self, root: BlockId, tokens: NDArray[np.int32]) -> list[IndexEntry]:
         """The blocks that hold nothing but a beginning of `tokens`, and those that run on from its end."""
-        path: list[Entry] = []
+        path: list[IndexEntry] = []
         level = [(root, 0)]
         while level:
             parent, at = level.pop()
@@ -131,7 +131,7 @@ class Records:
         return path
 
 
-def _kept(path: list[Entry], length: int) -> int:
+def _kept(path: list[IndexEntry], length: int) -> int:
     """How much of a prefix can be put back. Where a state has a tail, only to the end of a block with it."""
     if any(entry.has_tail_state for entry in path):
         path = [entry for entry in path if entry.has_tail_state and entry.end <= length]

@@ -10,7 +10,7 @@ from typing import TypeVar
 from perdure.cache.block import Block, BlockId
 from perdure.cache.siblings import Siblings, key_of, merged
 from perdure.errors import StoreError
-from perdure.store.disk import DiskTier, Entry
+from perdure.store.disk import DiskTier, IndexEntry
 
 log = logging.getLogger("perdure.store")
 
@@ -48,17 +48,19 @@ class WriteBehind:
     def nbytes(self) -> int:
         return self.disk.nbytes
 
-    def lookup(self, block: BlockId) -> Entry | Block | None:
+    def lookup(self, block: BlockId) -> IndexEntry | Block | None:
         with self._changed:
             waiting = self._pending.get(block)
             if waiting is not None or block in self._damaged:
                 return waiting
         return self._read(lambda: self.disk.lookup(block), None)
 
-    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[Entry | Block]:
+    def children(
+        self, parent: BlockId, *, start: bytes = b"", back: bool = False
+    ) -> Iterator[IndexEntry | Block]:
         """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
-        waiting: Iterator[Entry | Block] = self._waiting(parent, start, back)
-        written: Iterator[Entry | Block] = self._written(parent, start, back)
+        waiting: Iterator[IndexEntry | Block] = self._waiting(parent, start, back)
+        written: Iterator[IndexEntry | Block] = self._written(parent, start, back)
         return merged(waiting, written, back=back)
 
     def _waiting(self, parent: BlockId, start: bytes, back: bool) -> Iterator[Block]:
@@ -74,8 +76,8 @@ class WriteBehind:
             if block is not None:
                 yield block
 
-    def _written(self, parent: BlockId, start: bytes, back: bool) -> Iterator[Entry]:
-        known: Iterator[Entry] = self._read(
+    def _written(self, parent: BlockId, start: bytes, back: bool) -> Iterator[IndexEntry]:
+        known: Iterator[IndexEntry] = self._read(
             lambda: self.disk.children(parent, start=start, back=back), iter(())
         )
         while (entry := self._read(lambda: next(known, None), None)) is not None:

@@ -16,7 +16,7 @@ from perdure.config import N_CTX, STORE_BYTES
 
 if TYPE_CHECKING:
     from perdure.cache.record import Record
-    from perdure.store.disk import DiskTier, Entry
+    from perdure.store.disk import DiskTier, IndexEntry
 
 app = typer.Typer(help="Computed state that is kept between runs.", no_args_is_help=True)
 
@@ -211,7 +211,7 @@ def _plain(record: Record) -> dict[str, object]:
     }
 
 
-def _block(entry: Entry) -> dict[str, object]:
+def _block(entry: IndexEntry) -> dict[str, object]:
     return {
         "id": entry.id.hex(),
         "parent": entry.parent.hex() if entry.start else "",

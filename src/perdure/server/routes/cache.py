@@ -11,8 +11,8 @@ from perdure.cache.prefix_cache import CacheStats
 from perdure.cache.record import Record
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState, AppStateDep, CallerDep
-from perdure.server.routes.responses import errors
 from perdure.server.schemas.base import PAGE, Limit, refuse_fields
+from perdure.server.schemas.openapi import errors
 from perdure.server.schemas.session import (
     BlockAnswer,
     BlockList,

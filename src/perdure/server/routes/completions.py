@@ -16,7 +16,6 @@ from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.client_job import ClientJob
 from perdure.server.routes.answer_head import AnswerHead, finite
-from perdure.server.routes.responses import streamed
 from perdure.server.schemas.base import ReuseAnswer, TimingsAnswer, UsageAnswer, refuse_fields
 from perdure.server.schemas.completion import (
     REFUSED,
@@ -26,6 +25,7 @@ from perdure.server.schemas.completion import (
     CompletionLogprobs,
     CompletionRequest,
 )
+from perdure.server.schemas.openapi import streamed
 
 router = APIRouter(tags=["OpenAI"])
 

@@ -14,9 +14,9 @@ from perdure.engine.contract import Floats
 from perdure.errors import InvalidInputError
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppStateDep, CallerDep
-from perdure.server.routes.responses import errors
 from perdure.server.schemas.base import refuse_fields
 from perdure.server.schemas.embedding import EmbeddingAnswer, EmbeddingRequest
+from perdure.server.schemas.openapi import errors
 
 router = APIRouter(tags=["OpenAI"])
 

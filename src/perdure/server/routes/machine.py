@@ -10,7 +10,6 @@ from fastapi import APIRouter, Query
 from perdure.cache.prefix_tree import SlotState
 from perdure.errors import PerdureError
 from perdure.server.app_state import AppState, AppStateDep, CallerDep
-from perdure.server.routes.responses import errors
 from perdure.server.schemas.base import PAGE, Limit
 from perdure.server.schemas.machine import (
     MachineAnswer,
@@ -19,6 +18,7 @@ from perdure.server.schemas.machine import (
     RequestList,
     SlotAnswer,
 )
+from perdure.server.schemas.openapi import errors
 
 router = APIRouter(prefix="/v1", tags=["machine"])
 

@@ -7,8 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from perdure.server.app_state import AppStateDep, CallerDep
-from perdure.server.routes.responses import errors
 from perdure.server.schemas.base import PAGE, Limit, refuse_fields
+from perdure.server.schemas.openapi import errors
 from perdure.server.schemas.session import (
     DeletedAnswer,
     MemoryAnswer,

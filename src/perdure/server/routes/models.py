@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from fastapi import APIRouter
 
 from perdure.server.app_state import AppState, AppStateDep
-from perdure.server.routes.responses import errors
 from perdure.server.schemas.base import refuse_fields
 from perdure.server.schemas.completion import (
     CodexModel,
@@ -18,6 +17,7 @@ from perdure.server.schemas.completion import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from perdure.server.schemas.openapi import errors
 
 router = APIRouter(tags=["OpenAI"])
 

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from perdure.server.api_error import ApiError, stopping
 from perdure.server.app_state import AppStateDep
-from perdure.server.routes.responses import errors
 from perdure.server.schemas.base import ResponseSchema
+from perdure.server.schemas.openapi import errors
 
 router = APIRouter(tags=["operation"])
 

@@ -9,9 +9,9 @@ from perdure.decode.embedding import Embeddings
 from perdure.errors import InvalidInputError
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppStateDep, CallerDep
-from perdure.server.routes.responses import errors
 from perdure.server.schemas.base import refuse_fields
 from perdure.server.schemas.embedding import EmbeddingUsage
+from perdure.server.schemas.openapi import errors
 from perdure.server.schemas.rerank import DocumentAnswer, RankedDocument, RerankAnswer, RerankRequest
 
 router = APIRouter(tags=["rerank"])

@@ -16,7 +16,7 @@ from perdure.server.protocols.chat.answers import ChatAnswer, ChatHead
 from perdure.server.protocols.chat.requests import ChatOptionsSchema, ChatRequest, reply_request
 from perdure.server.protocols.chat.stream import ChatWriter
 from perdure.server.protocols.reply_request import Said
-from perdure.server.routes.responses import streamed
+from perdure.server.schemas.openapi import streamed
 
 router = APIRouter(tags=["OpenAI"])
 

@@ -17,7 +17,7 @@ from perdure.server.protocols.messages.requests import (
     reply_request,
 )
 from perdure.server.protocols.messages.stream import MessagesWriter
-from perdure.server.routes.responses import errors, streamed
+from perdure.server.schemas.openapi import errors, streamed
 
 router = APIRouter(tags=["Anthropic"])
 

@@ -28,7 +28,7 @@ from perdure.server.protocols.ollama.requests import (
     is_unload,
 )
 from perdure.server.protocols.ollama.stream import NDJSON, OllamaWriter, idle, nanoseconds
-from perdure.server.routes.responses import errors
+from perdure.server.schemas.openapi import errors
 from perdure.server.sse import line
 
 router = APIRouter(tags=["Ollama"])

@@ -19,8 +19,8 @@ from perdure.server.protocols.responses.answers import usage
 from perdure.server.protocols.responses.items import Item, said_items
 from perdure.server.protocols.responses.requests import PromptRequest
 from perdure.server.protocols.responses.stored import Responses
-from perdure.server.routes.responses import errors
 from perdure.server.schemas.base import ResponseSchema
+from perdure.server.schemas.openapi import errors
 from perdure.sessions.fold import HEADING
 
 router = APIRouter(tags=["Responses"])

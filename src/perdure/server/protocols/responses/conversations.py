@@ -13,8 +13,8 @@ from perdure.server.protocols.responses.answers import DeletedResponse, ItemList
 from perdure.server.protocols.responses.conversation_items import ConversationItems
 from perdure.server.protocols.responses.requests import Metadata
 from perdure.server.protocols.responses.stored import Responses
-from perdure.server.routes.responses import errors
 from perdure.server.schemas.base import PAGE, Items, Limit, RequestSchema, ResponseSchema
+from perdure.server.schemas.openapi import errors
 from perdure.sessions.session import Session
 
 router = APIRouter(prefix="/v1/conversations", tags=["Responses"])

@@ -27,8 +27,8 @@ from perdure.server.protocols.responses.requests import PromptRequest, ResponseR
 from perdure.server.protocols.responses.runs import Runs, followed
 from perdure.server.protocols.responses.stored import Responses, StoredResponse
 from perdure.server.protocols.responses.stream import ResponseWriter
-from perdure.server.routes.responses import NO_BODY, errors, streamed
 from perdure.server.schemas.base import PAGE, Limit
+from perdure.server.schemas.openapi import NO_BODY, errors, streamed
 from perdure.server.sse import EventStream
 from perdure.sessions.fold import TurnJob
 
