@@ -20,6 +20,7 @@ from perdure.sessions.info import SessionInfo
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.storage import rows as rows_module
 from perdure.sessions.storage import session_store as store_module
+from perdure.sessions.storage import turn_table
 from perdure.sessions.storage.repair import FOUND
 from perdure.sessions.storage.schema import MIGRATIONS, seal
 from perdure.sessions.storage.session_folder import FILE, MARK
@@ -532,7 +533,7 @@ def test_a_turn_that_is_believed_unproved_is_found(
         object.__setattr__(turn, "_digest", row[-1])
         return turn
 
-    monkeypatch.setattr(store_module, "read_turn", believing)
+    monkeypatch.setattr(turn_table, "read_turn", believing)
     known = everything(closed)
     folder = damaged(
         closed, changed("UPDATE turn SET messages = replace(messages, 'Mess', 'Mass') WHERE number = 3")
