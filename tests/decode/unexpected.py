@@ -8,6 +8,7 @@ from typing import Any
 from perdure.cache.slots import slot_cache
 from perdure.cache.slots.slot_cache import SlotCache
 from perdure.cache.slots.slot_index import SlotIndex
+from perdure.cache.slots.slot_swapper import SlotSwapper
 from perdure.decode import executor
 from perdure.decode.sequence import TokenSequence
 from perdure.engine.context import Context
@@ -21,7 +22,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "admitting": (SlotCache, "acquire"),
     "admitting, with a slot taken": (slot_cache, "why_not_more"),
     "admitting, while slots are looked at": (SlotIndex, "put"),
-    "admitting, while state is moved": (SlotCache, "_swap_out"),
+    "admitting, while state is moved": (SlotSwapper, "_swap_out"),
     "reaching": (SlotCache, "reached"),
     "drawing": (executor, "draw"),
     "keeping a prompt for further samples": (Context, "checkpoint"),
