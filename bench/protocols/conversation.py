@@ -87,7 +87,8 @@ class Conversation(ABC):
 
     def __init__(self, url: str, *, ours: bool, number: int = 0) -> None:
         self._ours = ours
-        self._system = SYSTEM.format(number=number)
+        # Another one for each protocol, which would else find what the first has computed.
+        self._system = SYSTEM.format(number=f"{number} over {self.name}")
         self._said: list[Any] = []
         self._calls: list[str] = []
         """Ids of the calls that wait for a result."""
