@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -18,4 +19,4 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    HELP.write_text(text(), encoding="utf-8")
+    Path(HELP).write_text(text(), encoding="utf-8")

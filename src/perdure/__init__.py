@@ -4,7 +4,9 @@ The public names are those of `perdure.public`. They are imported when the first
 the command starts, answers `--help` and hears Ctrl-C before the engine is loaded.
 """
 
-from typing import TYPE_CHECKING
+# Type checkers know the name. To import `typing` takes longer than all else before the command hears Ctrl-C,
+# and until then Python answers that with a traceback.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from perdure.public import *  # noqa: F403

@@ -26,6 +26,8 @@ Overflow = Literal["error", "drop_oldest", "shift", "fold"]
 """What happens when a conversation no longer fits."""
 ReasoningMode = Literal["show", "hide", "capture"]
 """What becomes of a model's reasoning: part of the text, left out, or apart."""
+Value = str | int | float | bool | list[str]
+"""Of a setting in the config file."""
 STORE_BYTES = 16 << 30
 """Blocks in a store, at most."""
 
@@ -66,7 +68,7 @@ class Setting:
     """What can stand in the config file: a name, the kind of its value, and what it means."""
 
     name: str
-    kind: type[str] | type[int] | type[float]
+    kind: type[str] | type[int] | type[float] | type[bool] | type[list[str]]
     about: str
 
     @property
@@ -78,7 +80,7 @@ class Setting:
 class Choice:
     """A value that somebody chose, and where."""
 
-    value: str | int | float
+    value: Value
     origin: str
 
 
@@ -97,9 +99,25 @@ SETTINGS = (
     Setting("host", str, "address that the server listens on"),
     Setting("port", int, "port that the server listens on"),
     Setting("slots", int, "requests that the server serves at once"),
+    Setting("queue", int, "requests that may wait for the server"),
     Setting("threads", int, "threads of the server's engine"),
     Setting("gpu_layers", str, "layers on the GPU: a number, or auto for as many as fit"),
+    Setting("alias", list, "further names of the server's model"),
+    Setting("allow_host", list, "further host names of the server"),
+    Setting("cors", list, "sites whose pages may use the server"),
+    Setting("strict", bool, "whether the server refuses fields that are not known"),
+    Setting("log_level", str, "least level of the server's log: debug, info, warning or error"),
+    Setting("log_text", bool, "whether the server's log has messages and replies"),
+    Setting("body_bytes", int, "most bytes of a request to the server"),
+    Setting("messages", int, "most messages of a request to the server"),
+    Setting("requests", int, "most requests at once in the server"),
+    Setting("request_seconds", float, "seconds that a request to the server may take"),
+    Setting("body_seconds", float, "seconds that the body of a request may take to arrive"),
+    Setting("response_days", float, "days that the server keeps a stored response"),
+    Setting("grace", float, "seconds for replies to finish when the server stops"),
 )
+_SPOKEN = {"true": True, "yes": True, "on": True, "1": True}
+_SPOKEN |= {"false": False, "no": False, "off": False, "0": False}
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
@@ -151,7 +169,7 @@ def config_file() -> Path:
     return (Path(base).expanduser() if base else Path.home() / ".config") / "perdure" / "config.toml"
 
 
-def read_config(path: Path) -> dict[str, str | int | float]:
+def read_config(path: Path) -> dict[str, Value]:
     """The settings in a config file; none if there is no such file."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -164,24 +182,46 @@ def read_config(path: Path) -> dict[str, str | int | float]:
     return {name: parse_setting(name, value, str(path)) for name, value in table.items()}
 
 
-def parse_setting(name: str, value: object, origin: str) -> str | int | float:
-    """A setting's value, of its kind. `origin` is where it was found, for the error."""
+def parse_setting(name: str, value: object, origin: str) -> Value:
+    """A setting's value, of its kind. `origin` is where it was found, for the error.
+
+    A text, as it comes from the environment, may stand for any kind: several texts have commas between them.
+    """
     setting = _BY_NAME.get(name)
     if setting is None:
         near = difflib.get_close_matches(name, _BY_NAME, n=1)
         advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(_BY_NAME)}"
         raise InvalidInputError(f"{origin}: there is no setting {name!r}; {advice}")
-    try:
+    if (found := _of_kind(setting.kind, value)) is None:
+        raise InvalidInputError(f"{origin}: {name} is {_KINDS[setting.kind]}, got {value!r}")
+    return found
+
+
+_KINDS: dict[type, str] = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list of texts",
+}
+
+
+def _of_kind(kind: type, value: object) -> Value | None:
+    if kind is list:
         if isinstance(value, str):
-            return setting.kind(value)
-        if setting.kind is float and is_whole(value):
-            return float(value)
-        if isinstance(value, setting.kind) and not isinstance(value, bool):
-            return value
+            return [part for part in map(str.strip, value.split(",")) if part]
+        return value if isinstance(value, list) and all(isinstance(each, str) for each in value) else None
+    if kind is bool:
+        if isinstance(value, str):
+            return _SPOKEN.get(value.lower())
+        return value if isinstance(value, bool) else None
+    try:
+        # A number stands for its text too: `gpu_layers = 20`.
+        if isinstance(value, str) or (kind in (float, str) and is_whole(value)):
+            return kind(value)  # type: ignore[no-any-return]
     except ValueError:
-        pass
-    kinds = {str: "a text", int: "a whole number", float: "a number"}
-    raise InvalidInputError(f"{origin}: {name} is {kinds[setting.kind]}, got {value!r}")
+        return None
+    return value if isinstance(value, (str, int, float)) and type(value) is kind else None
 
 
 def _home() -> Path:

@@ -70,6 +70,8 @@ def test_show_says_where_each_setting_came_from(environment: dict[str, str], tmp
         ("ctx = 'many'", "ctx is a whole number, got 'many'"),
         ("ctx = 1.5", "ctx is a whole number, got 1.5"),
         ("seed = true", "seed is a whole number, got True"),
+        ("strict = 1", "strict is true or false, got 1"),
+        ("cors = [1]", "cors is a list of texts, got [1]"),
         ("ctx = ", "is not TOML"),
     ],
 )
@@ -82,6 +84,19 @@ def test_a_wrong_file_is_told_with_its_path(
         choices()
     assert said in str(raised.value)
     assert str(tmp_path / "config.toml") in str(raised.value)
+
+
+def test_texts_of_the_environment_stand_for_every_kind_of_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    (tmp_path / "config.toml").write_text('cors = ["https://a.example"]\nstrict = true\ngpu_layers = 20\n')
+    found = {name: choice.value for name, choice in choices().items()}
+    assert (found["cors"], found["strict"], found["gpu_layers"]) == (["https://a.example"], True, "20")
+    monkeypatch.setenv("PERDURE_CORS", "https://a.example, https://b.example")
+    monkeypatch.setenv("PERDURE_STRICT", "off")
+    found = {name: choice.value for name, choice in choices().items()}
+    assert (found["cors"], found["strict"]) == (["https://a.example", "https://b.example"], False)
 
 
 def test_a_wrong_file_stops_commands_and_can_still_be_found(

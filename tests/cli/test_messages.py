@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import perdure
 from cli.pty_user import COMMAND, PATIENCE, piped
 from homes import new_home
 from perdure.cli.options.peers import advice_for, plain_options
@@ -190,6 +191,91 @@ def test_ctrl_c_during_the_start_leaves_without_a_traceback(environment: dict[st
         running.send_signal(signal.SIGINT)
         assert running.wait(PATIENCE) == 130
         assert running.stderr.read() == b""
+
+
+HELD = """
+import sys, threading
+wanted, part, *arguments = sys.argv[1:]
+def hold(event, details):
+    global wanted
+    if event == wanted and part in str(details[0]):
+        wanted = None
+        print("now", flush=True)
+        threading.Event().wait(60)
+sys.addaudithook(hold)
+sys.argv = ["perdure", *arguments]
+from perdure.cli import main
+main()
+"""
+MODEL_OPENED, LIBRARY_LOADED, CHILD_STARTED = (
+    ("open", "llama.gguf"),
+    ("ctypes.dlopen", "libllama"),
+    ("subprocess.Popen", ""),
+)
+
+
+@pytest.mark.parametrize(
+    ("moment", "arguments"),
+    [
+        (MODEL_OPENED, ("run", "hello", "--session", "a")),
+        (MODEL_OPENED, ("chat", "--session", "a")),
+        (MODEL_OPENED, ("serve", "--port", "0")),
+        (CHILD_STARTED, ("start", "--port", "0")),
+        (LIBRARY_LOADED, ("doctor",)),
+        (("os.rename", ""), ("engine", "install", "--from", "LIBRARY")),
+    ],
+    ids=lambda value: "-".join(word for word in value if not word.startswith("-")).replace("/", ""),
+)
+def test_ctrl_c_while_a_model_or_a_library_is_made_ready_leaves_nothing_half_done(
+    environment: dict[str, str], tmp_path: Path, moment: tuple[str, str], arguments: tuple[str, ...]
+) -> None:
+    """Sent to all processes of the command, as a terminal does."""
+    from perdure.engine.llama.native import library
+
+    arguments = tuple(word.replace("LIBRARY", str(library.loaded().source.folder)) for word in arguments)
+    if arguments[0] == "engine":
+        environment["PERDURE_HOME"] = str(tmp_path / "bare")
+    home = Path(environment["PERDURE_HOME"])
+    with subprocess.Popen(
+        [sys.executable, "-c", HELD, *moment, *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        try:
+            assert any(line == "now\n" for line in running.stdout)
+            os.killpg(running.pid, signal.SIGINT)
+            assert running.wait(PATIENCE) == 130
+        finally:
+            running.kill()
+        assert [line for line in running.stderr if not line.startswith("Starting; ")] == []
+    left = {file.name for file in home.rglob("*") if not file.is_dir() and file.suffix != ".lock"}
+    # What was known before, who had the store, and what a server in the background said.
+    assert left <= {"verdicts.json", "digests.json", "sessions.holder", "server.log"}
+
+
+def test_nothing_slow_is_imported_before_the_command_hears_ctrl_c() -> None:
+    """Until `main` runs, Python ends in a traceback of its own. Modules that Python itself starts with cost
+    nothing."""
+    source = Path(perdure.__path__[0]).parent
+    told = (
+        f"import sys; sys.path.append({str(source)!r}); had = set(sys.modules); import perdure.cli; "
+        "print(*sorted(set(sys.modules) - had))"
+    )
+    done = subprocess.run(
+        # Without what the packages of this machine import at every start.
+        [sys.executable, "-I", "-S", "-c", told],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    slow = {"typing", "re", "pathlib", "typer", "numpy"}
+    assert not slow & set(done.stdout.split())
 
 
 @pytest.mark.parametrize(

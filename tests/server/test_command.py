@@ -196,6 +196,78 @@ def test_a_hang_up_has_the_keys_read_again_and_costs_no_request(
         assert client.get("/ready").json()["restarts"] == 0
 
 
+def test_a_hang_up_has_the_settings_read_again_and_costs_no_request(
+    zoo_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """What can change while it runs does, options of the command line stay, and what needs a restart is named
+    in one line. A file that is wrong changes nothing."""
+    config = tmp_path / "config.toml"
+    config.write_text("messages = 1\nbody_bytes = 100000\n")
+    options = ("--no-store", "--ctx", "4096", "--body-seconds", "50")
+    page = "https://chat.example.org"
+    with (
+        serving(zoo_path("llama"), *options, start_new_session=True, PERDURE_CONFIG=str(config)) as running,
+        running.client() as client,
+    ):
+        assert running.process.stderr is not None
+        log = map(json.loads, running.process.stderr)
+
+        def hang_up(until: str) -> str:
+            os.killpg(running.process.pid, signal.SIGHUP)
+            return str(next(line["event"] for line in log if until in line["event"]))
+
+        def statuses(**more: object) -> list[int]:
+            """Of one and two messages, of a page elsewhere, of another name, and of a field nobody knows."""
+            one, host = hello(**more), {"host": "chat.example.org"}
+            two = {**one, "messages": one["messages"] * 2}
+            return [
+                client.post(CHAT, json=one).status_code,
+                client.post(CHAT, json=two).status_code,
+                client.post(CHAT, json=one, headers={"origin": page}).status_code,
+                client.post(CHAT, json=one, headers=host).status_code,
+                client.post(CHAT, json={**one, "model": "gpt-5"}).status_code,
+                client.post(CHAT, json={**one, "colour": "red"}).status_code,
+            ]
+
+        body = hello(max_tokens=1000, logit_bias={"381": -100, "383": -100}, stream=True)
+        with client.stream("POST", CHAT, json=body) as response:
+            chunks = events(response)
+            next(chunks)
+            assert statuses() == [200, 400, 403, 403, 404, 200]
+            config.write_text(
+                f'messages = 2\ncors = ["{page}"]\nallow_host = ["chat.example.org"]\nalias = ["gpt-*"]\n'
+                'strict = true\nmax_tokens = 3\nbody_seconds = 40\nport = 1\nslots = 2\noverflow = "fold"\n'
+            )
+            changed = "alias, allow_host, body_bytes, cors, max_tokens, messages, strict"
+            assert hang_up("settings") == f"the settings were read again: {changed}"
+            assert next(log)["event"] == "slots changed since the start: restart the server for that"
+            assert statuses() == [200, 200, 200, 200, 200, 400]
+            asked = {name: value for name, value in hello().items() if name != "max_tokens"}
+            allowed = client.post(CHAT, json=asked, headers={"origin": page})
+            assert allowed.headers["access-control-allow-origin"] == page
+            assert allowed.json()["usage"]["completion_tokens"] == 3
+            for wrong, why in (
+                ("messages = 0", "Invalid value for '--messages'"),
+                ('cors = ["*"]', "--cors '*' lets every page"),
+                ("temperature = -1.0", "temperature is a number from 0"),
+                ("messages = ", "is not TOML"),
+            ):
+                config.write_text(f"{wrong}\n")
+                assert why in hang_up("as they were")
+            assert statuses() == [200, 200, 200, 200, 200, 400]
+            config.write_text('log_level = "error"\n')
+            assert "log_level" in hang_up("settings")
+            assert statuses() == [200, 200, 403, 403, 404, 200]
+            *_, last, done = chunks
+        assert done == "[DONE]"
+        assert isinstance(last, dict)
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert client.get("/ready").json()["restarts"] == 0
+        os.killpg(running.process.pid, signal.SIGTERM)
+        running.process.wait(PATIENCE)
+        assert list(log) == []
+
+
 def test_a_server_ends_with_the_terminal_that_it_was_started_in(zoo_path: Callable[[str], Path]) -> None:
     with terminal(
         {**os.environ, "OMP_NUM_THREADS": "1"}, "serve", str(zoo_path("llama")), "--port", "0", "--no-store"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -86,12 +85,12 @@ def test_keys_are_read_again_without_a_request_lost(tmp_path: Path) -> None:
         with server.client(first[0]) as old, server.client(second[0]) as new:
             assert (old.get("/v1/models").status_code, new.get("/v1/models").status_code) == (200, 401)
             with old.stream("POST", CHAT, json=hello(stream=True, max_tokens=32)) as running:
-                server.http_server._reload(signal.SIGHUP, None)
+                server.http_server.reload()
                 assert new.get("/v1/models").status_code == 200
                 assert list(running.iter_lines())[-2] == "data: [DONE]"
             assert old.get("/v1/models").status_code == 401
             path.write_text("nonsense\n")
-            server.http_server._reload(signal.SIGHUP, None)
+            server.http_server.reload()
             assert new.get("/v1/models").status_code == 200
 
 

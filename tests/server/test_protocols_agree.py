@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from decode.observed import Turnstile, open_toy, toy
+from perdure.server.reply_defaults import ReplyDefaults
 from server.live_server import live_server, opened, raw
 from server.scripted import scripted
 
@@ -46,6 +47,43 @@ def asked(client: httpx.Client, messages: list[dict[str, str]], limit: int) -> d
         answer = client.post(path, json={"temperature": 0, **body} if tongue != "ollama" else body)
         found[tongue] = {"status": answer.status_code, **answer.json()}
     return found
+
+
+def test_the_servers_defaults_hold_where_no_protocol_says_otherwise_h8() -> None:
+    """H8: the settings of sampling and the length, as the config file has them."""
+    defaults = ReplyDefaults(sampling={"temperature": 5.0, "top_k": 0, "seed": 7}, max_tokens=3)
+    said = [{"role": "user", "content": SAID}]
+    with (
+        opened(toy(), n_ctx=512, slots=4) as rt,
+        live_server(rt, defaults=defaults) as server,
+        server.client() as client,
+    ):
+        assert client.post("/v1/sessions", json={"name": "a"}).status_code == 201
+        chat = client.post("/v1/chat/completions", json={"messages": said}).json()
+        turn = client.post("/v1/sessions/a/turns", json={"message": SAID}).json()
+        stored, unstored = (
+            client.post("/v1/responses", json={"input": SAID, "store": store}).json()
+            for store in (True, False)
+        )
+        ollama = client.post("/api/chat", json={"messages": said, "stream": False}).json()
+        anthropic = client.post("/v1/messages", json={"messages": said, "max_tokens": 3}).json()
+        texts = {
+            chat["choices"][0]["message"]["content"],
+            turn["choices"][0]["message"]["content"],
+            *(each["output"][0]["content"][0]["text"] for each in (stored, unstored)),
+            ollama["message"]["content"],
+            anthropic["content"][0]["text"],
+        }
+        assert len(texts) == 1
+        assert [chat["usage"]["completion_tokens"], ollama["eval_count"]] == [3, 3]
+        options = {"temperature": 0, "num_predict": 5}
+        greedy = client.post("/api/chat", json={"messages": said, "stream": False, "options": options}).json()
+        assert greedy["eval_count"] == 5
+        assert not greedy["message"]["content"].startswith(texts.pop())
+        whole = client.post(
+            "/api/chat", json={"messages": said, "stream": False, "options": {"num_predict": -1}}
+        )
+        assert whole.json()["eval_count"] > 3
 
 
 def test_one_conversation_through_every_protocol_h8(client: httpx.Client) -> None:

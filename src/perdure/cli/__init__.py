@@ -5,27 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from pathlib import Path
 
-HELP = Path(__file__).with_name("help.txt")
+HELP = os.path.join(os.path.dirname(__file__), "help.txt")
 """What `perdure --help` prints, as tools/command_help.py writes it."""
 
 
 def main() -> None:
     """Run the command that the process was started with, and exit."""
-    if sys.argv[1:] in (["--help"], ["-h"]) and _is_wide():
-        # Building all commands, only to name them, takes longer than Python takes to start.
-        print(HELP.read_text(encoding="utf-8"), end="")
-        return
-    if sys.argv[1:] == ["--version"]:
-        from perdure import __version__
-
-        print(f"perdure {__version__}")
-        return
     try:
-        from perdure.cli.app import start
-
-        start(sys.argv[1:])
+        _run(sys.argv[1:])
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
@@ -40,6 +28,21 @@ def main() -> None:
 
         _tell(with_options(str(error), sys.argv[1:]))
         sys.exit(1)
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments in (["--help"], ["-h"]) and _is_wide():
+        # Building all commands, only to name them, takes longer than Python takes to start.
+        with open(HELP, encoding="utf-8") as text:
+            print(text.read(), end="")
+    elif arguments == ["--version"]:
+        from perdure import __version__
+
+        print(f"perdure {__version__}")
+    else:
+        from perdure.cli.app import start
+
+        start(arguments)
 
 
 def _is_wide() -> bool:

@@ -33,6 +33,7 @@ from perdure.cli.output.log_notes import tell_warnings
 from perdure.config import SETTINGS
 
 _Ask = "Ask a model"
+_Serve = "Serve a model"
 _Kept = "What is kept"
 _Models = "Models"
 _Machine = "This machine"
@@ -67,10 +68,10 @@ def root(
     if context.invoked_subcommand != "config":
         # `perdure config` is what mends a file that cannot be read.
         chosen = {name: choice.value for name, choice in choices().items()}
-        context.default_map = _defaults(context.command, chosen)
+        context.default_map = defaults(context.command, chosen)
 
 
-def _defaults(command: Any, chosen: dict[str, Any]) -> dict[str, Any]:
+def defaults(command: Any, chosen: dict[str, Any]) -> dict[str, Any]:
     """What the config file and the environment say about the options of a command and of those below it."""
     below = getattr(command, "commands", {})
     own = {
@@ -78,7 +79,7 @@ def _defaults(command: Any, chosen: dict[str, Any]) -> dict[str, Any]:
         for option in command.params
         if option.name in _OPTIONS & chosen.keys()
     }
-    return own | {name: _defaults(each, chosen) for name, each in below.items()}
+    return own | {name: defaults(each, chosen) for name, each in below.items()}
 
 
 _OPTIONS = {setting.name for setting in SETTINGS} - {"model", "store"}
@@ -86,23 +87,23 @@ _OPTIONS = {setting.name for setting in SETTINGS} - {"model", "store"}
 
 app.command(name="run", options_metavar="[OPTIONS] [MODEL]", rich_help_panel=_Ask)(run.run)
 app.command(name="chat", options_metavar="[OPTIONS] [MODEL]", rich_help_panel=_Ask)(chat.chat)
-app.command(name="serve", rich_help_panel=_Ask)(serve.serve)
+app.command(name="serve", rich_help_panel=_Serve)(serve.serve)
 app.command(
     name="page",
-    rich_help_panel=_Ask,
+    rich_help_panel=_Serve,
     options_metavar="[MODEL] [OPTIONS OF SERVE]",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(page.page)
 app.command(
     name="start",
-    rich_help_panel=_Ask,
+    rich_help_panel=_Serve,
     options_metavar="[MODEL] [OPTIONS OF SERVE]",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(background.start)
-app.command(name="stop", rich_help_panel=_Ask)(background.stop)
-app.command(name="status", rich_help_panel=_Ask)(background.status)
+app.command(name="stop", rich_help_panel=_Serve)(background.stop)
+app.command(name="status", rich_help_panel=_Serve)(background.status)
 app.command(name="ps", hidden=True)(background.status)
-app.add_typer(keys.app, name="keys", rich_help_panel=_Ask)
+app.add_typer(keys.app, name="keys", rich_help_panel=_Serve)
 app.add_typer(sessions.app, name="sessions", rich_help_panel=_Kept)
 app.add_typer(cache.app, name="cache", rich_help_panel=_Kept)
 app.command(name="backup", rich_help_panel=_Kept)(backup.backup)

@@ -16,6 +16,9 @@ _VALUES = {"str": " TEXT", "float": " X", "int": " N", "int range": " N", "path"
 class SectionedCommand(TyperCommand):
     """A command whose options are listed by their `rich_help_panel`, in plain text."""
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [_argument(piece) for piece in super().collect_usage_pieces(ctx)]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_options(self, ctx, formatter)
 
@@ -60,22 +63,28 @@ def _write_options(command: Any, ctx: Any, formatter: Any) -> None:
             continue
         plain = _ARGUMENTS if parameter.param_type_name == "argument" else _OPTIONS
         title = getattr(parameter, "rich_help_panel", None) or plain
-        name = record[0].partition(" <")[0] if plain is _ARGUMENTS else _named(record[0])
+        name = _argument(record[0].partition(" <")[0]) if plain is _ARGUMENTS else _named(record[0])
         sections.setdefault(title, []).append((name, _explained(record[1])))
     _write(sections, formatter)
+
+
+def _argument(name: str) -> str:
+    """An argument in capitals, as what stands for a value; braces would say that it is to be typed."""
+    return re.sub(r"\{(.*?)(\.\.\.)?\}", r"\1", name).upper()
 
 
 def _named(name: str) -> str:
     """An option with a word for its value, instead of Python's name of the type."""
     for kind, word in _VALUES.items():
         name = name.replace(f" <{kind}>", word)
-    return name
+    return re.sub(r" <([^<>]*\|[^<>]*)>", r" \1", name)
 
 
 def _explained(text: str) -> str:
     """A text without the bounds of a number, which an error tells, and with a default in plain words."""
     text = re.sub(r"; [^;\]]*x[<>]=[^;\]]*\]", "]", text)
     text = re.sub(r"\s*\[[^;\]]*x[<>]=[^;\]]*\]", "", text)
+    text = re.sub(r"\[default: (\d+)\.0\]", r"[default: \1]", text)
     return re.sub(r"\[default: \((.*?)\)\]", r"[default: \1]", text)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from perdure.server import api_error
@@ -15,6 +14,7 @@ from perdure.server.app_state import AppState
 from perdure.server.middleware.access_log import AccessLog
 from perdure.server.middleware.auth import OPEN, Auth
 from perdure.server.middleware.body_limits import BodyLimits
+from perdure.server.middleware.cors import Cors
 from perdure.server.middleware.host_check import HostCheck
 from perdure.server.protocols.chat import routes as chat
 from perdure.server.protocols.messages import routes as messages
@@ -88,17 +88,9 @@ def build(app_state: AppState) -> FastAPI:
 
 def served(app_state: AppState) -> ASGIApp:
     """The routes behind everything that a request has to pass."""
-    app: ASGIApp = Auth(BodyLimits(build(app_state), app_state.limits), app_state.keys)
-    if app_state.hosts is not None:
-        app = HostCheck(app, app_state.hosts)
-    if app_state.origins:
-        app = CORSMiddleware(
-            app,
-            allow_origins=app_state.origins,
-            allow_methods=("*",),
-            allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after"),
-        )
+    app: ASGIApp = Auth(BodyLimits(build(app_state), lambda: app_state.limits), app_state.keys)
+    app = HostCheck(app, lambda: app_state.hosts)
+    app = Cors(app, lambda: app_state.origins)
     return AccessLog(app, app_state.metrics)
 
 
@@ -119,7 +111,8 @@ def _error(path: str) -> dict[str, str]:
 
 def _document(app: FastAPI, app_state: AppState) -> dict[str, Any]:
     """The OpenAPI document as things are: with the keys that are needed, without errors that never come."""
-    if app.openapi_schema is None:
+    if app.openapi_schema is None or app.state.strict is not app_state.strict:
+        app.state.strict = app_state.strict
         shown = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes
         )

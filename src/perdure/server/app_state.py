@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
@@ -27,10 +27,12 @@ from perdure.server.api_error import ApiError, deadline, stopping
 from perdure.server.client_job import ClientJob, Job, Part, while_connected
 from perdure.server.keys import KeyAccount, Keys
 from perdure.server.limits import Limits
+from perdure.server.live_settings import LiveSettings
 from perdure.server.metrics import Metrics
 from perdure.server.middleware.host_check import AllowedHosts
 from perdure.server.protocols.seal import Seal
 from perdure.server.recent_requests import RecentRequests
+from perdure.server.reply_defaults import ReplyDefaults
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,6 +72,7 @@ class AppState:
     """Pages of other sites that may use it."""
     strict: bool = False
     log_text: bool = False
+    defaults: ReplyDefaults = field(default_factory=ReplyDefaults)
     page: bool = True
     """Whether the page is served at `/`."""
     started: float = field(default_factory=time.time)
@@ -127,6 +130,12 @@ class AppState:
     def seconds(self, asked: float | None) -> float:
         """How long a request may take."""
         return self.limits.request_seconds if asked is None else min(asked, self.limits.request_seconds)
+
+    def change(self, settings: LiveSettings) -> None:
+        """Have these from now on. Requests that are running go on with what they began with."""
+        for each in fields(settings):
+            setattr(self, each.name, getattr(settings, each.name))
+        self.seal.limit = self.limits.body_bytes
 
     def settle(
         self,

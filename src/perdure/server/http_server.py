@@ -9,7 +9,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any
 
@@ -19,7 +19,6 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from perdure import system
-from perdure.config import choices
 from perdure.errors import InvalidInputError
 from perdure.server.app import served, turned_away
 from perdure.server.app_state import AppState
@@ -65,26 +64,26 @@ class HttpServer(uvicorn.Server):
     the process by themselves.
     """
 
-    def __init__(self, app_state: AppState) -> None:
+    def __init__(self, app_state: AppState, *, read_settings: Callable[[], None] | None = None) -> None:
+        """`read_settings` has the app state changed to what the config file says now."""
         limits = app_state.limits
         super().__init__(
             uvicorn.Config(
                 served(app_state),
                 http=_protocol(limits, turned_away(app_state)),
                 ws="websockets-sansio",
-                ws_max_size=limits.body_bytes,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=_IDLE,
-                timeout_graceful_shutdown=int(limits.grace_seconds) + _LEEWAY,
                 h11_max_incomplete_event_size=64 << 10,
             )
         )
         self._app_state = app_state
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._choices = choices()
+        self._read_settings = read_settings
+        self._take_limits()
         self._ends_with_terminal = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -115,7 +114,7 @@ class HttpServer(uvicorn.Server):
             return
         before = {each: signal.signal(each, self._signalled) for each in (signal.SIGINT, signal.SIGTERM)}
         for each in system.reload_signals():
-            before[each] = signal.signal(each, self._reload)
+            before[each] = signal.signal(each, self._hung_up)
             # Whoever has it ignored, such as nohup, wants it to go on without the terminal.
             self._ends_with_terminal = before[each] is not signal.SIG_IGN and system.has_terminal()
         try:
@@ -124,25 +123,35 @@ class HttpServer(uvicorn.Server):
             for each, handler in before.items():
                 signal.signal(each, handler)
 
-    def _reload(self, number: int, frame: FrameType | None) -> None:
-        """Read the keys again. Requests that are running go on; the next ones are met by the new keys.
-
-        A closed window gives the same signal: a server that was started in it ends with it.
-        """
-        if self._ends_with_terminal and not system.has_terminal():
-            self.stop()
-            return
+    def reload(self) -> None:
+        """Read the keys and the settings again. Requests that are running go on; the next ones are met by
+        what was read. Where something is wrong with a file, what it says stays as it was."""
         try:
             self._app_state.keys.reload()
             log.info("the keys were read again: %d", len(self._app_state.keys))
         except InvalidInputError as error:
             log.error("the keys are as they were: %s", error)
-        now = choices()
-        changed = sorted(
-            name for name in now.keys() | self._choices.keys() if now.get(name) != self._choices.get(name)
-        )
-        if changed:
-            log.warning("%s changed since the start: restart the server for that", ", ".join(changed))
+        if self._read_settings is None:
+            return
+        try:
+            self._read_settings()
+        except InvalidInputError as error:
+            log.error("the settings are as they were: %s", error)
+        self._take_limits()
+
+    def _take_limits(self) -> None:
+        """Those that are read where connections are made and ended."""
+        limits = self._app_state.limits
+        self.config.ws_max_size = limits.body_bytes
+        self.config.timeout_graceful_shutdown = int(limits.grace_seconds) + _LEEWAY
+
+    def _hung_up(self, number: int, frame: FrameType | None) -> None:
+        """A closed window gives the same signal: a server that was started in it ends with it."""
+        if self._ends_with_terminal and not system.has_terminal():
+            self.stop()
+        elif self._loop is not None:
+            # Between two steps of the loop: the signal may have come in the middle of a line of the log.
+            self._loop.call_soon_threadsafe(self.reload)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         # Whoever asks twice does not want to wait for replies.

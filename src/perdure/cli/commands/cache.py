@@ -112,7 +112,10 @@ def clear(
     namespace: Annotated[
         str,
         typer.Option(
-            "--namespace", metavar="NAME", help="Whose labels: on a server each key has a namespace."
+            "--namespace",
+            metavar="NAME",
+            show_default="your own",
+            help="Whose labels: on a server each key has a namespace.",
         ),
     ] = "",
     store: StoreFolder = None,
@@ -147,9 +150,9 @@ def clear(
 
 @app.command()
 def verify(store: StoreFolder = None, as_json: Json = False) -> None:
-    """Check everything that is kept, mend the index, and move damaged files aside.
+    """Check everything that is kept, and move damaged files aside.
 
-    The exit code is 1 if anything was wrong, and 0 when all is well.
+    The index is mended too.     The exit code is 1 if anything was wrong, and 0 when all is well.
     """
     import dataclasses
 

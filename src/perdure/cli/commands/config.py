@@ -61,7 +61,7 @@ def set_(name: Name, value: Annotated[str, typer.Argument(help="Its value from n
 
 @app.command()
 def unset(name: Name) -> None:
-    """Remove a setting from the config file, so that its default holds again."""
+    """Remove a setting from the config file. Its default holds again."""
     from perdure.config import config_file, read_config
     from perdure.errors import InvalidInputError
 

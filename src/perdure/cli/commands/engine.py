@@ -48,8 +48,12 @@ class Row:
 
 
 @app.command(name="list")
+@app.command(name="ls", hidden=True)
 def list_(as_json: Json = False) -> None:
-    """Show the libraries that are here, which one is used and why, and what can be installed."""
+    """Show the libraries that are here, and which one is used.
+
+    It says why, and what can be installed.
+    """
     rows = _rows()
     if as_json:
         print_json([asdict(row) for row in rows])
@@ -77,7 +81,10 @@ def install(
         ),
     ] = None,
 ) -> None:
-    """Fetch and install a prebuilt llama.cpp, or install a build of your own. It is used from then on."""
+    """Install a prebuilt llama.cpp, or a build of your own.
+
+    It is used from then on. A prebuilt one is fetched.
+    """
     from perdure import libraries
     from perdure.cli.output.progress import fetching
 
@@ -105,6 +112,7 @@ def install(
 
 
 @app.command()
+@app.command(name="rm", hidden=True)
 def remove(
     name: Name,
     yes: Yes = False,
@@ -127,7 +135,9 @@ def check(
     name: Annotated[str | None, typer.Argument(help="An installed library, by its name.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a library's files, then run toy models on it in a process that may die.
+    """Check a library's files, and run toy models on it.
+
+    That is done in a process of its own, which may die.
 
     The exit code is 1 if it cannot be used. What was found is remembered.
     """

@@ -68,7 +68,7 @@ def wake(
             help="As `perdure sessions label` printed it; may be left out if there is only one memory."
         ),
     ] = None,
-    name: Annotated[str, typer.Option("--as", help="The name of the new session.")] = ...,  # type: ignore[assignment]
+    name: Annotated[str, typer.Option("--as", metavar="NAME", help="The name of the new session.")] = ...,  # type: ignore[assignment]
     namespace: Namespace = "",
     store: StoreFolder = None,
     as_json: Json = False,

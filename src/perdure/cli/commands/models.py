@@ -18,7 +18,7 @@ app = typer.Typer(help="The models of this machine.", no_args_is_help=True)
 
 @app.command(name="list")
 def list_(as_json: Json = False) -> None:
-    """List models: those with a short name, and those that were fetched."""
+    """List the models that were fetched, and those with a short name."""
     from perdure import models
 
     entries = models.entries()

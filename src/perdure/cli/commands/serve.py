@@ -9,7 +9,8 @@ import typer
 
 from perdure.cli.options import shared
 from perdure.cli.options.completion import model_names
-from perdure.cli.options.groups import EngineOptions, unfolded
+from perdure.cli.options.groups import EngineOptions, SamplingOptions, unfolded
+from perdure.cli.options.live import LiveOptions
 from perdure.cli.page import open_browser
 from perdure.config import QUEUE, SLOTS
 
@@ -17,17 +18,18 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
 
+    from perdure.cli.settings_reload import SettingsReload
     from perdure.server.app_state import AppState
     from perdure.server.keys import Keys
 
 _OLLAMA = 11434
 _Engine = "Engine"
 _Access = "Access"
-_Limits = "Limits"
 
 
 @unfolded
 def serve(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -54,14 +56,6 @@ def serve(
             metavar="NAME",
             show_default="its file's name",
             help="What the model is called in answers.",
-        ),
-    ] = None,
-    alias: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--alias",
-            metavar="PATTERN",
-            help="A further name for the model, such as 'gpt-*'; may be given several times.",
         ),
     ] = None,
     store: shared.StoreFolder = None,
@@ -128,25 +122,6 @@ def serve(
             rich_help_panel=_Access,
         ),
     ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-host",
-            metavar="NAME",
-            help="A further host name that requests may be sent to; may be given several times.",
-            rich_help_panel=_Access,
-        ),
-    ] = None,
-    cors: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--cors",
-            metavar="ORIGIN",
-            help="A site whose pages may use the server, such as https://chat.example.org, or * for any "
-            "(with --keys); may be given several times.",
-            rich_help_panel=_Access,
-        ),
-    ] = None,
     page: Annotated[
         bool,
         typer.Option("--page/--no-page", help="Serve the page for browsers, at /.", rich_help_panel=_Access),
@@ -154,84 +129,21 @@ def serve(
     open_page: Annotated[
         bool, typer.Option("--open", help="Open the page in a browser.", rich_help_panel=_Access)
     ] = False,
-    strict: Annotated[
-        bool,
-        typer.Option(
-            "--strict", help="Refuse requests with fields that are not known.", rich_help_panel=_Access
-        ),
-    ] = False,
-    log_text: Annotated[
-        bool,
-        typer.Option("--log-text", help="Put messages and replies into the log.", rich_help_panel=_Access),
-    ] = False,
-    body_bytes: Annotated[
-        int,
-        typer.Option(
-            "--body-bytes", min=1, metavar="N", help="Most bytes of one request.", rich_help_panel=_Limits
-        ),
-    ] = 16 << 20,
-    messages: Annotated[
-        int,
-        typer.Option(
-            "--messages", min=1, metavar="N", help="Most messages of one request.", rich_help_panel=_Limits
-        ),
-    ] = 4096,
-    requests: Annotated[
-        int,
-        typer.Option(
-            "--requests",
-            min=1,
-            metavar="N",
-            help="Most requests at once, waiting ones included.",
-            rich_help_panel=_Limits,
-        ),
-    ] = 512,
-    request_seconds: Annotated[
-        float,
-        typer.Option(
-            "--request-seconds",
-            metavar="S",
-            help="Seconds that one request may take.",
-            rich_help_panel=_Limits,
-        ),
-    ] = 900.0,
-    body_seconds: Annotated[
-        float,
-        typer.Option(
-            "--body-seconds",
-            metavar="S",
-            help="Seconds that the body of a request may take to arrive.",
-            rich_help_panel=_Limits,
-        ),
-    ] = 60.0,
-    response_days: Annotated[
-        float,
-        typer.Option(
-            "--response-days",
-            metavar="N",
-            help="That a stored response is kept.",
-            rich_help_panel=_Limits,
-        ),
-    ] = 30.0,
-    grace: Annotated[
-        float,
-        typer.Option(
-            "--grace",
-            metavar="S",
-            help="Seconds for replies to finish once the server is told to stop.",
-            rich_help_panel=_Limits,
-        ),
-    ] = 20.0,
+    live: LiveOptions,
+    sampling: SamplingOptions,
 ) -> None:
     """Serve a model over HTTP, with a page for browsers.
 
     Clients of OpenAI, Anthropic and Ollama can use it. Ctrl-C stops it; `perdure start` does the same in the
-    background. The exit code is 2 if an option is wrong, and 0 when it was told to stop.
+    background. The sampling options are for requests that do not say. SIGHUP has it read the keys and the
+    config file again, and costs no request. The exit code is 2 if an option is wrong, and 0 when it was told
+    to stop.
     """
     import perdure
     from perdure import InvalidInputError, models
     from perdure.cli.output.progress import fetching
     from perdure.cli.output.terminal import have_library, note
+    from perdure.cli.settings_reload import SettingsReload, live_settings, set_log_level
     from perdure.config import settings
 
     if new_key is not None:
@@ -241,25 +153,13 @@ def serve(
         from perdure.server.app_state import AppState
         from perdure.server.http_server import bind, check_address
         from perdure.server.keys import Keys
-        from perdure.server.limits import Limits
-        from perdure.server.middleware.host_check import AllowedHosts, check_origins
     except ModuleNotFoundError as error:
         note(f"{error.name} is not installed: pip install 'perdure[server]'")
         raise typer.Exit(1) from None
     try:
-        limits = Limits(
-            body_bytes=body_bytes,
-            messages=messages,
-            requests=requests,
-            request_seconds=request_seconds,
-            body_seconds=body_seconds,
-            response_seconds=86400 * response_days,
-            grace_seconds=grace,
-        )
         known = Keys.read(keys) if keys is not None else Keys()
         check_address(host, len(known))
-        origins = check_origins(cors or (), keys=len(known))
-        hosts = AllowedHosts(host, allow_host or (), origins) if allow_host or not len(known) else None
+        settings_now = live_settings(live, sampling, host=host, keys=known)
         if open_page and not page:
             raise InvalidInputError("--open and --no-page cannot both be meant")
         if store is not None and no_store:
@@ -290,21 +190,19 @@ def serve(
         app_state = AppState(
             runtime=runtime,
             name=name or path.stem,
-            aliases=tuple(alias or ()),
             model_bytes=path.stat().st_size,
-            limits=limits,
             keys=known,
-            hosts=hosts,
-            origins=origins,
-            strict=strict,
-            log_text=log_text,
             page=page,
         )
-        _listen(app_state, listening, folder, isolated, open_page=open_page)
+        app_state.change(settings_now)
+        set_log_level(live.log_level)
+        reload = SettingsReload(context, host=host)
+        _listen(app_state, reload, listening, folder, isolated, open_page=open_page)
 
 
 def _listen(
     app_state: AppState,
+    reload: SettingsReload,
     listening: Sequence[socket.socket],
     folder: Path | None,
     isolated: bool,
@@ -320,7 +218,6 @@ def _listen(
 
     leave_warnings_to_the_log()
     logging.getLogger().addHandler(JsonLines(sys.stderr))
-    logging.getLogger("perdure").setLevel(logging.INFO)
     # What the engine has to say below this is for those who build it, and that clients leave is no news.
     for name in ("perdure.llama", "uvicorn.error", "asyncio"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -346,7 +243,7 @@ def _listen(
     if open_page:
         # The socket listens already: the browser's first request waits there.
         open_browser(address(listening[0]))
-    HttpServer(app_state).run(sockets=list(listening))
+    HttpServer(app_state, read_settings=lambda: reload.into(app_state)).run(sockets=list(listening))
 
 
 def _state(keys: Keys) -> str:

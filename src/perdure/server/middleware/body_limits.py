@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +31,16 @@ class BodyLimits:
     and what it has sent, and never a place in the queue of the engine.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, limits: Callable[[], Limits]) -> None:
+        """`limits` gives those of this moment: they can change while the server runs."""
         self._app = app
-        self._limits = limits
+        self._current = limits
         self._inside = 0
         self._uploads = 0
+
+    @property
+    def _limits(self) -> Limits:
+        return self._current()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -6,7 +6,7 @@ shows: by a name that the page's owner points at 127.0.0.1 (DNS rebinding), or b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -47,38 +47,40 @@ class AllowedHosts:
 class HostCheck:
     """Lets a request pass if its Host is one of the server's, and no foreign page of a browser makes it."""
 
-    def __init__(self, app: ASGIApp, hosts: AllowedHosts) -> None:
+    def __init__(self, app: ASGIApp, hosts: Callable[[], AllowedHosts | None]) -> None:
+        """`hosts` gives those of this moment: they can change while the server runs. None lets all pass."""
         self._app = app
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = scope["type"] in ("http", "websocket")
-        if asked and (refused := self._refused(scope)) is not None:
+        hosts = self._hosts() if scope["type"] in ("http", "websocket") else None
+        if hosts is not None and (refused := _refused(hosts, scope)) is not None:
             await refuse(refused, scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _refused(self, scope: Scope) -> ApiError | None:
-        headers = dict(scope["headers"])
-        # HTTP/1.0 has no Host; every browser sends one.
-        host = headers.get(b"host", b"localhost").decode("latin-1")
-        if host_name(host) not in self._hosts:
-            return _forbidden(
-                f"this server is not called {host[:100]!r}; `perdure serve --allow-host NAME` lets a name in",
-                code="host_not_allowed",
-            )
-        origin = headers.get(b"origin")
-        if origin is not None:
-            if self._hosts.trusts_page(origin.decode("latin-1"), host):
-                return None
-            return _forbidden(
-                f"pages of {origin.decode('latin-1')[:100]!r} may not use this server; "
-                "`perdure serve --allow-host NAME` lets those of a host in",
-                code="origin_not_allowed",
-            )
-        if headers.get(b"sec-fetch-site", b"none").lower() not in _OWN:
-            return _forbidden("a page of another site may not use this server", code="origin_not_allowed")
-        return None
+
+def _refused(hosts: AllowedHosts, scope: Scope) -> ApiError | None:
+    headers = dict(scope["headers"])
+    # HTTP/1.0 has no Host; every browser sends one.
+    host = headers.get(b"host", b"localhost").decode("latin-1")
+    if host_name(host) not in hosts:
+        return _forbidden(
+            f"this server is not called {host[:100]!r}; `perdure serve --allow-host NAME` lets a name in",
+            code="host_not_allowed",
+        )
+    origin = headers.get(b"origin")
+    if origin is not None:
+        if hosts.trusts_page(origin.decode("latin-1"), host):
+            return None
+        return _forbidden(
+            f"pages of {origin.decode('latin-1')[:100]!r} may not use this server; "
+            "`perdure serve --allow-host NAME` lets those of a host in",
+            code="origin_not_allowed",
+        )
+    if headers.get(b"sec-fetch-site", b"none").lower() not in _OWN:
+        return _forbidden("a page of another site may not use this server", code="origin_not_allowed")
+    return None
 
 
 def host_name(host: str) -> str:

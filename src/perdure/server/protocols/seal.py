@@ -20,7 +20,7 @@ class Seal:
     def __init__(self, key: bytes, *, limit: int) -> None:
         self._tag_key = hashlib.sha256(b"perdure/seal/tag/1\0" + key).digest()
         self._text_key = hashlib.sha256(b"perdure/seal/text/1\0" + key).digest()
-        self._limit = limit
+        self.limit = limit
         """Characters of a sealed text."""
 
     def close(self, text: str, namespace: str) -> str:
@@ -30,7 +30,7 @@ class Seal:
 
     def open(self, sealed: str, namespace: str) -> str | None:
         """The text; None where this server did not seal it for that namespace."""
-        if len(sealed) > self._limit * 2:
+        if len(sealed) > self.limit * 2:
             return None
         try:
             found = base64.b64decode(sealed, validate=True)

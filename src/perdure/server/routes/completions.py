@@ -43,7 +43,12 @@ async def complete(
     prompts = _prompts(asked)
     _check(asked, len(prompts))
     timeout = asked.perdure.timeout if asked.perdure else None
-    options = {**_options(asked), "timeout": app_state.seconds(timeout), "namespace": caller.namespace}
+    options = {
+        **app_state.defaults.sampling,
+        **_options(asked),
+        "timeout": app_state.seconds(timeout),
+        "namespace": caller.namespace,
+    }
     client_jobs: list[ClientJob[Delta, Reply]] = []
     try:
         for prompt in prompts:

@@ -239,7 +239,7 @@ def chat_options(asked: ChatOptionsSchema, app_state: AppState) -> dict[str, Any
     if variables:
         options["variables"] = variables
     options["timeout"] = app_state.seconds(extension.timeout if extension else None)
-    return options
+    return app_state.defaults.fill(options)
 
 
 def check_parts(messages: Sequence[ChatMessage]) -> None:

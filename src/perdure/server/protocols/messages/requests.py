@@ -132,7 +132,7 @@ def reply_request(asked: MessagesRequest, app_state: AppState, namespace: str) -
         options["continue_final_message"] = True
     if said.marks:
         options["cache_marks"] = said.cache_marks
-    return ReplyRequest(messages=said.messages, options=options)
+    return ReplyRequest(messages=said.messages, options=app_state.defaults.fill(options))
 
 
 def prompt_options(asked: CountRequest) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def reply_options(asked: ReplyOptions, app_state: AppState) -> tuple[dict[str, A
     if asked.logprobs:
         options["logprobs"] = asked.top_logprobs or 0
     options["timeout"] = app_state.seconds(None)
-    return options, notes
+    return app_state.defaults.fill(options), notes
 
 
 def _mapped(given: Mapping[str, Any], app_state: AppState) -> tuple[dict[str, Any], list[str]]:
@@ -205,8 +205,8 @@ def _mapped(given: Mapping[str, Any], app_state: AppState) -> tuple[dict[str, An
             options[_SAMPLING[name]] = _number(name, value)
         elif name == "num_predict":
             limit = _number(name, value)
-            if limit > 0:
-                options["max_tokens"], options["limit_to_context"] = int(limit), True
+            # Below 1 it is "as many as there are".
+            options["max_tokens"], options["limit_to_context"] = int(limit) if limit > 0 else None, True
         elif name == "stop":
             if not isinstance(value, (str, list)) or not all(isinstance(each, str) for each in value):
                 raise _invalid("options.stop", "a text, or a list of texts")
@@ -219,10 +219,8 @@ def _mapped(given: Mapping[str, Any], app_state: AppState) -> tuple[dict[str, An
         else:
             raise _invalid(f"options.{name}", "there is no such option here; leave it out")
     if (seed := options.get("seed")) is not None:
-        if seed < 0:
-            del options["seed"]
-        else:
-            options["seed"] = int(seed) % (2**32 - 1)
+        # Below 0 it is "a new one each time".
+        options["seed"] = None if seed < 0 else int(seed) % (2**32 - 1)
     for name in ("top_k", "penalty_last_n", "mirostat"):
         if name in options:
             options[name] = int(options[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from perdure.chat.message import Message
@@ -27,6 +27,7 @@ from perdure.server.protocols.responses.requests import (
     reply_options,
     tool_set,
 )
+from perdure.server.reply_defaults import ReplyDefaults
 from perdure.sessions.fold import ASK, TurnJob
 from perdure.sessions.session import Session
 from perdure.sessions.turn import Turn
@@ -63,12 +64,16 @@ class Responses:
         # Read once before anything is written: what is wrong with it is said now.
         self._read(asked)
         response_id = ids.new_response()
+        defaults = self._app_state.defaults
+        seed = asked.seed if asked.seed is not None else defaults.sampling.get("seed")
         about = {
             "how": _RESPONSE,
             "session": before.name if before is not None else None,
             "turn": before.turns if before is not None else 0,
             "request": asked.model_dump(mode="json", exclude_none=True, by_alias=True),
-            "seed": asked.seed if asked.seed is not None else secrets.randbelow(_SEEDS),
+            "seed": seed if seed is not None else secrets.randbelow(_SEEDS),
+            # Those of now: the settings may change before the reply is made again.
+            "defaults": asdict(defaults),
             "created": int(time.time()),
             "model": self._app_state.name,
         }
@@ -84,7 +89,7 @@ class Responses:
         """Have a reply made that leaves nothing behind."""
         before = self._before(asked)
         instructions, said = self._read(asked)
-        options = self._options(asked, said)
+        options = self._app_state.defaults.fill(self._options(asked, said))
         if before is None:
             runtime = self._app_state.runtime
             return runtime.submit_chat([*instructions, *said], namespace=self._namespace, **options)
@@ -272,8 +277,8 @@ class Responses:
         """Have the reply made, now or again: with the same seed it is the same one."""
         asked, session = response.asked, response.session
         instructions, said = self._read(asked)
-        options = self._options(asked, said)
-        options["seed"] = session.origin["seed"]
+        defaults = ReplyDefaults(**session.origin.get("defaults", {}))
+        options = {**defaults.fill(self._options(asked, said)), "seed": session.origin["seed"]}
         conversation = asked.conversation_id
         follower = self.conversation(conversation) if conversation is not None else None
         extra = TurnExtra(preamble=instructions, notes=notes, follower=follower)
