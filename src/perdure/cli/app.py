@@ -28,9 +28,9 @@ from perdure.cli.commands import (
     sessions,
 )
 from perdure.cli.help_sections import in_sections
+from perdure.cli.options.config_defaults import defaults
 from perdure.cli.options.peers import advice_for, plain_options
 from perdure.cli.output.log_notes import tell_warnings
-from perdure.config import SETTINGS
 
 _Ask = "Ask a model"
 _Serve = "Serve a model"
@@ -70,20 +70,6 @@ def root(
         chosen = {name: choice.value for name, choice in choices().items()}
         context.default_map = defaults(context.command, chosen)
 
-
-def defaults(command: Any, chosen: dict[str, Any]) -> dict[str, Any]:
-    """What the config file and the environment say about the options of a command and of those below it."""
-    below = getattr(command, "commands", {})
-    own = {
-        option.name: chosen[option.name]
-        for option in command.params
-        if option.name in _OPTIONS & chosen.keys()
-    }
-    return own | {name: defaults(each, chosen) for name, each in below.items()}
-
-
-_OPTIONS = {setting.name for setting in SETTINGS} - {"model", "store"}
-"""Settings that are options of the same name. Model and store are asked for where they are used."""
 
 app.command(name="run", options_metavar="[OPTIONS] [MODEL]", rich_help_panel=_Ask)(run.run)
 app.command(name="chat", options_metavar="[OPTIONS] [MODEL]", rich_help_panel=_Ask)(chat.chat)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from perdure.cli.options.config_defaults import defaults
 from perdure.cli.options.groups import SamplingOptions
 from perdure.cli.options.live import LiveOptions
 from perdure.config import choices, settings
@@ -70,8 +71,6 @@ class SettingsReload:
 
     def _read(self) -> dict[str, Any]:
         """Every option as a start would have it now."""
-        from perdure.cli.app import defaults
-
         chosen = {name: choice.value for name, choice in choices().items()}
         try:
             # The rules of an option hold for what the file says too.
