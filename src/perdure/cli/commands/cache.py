@@ -152,7 +152,7 @@ def clear(
 def verify(store: StoreFolder = None, as_json: Json = False) -> None:
     """Check everything that is kept, and move damaged files aside.
 
-    The index is mended too.     The exit code is 1 if anything was wrong, and 0 when all is well.
+    The index is mended too. The exit code is 1 if anything was wrong, and 0 when all is well.
     """
     import dataclasses
 
