@@ -162,9 +162,7 @@ def test_a_retry_goes_on_where_the_first_request_was(path: str, body: dict[str, 
 
 def test_a_call_that_was_cut_is_text_in_the_stream_as_in_the_whole_c8() -> None:
     """C8: no stream shows a call that the whole answer does not have, with arguments that nobody can read."""
-    written = (
-        'So: <tool_call>\n{"name": "light", "arguments": {"place": "the kitchen by the sea"}}\n</tool_call>'
-    )
+    written = '<tool_call>\n{"name": "light", "arguments": {"place": "the kitchen by the sea"}}\n</tool_call>'
     shape = {"type": "object", "properties": {"place": {"type": "string"}}}
     said = [{"role": "user", "content": SAID}]
     function = {"name": "light", "parameters": shape}
