@@ -1,4 +1,4 @@
-"""The page: first paint of a long session, frames while a reply streams, size of the scripts.
+"""The page: first paint of a long session, frames while a reply streams and while one scrolls, its size.
 
 It needs Chromium, and playwright out of `perdure[dev]`. The server runs the toy engine in this process: what
 is measured is the page and the way to it, not a model.
@@ -73,6 +73,8 @@ def part(number: int) -> str:
 """
 """What is streamed, again and again: all that Markdown has, so that every frame has something to draw."""
 PARTS = 5
+SCROLLS, SCROLL = 400, 600
+"""Turns of a wheel, and pixels each."""
 
 
 class PacedGate(Gate):
@@ -209,6 +211,43 @@ def frames(run: Run) -> Iterator[Figure]:
     )
 
 
+def scrolling(run: Run) -> Iterator[Figure]:
+    """The longest time between two frames while a long session is scrolled through, and while it is not."""
+    moved: list[float] = []
+    still: list[float] = []
+    with Watch() as watch, _server(PacedGate()) as (url, runtime), _browser() as browser:
+        _session(runtime, TURNS)
+        for _ in range(run.pick(5, 1)):
+            page = _page(browser)
+            page.goto(f"{url}/#/c/of-{TURNS}", wait_until="commit")
+            page.evaluate(_FIRST_PAINT % TURNS)
+            page.mouse.move(640, 430)
+            for found in (still, moved):
+                page.evaluate(_FRAMES)
+                for _ in range(SCROLLS):
+                    if found is moved:
+                        page.mouse.wheel(0, -SCROLL)
+                    page.wait_for_timeout(16)
+                told = page.evaluate(
+                    "() => { cancelAnimationFrame(window.ticking_); return window.frames_; }"
+                )
+                found.append(max(told))
+            shown = page.locator("article.turn").count()
+            print(
+                f"{shown} turns were shown; {len(told)} frames, {sum(each > 50 for each in told)} above 50 ms"
+            )
+            page.context.close()
+    yield Figure(
+        name=f"longest frame while a session of {TURNS} turns is scrolled through",
+        against="while it stands still",
+        unit="ms",
+        gauge=Gauge.GROWTH,
+        pairs=Pairs((max(moved),), (max(still),)),
+        target=at_most(100, "ms"),
+        machine=watch.machine,
+    )
+
+
 def size(run: Run) -> Iterator[Figure]:
     """All scripts of the page, compressed."""
     folder = Path(perdure.__file__).parent / "server" / "page" / "page"
@@ -227,7 +266,7 @@ def size(run: Run) -> Iterator[Figure]:
     )
 
 
-main = Bench("page", (first_paint, frames, size))
+main = Bench("page", (first_paint, frames, scrolling, size))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
 
 from playwright.sync_api import expect
 
 from decode.observed import trouble
 from page.conftest import OpenPage
-from server.live_server import LiveServer
+from server.live_server import LiveServer, live_server, opened
+from worker.engines import pid
 
 
 def test_the_machine_shows_the_model_its_slots_and_the_last_requests(
@@ -52,6 +57,16 @@ def test_slots_and_the_queue_are_shown_as_they_change(open_page: OpenPage, serve
         faults.pace = 0.0
     expect(busy).to_have_count(0)
     expect(waiting).to_have_text("0")
+
+
+def test_an_engine_that_died_is_counted(open_page: OpenPage, zoo_path: Callable[[str], Path]) -> None:
+    with opened(zoo_path("llama"), threads=1, isolated=True) as rt, live_server(rt) as server:
+        user = open_page(server, "/#/machine")
+        model = user.page.get_by_role("region", name="toy")
+        expect(model).to_contain_text(re.compile("Engine restarts ?0"))
+        os.kill(pid(rt), signal.SIGKILL)
+        rt.generate("after that", max_tokens=1)
+        expect(model).to_contain_text(re.compile("Engine restarts ?1"))
 
 
 def test_kept_prefixes_are_a_tree_that_unfolds(open_page: OpenPage, served: LiveServer) -> None:
