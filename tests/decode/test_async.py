@@ -13,7 +13,7 @@ import pytest
 
 from decode.observed import Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
 from perdure import BusyError, InvalidInputError, Runtime
-from perdure.decode.output_queue import AsyncioListener
+from perdure.decode.output_queue import AsyncioListener, Listener, OutputQueue
 from perdure.memory import FullAttention
 
 T = TypeVar("T")
@@ -268,7 +268,15 @@ def test_one_call_wakes_all_readers_of_a_loop(monkeypatch: pytest.MonkeyPatch) -
         told.append(len(waiters))
         notify(listener, waiters)
 
+    waiting: set[OutputQueue] = set()
+    listen = OutputQueue.listen
+
+    def listening(queue: OutputQueue, listener: Listener, waiter: Any, *, finish: bool = False) -> None:
+        waiting.add(queue)
+        listen(queue, listener, waiter, finish=finish)
+
     monkeypatch.setattr(AsyncioListener, "notify", noting)
+    monkeypatch.setattr(OutputQueue, "listen", listening)
 
     async def read(rt: Runtime, prompt: str) -> None:
         async for _ in rt.astream(prompt, max_tokens=3, **GREEDY):
@@ -279,6 +287,8 @@ def test_one_call_wakes_all_readers_of_a_loop(monkeypatch: pytest.MonkeyPatch) -
         with open_toy(gate=gate, slots=4) as rt:
             tasks = [asyncio.create_task(read(rt, f"prompt {at}")) for at in range(4)]
             await _reached(gate)
+            while len(waiting) < len(tasks):
+                await asyncio.sleep(0)
             gate.open()
             await asyncio.gather(*tasks)
 

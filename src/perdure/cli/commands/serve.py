@@ -135,9 +135,9 @@ def serve(
     """Serve a model over HTTP, with a page for browsers.
 
     Clients of OpenAI, Anthropic and Ollama can use it. Ctrl-C stops it; `perdure start` does the same in the
-    background. The sampling options are for requests that do not say. SIGHUP has it read the keys and the
-    config file again, and costs no request. The exit code is 2 if an option is wrong, and 0 when it was told
-    to stop.
+    background. The sampling options are for requests that do not say. `kill -HUP` has it read the keys and
+    the config file again, and costs no request. The exit code is 2 if an option is wrong, and 0 when it was
+    told to stop.
     """
     import perdure
     from perdure import InvalidInputError, models
