@@ -143,6 +143,14 @@ def _page(browser: Any) -> Any:
     return browser.new_context(viewport={"width": 1280, "height": 860}).new_page()
 
 
+def _frames_told(page: Any) -> list[float]:
+    """The milliseconds between all frames since `_FRAMES` began to count."""
+    told: list[float] = page.evaluate(
+        "() => { cancelAnimationFrame(window.ticking_); return window.frames_; }"
+    )
+    return told
+
+
 def first_paint(run: Run) -> Iterator[Figure]:
     """From opening the address of a session to its last turn on the screen."""
     with Watch() as watch, _server(PacedGate()) as (url, runtime), _browser() as browser:
@@ -188,9 +196,7 @@ def frames(run: Run) -> Iterator[Figure]:
                     page.locator("article.turn:not(.pending) .reuse").wait_for(timeout=120_000)
                 else:
                     page.wait_for_timeout(2000)
-                told = page.evaluate(
-                    "() => { cancelAnimationFrame(window.ticking_); return window.frames_; }"
-                )
+                told = _frames_told(page)
                 found.append(max(told))
             [turn] = session.history()
             assert turn.text == written
@@ -228,9 +234,7 @@ def scrolling(run: Run) -> Iterator[Figure]:
                     if found is moved:
                         page.mouse.wheel(0, -SCROLL)
                     page.wait_for_timeout(16)
-                told = page.evaluate(
-                    "() => { cancelAnimationFrame(window.ticking_); return window.frames_; }"
-                )
+                told = _frames_told(page)
                 found.append(max(told))
             shown = page.locator("article.turn").count()
             print(

@@ -179,6 +179,7 @@ class LogitsView(NDArrayOperatorsMixin):
     # NumPy's protocols.
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        # NumPy's protocol: the keywords are those of any of its functions.
         if method == "at" and isinstance(inputs[0], LogitsView):
             # NumPy does not ask whether it may write here.
             raise ValueError(_READ_ONLY)

@@ -91,6 +91,7 @@ class BackendClient:
         return width
 
     def _ask_cache(self, name: str, *args: Any, **keywords: Any) -> Any:
+        # Any: as in `_method`, for the remote prefix cache, which declares what its calls take.
         return self._method("cache", name)(*args, **keywords)
 
     def _method(self, target: Target, name: str) -> Asked:

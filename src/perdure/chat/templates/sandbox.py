@@ -155,6 +155,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         return formatted if value.__name__ == "format" else format_mapped
 
+    # Any, here and below: a template gives what it likes to what it calls.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         limits = _limits(__context)
         limits.tick()
