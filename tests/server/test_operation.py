@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -153,3 +154,21 @@ def test_a_server_that_has_stopped_can_be_told_again() -> None:
         thread.join(PATIENCE)
         assert not thread.is_alive()
         server.stop(now=True)
+
+
+def test_limits_that_are_read_again_hold_for_connections_too() -> None:
+    """For messages over a WebSocket, and for how long replies may take when the server is told to stop."""
+    with opened(toy()) as rt:
+        app_state = AppState(runtime=rt, name="toy")
+
+        def read_settings() -> None:
+            app_state.limits = replace(app_state.limits, body_bytes=2048, grace_seconds=3)
+
+        http_server = HttpServer(app_state, read_settings=read_settings)
+        before = http_server.config.timeout_graceful_shutdown
+        assert before is not None
+        http_server.reload()
+        assert http_server.config.ws_max_size == 2048
+        after = http_server.config.timeout_graceful_shutdown
+        assert after is not None
+        assert after == before - 17
