@@ -316,3 +316,12 @@ def test_no_option_of_ours_is_taken_for_one_of_others() -> None:
             check(each)
 
     check(typer.main.get_command(app))
+
+
+def test_doctor_says_of_a_store_without_blocks_just_that(tmp_path: Path) -> None:
+    """Sessions may be kept there all the same."""
+    from perdure.cli.commands.doctor import _store
+
+    (tmp_path / "sessions.sqlite").touch()
+    [found] = _store(tmp_path)
+    assert (found.state, found.found) == ("ok", f"no blocks are kept at {tmp_path} yet")

@@ -209,7 +209,7 @@ def _store(folder: Path) -> Iterator[Finding]:
     from perdure.store.disk import DiskTier
 
     if not (folder / "blocks").is_dir():
-        yield Finding("store", "ok", f"there is none at {folder} yet")
+        yield Finding("store", "ok", f"no blocks are kept at {folder} yet")
         return
     try:
         disk = DiskTier(folder, budget=STORE_BYTES, readonly=True)
