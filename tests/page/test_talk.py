@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 
 from page.conftest import OpenPage
 from page.gates import PatientTurnstile
@@ -317,3 +317,68 @@ def test_a_conversation_of_2000_turns_opens_at_its_end_and_scrolls_to_its_start(
     conversation.evaluate("element => element.scrollTop = 0")
     expect(user.turn(1)).to_be_in_viewport()
     assert user.turns.count() == 2000
+
+
+_COUNT_DRAWN = """() => {
+    window.drawn_ = {};
+    new MutationObserver(records => {
+        const added = records.flatMap(record => [...record.addedNodes]).filter(node => node.querySelector);
+        const found = added.flatMap(node => [node, ...node.querySelectorAll('*')])
+            .filter(node => node.matches('.assistant'));
+        // The same in all of one frame.
+        const frame = document.timeline.currentTime;
+        window.drawn_[frame] = (window.drawn_[frame] ?? 0) + new Set(found).size;
+    }).observe(document, {childList: true, subtree: true});
+}"""
+"""Counts the turns that are drawn in each frame."""
+_IN_VIEW = """() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => {
+    const edge = document.querySelector('#conversation').getBoundingClientRect().top;
+    const turns = [...document.querySelectorAll('.turn')];
+    const turn = turns.find(each => each.getBoundingClientRect().bottom > edge);
+    done([turn.id, turn.getBoundingClientRect().top]);
+})))"""
+"""The first turn in view and where it is, once what came into view is laid out."""
+_WHOLE = "count => document.querySelectorAll('.turn:not(.undrawn)').length === count"
+
+
+def test_older_turns_are_drawn_a_few_a_frame_and_leave_the_reader_in_place(
+    open_page: OpenPage, served: LiveServer
+) -> None:
+    kept_turns(served, "older", 160)
+    user = open_page(served, "/#/c/older")
+    expect(user.turn(160)).to_be_in_viewport()
+    user.page.wait_for_function(_WHOLE, arg=40)
+    user.page.evaluate(_COUNT_DRAWN)
+    held: list[Route] = []
+    user.page.route("**/turns?*", lambda route: held.append(route))
+    for top, shown in ((600, 140), (0, 160)):
+        with user.page.expect_request("**/turns?*"):
+            user.page.locator("#conversation").evaluate("(element, top) => element.scrollTop = top", top)
+        turn, before = user.page.evaluate(_IN_VIEW)
+        held.pop().continue_()
+        user.page.wait_for_function(_WHOLE, arg=shown)
+        after = user.page.locator(f"#{turn}").bounding_box()
+        assert after is not None
+        assert abs(after["y"] - before) <= 1
+    drawn = user.page.evaluate("Object.values(window.drawn_)")
+    assert sum(drawn) == 120
+    assert max(drawn) <= 4
+
+
+def test_a_turn_far_away_is_gone_to_and_drawn_first(open_page: OpenPage, served: LiveServer) -> None:
+    kept_turns(served, "far", 160)
+    user = open_page(served, "/#/c/far")
+    expect(user.turn(160)).to_be_in_viewport()
+    user.page.evaluate(_COUNT_DRAWN)
+    user.page.locator("#branches .node").nth(1).click()
+    expect(user.turn(1).locator(".assistant")).to_be_in_viewport()
+    expect(user.turn(1)).to_be_focused()
+    for key, turn in (("ArrowDown", 2), ("ArrowUp", 1)):
+        user.page.keyboard.press(key)
+        expect(user.turn(turn)).to_be_focused()
+    # A turn and the one before it are in groups of their own.
+    user.turn(21).focus()
+    user.page.keyboard.press("ArrowUp")
+    expect(user.turn(20)).to_be_focused()
+    expect(user.turn(20).locator(".assistant")).to_be_in_viewport()
+    assert max(user.page.evaluate("Object.values(window.drawn_)")) <= 4

@@ -2,6 +2,7 @@
 
 import { ApiError, get, path, post, query, remove } from "./api";
 import type { List, Message, Reuse, SessionAnswer, Timings, Turn } from "./api";
+import { GROUP } from "./drawing";
 import { notifyError } from "./notices";
 import { open } from "./route";
 import { asked, defaults, fromTurn, type Settings } from "./settings";
@@ -11,9 +12,14 @@ import { texts } from "./texts";
 import { loadTree, type Tree } from "./tree";
 
 const FIRST = 30;
-const PAGE = 200;
+const PAGE = 100;
 const MOST = 1000;
 /** Turns that the server gives at once. */
+
+/** The turn before the group that the first of the last `count` turns before `end` is in: whole groups are read. */
+function groupBefore(end: number, count: number): number {
+  return Math.max(0, Math.floor((end - count) / GROUP) * GROUP);
+}
 
 /** What is known of a reply only by who was there when it was written. */
 export interface Told {
@@ -115,7 +121,7 @@ export class Conversation extends Watched {
   private async read(): Promise<void> {
     const name = this.name!;
     const session = await get<SessionAnswer>(path("sessions", name));
-    const after = Math.max(0, session.turns - FIRST);
+    const after = groupBefore(session.turns, FIRST);
     const page = await get<List<Turn>>(path("sessions", name, "turns") + query({ after, limit: MOST }));
     if (this.closed || this.name !== name) return;
     this.system = session.system;
@@ -193,7 +199,7 @@ export class Conversation extends Watched {
   async reach(turn: number): Promise<void> {
     while (turn < this.first && !this.closed) {
       const before = this.first;
-      await this.earlier(Math.min(MOST, before - turn + FIRST));
+      await this.earlier(Math.min(MOST - GROUP, before - turn + FIRST));
       if (this.first === before) return;
     }
   }
@@ -202,7 +208,7 @@ export class Conversation extends Watched {
     if (this.fetching || this.first <= 1 || this.name === null) return;
     this.fetching = true;
     const end = this.first - 1;
-    const after = Math.max(0, end - count);
+    const after = groupBefore(end, count);
     try {
       const page = await get<List<Turn>>(path("sessions", this.name, "turns") + query({ after, limit: end - after }));
       if (this.first - 1 === end) this.turns = [...page.data, ...this.turns];

@@ -187,7 +187,7 @@ const Block = memo(
   (before, now) => before.token.raw === now.token.raw && before.streaming === now.streaming,
 );
 
-export function Markdown({ text, streaming = false }: { text: string; streaming?: boolean }) {
+export const Markdown = memo(({ text, streaming = false }: { text: string; streaming?: boolean }) => {
   const tokens = lex(text);
   return (
     <div class="markdown">
@@ -196,4 +196,4 @@ export function Markdown({ text, streaming = false }: { text: string; streaming?
       ))}
     </div>
   );
-}
+});

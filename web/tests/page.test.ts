@@ -1,4 +1,5 @@
 import { describe, expect, it } from "vitest";
+import { batch } from "../src/drawing";
 import { difference } from "../src/difference";
 import { lex, safeLink } from "../src/markdown";
 import { link, parse } from "../src/route";
@@ -153,5 +154,22 @@ describe("small things", () => {
       tiers: { slot: 8 },
       why: "the rest is new",
     });
+  });
+});
+
+describe("a batch of turns to draw", () => {
+  const waiting = (sizes: number[]) => sizes.map((size, at) => ({ turn: at + 1, size, draw: () => {} }));
+  const drawn = (sizes: number[], at: number) => batch(waiting(sizes), at).map((each) => each.turn);
+
+  it("is a few turns, those in view first", () => {
+    expect(drawn(Array(100).fill(10), 50).sort()).toEqual([48, 49, 50, 51]);
+    expect(drawn(Array(100).fill(10), 400)).toEqual([100, 99, 98, 97]);
+    expect(drawn([10, 10], 1)).toEqual([1, 2]);
+    expect(drawn([], 1)).toEqual([]);
+  });
+
+  it("is fewer where they are long, and never none", () => {
+    expect(drawn([10, 3000, 3000, 3000], 1)).toEqual([1, 2]);
+    expect(drawn([1_000_000, 10], 1)).toEqual([1]);
   });
 });

@@ -3,6 +3,7 @@
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { path, post, type Message } from "../api";
 import { forkAs, openAt, type Conversation, type Pending } from "../conversation";
+import { DrawQueue, keepPlace, placeOf, type Place } from "../drawing";
 import { notifyError } from "../notices";
 import { useWatched } from "../store";
 import { texts } from "../texts";
@@ -10,7 +11,8 @@ import { Composer } from "./Composer";
 import { Dialog } from "./Dialog";
 import { SettingsDialog } from "./SettingsDialog";
 import { goTo, TreePane } from "./TreePane";
-import { ReplyBody, Said, TurnView, type Actions } from "./TurnView";
+import { grouped, TurnGroup } from "./TurnGroup";
+import { ReplyBody, Said, type Actions } from "./TurnView";
 
 const NEAR = 80;
 /** Pixels from the end within which new text is followed. */
@@ -38,10 +40,11 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
   const actions = useMemo<Actions>(
     () => ({
       branch: (turn, said, begun) => {
+        if (talk.writing) return;
         follows.current = true;
         void talk.branch(turn, said, begun);
       },
-      goOn: () => void talk.goOn(),
+      goOn: () => void (talk.writing || talk.goOn()),
       fork: (turn) => choose({ how: "fork", turn }),
       remember: (turn) => choose({ how: "remember", turn }),
       step: (turn, by) => void step(talk, turn, by),
@@ -49,30 +52,35 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
     }),
     [talk],
   );
-  const drawn = useRef({ talk, first: talk.first, height: 0 });
+  const queue = useMemo(() => new DrawQueue(() => placeOf(scroller.current!).turn), [talk]);
+  const first = useRef(talk.first);
+  const place = useRef<Place | null>(null);
+  const kept = useRef(0);
+  // Before older turns are put in: where the reader is.
+  if (talk.first < first.current && !follows.current && talk.wanted === null) place.current = placeOf(scroller.current!);
+  first.current = talk.first;
   useLayoutEffect(() => {
-    const element = scroller.current;
-    if (!element) return;
-    const before = drawn.current;
+    const element = scroller.current!;
     if (talk.wanted !== null && talk.state === "ready") {
       follows.current = false;
+      place.current = null;
       show(talk, talk.wanted);
     } else if (follows.current) element.scrollTop = element.scrollHeight;
-    // At its very start a browser does not keep what is in view where it is.
-    else if (before.talk === talk && talk.first < before.first && element.scrollTop === 0)
-      element.scrollTop = element.scrollHeight - before.height;
-    drawn.current = { talk, first: talk.first, height: element.scrollHeight };
   });
   useEffect(() => {
-    // What is drawn lazily gets its true height only now.
-    const element = scroller.current;
-    const frame = requestAnimationFrame(() => {
-      if (element && follows.current) element.scrollTop = element.scrollHeight;
+    // Behind every layout: what is drawn later, or comes into view, gets its true height only then.
+    const element = scroller.current!;
+    const observer = new ResizeObserver(() => {
+      if (follows.current) element.scrollTop = element.scrollHeight;
+      else if (place.current) kept.current = keepPlace(element, place.current);
     });
-    return () => cancelAnimationFrame(frame);
-  }, [talk, talk.state, talk.count]);
+    observer.observe(element.firstElementChild!);
+    return () => observer.disconnect();
+  }, []);
   const onScroll = () => {
     const element = scroller.current!;
+    // The reader has moved on.
+    if (element.scrollTop !== kept.current) place.current = null;
     follows.current = element.scrollHeight - element.scrollTop - element.clientHeight < NEAR;
     if (element.scrollTop < 4 * element.clientHeight && talk.first > 1) void talk.earlier();
   };
@@ -80,8 +88,12 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
     follows.current = true;
     talk.send([{ role: "user", content: text }]).catch(notifyError);
   };
-  const own = talk.tree && talk.name !== null ? talk.tree.pathOf(talk.name) : [];
+  const own = useMemo(
+    () => (talk.tree && talk.name !== null ? talk.tree.pathOf(talk.name) : []),
+    [talk.tree, talk.name],
+  );
   const hidden = talk.pending && talk.pending.turn <= talk.count && talk.pending.error === null ? talk.pending.turn : Infinity;
+  const groups = useMemo(() => grouped(talk.turns.filter((turn) => turn.turn < hidden)), [talk.turns, hidden]);
   return (
     <div class={treeShown ? "talk with-tree" : "talk"}>
       <div class="column">
@@ -112,23 +124,20 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
                 {texts.errors.trying}
               </p>
             )}
-            {talk.turns
-              .filter((turn) => turn.turn < hidden)
-              .map((turn) => {
-                const siblings = own[turn.turn] ? talk.tree!.siblings(own[turn.turn]!) : [];
-                return (
-                  <TurnView
-                    key={turn.turn}
-                    turn={turn}
-                    told={talk.toldOf(turn.turn)}
-                    isLast={turn.turn === talk.count}
-                    busy={talk.writing}
-                    at={siblings.indexOf(own[turn.turn] ?? "") + 1}
-                    of={siblings.length}
-                    actions={actions}
-                  />
-                );
-              })}
+            {groups.map(([number, turns]) => (
+              <TurnGroup
+                key={number}
+                talk={talk}
+                name={talk.name}
+                turns={turns}
+                tree={talk.tree}
+                own={own}
+                last={turns[turns.length - 1]!.turn === talk.count ? talk.count : 0}
+                busy={talk.writing}
+                actions={actions}
+                queue={queue}
+              />
+            ))}
             {talk.pending && <PendingTurn talk={talk} pending={talk.pending} onDraft={setDraft} />}
             {talk.busyElsewhere && (
               <p class="note" role="status">

@@ -1,10 +1,11 @@
 /** One turn: what was said, the reply, and what can be done with both. */
 
 import { memo } from "preact/compat";
-import { useState } from "preact/hooks";
+import { useLayoutEffect, useState } from "preact/hooks";
 import type { Call, Message, Turn } from "../api";
 import { Copy } from "../code";
 import type { Told } from "../conversation";
+import type { DrawQueue } from "../drawing";
 import { Markdown } from "../markdown";
 import type { Begun } from "../stream";
 import { texts } from "../texts";
@@ -28,16 +29,21 @@ interface Given {
   at: number;
   of: number;
   actions: Actions;
+  /** Who draws it, where that can wait; without, it is drawn at once. */
+  queue: DrawQueue | null;
 }
 
-export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions }: Given) => {
+export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions, queue }: Given) => {
+  const [drawn, setDrawn] = useState(queue === null);
+  useLayoutEffect(() => {
+    if (!drawn) return queue!.add({ turn: turn.turn, size: size(turn), draw: () => setDrawn(true) });
+  }, [drawn]);
   const [editing, edit] = useState<"said" | "reply" | null>(null);
   const [asTokens, showTokens] = useState(false);
   const own = turn.messages.findLast((message) => message.role === "user");
   const canContinue = isLast && ["length", "cancelled"].includes(turn.finish_reason);
   const onKeyDown = (event: KeyboardEvent) => {
     if (event.target !== event.currentTarget || event.ctrlKey || event.metaKey || event.altKey) return;
-    const here = event.currentTarget as HTMLElement;
     const does: Record<string, () => void> = {
       e: () => edit("said"),
       r: () => !busy && actions.branch(turn.turn, turn.messages),
@@ -45,8 +51,8 @@ export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions }: Giv
       m: () => actions.remember(turn.turn),
       ArrowLeft: () => actions.step(turn.turn, -1),
       ArrowRight: () => actions.step(turn.turn, 1),
-      ArrowUp: () => (here.previousElementSibling as HTMLElement | null)?.focus(),
-      ArrowDown: () => (here.nextElementSibling as HTMLElement | null)?.focus(),
+      ArrowUp: () => document.getElementById(`turn-${turn.turn - 1}`)?.focus(),
+      ArrowDown: () => document.getElementById(`turn-${turn.turn + 1}`)?.focus(),
     };
     const act = does[event.key];
     if (act) {
@@ -61,14 +67,15 @@ export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions }: Giv
   };
   const goOnFrom = (text: string) =>
     actions.branch(turn.turn, turn.messages, { text, reasoning: turn.reply?.reasoning_content ?? "" });
+  const outer = {
+    id: `turn-${turn.turn}`,
+    tabIndex: 0,
+    "aria-label": texts.talk.turnLabel(turn.turn),
+    onKeyDown,
+  };
+  if (!drawn) return <article {...outer} class="turn undrawn" />;
   return (
-    <article
-      class="turn"
-      id={`turn-${turn.turn}`}
-      tabIndex={0}
-      aria-label={texts.talk.turnLabel(turn.turn)}
-      onKeyDown={onKeyDown}
-    >
+    <article {...outer} class="turn">
       {turn.kind === "fold" && <p class="note">{texts.talk.fold}</p>}
       {turn.dropped > 0 && <p class="note">{texts.talk.dropped(turn.dropped)}</p>}
       {editing === "said" ? (
@@ -162,6 +169,12 @@ export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions }: Giv
     </article>
   );
 });
+
+/** Characters of a turn. */
+function size(turn: Turn): number {
+  const count = (message: Message) => (message.content?.length ?? 0) + (message.reasoning_content?.length ?? 0);
+  return turn.messages.reduce((sum, message) => sum + count(message), turn.reply ? count(turn.reply) : 0);
+}
 
 export function Said({ message }: { message: Message }) {
   if (message.role === "user" || message.role === "system" || message.role === "developer")
