@@ -46,7 +46,7 @@ export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions, queue
     if (event.target !== event.currentTarget || event.ctrlKey || event.metaKey || event.altKey) return;
     const does: Record<string, () => void> = {
       e: () => edit("said"),
-      r: () => !busy && actions.branch(turn.turn, turn.messages),
+      r: () => actions.branch(turn.turn, turn.messages),
       f: () => actions.fork(turn.turn),
       m: () => actions.remember(turn.turn),
       ArrowLeft: () => actions.step(turn.turn, -1),
