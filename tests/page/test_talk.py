@@ -380,5 +380,7 @@ def test_a_turn_far_away_is_gone_to_and_drawn_first(open_page: OpenPage, served:
     user.turn(21).focus()
     user.page.keyboard.press("ArrowUp")
     expect(user.turn(20)).to_be_focused()
+    # The ring around it is inside of its group, which would cut it off.
+    expect(user.turn(20)).to_have_css("outline-offset", "-2px")
     expect(user.turn(20).locator(".assistant")).to_be_in_viewport()
     assert max(user.page.evaluate("Object.values(window.drawn_)")) <= 4
