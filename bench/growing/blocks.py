@@ -146,10 +146,10 @@ def store(run: Run) -> Iterator[Figure]:
     def filled(size: int, cleanup: ExitStack) -> DiskTier:
         disk = DiskTier(new_folder(cleanup), budget=1 << 40)
         cleanup.callback(disk.close)
-        with disk._writing():
+        with disk.table.writing():
             # Listed without their files: what is measured reads the index alone.
             for number in range(size):
-                disk._enter(block(), 1000, number)
+                disk.table.add(block(), 1000, used=number)
         return disk
 
     def lookup(size: int, cleanup: ExitStack) -> Operation:

@@ -134,9 +134,9 @@ def enter_blocks(folder: Path, number: int) -> None:
             yield name, parent, made % _LENGTH * SIZE, data, 0, 1000, made, made % _LENGTH == _LENGTH - 1
             parent = name
 
-    with disk._writing():
+    with disk.table.writing():
         writer = disk.index._writer
         assert writer is not None
         writer.executemany("INSERT INTO block VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows())
-        disk._count, disk.nbytes = number, 1000 * number
+        disk.table._count, disk.table.nbytes = number, 1000 * number
     disk.close()

@@ -167,7 +167,7 @@ def test_a_read_that_is_noted_while_others_are_written_down_is_not_lost(tmp_path
     with opened(tmp_path) as disk:
         disk.store([one])
         disk.store([other])
-        disk._touched = Late()
+        disk.table._touched = Late()
         disk.load(other.id)
         disk.load(one.id)
     with opened(tmp_path) as disk:

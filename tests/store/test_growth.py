@@ -35,10 +35,10 @@ def block(number: int) -> Block:
 
 def filled(folder: Path, size: int) -> DiskTier:
     disk = DiskTier(folder, budget=1 << 40)
-    with disk._writing():
+    with disk.table.writing():
         # Without their files: what is counted is what the index does.
         for number in range(size):
-            disk._enter(block(number), 1000, number)
+            disk.table.add(block(number), 1000, used=number)
     return disk
 
 

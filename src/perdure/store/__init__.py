@@ -9,8 +9,8 @@
 durable       files that are there whole or not at all
 block_file    a block as bytes that describe and prove themselves
 block_folder  the files of blocks, by their names
-index         what is there, and migrations
-entry         what the index says of a block
+block_table   the rows of the index that list blocks, and their totals
+index         the database of a store, and its migrations
 findings      what a walk over everything found
 disk          the tier of the block cache on disk
 records       labelled prefixes

@@ -12,8 +12,8 @@ from pathlib import Path
 from perdure.cache.block import Block, BlockId
 from perdure.errors import CorruptStateError
 from perdure.store import block_file
+from perdure.store.block_table import IndexEntry
 from perdure.store.durable import explained, make_folder, sync_folder, write_file
-from perdure.store.entry import IndexEntry
 
 NAME = re.compile("[0-9a-f]{64}")
 

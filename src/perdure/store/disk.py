@@ -6,16 +6,14 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from perdure.atomic import TEMPORARY
 from perdure.cache.block import Block, BlockId
 from perdure.errors import (
-    InvalidInputError,
     StoreDamagedError,
     StoreError,
     StoreLockedError,
@@ -23,8 +21,8 @@ from perdure.errors import (
 )
 from perdure.store import block_file
 from perdure.store.block_folder import NAME, BlockFolder
+from perdure.store.block_table import BlockTable, IndexEntry
 from perdure.store.durable import explained, make_folder, sync_folder, write_file
-from perdure.store.entry import SELECT, IndexEntry, entries_of, row_of
 from perdure.store.findings import Findings
 from perdure.store.holder import described
 from perdure.store.index import Index
@@ -50,7 +48,6 @@ class DiskTier:
         self.files = BlockFolder(folder)
         self._lock: FileLock | None = None
         self._changing = threading.RLock()
-        self._touched: dict[BlockId, int] = {}
         self.rebuilt = False
         with ExitStack() as undo:
             undo.callback(self._let_go)
@@ -73,33 +70,24 @@ class DiskTier:
             undo.pop_all()
 
     def __len__(self) -> int:
-        return self._total("blocks")
+        return len(self.table)
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes
 
     # Reading.
 
     def lookup(self, block: BlockId) -> IndexEntry | None:
-        return next(entries_of(self.index.rows(f"{SELECT} WHERE id = ?", block)), None)
+        return self.table.lookup(block)
 
     def page(self, *, limit: int | None = None, after: str | None = None) -> list[IndexEntry]:
         """Blocks by their ids: up to `limit`, behind the one with the id `after`."""
-        try:
-            behind = b"" if after is None else bytes.fromhex(after)
-        except ValueError:
-            raise InvalidInputError(f"{after!r} is no id of a block: it has 64 digits of 0 to f") from None
-        query = f"{SELECT} WHERE id > ? ORDER BY id LIMIT ?"
-        return list(entries_of(self.index.rows(query, behind, -1 if limit is None else limit)))
+        return self.table.page(limit=limit, after=after)
 
     def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[IndexEntry]:
         """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
-        within, order, limit = ("<=", "tokens DESC", 1) if back else (">=", "tokens", 1)
-        while True:
-            query = f"{SELECT} WHERE parent = ? AND tokens {within} ? ORDER BY {order} LIMIT {limit}"
-            rows = self.index.rows(query, parent, start)
-            yield from entries_of(rows)
-            if len(rows) < limit:
-                return
-            # Who wants more than the first wants perhaps all.
-            within, start, limit = within[0], rows[-1][3], 64
+        return self.table.children(parent, start=start, back=back)
 
     def load(self, block: BlockId) -> Block | None:
         """A block from its file, all of it verified; None where it is missing or damaged."""
@@ -108,7 +96,7 @@ class DiskTier:
         except StoreError:
             return None
         if found is not None:
-            self._touched[block] = next(self._clock)
+            self.table.touch(block)
         return found
 
     # Writing.
@@ -127,10 +115,10 @@ class DiskTier:
             new = {block.id for block in fitting if self.lookup(block.id) is None}
             try:
                 self.files.write(fitting)
-                with self._writing():
-                    self._flush_touches()
+                with self.table.writing():
+                    self.table.flush_touches()
                     for block in fitting:
-                        self._enter(block, block_file.size(block), next(self._clock))
+                        self.table.add(block, block_file.size(block))
             except BaseException:
                 # What has no entry would fill the disk uncounted.
                 for name in new:
@@ -144,13 +132,11 @@ class DiskTier:
         doomed = list(blocks)
         with self._changing:
             gone: list[BlockId] = []
-            with self._writing():
+            with self.table.writing():
                 while doomed:
                     block = doomed.pop()
-                    doomed += [
-                        row[0] for row in self.index.rows("SELECT id FROM block WHERE parent = ?", block)
-                    ]
-                    self._unlist(block)
+                    doomed += self.table.child_ids(block)
+                    self.table.remove(block)
                     gone.append(block)
                 if then is not None:
                     then()
@@ -163,9 +149,8 @@ class DiskTier:
     def clear(self) -> None:
         """Forget every block, and whatever else lies about."""
         with self._changing:
-            with self._writing():
-                self.index.run("DELETE FROM block")
-                self._count = self.nbytes = 0
+            with self.table.writing():
+                self.table.clear()
             self.files.delete([*self.files.files(), *self.files.quarantined.glob("*")])
 
     def forget(self, blocks: Iterable[BlockId]) -> None:
@@ -182,9 +167,9 @@ class DiskTier:
                     gone.append(name)
             if not gone:
                 return
-            with self._writing():
+            with self.table.writing():
                 for name in gone:
-                    self._unlist(name)
+                    self.table.remove(name)
             for name in gone:
                 self.files.quarantine(self.files.path(name))
 
@@ -206,9 +191,9 @@ class DiskTier:
                 return findings
 
     def close(self) -> None:
-        if not self.readonly and self._touched:
-            with suppress(StoreError), self._writing():
-                self._flush_touches()
+        if not self.readonly and self.table.has_touched:
+            with suppress(StoreError), self.table.writing():
+                self.table.flush_touches()
         self.index.close()
         self._let_go()
 
@@ -231,8 +216,7 @@ class DiskTier:
     def _open_index(self) -> None:
         self.index = Index(self._index, readonly=self.readonly)
         try:
-            self._clock = itertools.count(1 + self._total("clock"))
-            self._count, self.nbytes = self._total("blocks"), self._total("nbytes")
+            self.table = BlockTable(self.index)
         except BaseException:
             self.index.close()
             raise
@@ -274,7 +258,7 @@ class DiskTier:
             self.files.delete([self._unlisted])
             self.rebuilt = True
         elif interrupted:
-            known = {row[0] for row in self.index.rows("SELECT id FROM block")}
+            known = self.table.ids()
             for path in self.files.files():
                 ours = NAME.fullmatch(path.name) and bytes.fromhex(path.name) not in known
                 if ours or path.name.endswith(TEMPORARY):
@@ -296,65 +280,6 @@ class DiskTier:
         if self.readonly:
             raise StoreReadOnlyError(f"the store {self.folder} was opened for reading")
 
-    def _total(self, name: str) -> int:
-        """A running total of the index. It changes with what it counts, in one transaction."""
-        found = self.index.rows("SELECT value FROM total WHERE name = ?", name)
-        return _number(found[0][0]) if found else 0
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """A transaction that changes blocks, and the totals with them."""
-        before = self._count, self.nbytes
-        try:
-            with self.index.writing():
-                yield
-                for name, value in (
-                    ("blocks", self._count),
-                    ("nbytes", self.nbytes),
-                    ("clock", next(self._clock)),
-                ):
-                    self.index.run("INSERT OR REPLACE INTO total VALUES (?, ?)", name, value)
-        except BaseException:
-            self._count, self.nbytes = before
-            raise
-
-    def _enter(self, block: Block | IndexEntry, size: int, used: int) -> None:
-        before = self.index.rows("SELECT nbytes FROM block WHERE id = ?", block.id)
-        self._count += not before
-        self.nbytes += size - (_number(before[0][0]) if before else 0)
-        self.index.run(
-            "INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?, ?, ?, ?,"
-            " NOT EXISTS (SELECT 1 FROM block WHERE parent = ?))",
-            block.id,
-            block.parent,
-            block.start,
-            block.tokens.astype("<i4").tobytes(),
-            block.has_tail_state,
-            size,
-            used,
-            block.id,
-        )
-        self.index.run("UPDATE block SET leaf = 0 WHERE id = ? AND leaf = 1", block.parent)
-
-    def _unlist(self, block: BlockId) -> None:
-        found = self.index.rows("SELECT parent, nbytes FROM block WHERE id = ?", block)
-        for parent, nbytes in found:
-            self.index.run("DELETE FROM block WHERE id = ?", block)
-            self.index.run(
-                "UPDATE block SET leaf = 1 WHERE id = ? AND NOT EXISTS"
-                " (SELECT 1 FROM block WHERE parent = ?)",
-                parent,
-                parent,
-            )
-            self._count -= 1
-            self.nbytes -= _number(nbytes)
-
-    def _flush_touches(self) -> None:
-        # Others go on adding to it meanwhile: taken out one by one, none is lost.
-        while self._touched:
-            block, used = self._touched.popitem()
-            self.index.run("UPDATE block SET used = ? WHERE id = ?", used, block)
-
     def _rooted(self, blocks: Sequence[Block]) -> list[Block]:
         """Those whose parent is there, or comes before them."""
         coming: set[BlockId] = set()
@@ -374,19 +299,19 @@ class DiskTier:
             ends.append(needed)
         if not blocks or self.nbytes + max(ends) <= self.budget:
             return list(blocks)
-        spared = {block.parent for block in blocks} | {block.id for block in blocks}
+        own = {block.parent for block in blocks} | {block.id for block in blocks}
         victims: list[BlockId] = []
         count = 0
-        with self._writing():
+        with self.table.writing():
             # Who was read lately must be known before somebody is chosen.
-            self._flush_touches()
+            self.table.flush_touches()
             for block, end in zip(blocks, ends, strict=True):
                 while block_file.size(block) <= self.budget < self.nbytes + end:
-                    leaf = self._oldest_leaf(spared)
+                    leaf = self.table.oldest_leaf(lambda each: each in own or self.pinned(each))
                     if leaf is None:
                         break
                     victims.append(leaf)
-                    self._unlist(leaf)
+                    self.table.remove(leaf)
                 if self.nbytes + end > self.budget:
                     break
                 count += 1
@@ -395,20 +320,8 @@ class DiskTier:
                 self.files.path(name).unlink(missing_ok=True)
         return list(blocks[:count])
 
-    def _oldest_leaf(self, spared: set[BlockId]) -> BlockId | None:
-        limit = 1
-        while True:
-            leaves = self.index.rows("SELECT id FROM block WHERE leaf = 1 ORDER BY used LIMIT ?", limit)
-            free = (
-                BlockId(name) for (name,) in leaves if name not in spared and not self.pinned(BlockId(name))
-            )
-            found = next(free, None)
-            if found is not None or len(leaves) < limit:
-                return found
-            limit *= 2
-
     def _walk(self, progress: Callable[[int, int], None] | None) -> Findings:
-        known: dict[Any, tuple[Any, ...]] = {row[0]: row for row in self.index.rows(SELECT)}
+        known = self.table.rows()
         there: dict[BlockId, IndexEntry] = {}
         quarantined = leftovers = 0
         files = sorted(self.files.files())
@@ -424,32 +337,18 @@ class DiskTier:
                 quarantined += 1
             if progress is not None:
                 progress(number, len(files))
-        missing = [name for name in known if name not in there]
-        new = [entry for name, entry in there.items() if name not in known]
-        wrong = [entry for name, entry in there.items() if name in known and known[name] != row_of(entry)]
-        with self._writing():
-            for name in missing:
-                self.index.run("DELETE FROM block WHERE id = ?", name)
-            for entry in [*new, *wrong]:
-                self._enter(entry, entry.nbytes, 0)
-            self.index.run("UPDATE block SET leaf = id NOT IN (SELECT parent FROM block)")
-            self._count, self.nbytes = len(there), sum(entry.nbytes for entry in there.values())
+        adopted, missing, mended = self.table.correct(known, there)
         rebuilt, self.rebuilt = self.rebuilt, False
         return Findings(
             blocks=len(there),
             nbytes=self.nbytes,
-            missing=len(missing),
-            adopted=len(new),
-            mended=len(wrong),
+            missing=missing,
+            adopted=adopted,
+            mended=mended,
             quarantined=quarantined,
             leftovers=leftovers,
             rebuilt=rebuilt,
         )
-
-
-def _number(value: Any) -> int:
-    """A number of the index. SQLite has no checksums: what is none counts for nothing until it is mended."""
-    return value if isinstance(value, int) else 0
 
 
 __all__ = ["DiskTier", "Findings", "IndexEntry"]

@@ -1,0 +1,210 @@
+"""Block table: the rows of the index that say which blocks there are, and their totals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.cache.block import Block, BlockId, block_id
+from perdure.errors import InvalidInputError
+from perdure.store.index import Index
+
+_SELECT = "SELECT id, parent, start, tokens, has_rest, nbytes FROM block"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """What the index says of a block; its state is still on the disk."""
+
+    id: BlockId
+    parent: BlockId
+    start: int
+    tokens: NDArray[np.int32]
+    has_tail_state: bool
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class BlockTable:
+    """The blocks of one index, a row each, with their number and bytes. It knows of no files.
+
+    Always holds: the totals change with what they count, in one transaction; a leaf is a block that no other
+    follows.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._clock = itertools.count(1 + self._total("clock"))
+        self._touched: dict[BlockId, int] = {}
+        self._count, self.nbytes = self._total("blocks"), self._total("nbytes")
+
+    def __len__(self) -> int:
+        return self._total("blocks")
+
+    # Reading.
+
+    def lookup(self, block: BlockId) -> IndexEntry | None:
+        return next(_entries(self._index.rows(f"{_SELECT} WHERE id = ?", block)), None)
+
+    def page(self, *, limit: int | None = None, after: str | None = None) -> list[IndexEntry]:
+        """Blocks by their ids: up to `limit`, behind the one with the id `after`."""
+        try:
+            behind = b"" if after is None else bytes.fromhex(after)
+        except ValueError:
+            raise InvalidInputError(f"{after!r} is no id of a block: it has 64 digits of 0 to f") from None
+        query = f"{_SELECT} WHERE id > ? ORDER BY id LIMIT ?"
+        return list(_entries(self._index.rows(query, behind, -1 if limit is None else limit)))
+
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[IndexEntry]:
+        """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
+        within, order, limit = ("<=", "tokens DESC", 1) if back else (">=", "tokens", 1)
+        while True:
+            query = f"{_SELECT} WHERE parent = ? AND tokens {within} ? ORDER BY {order} LIMIT {limit}"
+            rows = self._index.rows(query, parent, start)
+            yield from _entries(rows)
+            if len(rows) < limit:
+                return
+            # Who wants more than the first wants perhaps all.
+            within, start, limit = within[0], rows[-1][3], 64
+
+    def child_ids(self, parent: BlockId) -> list[BlockId]:
+        """The ids of the blocks that follow `parent`, whatever else their rows say."""
+        return [row[0] for row in self._index.rows("SELECT id FROM block WHERE parent = ?", parent)]
+
+    def ids(self) -> set[bytes]:
+        return {row[0] for row in self._index.rows("SELECT id FROM block")}
+
+    def rows(self) -> dict[Any, tuple[Any, ...]]:
+        """All rows by the ids in them, believed or not."""
+        return {row[0]: row for row in self._index.rows(_SELECT)}
+
+    def oldest_leaf(self, spared: Callable[[BlockId], bool]) -> BlockId | None:
+        """The leaf that was used longest ago, of those that are not spared."""
+        limit = 1
+        while True:
+            leaves = self._index.rows("SELECT id FROM block WHERE leaf = 1 ORDER BY used LIMIT ?", limit)
+            found = next((BlockId(name) for (name,) in leaves if not spared(BlockId(name))), None)
+            if found is not None or len(leaves) < limit:
+                return found
+            limit *= 2
+
+    # Writing.
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A transaction that changes blocks, and the totals with them."""
+        before = self._count, self.nbytes
+        try:
+            with self._index.writing():
+                yield
+                for name, value in (
+                    ("blocks", self._count),
+                    ("nbytes", self.nbytes),
+                    ("clock", next(self._clock)),
+                ):
+                    self._index.run("INSERT OR REPLACE INTO total VALUES (?, ?)", name, value)
+        except BaseException:
+            self._count, self.nbytes = before
+            raise
+
+    def add(self, block: Block | IndexEntry, size: int, *, used: int | None = None) -> None:
+        """Enter a block whose file has `size` bytes, as used just now unless told otherwise."""
+        before = self._index.rows("SELECT nbytes FROM block WHERE id = ?", block.id)
+        self._count += not before
+        self.nbytes += size - (_number(before[0][0]) if before else 0)
+        self._index.run(
+            "INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?, ?, ?, ?,"
+            " NOT EXISTS (SELECT 1 FROM block WHERE parent = ?))",
+            block.id,
+            block.parent,
+            block.start,
+            block.tokens.astype("<i4").tobytes(),
+            block.has_tail_state,
+            size,
+            next(self._clock) if used is None else used,
+            block.id,
+        )
+        self._index.run("UPDATE block SET leaf = 0 WHERE id = ? AND leaf = 1", block.parent)
+
+    def remove(self, block: BlockId) -> None:
+        found = self._index.rows("SELECT parent, nbytes FROM block WHERE id = ?", block)
+        for parent, nbytes in found:
+            self._index.run("DELETE FROM block WHERE id = ?", block)
+            self._index.run(
+                "UPDATE block SET leaf = 1 WHERE id = ? AND NOT EXISTS"
+                " (SELECT 1 FROM block WHERE parent = ?)",
+                parent,
+                parent,
+            )
+            self._count -= 1
+            self.nbytes -= _number(nbytes)
+
+    def clear(self) -> None:
+        self._index.run("DELETE FROM block")
+        self._count = self.nbytes = 0
+
+    def touch(self, block: BlockId) -> None:
+        """Note that a block was used just now; it is written down with the next change."""
+        self._touched[block] = next(self._clock)
+
+    @property
+    def has_touched(self) -> bool:
+        return bool(self._touched)
+
+    def flush_touches(self) -> None:
+        # Others go on adding to it meanwhile: taken out one by one, none is lost.
+        while self._touched:
+            block, used = self._touched.popitem()
+            self._index.run("UPDATE block SET used = ? WHERE id = ?", used, block)
+
+    def correct(
+        self, known: Mapping[Any, tuple[Any, ...]], there: Mapping[BlockId, IndexEntry]
+    ) -> tuple[int, int, int]:
+        """Have the table, whose rows are `known`, list just the blocks that are there. Tells how many it
+        lacked, how many it had too many, and how many wrong. When these were last used is not known."""
+        missing = [name for name in known if name not in there]
+        new = [entry for name, entry in there.items() if name not in known]
+        wrong = [entry for name, entry in there.items() if name in known and known[name] != _row(entry)]
+        with self.writing():
+            for name in missing:
+                self._index.run("DELETE FROM block WHERE id = ?", name)
+            for entry in [*new, *wrong]:
+                self.add(entry, entry.nbytes, used=0)
+            self._index.run("UPDATE block SET leaf = id NOT IN (SELECT parent FROM block)")
+            self._count, self.nbytes = len(there), sum(entry.nbytes for entry in there.values())
+        return len(new), len(missing), len(wrong)
+
+    def _total(self, name: str) -> int:
+        found = self._index.rows("SELECT value FROM total WHERE name = ?", name)
+        return _number(found[0][0]) if found else 0
+
+
+def _row(entry: IndexEntry) -> tuple[Any, ...]:
+    tokens = entry.tokens.astype("<i4").tobytes()
+    return entry.id, entry.parent, entry.start, tokens, int(entry.has_tail_state), entry.nbytes
+
+
+def _entries(rows: Iterable[tuple[Any, ...]]) -> Iterator[IndexEntry]:
+    """The entries in `rows`. SQLite has no checksums: a row that does not prove itself is not believed."""
+    for name, parent, start, tokens, has_rest, nbytes in rows:
+        words = all(isinstance(value, bytes) for value in (name, parent, tokens))
+        numbers = all(isinstance(value, int) for value in (start, has_rest, nbytes))
+        if not words or not numbers or len(tokens) % 4:
+            continue
+        ids = np.frombuffer(tokens, "<i4").astype(np.int32)
+        if block_id(BlockId(parent), ids) == name:
+            yield IndexEntry(BlockId(name), BlockId(parent), start, ids, bool(has_rest), nbytes)
+
+
+def _number(value: Any) -> int:
+    """A number of the index. SQLite has no checksums: what is none counts for nothing until it is mended."""
+    return value if isinstance(value, int) else 0
