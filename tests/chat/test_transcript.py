@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import subjects
-from perdure.chat.transcript import ChatTokenizer, Transcript, _pattern, _tree, shared_length
-from perdure.chat.transcript_cache import TranscriptCache
+from perdure.chat.transcript import ChatTokenizer, Transcript, TranscriptCache, _pattern, _tree, shared_length
 from perdure.engine.toy import ToyModel
 
 TOY = ChatTokenizer(ToyModel())

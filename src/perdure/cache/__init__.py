@@ -10,5 +10,4 @@ prefix_cache  `rt.cache`: warm a prefix, ask what is held, clear it
 slots/        what the engine's sequences hold, swapped in and out
 reuse_rule    to which lengths a stored prefix can be put back, by the kind of its state
 found         what a look-up finds
-rates         how fast state is read and computed here
 """

@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 from perdure.cache.block import Block, BlockId, Entry, chain
 from perdure.cache.found import Found, Match
 from perdure.cache.memory_tier import MemoryTier
-from perdure.cache.rates import Rates
 from perdure.cache.reuse_rule import ReuseRule
 from perdure.cache.siblings import common, merged
 from perdure.engine.parallel import spread
 from perdure.errors import CorruptStateError
 
 Ids = NDArray[np.int32]
+
+_WEIGHT = 0.25
+"""Of the latest measurement of a rate, against all before it."""
 
 
 class LowerTier(Protocol):
@@ -47,6 +49,28 @@ class LowerTier(Protocol):
 
     def drop(self, blocks: Iterable[BlockId]) -> None: ...
     def clear(self) -> None: ...
+
+
+class Rates:
+    """Seconds a byte read from the lower tier and seconds a token computed, both learned in use."""
+
+    def __init__(self) -> None:
+        self._read: float | None = None
+        self._computed: float | None = None
+
+    def read(self, nbytes: int, seconds: float) -> None:
+        if nbytes > 0:
+            self._read = _mixed(self._read, seconds / nbytes)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        if tokens > 0:
+            self._computed = _mixed(self._computed, seconds / tokens)
+
+    def cost(self, nbytes: int) -> float:
+        """What reading so many bytes costs, in tokens computed; 0 while either rate is unknown."""
+        if self._read is None or not self._computed:
+            return 0.0
+        return nbytes * self._read / self._computed
 
 
 class Tiers:
@@ -163,3 +187,7 @@ class Tiers:
         self.memory.clear()
         if self.lower is not None:
             self.lower.clear()
+
+
+def _mixed(before: float | None, latest: float) -> float:
+    return latest if before is None else before + _WEIGHT * (latest - before)

@@ -13,11 +13,9 @@ from perdure.chat.options import ChatOptions
 from perdure.chat.parsing.families import Family
 from perdure.chat.prefill import Prefill
 from perdure.chat.reasoning_cache import ReasoningCache
-from perdure.chat.templates.renderer import Rendering, TemplateRenderer
-from perdure.chat.templates.rendering_cache import RenderingCache
+from perdure.chat.templates.renderer import Rendering, RenderingCache, TemplateRenderer
 from perdure.chat.templates.template import Guard, Template
-from perdure.chat.transcript import ChatTokenizer, Transcript, shared_length
-from perdure.chat.transcript_cache import TranscriptCache
+from perdure.chat.transcript import ChatTokenizer, Transcript, TranscriptCache, shared_length
 from perdure.decode.prompt_size import check_prompt_size
 from perdure.decode.slots import Pin
 from perdure.errors import PerdureError
@@ -28,8 +26,6 @@ class Prompt:
     """Messages as the model reads them, up to where its reply begins."""
 
     transcript: Transcript
-    new: str
-    """The text that had to be tokenised."""
     thinking: bool
     """Whether it has opened the model's reasoning."""
     keep_at: tuple[int, ...] = ()
@@ -101,14 +97,13 @@ class PromptBuilder:
             check_prompt_size(text, self._backend.model, self._backend.n_ctx - 1)
         if rendering is not None and known is None:
             self._rendering_cache.store(rendering, namespace, instead_of=before)
-        transcript, new = self._transcript(text, namespace, known)
+        transcript = self._transcript(text, namespace, known)
         thinking = self._family.opens_reasoning(text) if prefill is None else prefill.part == "reasoning"
         returns = self._returns and prefill is None and options.opens_reply
         pins = self._pins(messages, options, transcript)
         departures = self._departures(messages, options, transcript, rendering) if returns else ()
         return Prompt(
             transcript,
-            new,
             thinking=thinking,
             keep_at=tuple(sorted({*departures, *(pin.length for pin in pins)})),
             pins=pins,
@@ -157,8 +152,8 @@ class PromptBuilder:
 
         return prefill.text(earlier, render, self._tokenizer.guard_field, self._family)
 
-    def _transcript(self, text: str, namespace: str, known: Transcript | None) -> tuple[Transcript, str]:
-        """The tokens of a text, and what of it had to be tokenised."""
+    def _transcript(self, text: str, namespace: str, known: Transcript | None) -> Transcript:
+        """The tokens of a text. Only what is new of it is tokenised."""
         base = self._tokenizer.shared_prefix(text, known) if known is not None else None
         if base is None or base is not known:
             # What goes on from all of `known` needs no other.
@@ -167,7 +162,7 @@ class PromptBuilder:
             ]
             base = max(found, key=lambda each: len(each.text), default=None)
         new = text[len(base.text) :] if base is not None else text
-        return (base if base is not None and not new else self._tokenizer.encode(new, base)), new
+        return base if base is not None and not new else self._tokenizer.encode(new, base)
 
     # Reasoning.
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perdure import Message, Template, TemplateError
-from perdure.chat.templates.renderer import Rendering, TemplateRenderer
-from perdure.chat.templates.rendering_cache import RenderingCache
+from perdure.chat.templates.renderer import Rendering, RenderingCache, TemplateRenderer
 from perdure.chat.templates.template import Guard
 
 FILES = sorted(Path(__file__).parent.glob("*.jinja"))
