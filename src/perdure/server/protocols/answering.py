@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -13,7 +13,6 @@ from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.server import sse
 from perdure.server.app_state import AppState, Caller
 from perdure.server.client_job import Job
-from perdure.server.protocols.reply_request import Said
 
 T = TypeVar("T")
 
@@ -28,7 +27,7 @@ async def answer(
     whole: Callable[[Sequence[ChatReply]], T],
     writer: Callable[[], sse.Writer[ChatDelta, ChatReply]] | None = None,
     session: str | None = None,
-    said: Sequence[Said] = (),
+    said: Sequence[Message] = (),
 ) -> T | Response:
     """With a `writer` a stream, else what `whole` makes of the replies."""
     client_job = app_state.client_job(job, request, timeout)
@@ -36,7 +35,7 @@ async def answer(
     def settle(replies: Sequence[ChatReply]) -> None:
         app_state.settle(replies, caller, session)
         if app_state.log_text:
-            caller.notes["messages"] = [_plain(message) for message in said]
+            caller.notes["messages"] = [message.to_dict() for message in said]
             caller.notes["replies"] = [reply.text for reply in replies]
 
     if writer is not None:
@@ -47,7 +46,3 @@ async def answer(
     if (refused := client_job.cut(replies)) is not None:
         raise refused
     return whole(replies)
-
-
-def _plain(message: Said) -> dict[str, Any]:
-    return message.to_dict() if isinstance(message, Message) else dict(message)

@@ -10,14 +10,12 @@ from perdure.chat.message import Message
 from perdure.runtime import Runtime
 from perdure.sessions.fold import TurnJob
 
-Said = Message | Mapping[str, Any]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyRequest:
     """Messages, and what is asked of the reply to them."""
 
-    messages: Sequence[Said]
+    messages: Sequence[Message]
     options: Mapping[str, Any]
     """In the words of `Runtime.submit_chat`: tools, their choice, schemas, sampling, stops, limits."""
     session: str | None = None
@@ -29,8 +27,7 @@ class ReplyRequest:
         """Queue it for a program. It takes time to render and to tokenise, so this is called in a thread."""
         if self.session is None:
             return runtime.submit_chat(self.messages, namespace=namespace, **self.options)
-        messages = [Message.parse(message, f"messages[{at}]") for at, message in enumerate(self.messages)]
-        system = None
+        messages, system = list(self.messages), None
         # A system message that comes first is that of a new session.
         if messages[0].role in ("system", "developer") and len(messages) > 1:
             system = messages.pop(0).content or ""

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, PlainTextResponse, Response
 
 from perdure.atomic import open_private
+from perdure.chat.message import Message
 from perdure.errors import StoreFullError
 from perdure.server.api_error import ApiError, ClientLeft
 from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.middleware.body_limits import FILE_TYPE, check_length, too_large
 from perdure.server.protocols.chat.answers import ChatAnswer
-from perdure.server.protocols.chat.requests import chat_options, check_chat_options, check_parts
+from perdure.server.protocols.chat.requests import chat_options, check_chat_options, parsed
 from perdure.server.protocols.chat.routes import chat_answer
 from perdure.server.schemas.base import NAME, PAGE, Limit, ReuseAnswer, refuse_fields
 from perdure.server.schemas.openapi import NO_BODY, errors, streamed
@@ -311,17 +313,15 @@ def _import(app_state: AppState, namespace: str, path: FilePath, name: str | Non
     return ImportAnswer.of_result(app_state.runtime.sessions.import_(path, name, namespace=namespace))
 
 
-def _said(asked: SayRequest, app_state: AppState) -> list[dict[str, Any]]:
+def _said(asked: SayRequest, app_state: AppState) -> Sequence[Message]:
     if (asked.message is None) == (asked.messages is None):
         raise ApiError(400, "message: give either message or messages", param="message", code="invalid_value")
     if asked.message is not None:
         if not asked.message.strip():
             raise ApiError(400, "message: it needs some text", param="message", code="invalid_value")
-        return [{"role": "user", "content": asked.message}]
+        return [Message.parse({"role": "user", "content": asked.message})]
     assert asked.messages is not None
-    app_state.check_message_count(len(asked.messages))
-    check_parts(asked.messages)
-    return [message.plain for message in asked.messages]
+    return parsed(asked.messages, app_state)
 
 
 async def _receive(request: Request, path: FilePath, app_state: AppState) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from perdure.chat.message import Message, parse_messages
 from perdure.chat.options import RESERVED, CacheMark
 from perdure.config import Overflow, ReasoningMode
 from perdure.server.api_error import ApiError
@@ -55,6 +56,9 @@ class Call(RequestSchema):
     function: CallFunction
 
 
+_SIMPLE = {"role", "content"}
+
+
 class ChatMessage(RequestSchema):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[Annotated[TextPart | OtherPart, Field(discriminator="type")]] | None = None
@@ -67,7 +71,10 @@ class ChatMessage(RequestSchema):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As the runtime takes it."""
+        """As `Message.parse` takes it."""
+        if isinstance(self.content, str) and self.model_fields_set == _SIMPLE:
+            # Almost all are so, and whole histories come again and again.
+            return {"role": self.role, "content": self.content}
         return self.model_dump(exclude_none=True, include=set(type(self).model_fields))
 
 
@@ -242,8 +249,9 @@ def chat_options(asked: ChatOptionsSchema, app_state: AppState) -> dict[str, Any
     return app_state.defaults.fill(options)
 
 
-def check_parts(messages: Sequence[ChatMessage]) -> None:
-    """Refuse what cannot be read, by its place."""
+def parsed(messages: Sequence[ChatMessage], app_state: AppState) -> tuple[Message, ...]:
+    """The messages in the inner form; what cannot be read is refused by its place."""
+    app_state.check_message_count(len(messages))
     for at, message in enumerate(messages):
         for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if isinstance(part, OtherPart):
@@ -254,6 +262,7 @@ def check_parts(messages: Sequence[ChatMessage]) -> None:
                     param=where,
                     code="unsupported_content",
                 )
+    return parse_messages(message.plain for message in messages)
 
 
 def _marks(asked: ChatRequest) -> list[CacheMark]:
@@ -279,8 +288,7 @@ def reply_request(asked: ChatRequest, app_state: AppState) -> ReplyRequest:
         raise ApiError(
             400, "modalities: only text can be written", param="modalities", code="unsupported_parameter"
         )
-    app_state.check_message_count(len(asked.messages))
-    check_parts(asked.messages)
+    messages = parsed(asked.messages, app_state)
     if asked.perdure is not None and asked.perdure.keep_partial and asked.perdure.session is None:
         raise ApiError(
             400,
@@ -292,7 +300,7 @@ def reply_request(asked: ChatRequest, app_state: AppState) -> ReplyRequest:
     if marks := _marks(asked):
         options["cache_marks"] = marks
     return ReplyRequest(
-        messages=[message.plain for message in asked.messages],
+        messages=messages,
         options=options,
         session=asked.perdure.session if asked.perdure is not None else None,
         timeout=asked.perdure.timeout if asked.perdure is not None else None,

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.client_job import Job
@@ -15,7 +16,6 @@ from perdure.server.protocols.answering import answer
 from perdure.server.protocols.chat.answers import ChatAnswer, ChatHead
 from perdure.server.protocols.chat.requests import ChatOptionsSchema, ChatRequest, reply_request
 from perdure.server.protocols.chat.stream import ChatWriter
-from perdure.server.protocols.reply_request import Said
 from perdure.server.schemas.openapi import streamed
 
 router = APIRouter(tags=["OpenAI"])
@@ -41,7 +41,7 @@ async def chat_answer(
     caller: Caller,
     *,
     session: str | None = None,
-    said: Sequence[Said] = (),
+    said: Sequence[Message] = (),
 ) -> ChatAnswer | Response:
     """What comes of a job, whole or as a stream of chunks."""
     head = ChatHead(app_state, session, with_logprobs=bool(asked.logprobs))

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from perdure.chat.message import parse_messages
 from perdure.chat.options import CacheMark
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState
@@ -132,7 +133,7 @@ def reply_request(asked: MessagesRequest, app_state: AppState, namespace: str) -
         options["continue_final_message"] = True
     if said.marks:
         options["cache_marks"] = said.cache_marks
-    return ReplyRequest(messages=said.messages, options=app_state.defaults.fill(options))
+    return ReplyRequest(messages=parse_messages(said.messages), options=app_state.defaults.fill(options))
 
 
 def prompt_options(asked: CountRequest) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from perdure.chat.message import parse_messages
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState
 from perdure.server.protocols.reply_request import ReplyRequest
@@ -153,7 +154,9 @@ def chat_request(asked: OllamaChatRequest, app_state: AppState) -> tuple[ReplyRe
         options["tools"] = asked.tools
     if asked.messages and asked.messages[-1].is_begun:
         options["continue_final_message"] = True
-    return ReplyRequest(messages=[message.plain for message in asked.messages], options=options), notes
+    return ReplyRequest(
+        messages=parse_messages(message.plain for message in asked.messages), options=options
+    ), notes
 
 
 def generate_request(asked: GenerateRequest, app_state: AppState) -> tuple[ReplyRequest, list[str]]:
@@ -164,9 +167,8 @@ def generate_request(asked: GenerateRequest, app_state: AppState) -> tuple[Reply
             raise ApiError(400, f"{name}: {instead}", param=name, code="unsupported_parameter")
     options, notes = reply_options(asked, app_state)
     messages = [{"role": "system", "content": asked.system}] if asked.system else []
-    return ReplyRequest(
-        messages=[*messages, {"role": "user", "content": asked.prompt}], options=options
-    ), notes
+    messages.append({"role": "user", "content": asked.prompt})
+    return ReplyRequest(messages=parse_messages(messages), options=options), notes
 
 
 _REFUSED = {
