@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from perdure.chat.parsing.json_scanner import Malformed
+from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
 
 Event = tuple[Literal["id", "name", "arguments", "end", "channel"], str]
 """A call's id, where the model gave it one, its name, more of its arguments, its end; or what the text that
@@ -40,6 +40,14 @@ class CallParser:
     def _read(self, text: str, at: int) -> int:
         """Read something of `text` from `at` on; where that ended."""
         raise NotImplementedError
+
+    def _read_arguments(self, scanner: JsonScanner, text: str, at: int) -> int:
+        """Read more of a call's arguments in JSON; where they end, the call does."""
+        end = scanner.push(text, at)
+        self.events.append(("arguments", text[at:end]))
+        if scanner.done:
+            self._call_ended(end - at)
+        return end
 
     def _call_ended(self, ahead: int) -> None:
         """A call is whole, `ahead` characters behind the position."""

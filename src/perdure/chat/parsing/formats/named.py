@@ -56,11 +56,8 @@ class NamedCallParser(CallParser):
             return self._read_tail(text, at)
         if self._arguments is None:
             return self._read_header(text, at)
-        end = self._arguments.push(text, at)
-        self.events.append(("arguments", text[at:end]))
-        if self._arguments.done:
-            self._call_ended(end - at)
-            self.done = not self._tail
+        end = self._read_arguments(self._arguments, text, at)
+        self.done = self._arguments.done and not self._tail
         return end
 
     def _read_header(self, text: str, at: int) -> int:

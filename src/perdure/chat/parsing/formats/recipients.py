@@ -141,11 +141,8 @@ class _FunctionaryParser(CallParser):
 
     def _read(self, text: str, at: int) -> int:
         if self._arguments is not None:
-            end = self._arguments.push(text, at)
-            self.events.append(("arguments", text[at:end]))
-            if self._arguments.done:
-                self._call_ended(end - at)
-                self.done = True
+            end = self._read_arguments(self._arguments, text, at)
+            self.done = self._arguments.done
             return end
         if text[at] != "\n":
             self._header += text[at]
