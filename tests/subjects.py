@@ -86,7 +86,7 @@ def _compared(model: Model, items: tuple[tuple[str, Any], ...]) -> Compared:
 def compared(model: ToyModel | Model, **settings: Any) -> Compared:
     """How to compare histories of narrow steps of `model`: bit for bit where this machine rounds all narrow
     steps alike, else with the finest settings that `settings` leave, within noise that is measured here."""
-    if isinstance(model, ToyModel):
+    if not isinstance(model, Model):
         return Compared()
     return _compared(model, tuple(sorted(settings.items())))
 
@@ -161,7 +161,8 @@ class Subject:
 
     @property
     def toy(self) -> bool:
-        return isinstance(self.model, ToyModel)
+        """Whether it repeats itself to the bit in any batch, and takes none of llama.cpp's settings."""
+        return not isinstance(self.model, Model)
 
     def context(self, *, fine: bool = False, **settings: Any) -> Context:
         """A small context: three sequences of 96 tokens, in batches of 8."""
