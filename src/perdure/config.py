@@ -182,18 +182,26 @@ def read_config(path: Path) -> dict[str, Value]:
     return {name: parse_setting(name, value, str(path)) for name, value in table.items()}
 
 
-def parse_setting(name: str, value: object, origin: str) -> Value:
-    """A setting's value, of its kind. `origin` is where it was found, for the error.
-
-    A text, as it comes from the environment, may stand for any kind: several texts have commas between them.
-    """
+def find_setting(name: str, origin: str | None = None) -> Setting:
+    """The setting of a name. `origin` is where it was found, for the error."""
     setting = _BY_NAME.get(name)
     if setting is None:
         near = difflib.get_close_matches(name, _BY_NAME, n=1)
         advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(_BY_NAME)}"
-        raise InvalidInputError(f"{origin}: there is no setting {name!r}; {advice}")
+        where = f"{origin}: " if origin else ""
+        raise InvalidInputError(f"{where}there is no setting {name!r}; {advice}")
+    return setting
+
+
+def parse_setting(name: str, value: object, origin: str | None = None) -> Value:
+    """A setting's value, of its kind. `origin` is where it was found, for the error.
+
+    A text, as it comes from the environment, may stand for any kind: several texts have commas between them.
+    """
+    setting = find_setting(name, origin)
     if (found := _of_kind(setting.kind, value)) is None:
-        raise InvalidInputError(f"{origin}: {name} is {_KINDS[setting.kind]}, got {value!r}")
+        where = f"{origin}: " if origin else ""
+        raise InvalidInputError(f"{where}{name} is {_KINDS[setting.kind]}, got {value!r}")
     return found
 
 

@@ -274,7 +274,7 @@ def test_while_another_process_writes_there_is_reading_only(run: Run, store: Pat
     ("arguments", "pipe", "said"),
     [
         (["warm", TEXT, "--ctx", "20"], None, "20 fit in all"),
-        (["warm", TEXT, "--model", "/nowhere.gguf"], None, "There is no file /nowhere.gguf"),
+        (["warm", TEXT, "--model", "/nowhere.gguf"], None, "there is no file /nowhere.gguf"),
         (["warm", "--ctx", "64"], b"ab\xff", "standard input is not UTF-8 text (byte 2)"),
     ],
     ids=["too long", "no model", "no text"],

@@ -474,7 +474,7 @@ def test_leaving_a_chat_offers_to_keep_it(environment: dict[str, str]) -> None:
     with terminal(environment, "chat", *BRIEF) as user:
         user.until("\n> ")
         ask(user, "the man", "\n> ")
-        user.type("/quit\n")
+        user.type("/bye\n")
         user.until(r"This conversation \(1 turn\) " + DROP)
         user.type("taken\n")
         user.until("there is a session 'taken' already.*" + DROP)
@@ -487,6 +487,7 @@ def test_leaving_a_chat_offers_to_keep_it(environment: dict[str, str]) -> None:
 def test_a_chat_shows_its_history_takes_back_and_has_settings(environment: dict[str, str]) -> None:
     with terminal(environment, "chat", *BRIEF, "--session", "a") as user:
         user.until("a> ")
+        assert "There is no /histroy; did you mean /history?" in ask(user, "/histroy", "a> ")
         assert "Nothing was said yet." in ask(user, "/history", "a> ")
         assert "there is nothing to take back yet" in ask(user, "/undo", "a> ")
         ask(user, "the man", "a> ")
@@ -521,7 +522,7 @@ def test_the_model_is_changed_within_a_conversation(
         user.until(end)
         ask(user, "the man", end)
         assert "llama.gguf; /model NAME changes" in ask(user, "/model", end)
-        assert "There is no file" in ask(user, "/model nowhere.gguf", end)
+        assert "there is no file" in ask(user, "/model nowhere.gguf", end)
         assert "has no chat template" in ask(user, f"/model {tmp_path / 'base.gguf'}", end)
         assert "Now with gemma3.gguf." in ask(user, f"/model {zoo_path('gemma3')}", end)
         ask(user, "the other", end)

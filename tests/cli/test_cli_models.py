@@ -64,7 +64,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str], run: Run) -> None:
 def test_what_cannot_be_done_exits_with_1_and_says_why(run: Run, tmp_path: Path) -> None:
     done = run("inspect", str(tmp_path / "none.gguf"))
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"perdure: There is no file {tmp_path / 'none.gguf'}\n"
+    assert done.stderr == f"perdure: there is no file {tmp_path / 'none.gguf'}\n"
 
 
 @pytest.mark.parametrize("arguments", ["['--help']", "['models', 'list']", "['inspect', sys.argv[1]]"])

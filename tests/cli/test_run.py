@@ -226,7 +226,7 @@ def test_a_full_context_is_told(run: Run) -> None:
         (["x", "--grammar", "/dev/null"], "/dev/null should end in .lark or .gbnf"),
         (["x" * 99, "--ctx", "20"], "19 fit into the context of 20; a larger --ctx makes room"),
         (["x" * 999, "--ctx", "20"], "the prompt has at least "),
-        (["x", "--model", "/nowhere.gguf"], "There is no file /nowhere.gguf"),
+        (["x", "--model", "/nowhere.gguf"], "there is no file /nowhere.gguf"),
         ([""], "the prompt is empty"),
     ],
     ids=lambda value: "-".join(value)[:20] if isinstance(value, list) else "",
@@ -245,6 +245,8 @@ def test_what_cannot_be_done_exits_with_1_and_plain_words(run: Run, arguments: l
         ["x", "--max-tokens", "0"],
         ["x", "--samples", "0"],
         ["x", "-c", "--session", "a"],
+        # A variable of a shell that is not set: nothing would be kept.
+        ["x", "--session", ""],
         ["x", "--raw", "--system", "a"],
         ["x", "--session", "a", "--samples", "2"],
     ],
@@ -304,8 +306,8 @@ def test_a_model_is_named_in_first_place(environment: dict[str, str], run: Run, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["llama3.2:1b", "hello"], "There is no model 'llama3.2:1b'"),
-        (["llama3", "why is the sky blue"], "There is no model 'llama3'"),
+        (["llama3.2:1b", "hello"], "there is no model 'llama3.2:1b'"),
+        (["llama3", "why is the sky blue"], "there is no model 'llama3'"),
         (["/etc/hostname", "what is this"], "/etc/hostname is not a model; `-f /etc/hostname` attaches it"),
         (["https://example.org/page", "hello"], "not the address of a .gguf file"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +121,24 @@ def check_table(lines: list[str]) -> None:
     for line in table:
         assert line.startswith((" " * second, "/", "Ctrl", "Alt"))
         assert not line[second - 2 : second].strip()
+
+
+@SIZES
+def test_tables_and_errors_break_between_words(environment: dict[str, str], columns: int, rows: int) -> None:
+    """Paths, which people copy, stay whole; second columns stay columns."""
+    model = environment.pop("PERDURE_MODEL")
+    environment["PERDURE_STORE"] = "/somewhere"
+    lines = (
+        f"'{sys.executable}' -m perdure.cli config show; '{sys.executable}' -m perdure.cli show '{model}x'"
+    )
+    with terminal(environment, command=["sh", "-c", lines], columns=columns, rows=rows) as user:
+        assert user.leaves() == 1
+    settings, _, error = "\n".join(screen(user, columns, rows)).partition("perdure: ")
+    for line in settings.splitlines():
+        assert len(line) < columns
+        assert re.match(r"[a-z_]+ +(?<=.{17})\S| {17}\S", line), line
+    assert "  (default; randomness; 0 always takes the likeliest token;" in settings
+    assert f"{model}x" in error.split()
 
 
 READING = """

@@ -75,7 +75,6 @@ def _explain(error: OSError) -> None:
 
 
 def _tell(text: str) -> None:
-    from perdure.cli.output.terminal import harmless
+    from perdure.cli.output.terminal import note
 
-    # It may quote a file that somebody else has made.
-    print(f"perdure: {harmless(text)}", file=sys.stderr)
+    note(text)

@@ -12,6 +12,7 @@ import typer
 
 from perdure import __version__
 from perdure.cli import page
+from perdure.cli.command_names import advice_for_word, as_options, shown_name
 from perdure.cli.commands import (
     background,
     backup,
@@ -98,7 +99,7 @@ app.command(name="pull", rich_help_panel=_Models)(models.pull)
 app.command(name="ls", rich_help_panel=_Models)(models.list_)
 app.command(name="show", rich_help_panel=_Models)(inspect.inspect)
 app.command(name="rm", rich_help_panel=_Models)(models.rm)
-# By the names that they had before there were short ones.
+# By longer names.
 app.command(name="inspect", hidden=True)(inspect.inspect)
 app.add_typer(models.app, name="models", hidden=True)
 app.add_typer(config.app, name="config", rich_help_panel=_Machine)
@@ -111,17 +112,21 @@ in_sections(app)
 def start(arguments: Sequence[str]) -> None:
     """Run a command."""
     tell_warnings()
-    plain = plain_options(arguments)
+    plain = as_options(plain_options(arguments))
     group: Any = typer.main.get_command(app)
     command = group
     for word in plain:
-        command = getattr(command, "commands", {}).get(word, command)
+        below = getattr(command, "commands", {})
+        command = below.get(shown_name(word, below), command)
     if command.name in ("start", "page"):
         # What it is given goes to serve.
         command = group.commands["serve"]
     known = frozenset(name for option in command.params for name in (*option.opts, *option.secondary_opts))
-    if advice := advice_for(plain, known):
-        typer.echo(f"perdure: {advice}", err=True)
+    word_advice = advice_for_word(plain[0], group.commands) if plain else None
+    if advice := word_advice or advice_for(plain, known):
+        from perdure.cli.output.terminal import note
+
+        note(advice)
         raise SystemExit(2)
     # Shells complete `perdure`, also where it was started as a module.
     group(plain, prog_name="perdure")

@@ -8,6 +8,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from perdure.cli.command_names import shown_name
+
 _ARGUMENTS, _OPTIONS, _COMMANDS = "Arguments", "Options", "Commands"
 _VALUES = {"str": " TEXT", "float": " X", "int": " N", "int range": " N", "path": " PATH"}
 """What stands for the value of an option, by its type."""
@@ -24,7 +26,12 @@ class SectionedCommand(TyperCommand):
 
 
 class SectionedGroup(TyperGroup):
-    """A group whose commands are listed by their `rich_help_panel`, in plain text."""
+    """A group whose commands are listed by their `rich_help_panel`, in plain text, and are known by other
+    names too."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        # By the name that is shown, so that settings of the config file are found for it.
+        return super().resolve_command(ctx, [shown_name(args[0], self.commands), *args[1:]])
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_options(self, ctx, formatter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,15 @@ from perdure.errors import InvalidInputError, PerdureError, SessionError
 if TYPE_CHECKING:
     from perdure.cli.conversation import Conversation
 
+_QUIT = "/quit"
+_ELSEWHERE = {
+    "/exit": _QUIT,
+    "/bye": _QUIT,
+    "/?": "/help",
+    "/clear": "/reset",
+    "/load": "/sessions",
+}
+"""What other programs call it."""
 _LISTED = 30
 """Sessions that are shown, the latest first."""
 
@@ -30,12 +40,15 @@ class Command:
 
 def obey(chat: Conversation, line: str) -> bool:
     """Do what a line says. Whether the chat goes on."""
-    name, _, rest = line.partition(" ")
-    if name in ("/quit", "/exit"):
+    typed, _, rest = line.partition(" ")
+    name = _ELSEWHERE.get(typed, typed)
+    if name == _QUIT:
         return False
     found = next((command for command in COMMANDS if command.name == name), None)
     if found is None:
-        terminal.tell(f"There is no {name}; /help tells what there is.")
+        near = difflib.get_close_matches(name, NAMES, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        terminal.tell(f"There is no {typed}; {meant}/help lists what there is.")
         return True
     try:
         found.run(chat, rest.strip())
@@ -49,7 +62,7 @@ def obey(chat: Conversation, line: str) -> bool:
 def _help(chat: Conversation, _: str) -> None:
     usages = [(f"{command.name} {command.takes}".rstrip(), command.does) for command in COMMANDS]
     usages += [
-        ("/quit", "leave; so does Ctrl-D"),
+        (_QUIT, "leave; so does Ctrl-D"),
         ("//…", "a message that starts with a slash"),
         ("Ctrl-C", "stop a reply; what there is of it stays"),
         ("Ctrl-R", "search in what was typed before; the arrow keys bring it back"),
@@ -271,4 +284,4 @@ COMMANDS = (
     Command("/stats", "", "what the last reply reused and computed, and how fast it was", _stats),
     Command("/think", "show|hide", "show what the model thinks before it answers, or do not", _think),
 )
-NAMES = (*(command.name for command in COMMANDS), "/quit")
+NAMES = (*(command.name for command in COMMANDS), _QUIT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from perdure.config import settings
@@ -19,8 +20,9 @@ def session_folder(store: Path | None, *, create: bool = False) -> Path:
     """The folder of the sessions. An error where there are none, unless they are to be created."""
     folder = store or settings().store
     if not create and not (folder / FILE).is_file():
+        there = f" --store {shlex.quote(str(store))}" if store is not None else ""
         raise StoreError(
-            f"there are no sessions in {folder}: `perdure chat --session NAME` starts one, "
-            "`perdure sessions import FILE` brings one"
+            f"there are no sessions in {folder}: `perdure chat --session NAME{there}` starts one, "
+            f"`perdure sessions import FILE{there}` brings one"
         )
     return folder

@@ -28,7 +28,7 @@ def verify(archive: Path, package: Package) -> None:
     size = archive.stat().st_size
     if size != package.size:
         raise LibraryFetchError(
-            f"What came for {package} is not the pinned archive: {size} bytes, expected {package.size}. "
+            f"what came for {package} is not the pinned archive: {size} bytes, expected {package.size}. "
             "Nothing of it was unpacked"
         )
     found = hashlib.sha512()
@@ -37,7 +37,7 @@ def verify(archive: Path, package: Package) -> None:
             found.update(chunk)
     if not hmac.compare_digest(found.digest(), _digest(package)):
         raise LibraryFetchError(
-            f"What came for {package} is not the pinned archive: SHA-512 "
+            f"what came for {package} is not the pinned archive: SHA-512 "
             f"{base64.b64encode(found.digest()).decode()}, expected {package.sha512}. "
             "Nothing of it was unpacked"
         )
@@ -124,4 +124,4 @@ def _digest(package: Package) -> bytes:
 
 
 def _refused(package: Package, why: str) -> LibraryFetchError:
-    return LibraryFetchError(f"The archive of {package} is refused: {why}. Nothing was installed")
+    return LibraryFetchError(f"the archive of {package} is refused: {why}. Nothing was installed")

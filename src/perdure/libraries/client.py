@@ -53,7 +53,7 @@ class WheelClient:
         node = next((each for each in self._nodes() if each.is_file()), None)
         script = next((each for each in self._scripts() if each.is_file()), None)
         if node is None or script is None:
-            raise LibraryFetchError(f"There is no npm in {_NODE}, so nothing can be fetched: {WAYS}")
+            raise LibraryFetchError(f"there is no npm in {_NODE}, so nothing can be fetched: {WAYS}")
         return (str(node), str(script))
 
     def _nodes(self) -> tuple[Path, ...]:

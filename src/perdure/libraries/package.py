@@ -160,7 +160,7 @@ def package_for(backend: str | None = None) -> Package:
     if found is None:
         there = f"there is {' and '.join(sorted(fits))}" if fits else "there is none at all"
         raise LibraryFetchError(
-            f"There is no prebuilt library with {wanted} for {platform.system()} on {cpu} ({there}): {WAYS}"
+            f"there is no prebuilt library with {wanted} for {platform.system()} on {cpu} ({there}): {WAYS}"
         )
     if here == "linux":
         _check_glibc(found)

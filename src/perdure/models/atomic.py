@@ -26,7 +26,7 @@ def appearing(target: Path) -> Iterator[BinaryIO]:
         system.sync_folder(target.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise FetchError(f"The disk is full at {target.parent}; make room and try again") from error
+            raise FetchError(f"the disk is full at {target.parent}; make room and try again") from error
         raise
 
 

@@ -56,7 +56,7 @@ def trust(extra: Path | None = None) -> ssl.SSLContext:
         try:
             context.load_verify_locations(**{"capath" if extra.is_dir() else "cafile": str(extra)})
         except OSError as error:
-            raise FetchError(f"The certificates at {extra} cannot be used: {error}") from error
+            raise FetchError(f"the certificates at {extra} cannot be used: {error}") from error
     return context
 
 
@@ -91,7 +91,7 @@ def download(client: httpx.Client, remote: Remote, part: Path, progress: Progres
         wrong = _mistake(remote, part)
     if wrong:
         _Part(part).discard()
-        raise FetchError(f"What {remote.shown} sent is not the file that was asked for: {wrong}")
+        raise FetchError(f"what {remote.shown} sent is not the file that was asked for: {wrong}")
 
 
 def _mistake(remote: Remote, part: Path) -> str | None:

@@ -100,7 +100,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """Read and check the header of one GGUF file. The weights are not read, only measured."""
     place = Path(path)
     if "\0" in str(place):
-        raise ModelNotFoundError(f"There is no file {str(place)!r}: a name cannot hold NUL")
+        raise ModelNotFoundError(f"there is no file {str(place)!r}: a name cannot hold NUL")
     try:
         # Opening a pipe would wait for a writer, and a device has no size to check against.
         if not stat.S_ISREG(os.stat(place).st_mode):
@@ -108,7 +108,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         with open(place, "rb", buffering=0) as file:
             return _Reader(Buffer(file, place, os.fstat(file.fileno()).st_size)).header()
     except (FileNotFoundError, NotADirectoryError):
-        raise ModelNotFoundError(f"There is no file {place}") from None
+        raise ModelNotFoundError(f"there is no file {place}") from None
     except OSError as error:
         raise ModelFileError(f"{place} cannot be read: {error.strerror or error}") from error
 

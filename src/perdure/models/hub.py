@@ -172,7 +172,7 @@ def _plainly(source: HubSource) -> Iterator[None]:
         raise ModelNotFoundError(f"{source.repo} has no file {source.file!r}") from error
     except errors.RepositoryNotFoundError as error:
         raise ModelNotFoundError(
-            f"The hub has no model {source.repo}, or shows it only to others; if it is private, "
+            f"the hub has no model {source.repo}, or shows it only to others; if it is private, "
             "log in with `hf auth login`"
         ) from error
     except errors.HFValidationError as error:
@@ -182,9 +182,9 @@ def _plainly(source: HubSource) -> Iterator[None]:
             f"{source} is not here yet, and HF_HUB_OFFLINE forbids to fetch it; unset it and try again"
         ) from error
     except errors.HfHubHTTPError as error:
-        raise FetchError(f"The hub did not give {source}: {_first_line(error)}") from error
+        raise FetchError(f"the hub did not give {source}: {_first_line(error)}") from error
     except (OSError, httpx.HTTPError) as error:
-        raise FetchError(f"The hub could not be reached for {source}: {_first_line(error)}") from error
+        raise FetchError(f"the hub could not be reached for {source}: {_first_line(error)}") from error
     except Exception as error:
         # The hub library has an HTTP client of its own, which differs from release to release.
         if type(error).__module__.partition(".")[0] not in (
@@ -195,7 +195,7 @@ def _plainly(source: HubSource) -> Iterator[None]:
             "requests",
         ):
             raise
-        raise FetchError(f"The hub could not be reached for {source}: {_first_line(error)}") from error
+        raise FetchError(f"the hub could not be reached for {source}: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -123,7 +123,7 @@ def resolve(name: str | os.PathLike[str]) -> Source:
     if name.endswith(_SUFFIX) or path.is_absolute() or name.startswith((".", "~")):
         return FileSource(path=path)
     raise ModelNotFoundError(
-        f"There is no model {name!r}. Known names are {', '.join(sorted(MODELS))}; other models are a path "
+        f"there is no model {name!r}. Known names are {', '.join(sorted(MODELS))}; other models are a path "
         "to a .gguf file, its URL, or a name on the Hugging Face hub: owner/repo or owner/repo:Q4_K_M"
     )
 

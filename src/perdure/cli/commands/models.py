@@ -1,4 +1,4 @@
-"""`perdure models`: list, pull, rm."""
+"""`perdure ls`, `pull` and `rm`, which are also below `perdure models`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from perdure.cli.commands.inspect import inspect
 from perdure.cli.options.completion import model_names
 from perdure.cli.options.shared import Json, Yes
 from perdure.cli.output.facts import print_json
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
     from perdure.models import Entry
 
 app = typer.Typer(help="The models of this machine.", no_args_is_help=True)
+app.command(name="show")(inspect)
 
 
-@app.command(name="list")
+@app.command(name="ls")
 def list_(as_json: Json = False) -> None:
     """List the models that were fetched, and those with a short name."""
     from perdure import models
@@ -85,17 +87,13 @@ def _plain(entry: Entry) -> dict[str, object]:
 
 
 def _table(entries: list[Entry]) -> None:
-    from rich.console import Console
     from rich.filesize import decimal
-    from rich.table import Table
 
-    table = Table(box=None, header_style="bold")
-    table.add_column("name", overflow="fold")
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("here", no_wrap=True)
-    table.add_column("where", overflow="fold")
+    from perdure.cli.output.columns import write_columns
+
+    rows = [("name", "size", "here", "where")]
     for entry in entries:
         name = entry.name + (f" ({', '.join(entry.aliases)})" if entry.aliases else "")
         size = decimal(entry.size) if entry.size is not None else ""
-        table.add_row(name, size, "yes" if entry.present else "no", str(entry.path or entry.source))
-    Console().print(table, markup=False)
+        rows.append((name, size, "yes" if entry.present else "no", str(entry.path or entry.source)))
+    write_columns(rows, right=frozenset({1}))

@@ -33,6 +33,13 @@ def _store_option(panel: str | None) -> Any:
     )
 
 
+def _not_empty(name: str | None) -> str | None:
+    """A name. An empty one, as of a variable that is not set, would mean that nothing is kept."""
+    if name is not None and not name.strip():
+        raise typer.BadParameter("a session needs a name that is not empty")
+    return name
+
+
 Words = Annotated[
     list[str] | None,
     typer.Argument(
@@ -72,6 +79,7 @@ Session = Annotated[
         "--session",
         metavar="NAME",
         autocompletion=session_names,
+        callback=_not_empty,
         help="Keep the conversation on disk under this name, or continue the one that has it.",
         rich_help_panel=_Talk,
     ),

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol, Unpack
+from typing import TYPE_CHECKING, Protocol, TextIO, Unpack
 
 from rich.cells import cell_len
 
@@ -141,6 +141,12 @@ def write(text: str) -> None:
     emit(harmless(text) if sys.stdout.isatty() else text)
 
 
+def write_line(text: str, *, indent: int = 0) -> None:
+    """Put a line on standard output. In a terminal that is too narrow it breaks between words, and what does
+    not fit is indented."""
+    write(wrapped(text, sys.stdout, indent=indent) + "\n")
+
+
 def emit(text: str) -> None:
     """Put text on standard output at once, as it is."""
     out = sys.stdout
@@ -175,24 +181,25 @@ def tell(text: str) -> None:
     print(wrapped(harmless(text)), file=sys.stderr, flush=True)
 
 
-def wrapped(text: str) -> str:
-    """Text with its lines broken between words, if standard error is a terminal that is too narrow."""
+def wrapped(text: str, stream: TextIO | None = None, *, indent: int | None = None) -> str:
+    """Text with its lines broken between words, if `stream` (or else standard error) is a terminal that is
+    too narrow. What does not fit is indented, as far as the second column of a table if nothing is said."""
     import textwrap
 
     try:
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+        columns = os.get_terminal_size((stream or sys.stderr).fileno()).columns
     except (OSError, ValueError, AttributeError):
         return text
     lines = text.split("\n")
     if not columns or all(cell_len(line) < columns for line in lines):
         return text
-    # A table's second column stays one.
-    hangs = [re.match(r"\S.*?  +(?=\S)|", line) for line in lines]
+    second = [re.match(r"\S.*?  +(?=\S)|", line) for line in lines]
+    hangs = [indent if indent is not None else len(found[0]) if found else 0 for found in second]
     return "\n".join(
         textwrap.fill(
             line,
             columns - 1,
-            subsequent_indent=" " * (len(hang[0]) if hang else 0),
+            subsequent_indent=" " * hang,
             break_long_words=False,
             break_on_hyphens=False,
             replace_whitespace=False,
@@ -210,7 +217,9 @@ def _loading(path: Path) -> Iterator[Callable[[float], bool]]:
     from rich.console import Console
 
     console = Console(stderr=True)
-    bar = rich_progress.Progress("Loading {task.description}", rich_progress.BarColumn(), console=console)
+    bar = rich_progress.Progress(
+        "Loading {task.description}", rich_progress.BarColumn(), console=console, transient=True
+    )
     started = time.monotonic()
     task: rich_progress.TaskID | None = None
 

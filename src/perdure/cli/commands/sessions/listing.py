@@ -14,6 +14,15 @@ from perdure.cli.output.facts import print_json
 if TYPE_CHECKING:
     from perdure import Message, Turn
 
+_ENDED = {
+    "": "",
+    "stop": "",
+    "length": " (cut off at its longest)",
+    "cancelled": " (stopped)",
+    "tool_calls": " (waits for the result of a tool)",
+}
+"""How a reply ended, if not by itself."""
+
 
 def ls(
     everyone: Annotated[
@@ -82,12 +91,14 @@ def show(
         "created": words.moment(row.created),
         "updated": words.moment(row.updated),
     }
-    terminal.write("".join(f"{fact:<9} {value}\n" for fact, value in facts.items() if value))
+    for fact, value in facts.items():
+        if value:
+            terminal.write_line(f"{fact:<9} {value}", indent=10)
     for number, turn in enumerate(turns, after + 1):
-        ended = "" if turn.finish_reason in ("stop", "") else f" ({turn.finish_reason})"
+        ended = _ENDED.get(turn.finish_reason, f" ({turn.finish_reason})")
         terminal.write(f"\n[{number}]{' folded' if turn.kind == 'fold' else ''}{ended}\n")
         for message in [*turn.messages, *([turn.reply] if turn.reply is not None else [])]:
-            terminal.write(said(message))
+            terminal.write_line(said(message).removesuffix("\n"))
 
 
 def sizes(store: StoreFolder = None, as_json: Json = False) -> None:

@@ -91,7 +91,8 @@ def verify(store: StoreFolder = None, as_json: Json = False) -> None:
     if as_json:
         print_json(found.plain())
     else:
-        terminal.write("".join(f"{line}\n" for line in lines(found)))
+        for line in lines(found):
+            terminal.write_line(line)
     if not found.sound:
         raise typer.Exit(1)
 
