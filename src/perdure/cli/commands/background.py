@@ -74,7 +74,8 @@ def start(context: typer.Context) -> None:
     )
     with open(folder / "server.json", "w", encoding="utf-8", opener=_private) as file:
         json.dump(asdict(server), file)
-    typer.echo(f"{server.address} serves {server.model}; `perdure stop` ends it")
+    model = server.model.removesuffix(", in a process of its own")
+    typer.echo(f"{server.address} serves {model}; `perdure stop` ends it")
 
 
 def stop(
