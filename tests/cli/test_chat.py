@@ -228,7 +228,7 @@ def test_a_model_without_a_template_is_refused_and_another_template_helps(
         (("--overflow", "sometimes"), 2, "sometimes"),
         (("--temperature", "-1"), 1, "temperature"),
         (("--schema", "missing.json"), 1, "missing.json cannot be read"),
-        (("--session", ""), 1, "name is a text that is not empty"),
+        (("--session", ""), 2, "a session needs a name that is not empty"),
     ],
 )
 def test_a_wrong_option_is_told_in_plain_words(
