@@ -230,10 +230,10 @@ def _started(held: ExitStack, *command: str) -> subprocess.Popen[str]:
 
 
 def _rate(side: Child, number: int, prompts: Sequence[Sequence[int]], count: int) -> float:
-    """Tokens a second between the first token of the last stream and the end."""
+    """Tokens a second while all streams write: from the last one's first token to the first one's last."""
     times = side.ask("write", number=number, prompts=prompts, count=count)["times"]
-    start, end = max(each[0] for each in times), max(each[-1] for each in times)
-    return float(sum(at > start for each in times for at in each) / (end - start))
+    start, end = max(each[0] for each in times), min(each[-1] for each in times)
+    return float(sum(start < at <= end for each in times for at in each) / (end - start))
 
 
 def _figure(

@@ -31,6 +31,8 @@ _NEAR, _FAR = 6.0, 8.0
 """How far below the largest logit is looked at first, where min-p cuts above that and where it does not."""
 _MANY = 256
 """Tokens so near the largest that finding the `k` largest among all is as fast."""
+_FLAT = 15
+"""Rows after a flat one that are taken to be flat too: a model that is unsure stays so for a while."""
 _FEW_BIASED = 64
 """Tokens with a bias of their own that are put beside the largest of a row; with more, the row is copied."""
 
@@ -156,7 +158,12 @@ def _drawn(streams: Sequence[tuple[Sampler, TopK, int]], ids: NDArray[np.intp], 
 def _drawn_from(stream: tuple[Sampler, TopK, int], ruled_out: frozenset[int], row: Floats) -> int:
     """A token for one stream: for so few numbers as are left of its row arrays take longer than lists."""
     sampler, rule, position = stream
-    ids, weights = _near_the_peak(rule, ruled_out, row) or _of_the_largest(rule, ruled_out, row)
+    found = None
+    if sampler.flat_rows:
+        sampler.flat_rows -= 1
+    elif (found := _near_the_peak(rule, ruled_out, row)) is None:
+        sampler.flat_rows = _FLAT
+    ids, weights = found or _of_the_largest(rule, ruled_out, row)
     if len(weights) == 1:
         return ids[0]
     sums = list(itertools.accumulate(weights))
