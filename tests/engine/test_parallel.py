@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from perdure.engine import parallel
 from perdure.engine.parallel import joined, share, spread
@@ -125,3 +126,22 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "7"
+
+
+def test_callers_in_several_threads_do_not_share_their_helpers() -> None:
+    """Each caller's slices are done once, whoever else has work shared at the time."""
+    tables = [np.zeros(64, np.int64) for _ in range(4)]
+
+    def work(part: slice, table: NDArray[np.int64]) -> None:
+        table[part] += 1
+
+    def call(table: NDArray[np.int64]) -> None:
+        for _ in range(200):
+            share(lambda part: work(part, table), 64, LARGE)
+
+    callers = [threading.Thread(target=call, args=(table,)) for table in tables]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert all((table == 200).all() for table in tables)

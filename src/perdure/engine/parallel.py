@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,8 @@ R = TypeVar("R")
 
 _MOST = 8
 """Threads: a few already move memory as fast as the machine can."""
+_FEW = 4
+"""Threads that share work of less than a millisecond: to wake more takes longer than they save."""
 _LARGE = 8 << 20
 """Bytes below which starting threads takes longer than the work."""
 _PIECE = 16 << 20
@@ -60,18 +63,74 @@ def spread(
 
 def share(function: Callable[[slice], object], count: int, nbytes: int, *, large: int = _LARGE) -> None:
     """Call `function` with slices that make up `count` items. Where they have `large` bytes and more in all,
-    several threads have a slice each, and this one has the first."""
-    parts = min(count, threads()) if nbytes >= large else 1
+    a few threads have a slice each, and this one has the first."""
+    parts = min(count, threads(), _FEW) if nbytes >= large else 1
+    if parts < 2:
+        function(slice(0, count))
+        return
     slices = [slice(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
-    others = [_pool().submit(function, each) for each in slices[1:]]
+    idle = _idle_helpers(os.getpid())
+    helpers = [_Helper.of(idle) for _ in slices[1:]]
+    for helper, part in zip(helpers, slices[1:], strict=True):
+        helper.start(function, part)
     try:
         function(slices[0])
     finally:
         # What has begun uses memory of the caller's, who may give it up now.
-        errors = [each.exception() for each in others]
+        errors = [helper.finish() for helper in helpers]
+        idle += helpers
     for error in errors:
         if error is not None:
             raise error
+
+
+class _Helper:
+    """A thread that does one piece of work at a time for whoever has taken it. Two locks wake it and tell its
+    end: a pool's queue takes twice as long, which counts between two steps (`python -m bench.gpu`)."""
+
+    def __init__(self) -> None:
+        self._go, self._done = threading.Lock(), threading.Lock()
+        self._go.acquire()
+        self._done.acquire()
+        self._work: tuple[Callable[[slice], object], slice] | None = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="perdure-share", daemon=True).start()
+
+    @classmethod
+    def of(cls, idle: list[_Helper]) -> _Helper:
+        """One of `idle`, for this caller alone, or where there is none a new one."""
+        try:
+            return idle.pop()
+        except IndexError:
+            return cls()
+
+    def start(self, function: Callable[[slice], object], part: slice) -> None:
+        self._work = function, part
+        self._go.release()
+
+    def finish(self) -> BaseException | None:
+        """Wait for the end of the work, and say what it raised."""
+        self._done.acquire()
+        error, self._error = self._error, None
+        return error
+
+    def _run(self) -> None:
+        while True:
+            self._go.acquire()
+            assert self._work is not None
+            try:
+                self._work[0](self._work[1])
+            except BaseException as error:
+                self._error = error
+            # Nothing of the caller's is held once that is told.
+            self._work = None
+            self._done.release()
+
+
+@functools.lru_cache(maxsize=1)
+def _idle_helpers(process: int) -> list[_Helper]:
+    """The threads of one process that have nothing to do."""
+    return []
 
 
 def _pool() -> ThreadPoolExecutor:

@@ -21,7 +21,7 @@ _GROUPS = 3
 """The bound is looked for among groups of blocks, at least so many for each token that is wanted."""
 _SMALL = 4096
 """Rows up to this length are searched as a whole."""
-_SHARED = 2 << 20
+_SHARED = 6 << 20
 """Bytes of rows from which on several threads look for their maxima."""
 _VALUE = operator.itemgetter(0)
 
