@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from perdure import system
 from perdure.cache.prefix_cache import PrefixCache, PrefixCacheCalls
 from perdure.cache.slots.slot_cache import SlotCache
-from perdure.checks import is_whole
+from perdure.checks import check_whole, is_whole
 from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
 from perdure.decode.embedding import EmbeddingQueue, Embeddings
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
@@ -23,6 +23,7 @@ from perdure.decode.job import Job
 from perdure.decode.prompt_size import check_prompt_size
 from perdure.decode.request import Request
 from perdure.decode.sampling.settings import Sampling
+from perdure.engine.context import Context
 from perdure.engine.contract import Tokens, Vocabulary
 from perdure.engine.keywords import ContextKeywords, LoadingKeywords
 from perdure.engine.llama.model import Model as LlamaModel
@@ -34,6 +35,8 @@ from perdure.store.writer import WriteBehind
 
 _WAITING = 256 << 20
 """Bytes that may wait to be written, at least. Most of them are those of blocks in memory."""
+_SWAP_SLOTS = 4
+"""More conversations than have slots whose state stays on a device, unless it is said how many."""
 _ALIKE = ("threads", "flash", "rope_freq_base", "rope_freq_scale")
 """Settings of the context that embeddings are computed with too."""
 
@@ -46,11 +49,27 @@ def load_model(
     return LlamaModel(source, cells=max(0, cells), **loading)
 
 
+def _opened(
+    model: Model, n_ctx: int, slots: int, swap_slots: int | None, context: ContextKeywords
+) -> tuple[Context, int]:
+    """A context of so many slots and swap slots, and how many of these there are: unless it is said, a few
+    where the cache is on a device that has ample room for them."""
+    if swap_slots is None:
+        swap_slots = _SWAP_SLOTS if model.spare_sequences(n_ctx, **context) >= _SWAP_SLOTS else 0
+    if swap_slots and context.get("shared"):
+        raise InvalidInputError(
+            "swap_slots are sequences with cells of their own; leave one of them and shared out"
+        )
+    n_seq = slots + swap_slots if swap_slots and is_whole(slots) else slots
+    return model.context(n_ctx=n_ctx, n_seq=n_seq, **context), swap_slots
+
+
 class BackendKeywords(ContextKeywords, total=False):
     """What a backend takes besides the model and the store."""
 
     n_ctx: int
     slots: int
+    swap_slots: int | None
     exact: bool
     queue: int
     stall: float
@@ -95,6 +114,7 @@ class LocalBackend:
         *,
         n_ctx: int = N_CTX,
         slots: int = SLOTS,
+        swap_slots: int | None = None,
         exact: bool = False,
         queue: int = QUEUE,
         stall: float = STALL,
@@ -111,8 +131,10 @@ class LocalBackend:
         if store is not None and not budget:
             raise InvalidInputError("a store needs a cache: leave cache out, or give it some bytes")
         _bytes("store_bytes", store_bytes)
+        if swap_slots is not None:
+            check_whole("swap_slots", swap_slots, 0)
         with ExitStack() as undo:
-            self.context = model.context(n_ctx=n_ctx, n_seq=slots, **context)
+            self.context, swap_slots = _opened(model, n_ctx, slots, swap_slots if budget else 0, context)
             undo.callback(self.context.close)
             if store is not None:
                 self._disk = WriteBehind(
@@ -121,7 +143,11 @@ class LocalBackend:
                 undo.callback(self._disk.close)
             chunk = min(CHUNK, self.context.n_batch)
             self.slot_cache = slot_cache = SlotCache(
-                self.context, budget=budget, lower=self._disk, exact=chunk if exact else None
+                self.context,
+                budget=budget,
+                lower=self._disk,
+                exact=chunk if exact else None,
+                swap_slots=swap_slots,
             )
             if self._disk is not None:
                 self._disk.disk.pinned = slot_cache.pins.holds
@@ -164,7 +190,7 @@ class LocalBackend:
 
     @property
     def slots(self) -> int:
-        return self.context.n_seq
+        return self.slot_cache.count
 
     @property
     def load(self) -> tuple[int, int]:

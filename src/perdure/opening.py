@@ -25,7 +25,9 @@ from perdure.worker.attached import Link, check_settings, hold_or_attach
 from perdure.worker.remote import RemoteBackend, is_factory
 from perdure.worker.restart_policy import RestartPolicy
 
-_RESOURCES = frozenset({"slots", "queue", "stall", "cache", "store_bytes", "threads", "n_batch"})
+_RESOURCES = frozenset(
+    {"slots", "swap_slots", "queue", "stall", "cache", "store_bytes", "threads", "n_batch"}
+)
 """Settings that do not change what a reply is: whoever has the store chooses them."""
 
 
@@ -158,6 +160,7 @@ def open(  # noqa: A001
     *,
     n_ctx: int | None = None,
     slots: int = SLOTS,
+    swap_slots: int | None = None,
     exact: bool = False,
     queue: int = QUEUE,
     stall: float | None = None,
@@ -184,14 +187,16 @@ def open(  # noqa: A001
     """A runtime on a model: a file, a name, a loaded model, or the default one.
 
     `n_ctx` is what one request can hold, 4096 tokens unless you choose; `slots` is how many are served at
-    once, and up to `queue` more wait. While others wait, a prompt is computed in chunks of about `stall`
-    seconds. `cache` is how many bytes of state are kept between requests, 0 for none; `store` is a folder
-    where that state, and every session, outlives the process, and `store_bytes` bounds it: where another
-    process has that folder open, its engine is used instead of a second one. `template` is a chat template to
-    use instead of the model's own: a name or a file. With `exact`, a reply does not depend in the last bit on
-    who else is served. With `isolated`, the engine is in a process of its own that may die and is started
-    again; a `RestartPolicy` says when and how. `gpu_layers`, `devices`, `tensor_split` and `kv_offload` are
-    those of `Model`; what follows them is as for `Model.context`. None is the default of whoever it is for.
+    once, and up to `queue` more wait. `swap_slots` more conversations keep their state on the device
+    between two requests: a few where it has room, and none on a CPU, unless you say how many. While others
+    wait, a prompt is computed in chunks of about `stall` seconds. `cache` is how many bytes of state are
+    kept between requests, 0 for none; `store` is a folder where that state, and every session, outlives the
+    process, and `store_bytes` bounds it: where another process has that folder open, its engine is used
+    instead of a second one. `template` is a chat template to use instead of the model's own: a name or a
+    file. With `exact`, a reply does not depend in the last bit on who else is served. With `isolated`, the
+    engine is in a process of its own that may die and is started again; a `RestartPolicy` says when and
+    how. `gpu_layers`, `devices`, `tensor_split` and `kv_offload` are those of `Model`; what follows them is
+    as for `Model.context`. None is the default of whoever it is for.
     """
     # Before a model is fetched and loaded for nothing.
     refuse_unknown(unknown, open)
@@ -205,6 +210,7 @@ def open(  # noqa: A001
     settings: dict[str, Any] = {"slots": slots, "exact": exact, "queue": queue}
     settings |= _given(
         {
+            "swap_slots": swap_slots,
             "stall": stall,
             "cache": cache,
             "store_bytes": store_bytes,

@@ -70,6 +70,7 @@ class Served:
         subject: Subject,
         *,
         slots: int = 2,
+        swap_slots: int = 0,
         budget: int = PLENTY,
         block: int = BLOCK,
         spacing: int = SPACING,
@@ -84,10 +85,15 @@ class Served:
         # In exact mode the shapes of steps are those of a fresh context that reads in the same steps.
         narrow = subject.narrow if not exact and settings.get("n_batch", NARROW) <= NARROW else Compared()
         self.settings: dict[str, Any] = {"n_ctx": 256, "n_batch": NARROW, **narrow.settings, **settings}
-        self.context: Context = subject.context(n_seq=slots, **self.settings)
+        self.context: Context = subject.context(n_seq=slots + swap_slots, **self.settings)
         self.exact = min(block, self.context.n_batch) if exact else None
         self.slot_cache = SlotCache(
-            self.context, budget=budget, block_size=block, spacing=spacing, exact=self.exact
+            self.context,
+            budget=budget,
+            block_size=block,
+            spacing=spacing,
+            exact=self.exact,
+            swap_slots=swap_slots,
         )
         self.engine_loop = EngineLoop(
             subject.model,

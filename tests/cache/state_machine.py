@@ -48,12 +48,13 @@ class RuntimeMachine(RuleBasedStateMachine):
 
     @initialize(
         slots=st.integers(1, 3),
+        swap_slots=st.sampled_from([0, 0, 1, 2]),
         budget=st.sampled_from([PLENTY, PLENTY, 60_000, 8_000, 1]),
         n_batch=st.sampled_from([NARROW, NARROW, 16, 64]),
         shared=st.sampled_from([False, False, True]),
         exact=st.booleans(),
     )
-    def open(self, slots: int, budget: int, n_batch: int, shared: bool, exact: bool) -> None:
+    def open(self, slots: int, swap_slots: int, budget: int, n_batch: int, shared: bool, exact: bool) -> None:
         self.budget = budget
         if self.subject.name in EXPERTS:
             n_batch, shared = NARROW, False
@@ -63,6 +64,8 @@ class RuntimeMachine(RuleBasedStateMachine):
         self.served = Served(
             self.subject,
             slots=slots,
+            # In a pool a copy has no cells of its own.
+            swap_slots=0 if shared else swap_slots,
             budget=budget,
             n_ctx=N_CTX + self.prefix,
             n_batch=n_batch,

@@ -79,6 +79,68 @@ def test_conversations_alternate_on_one_slot(subject: Subject) -> None:
                 text[:] = answer.tokens
 
 
+def test_conversations_wait_in_swap_slots_without_leaving_the_engine(subject: Subject) -> None:
+    """Three conversations on one slot: none of them goes through memory, and each is as if it were alone."""
+    with Served(subject, slots=1, swap_slots=3) as served:
+        assert served.slot_cache.count == 1
+        texts = [subject.tokens(30, 1), subject.tokens(11, 2), subject.tokens(23, 3)]
+        for number in range(3):
+            for text in texts:
+                answer = served.say([*text, 1, 2, 3])
+                assert answer.tiers == ({"slot": len(text) - 1} if number else {})
+                text[:] = answer.tokens
+        assert len(served.slot_cache.tier) == 0
+        # More than there are places, of which one is for changing places: who has waited longest goes
+        # through memory, and comes back.
+        served.say(subject.tokens(17, 4))
+        served.say(subject.tokens(17, 5))
+        assert len(served.slot_cache.tier) > 0
+        assert served.say([*texts[0], 1]).reused == len(texts[0]) - 1
+
+
+def test_a_beginning_is_copied_from_a_swap_slot_and_stays_there(subject: Subject) -> None:
+    with Served(subject, slots=1, swap_slots=2) as served:
+        first = served.say(subject.tokens(2 * SPACING))
+        served.say(subject.tokens(9, 2))
+        shared = [*first.prompt, *subject.tokens(5, 3)]
+        assert served.say(shared).tiers == {"slot": len(first.prompt)}
+        assert served.say([*first.tokens, 1]).tiers == {"slot": len(first.tokens) - 1}
+
+
+def test_nobody_else_meets_what_waits_in_a_swap_slot(toy: Subject) -> None:
+    with Served(toy, slots=1, swap_slots=2) as served:
+        text = served.say(toy.tokens(30), namespace="a").tokens
+        served.say(toy.tokens(9, 2), namespace="b")
+        assert served.say([*text, 1], namespace="b").reused == 0
+        assert served.say([*text, 1], namespace="a").reused == len(text) - 1
+
+
+def test_what_waits_in_a_swap_slot_is_stored_asleep_and_cleared_like_any_other(toy: Subject) -> None:
+    with Served(toy, slots=1, swap_slots=2) as served:
+        text = served.say(toy.tokens(40)).tokens
+        ids = np.array(text, np.int32)
+        served.say(toy.tokens(9, 2))
+        served.engine_loop.call(lambda: served.slot_cache.swap_out(ids, ""))
+        assert len(served.slot_cache.tier) > 0
+        assert served.say([*text, 1]).tiers.keys() == {"memory"}
+        served.engine_loop.call(served.slot_cache.clear)
+        assert served.say([*text, 1]).reused == 0
+
+
+def test_a_copy_to_a_swap_slot_that_fails_goes_through_memory(toy: Subject) -> None:
+    with Served(toy, slots=1, swap_slots=2) as served:
+        text = served.say(toy.tokens(40)).tokens
+        fork = served.context.fork
+        served.context.fork = _no_fork  # type: ignore[method-assign]
+        served.say(toy.tokens(9, 2))
+        served.context.fork = fork  # type: ignore[method-assign]
+        assert served.say([*text, 1]).tiers.keys() == {"memory"}
+
+
+def _no_fork(src: int, dst: int) -> None:
+    raise EngineError("no copy today")
+
+
 def test_p6_a_tiny_budget_costs_computation_and_never_a_wrong_answer(subject: Subject) -> None:
     for budget in (1, 3_000, 30_000):
         with Served(subject, slots=2, budget=budget) as served:

@@ -102,7 +102,7 @@ class EngineLoop:
             if self._closing:
                 raise ClosedError("this runtime is closed")
             # Those who came a moment ago and will find a free slot do not count as waiting.
-            free = self._context.n_seq - sum(each.slots for each in self._active)
+            free = self._slots.count - sum(each.slots for each in self._active)
             waiting = len(self._waiting) - free
             if waiting >= self._limit:
                 raise BusyError(

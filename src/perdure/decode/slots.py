@@ -83,6 +83,11 @@ class Later:
 class Slots(Protocol):
     """Assigns slots to requests. Only the engine thread calls it, between steps."""
 
+    @property
+    def count(self) -> int:
+        """How many requests can have a slot at once."""
+        ...
+
     def acquire(
         self,
         tokens: NDArray[np.int32],
@@ -118,6 +123,7 @@ class FreshSlots:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self.count = context.n_seq
         self._free = list(range(context.n_seq))
 
     def acquire(

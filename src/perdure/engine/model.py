@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from perdure.engine.context import Context
 from perdure.engine.contract import Vocabulary
 from perdure.engine.embedder import Embedder
+from perdure.engine.keywords import ContextKeywords
 
 
 class Model(Vocabulary, Protocol):
@@ -21,6 +22,11 @@ class Model(Vocabulary, Protocol):
     @property
     def embedder(self) -> Callable[..., Embedder]:
         """Opens a context for embeddings; takes `n_ctx` and `threads`, and what else the engine knows."""
+        ...
+
+    def spare_sequences(self, n_ctx: int, **context: Unpack[ContextKeywords]) -> int:
+        """How many more sequences of so many tokens the device of the cache has ample room for; 0 where the
+        cache is in the machine's own memory."""
         ...
 
     def close(self) -> None: ...

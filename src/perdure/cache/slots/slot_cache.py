@@ -18,10 +18,11 @@ from perdure.cache.prefix_tree import PrefixRun, SlotState, first_tokens, runs
 from perdure.cache.record import Record, RecordIndex
 from perdure.cache.slots.checkpoints import PrefixHash
 from perdure.cache.slots.reuse_reason import why_not_exact, why_not_more
+from perdure.cache.slots.slot import Slot
 from perdure.cache.slots.slot_checkpoints import SlotCheckpoints
 from perdure.cache.slots.slot_choice import PUT_BACK, Choice, Counts, SlotView, choose
 from perdure.cache.slots.slot_index import SlotIndex
-from perdure.cache.slots.slot_swapper import Slot, SlotSwapper
+from perdure.cache.slots.slot_swapper import SlotSwapper
 from perdure.cache.tiers import LowerTier, Tiers
 from perdure.decode.slots import Held, Later, Pin, Plan, ReuseReport, SlotAssignment
 from perdure.engine.context import Context
@@ -32,6 +33,8 @@ Ids = NDArray[np.int32]
 
 _WORTH_WAITING = 32
 """Tokens that another request must be about to compute before it pays to wait for it."""
+_ON_DEVICE = 1 / 32
+"""What a copy costs where there are swap slots, in the time that it takes to put state back from memory."""
 
 
 class SlotCache:
@@ -50,8 +53,11 @@ class SlotCache:
         block_size: int = BLOCK,
         spacing: int = 256,
         exact: int | None = None,
+        swap_slots: int = 0,
     ) -> None:
-        """With `exact`, prompts are computed in steps of so many tokens, each alone: only what was computed
+        """The last `swap_slots` sequences of the context serve no request: conversations wait in them.
+
+        With `exact`, prompts are computed in steps of so many tokens, each alone: only what was computed
         in just those steps is used again, so that the next reply has the bits of a cold one."""
         self._exact = exact
         self._inexact = None if exact is None else why_not_exact(context)
@@ -71,14 +77,24 @@ class SlotCache:
         self.computed = 0
         self._blocks = BlockCache(context, self.tiers, block_size=block_size, exact=exact is not None)
         self._context = context
+        self.count = context.n_seq - swap_slots
+        """How many requests can have a slot at once."""
         self._slots = [Slot(seq) for seq in range(context.n_seq)]
-        self._swapper = SlotSwapper(
-            context, self._slots, self._blocks, self.tiers, self._checkpoints, exact=exact
-        )
         self._index = SlotIndex(context.n_seq)
+        self._swapper = SlotSwapper(
+            context,
+            self._slots,
+            self._blocks,
+            self.tiers,
+            self._checkpoints,
+            exact=exact,
+            swap_slots=self._slots[self.count :],
+            changed=self._index.remove,
+        )
         self._indexed = b""
         self._used = np.zeros(context.n_seq, np.int64)
-        self._idle = np.ones(context.n_seq, np.bool_)
+        self._serving = np.arange(context.n_seq) < self.count
+        self._idle = self._serving.copy()
         self._clock = 0
 
     @property
@@ -195,7 +211,7 @@ class SlotCache:
         idle = self._idle
         wanted = tokens if self._inexact is None else tokens[:0]
         found = self._blocks.lookup(wanted, namespace)
-        choice, _, _ = self._choose(idle if idle.any() else ~idle, tokens, wanted, namespace, found)
+        choice, _, _ = self._choose(idle if idle.any() else self._serving, tokens, wanted, namespace, found)
         best = choice.best
         if not isinstance(best.source, Found):
             tiers = {"slot": best.length} if best.length else {}
@@ -234,7 +250,7 @@ class SlotCache:
         return found
 
     def states(self) -> list[SlotState]:
-        """What every slot holds."""
+        """What every slot holds that serves requests."""
         return [
             SlotState(
                 namespace=slot.namespace,
@@ -242,7 +258,7 @@ class SlotCache:
                 length=self._context.length(slot.seq),
                 tokens=first_tokens(self._context.token_array(slot.seq)),
             )
-            for slot in self._slots
+            for slot in self._slots[: self.count]
         ]
 
     def runs(
@@ -390,6 +406,8 @@ class SlotCache:
         copies = not pool or memory.forks_in_pool
         # A copy between streams moves all their cells, whatever they hold; in a pool it moves none.
         copy = 0.0 if pool else self._context.n_ctx * PUT_BACK
+        if self.count < self._context.n_seq:
+            copy *= _ON_DEVICE
         # Whether reading beats computing is for the measured rates to say.
         kept = [(found, self.tiers.rates.cost(self.tiers.lower_bytes(found)))] if found.length else []
         if kept and kept[0][1]:
@@ -410,9 +428,10 @@ class SlotCache:
         """What each slot holds. Where an idle one holds something else than is known of it, it is read."""
         held: Counts = np.array(self._context.lengths(), np.int64)
         identity = self._context.identity.digest
-        changed = idle & (held != self._index.lengths)
+        at_rest = idle | ~self._serving
+        changed = at_rest & (held != self._index.lengths)
         if all_of_them or identity != self._indexed:
-            changed, self._indexed = idle, identity
+            changed, self._indexed = at_rest, identity
         for seq in changed.nonzero()[0].tolist():
             slot = self._slots[seq]
             if held[seq]:

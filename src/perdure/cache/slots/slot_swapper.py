@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block_cache import BlockCache
 from perdure.cache.found import Found, Match
+from perdure.cache.slots.slot import Slot
 from perdure.cache.slots.slot_checkpoints import SlotCheckpoints
 from perdure.cache.slots.slot_choice import Option
+from perdure.cache.slots.swap_slots import SwapSlots
 from perdure.cache.tiers import Tiers
 from perdure.engine.context import Context
 from perdure.errors import EngineError
@@ -20,24 +21,11 @@ from perdure.errors import EngineError
 Ids = NDArray[np.int32]
 
 
-@dataclass(slots=True, eq=False)
-class Slot:
-    """A sequence of the context. What it holds outlives its request."""
-
-    seq: int
-    busy: bool = False
-    namespace: str = ""
-    exact: int = 0
-    """Tokens of it, from the first on, that were or will be computed in the steps of exact mode."""
-    forget: bool = False
-    """What it holds was cleared while it was busy: it goes when that is over."""
-
-
 class SlotSwapper:
     """Moves state between the slots, and between them and the tiers.
 
-    Always holds: what a slot has goes into the tiers before something else takes its place; a slot that
-    could not be filled is empty. The checkpoints of a slot are those of what it holds.
+    Always holds: what a slot has goes into a swap slot or the tiers before something else takes its place; a
+    slot that could not be filled is empty. The checkpoints of a slot are those of what it holds.
     """
 
     def __init__(
@@ -49,7 +37,11 @@ class SlotSwapper:
         checkpoints: SlotCheckpoints,
         *,
         exact: int | None,
+        swap_slots: Sequence[Slot],
+        changed: Callable[[int], None],
     ) -> None:
+        """`slots` are all that the context has, and `swap_slots` those of them that serve no request."""
+        self._swap_slots = SwapSlots(context, swap_slots, checkpoints, store=self.store, changed=changed)
         self._context = context
         self._slots = slots
         self._blocks = blocks
@@ -91,6 +83,7 @@ class SlotSwapper:
                 slot.exact = source.exact
                 self._checkpoints.copy(source.seq, slot.seq)
                 self._checkpoints.go_back(slot.seq, option.length)
+                self._swap_slots.swapped_in(source, option.length)
                 return {"slot": option.length}, ""
             tiers, trouble = self._swap_in(slot, source, tokens)
             if tiers:
@@ -118,7 +111,8 @@ class SlotSwapper:
             self._context.clear(slot.seq)
 
     def _swap_out(self, slot: Slot, source: Slot | Found | None) -> None:
-        """Empty `slot`, keeping what it holds in the tiers, and there what is about to take its place."""
+        """Empty `slot`, keeping what it holds in a swap slot or the tiers, and there what is about to come in
+        its place."""
         if not self._context.length(slot.seq):
             self._checkpoints.forget(slot.seq)
             return
@@ -126,7 +120,8 @@ class SlotSwapper:
         held = [each for each in entries if each.id in memory]
         memory.pin(held)
         try:
-            self.store(slot)
+            if not self._swap_slots.swap_out(slot, source):
+                self.store(slot)
         finally:
             memory.unpin(held)
         self._checkpoints.forget(slot.seq)

@@ -9,14 +9,15 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Never
+from typing import Any, Never, Unpack
 
 from perdure import models, system
-from perdure.checks import check_whole
+from perdure.checks import check_whole, is_whole
 from perdure.config import N_CTX, settings
 from perdure.engine.context import Context
 from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
+from perdure.engine.keywords import ContextKeywords
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.native import library
@@ -365,17 +366,36 @@ class Model:
                 n_ctx,
             )
 
-    def _check_memory(self, cells: int, k_type: str, v_type: str) -> None:
-        """Refuse what the machine could never hold: the engine would touch it all and be killed."""
+    def spare_sequences(self, n_ctx: int, **context: Unpack[ContextKeywords]) -> int:
+        """How many more sequences of so many tokens fit into a quarter of what the devices have besides the
+        weights; 0 where the K/V cache is not there, or all sequences share one pool."""
+        if not self._offload.layers or not self._kv_offload or context.get("shared") or not is_whole(n_ctx):
+            return 0
+        # Of all that they have, not of what is free now: how many there are is part of what state is of.
+        total = sum(device.total for device in self._offload.devices)
+        weights = int(library.load().llama_model_size(self._open().handle))
+        k_type, v_type = context.get("k_type", "f16"), context.get("v_type", "f16")
+        if k_type not in _TYPES or v_type not in _TYPES:
+            return 0
+        one = self._kv_bytes(n_ctx, k_type, v_type)
+        return max(0, int((total - weights) / 4 // one)) if one else MAX_SEQUENCES
+
+    def _kv_bytes(self, cells: int, k_type: str, v_type: str) -> float:
+        """What so many cells take in all layers; 0 where a memory has none."""
         handle = self._open().handle
         lib = library.load()
+        if not self._memory.has_rows:
+            return 0.0
         heads = max(1, lib.llama_model_n_head(handle))
         width = lib.llama_model_n_embd(handle) / heads * max(1, lib.llama_model_n_head_kv(handle))
-        if not self._memory.has_rows:
-            return
         layers = max(1, lib.llama_model_n_layer(handle))
-        needed = cells * layers * width * (_BITS[k_type] + _BITS[v_type]) / 8
+        return float(cells * layers * width * (_BITS[k_type] + _BITS[v_type]) / 8)
+
+    def _check_memory(self, cells: int, k_type: str, v_type: str) -> None:
+        """Refuse what the machine could never hold: the engine would touch it all and be killed."""
+        needed = self._kv_bytes(cells, k_type, v_type)
         if self._offload.layers and self._kv_offload:
+            layers = max(1, library.load().llama_model_n_layer(self._open().handle))
             away = needed * min(1.0, self._offload.layers / layers)
             needed -= away
             self._check_devices(away, cells)

@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType, TracebackType
+from typing import Unpack
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from perdure.config import N_CTX
 from perdure.engine.context import Context
 from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
+from perdure.engine.keywords import ContextKeywords
 from perdure.engine.token_ids import check_token
 from perdure.engine.toy.core import Ending, ToyAdapter, ToyCore
 from perdure.engine.toy.faults import Faults
@@ -212,6 +214,10 @@ class ToyModel:
             n_seq=n_seq,
             n_batch=n_batch,
         )
+
+    def spare_sequences(self, n_ctx: int, **context: Unpack[ContextKeywords]) -> int:
+        """It computes in the machine's own memory."""
+        return 0
 
     def embedder(self, *, n_ctx: int = N_CTX, threads: int | None = None) -> Embedder:
         """A context that makes vectors of texts of up to `n_ctx` tokens."""
