@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
@@ -94,8 +95,7 @@ def state(run: Run) -> Iterator[Figure]:
             print(f"   on {side.ask('open', path=str(path))}", flush=True)
             kept = side.ask("save", length=length, repeats=run.pick(5, 3))
             swapped = side.ask("swap", length=length, repeats=3)
-            lengths = [length - 192, *([longer] if longer else [])]
-            woken = side.ask("wake", lengths=lengths)
+            woken = {at: _woken(path, at) for at in (length - 192, *([longer] if longer else []))}
         print(f"   swap {swapped}\n   wake {woken}\n   fork {kept['fork']}", flush=True)
         size = kept["bytes"] / GIB
         figure = functools.partial(_figure, machine=watch.machine)
@@ -110,7 +110,7 @@ def state(run: Run) -> Iterator[Figure]:
             f"swap a slot of {about}", "a turn in place", "ms", Gauge.COST, moved, stayed, at_most(15, "ms")
         )
         for at, found in woken.items():
-            target = at_most(0.4, "s") if int(at) < 10_000 else at_least(3.0)
+            target = at_most(0.4, "s") if at < 10_000 else at_least(3.0)
             yield figure(
                 f"wake {at} tokens of {name}",
                 "computing",
@@ -120,6 +120,17 @@ def state(run: Run) -> Iterator[Figure]:
                 [found["cold"]],
                 target,
             )
+
+
+def _woken(path: Path, length: int) -> dict[str, Any]:
+    """A prompt that one process computes and another one wakes."""
+    with tempfile.TemporaryDirectory() as folder:
+        found: dict[str, Any] = {}
+        for step in ("keep", "wake"):
+            with Child("bench.processes.device") as side:
+                side.ask("open", path=str(path))
+                found |= side.ask(step, folder=folder, length=length, n_ctx=length + 256)
+    return found
 
 
 def beside(run: Run) -> Iterator[Figure]:

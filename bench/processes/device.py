@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import statistics
-import tempfile
 import time
-from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -84,35 +82,24 @@ class Device:
             ][1:]
         return found
 
-    def wake(self, lengths: Sequence[int]) -> dict[str, Any]:
-        """The first token of a prompt that an earlier runtime has kept on the disk, with warm pages."""
-        longest = max(lengths)
-        settings: dict[str, Any] = {"n_ctx": longest + 256, "slots": 2}
-        found: dict[str, Any] = {}
-        with tempfile.TemporaryDirectory() as folder:
-            for length in lengths:
-                prompt = tokens(length, length)
-                with self._perdure.open(
-                    self._model, store=folder, store_bytes=64 << 30, **settings
-                ) as runtime:
-                    runtime.generate(tokens(600, 9), max_tokens=1, temperature=0)
-                    cold = _timed(lambda r=runtime, p=prompt: r.generate(p, max_tokens=1, temperature=0))
-                    started = time.perf_counter()
-                closed = time.perf_counter() - started
-                with self._perdure.open(
-                    self._model, store=folder, store_bytes=64 << 30, **settings
-                ) as runtime:
-                    runtime.generate([300, 301, 302], max_tokens=1)
-                    started = time.perf_counter()
-                    reply = runtime.generate([*prompt, 300], max_tokens=1, temperature=0)
-                    woken = time.perf_counter() - started
-                found[str(length)] = {
-                    "cold": cold,
-                    "woken": woken,
-                    "closing": closed,
-                    "reuse": str(reply.reuse),
-                }
-        return found
+    def keep(self, folder: str, length: int, n_ctx: int) -> dict[str, float]:
+        """Compute a prompt and leave its state on the disk: seconds to its first token, and to close."""
+        with self._stored(folder, n_ctx) as runtime:
+            runtime.generate(tokens(600, 9), max_tokens=1, temperature=0)
+            cold = _timed(lambda: runtime.generate(tokens(length, length), max_tokens=1, temperature=0))
+            started = time.perf_counter()
+        return {"cold": cold, "closing": time.perf_counter() - started}
+
+    def wake(self, folder: str, length: int, n_ctx: int) -> dict[str, Any]:
+        """The first token of a prompt that an earlier process has kept on the disk, with warm pages."""
+        with self._stored(folder, n_ctx) as runtime:
+            runtime.generate([300, 301, 302], max_tokens=1)
+            started = time.perf_counter()
+            reply = runtime.generate([*tokens(length, length), 300], max_tokens=1, temperature=0)
+            return {"woken": time.perf_counter() - started, "reuse": str(reply.reuse)}
+
+    def _stored(self, folder: str, n_ctx: int) -> Any:
+        return self._perdure.open(self._model, store=folder, store_bytes=64 << 30, n_ctx=n_ctx, slots=2)
 
     def beside(self, length: int, repeats: int) -> dict[str, Any]:
         """A long prompt alone, and beside a reply that goes on: seconds, and the reply's gaps."""
@@ -151,4 +138,4 @@ def _timed(call: Any) -> float:
 
 if __name__ == "__main__":
     device = Device()
-    serve({name: getattr(device, name) for name in ("open", "save", "swap", "wake", "beside")})
+    serve({name: getattr(device, name) for name in ("open", "save", "swap", "keep", "wake", "beside")})

@@ -17,7 +17,7 @@ from perdure.cache.slots.slot_cache import SlotCache
 from perdure.decode.engine_loop import CHUNK, EngineLoop
 from perdure.decode.request import Request
 from perdure.memory import SlidingWindow
-from subjects import NARROW, Compared, Row, Subject, check
+from subjects import NARROW, ON_A_GPU, Compared, Row, Subject, check
 
 BLOCK = 8
 SPACING = 16
@@ -34,6 +34,11 @@ BOUND = {
 EXPERTS = ("qwen3moe", "deepseek2")
 """Rounding can send a token to another expert, so that only equal shapes tell noise from error."""
 PLENTY = 64 << 20
+
+
+def other_shapes(subject: Subject) -> float:
+    """What other shapes of steps make of a row at most, on this machine's devices."""
+    return max(BOUND[subject.name], ON_A_GPU.usual if subject.rounding is ON_A_GPU else 0.0)
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class Served:
             post=self.engine_loop.post,
         )
         wide = not exact and self.context.n_batch > NARROW
-        self.bound = BOUND[subject.name] if (wide or elsewhere) and not subject.toy else narrow.bound
+        self.bound = other_shapes(subject) if (wide or elsewhere) and not subject.toy else narrow.bound
         self.adapters: dict[Any, float] = {}
 
     # Asking.

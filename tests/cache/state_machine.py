@@ -16,7 +16,7 @@ from perdure import Job, PerdureError, Reply
 from perdure.engine.contract import Outcome
 from subjects import NARROW, Row, Subject, check
 
-from .served import BOUND, EXPERTS, PLENTY, Answer, Served
+from .served import EXPERTS, PLENTY, Answer, Served, other_shapes
 
 N_CTX = 160
 LONGEST = N_CTX - 8
@@ -64,8 +64,8 @@ class RuntimeMachine(RuleBasedStateMachine):
         self.served = Served(
             self.subject,
             slots=slots,
-            # In a pool a copy has no cells of its own.
-            swap_slots=0 if shared else swap_slots,
+            # In a pool a copy has no cells of its own; and steps are at least as wide as there are sequences.
+            swap_slots=0 if shared else max(0, min(swap_slots, n_batch - slots)),
             budget=budget,
             n_ctx=N_CTX + self.prefix,
             n_batch=n_batch,
@@ -117,7 +117,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         """What another number of rows a step may make of a row."""
         rounds = self.served.exact is not None and not self.subject.toy
         alike = self.subject.narrow.bound == 0 and (self.served.exact or 0) <= NARROW
-        return BOUND[self.subject.name] if rounds and not alike else self.served.bound
+        return other_shapes(self.subject) if rounds and not alike else self.served.bound
 
     def cold(self, prompt: list[int], said: list[int]) -> Row:
         served = self.served

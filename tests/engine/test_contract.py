@@ -363,7 +363,8 @@ def test_b6_a_decode_cut_into_steps_by_its_rows_is_undone_whole(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = subject.tokens(20)
-    with subject.context(n_ctx=200, n_batch=150, swa_full=False) as ctx:
+    settings: dict[str, Any] = {"n_ctx": 200, "n_batch": 150, "swa_full": False}
+    with subject.context(**settings) as ctx:
         more = subject.tokens(2 * ctx.capabilities.max_outputs + 1, 1)
         ctx.decode(text)
         with monkeypatch.context() as patch:
@@ -372,7 +373,7 @@ def test_b6_a_decode_cut_into_steps_by_its_rows_is_undone_whole(
                 ctx.decode(more, rows="all")
         assert holds(ctx, text)
         ctx.decode([5])
-        check(ctx.logits().copy(), subject.cold([text, [5]]))
+        check(ctx.logits().copy(), subject.cold([text, [5]], **settings))
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 20, 60])

@@ -466,7 +466,7 @@ def test_p4_clearing_a_label_clears_just_that(checked: CheckedRuntime) -> None:
 
 def test_p5_the_longest_prefix_wins_and_stays_for_others(checked: CheckedRuntime) -> None:
     """P5, whoever took it before."""
-    checked.slots = 1
+    checked.slots, checked.more = 1, {**checked.more, "swap_slots": 0}
     with checked:
         base = prompt(256)
         checked.rt.cache.warm(base[:128])

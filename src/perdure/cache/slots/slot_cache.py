@@ -69,8 +69,8 @@ class SlotCache:
         self._checkpoints = SlotCheckpoints.of(
             context, budget=budget, spacing=spacing, pinned=self.pins.holds
         )
-        self._scratch = context.limit_scratch(budget // 8)
-        self.tier = MemoryTier(budget - self._checkpoints.budget - self._scratch, pinned=self.pins.holds)
+        scratch = context.limit_scratch(budget // 8)
+        self.tier = MemoryTier(budget - self._checkpoints.budget - scratch, pinned=self.pins.holds)
         self.pins.budget = self.tier.budget // 2
         self.tiers = Tiers(self.tier, lower)
         self.reused: dict[str, int] = {}
@@ -335,7 +335,7 @@ class SlotCache:
         self.reused, self.computed = {}, 0
         # What is left in it of states that passed goes too.
         self._context.limit_scratch(0)
-        self._context.limit_scratch(self._scratch)
+        self._context.limit_scratch(self.budget // 8)
         for slot in self._slots:
             self._forget(slot)
 

@@ -48,10 +48,10 @@ class SwapSlots:
         places = [each for each in self._slots if each is not source]
         if not places:
             return False
-        lengths = [self._context.length(each.seq) for each in places]
-        place = places[lengths.index(0)] if 0 in lengths else places[0]
-        if self._context.length(place.seq):
-            self._store(place)
+        # What `slot` has too needs no other place, an empty one has nothing; else the oldest makes room.
+        place = next((each for each in places if self._is_covered(each, slot)), None)
+        if place is None:
+            self._store(place := places[0])
         self._slots.remove(place)
         self._slots.append(place)
         self._changed(place.seq)
@@ -64,6 +64,14 @@ class SwapSlots:
         place.namespace, place.exact = slot.namespace, slot.exact
         self._checkpoints.copy(slot.seq, place.seq)
         return True
+
+    def _is_covered(self, place: Slot, slot: Slot) -> bool:
+        """Whether `slot` has all that `place` has."""
+        length = self._context.length(place.seq)
+        if not length or place.namespace != slot.namespace:
+            return not length
+        held = self._context.token_array(place.seq)
+        return place.exact <= slot.exact and self._context.common_prefix(held, slot.seq) == length
 
     def swapped_in(self, source: Slot, length: int) -> None:
         """A slot has the first `length` tokens of `source`: if these are all, it waits here no longer."""

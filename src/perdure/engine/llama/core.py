@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,10 +25,13 @@ from perdure.memory import MemorySpec
 
 _BEYOND = 1 << 30
 """A position that no token has."""
+_MAIN_THREAD = threading.main_thread().ident
 _OUTCOMES = {0: Outcome.DONE, 1: Outcome.FULL, 2: Outcome.ABORTED, -1: Outcome.REJECTED}
 _PARTIAL = 1
 _SCRATCH = 64 << 20
 """Memory for a state in passing that is kept between calls, at most, unless another limit is set."""
+_LARGER = 4
+"""How many times the limit that is asked for is taken on a device, where a state needs it."""
 _OPENING = 8
 """The bytes with which every state starts: a mark and the sequence."""
 
@@ -35,7 +39,10 @@ _OPENING = 8
 class LlamaCore:
     """Owns one `llama_context`, and keeps the weights it uses alive."""
 
-    def __init__(self, weights: Weights, params: Any, memory: MemorySpec, *, causal: bool) -> None:
+    def __init__(
+        self, weights: Weights, params: Any, memory: MemorySpec, *, causal: bool, largest_state: float = 0
+    ) -> None:
+        """`largest_state` is about how many bytes a sequence has when it is full."""
         self._lib = library.load()
         self._log_sink = library.log_sink()
         self._weights = weights
@@ -81,6 +88,7 @@ class LlamaCore:
         # A bus is fast, and states on a GPU are large: there a larger part of the memory pays.
         limit = max(_SCRATCH, (system.physical_memory() or 0) // 32) if on_device else _SCRATCH
         self._scratch = Scratch(self._lib, weights.devices[0].handle if on_device else None, limit)
+        self._largest_state = int(1.1 * largest_state) if on_device else 0
         self._native: tuple[Batch, Any] | None = None
 
     def decode(self, batch: Batch) -> Outcome:
@@ -89,6 +97,10 @@ class LlamaCore:
             raise InvalidInputError("this model reads whole texts and writes none; use it for embeddings")
         native = self._bind(batch)
         native.n_tokens = batch.size
+        if self._asynchronous and threading.get_ident() == _MAIN_THREAD:
+            # The backend of a device chatters while it computes: a Ctrl-C in the midst of that is lost.
+            with self._log_sink.muted(id(self)), self._threadpool:
+                return _OUTCOMES.get(self._lib.llama_decode(self._context, native), Outcome.FAILED)
         with self._threadpool:
             return _OUTCOMES.get(self._lib.llama_decode(self._context, native), Outcome.FAILED)
 
@@ -267,6 +279,8 @@ class LlamaCore:
         return state
 
     def limit_scratch(self, nbytes: int) -> int:
+        # A state larger than that takes fresh pages each time, which is slower than the bus by far.
+        nbytes = max(nbytes, min(self._largest_state, _LARGER * nbytes))
         self._scratch.limit(nbytes)
         return nbytes
 

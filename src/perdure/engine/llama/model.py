@@ -247,7 +247,8 @@ class Model:
         params.kv_unified = shared
         params.offload_kqv = self._kv_offload
         params.swa_full = swa_full
-        core = LlamaCore(weights, params, self._memory, causal=weights.causal)
+        largest = self._kv_bytes(params.n_ctx // n_seq, k_type, v_type)
+        core = LlamaCore(weights, params, self._memory, causal=weights.causal, largest_state=largest)
         memory = dataclasses.replace(self._memory, keeps_window=swa_full)
         streams = 1 if shared else n_seq
         engine = library.loaded()
