@@ -5,15 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import perdure
 from perdure import InvalidInputError, Model, OutOfMemoryError, models
+from perdure.backend import LocalBackend
 from perdure.config import settings
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.devices import Device, list_devices
-from perdure.engine.llama.offload import ModelBytes, Offload, check_split, choose_devices, plan_offload
+from perdure.engine.llama.offload import (
+    ModelBytes,
+    Offload,
+    check_split,
+    choose_devices,
+    plan_offload,
+    spare_sequences,
+)
 
 GIB = 1 << 30
 NEEDS = ModelBytes(layers=(GIB,) * 32, output=GIB, compute=GIB // 2)
@@ -165,3 +174,36 @@ def test_the_environment_says_how_many(
 def test_a_loaded_model_is_not_loaded_again(zoo_path: Callable[[str], Path]) -> None:
     with Model(zoo_path("llama")) as model, pytest.raises(InvalidInputError, match="loaded already"):
         perdure.open(model, gpu_layers=1)
+
+
+# Waiting there.
+
+
+@pytest.mark.parametrize(("sequence", "fit"), [(GIB, 10), (11 * GIB, 0), (0, 0)])
+def test_what_is_spare_for_waiting_conversations_does_not_depend_on_who_else_is_there(
+    sequence: int, fit: int
+) -> None:
+    """48 GiB without 8 of weights, a quarter of that: whatever is free at the moment."""
+    for free in (1, 20, 48):
+        assert spare_sequences([device(free=free)], weights=8 * GIB, sequence=sequence) == fit
+
+
+def test_conversations_wait_on_a_device_that_has_room_and_else_only_where_it_is_asked_for(
+    zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sequences(**settings: Any) -> tuple[int, int]:
+        with perdure.open(zoo_path("llama"), n_ctx=64, slots=2, threads=1, **settings) as rt:
+            backend = rt.backend
+            assert isinstance(backend, LocalBackend)
+            return rt.slots, backend.context.n_seq
+
+    assert sequences(gpu_layers=0) == (2, 2)
+    assert sequences(gpu_layers=0, swap_slots=3) == (2, 5)
+    assert sequences(gpu_layers=0, swap_slots=3, cache=0) == (2, 2)
+    monkeypatch.setattr(Model, "spare_sequences", lambda *_, **__: 9)
+    assert sequences() == (2, 6)
+    monkeypatch.setattr(Model, "spare_sequences", lambda *_, **__: 3)
+    assert sequences() == (2, 2)
+    for wrong in ({"swap_slots": -1}, {"swap_slots": 2, "shared": True}):
+        with pytest.raises(InvalidInputError, match="swap_slots"):
+            sequences(**wrong)

@@ -30,6 +30,7 @@ from perdure.engine.llama.offload import (
     check_split,
     choose_devices,
     plan_offload,
+    spare_sequences,
 )
 from perdure.engine.llama.preflight import check_header, rope_factors, rope_limit
 from perdure.engine.llama.vocabulary import Vocabulary
@@ -372,14 +373,12 @@ class Model:
         weights; 0 where the K/V cache is not there, or all sequences share one pool."""
         if not self._offload.layers or not self._kv_offload or context.get("shared") or not is_whole(n_ctx):
             return 0
-        # Of all that they have, not of what is free now: how many there are is part of what state is of.
-        total = sum(device.total for device in self._offload.devices)
-        weights = int(library.load().llama_model_size(self._open().handle))
         k_type, v_type = context.get("k_type", "f16"), context.get("v_type", "f16")
         if k_type not in _TYPES or v_type not in _TYPES:
             return 0
+        weights = int(library.load().llama_model_size(self._open().handle))
         one = self._kv_bytes(n_ctx, k_type, v_type)
-        return max(0, int((total - weights) / 4 // one)) if one else MAX_SEQUENCES
+        return spare_sequences(self._offload.devices, weights=weights, sequence=one)
 
     def _kv_bytes(self, cells: int, k_type: str, v_type: str) -> float:
         """What so many cells take in all layers; 0 where a memory has none."""

@@ -79,6 +79,7 @@ class Offload:
     note: str | None = None
 
 
+_SPARED = 4
 CPU_ONLY = Offload(layers=0)
 
 
@@ -115,6 +116,16 @@ def plan_offload(wanted: GpuLayers, devices: Sequence[Device], needs: ModelBytes
             f"{places} has less: {fits} fit. Choose gpu_layers={fits}, a smaller n_ctx, or fewer slots"
         )
     return Offload(layers=layers, devices=tuple(devices))
+
+
+def spare_sequences(devices: Sequence[Device], *, weights: int, sequence: float) -> int:
+    """How many sequences of so many bytes fit into a quarter of what the devices have besides the weights.
+
+    Of all that they have, not of what is free now: how many sequences a context has is part of what its state
+    is of, and must not change from one start to the next.
+    """
+    room = (sum(device.total for device in devices) - weights) / _SPARED
+    return max(0, int(room // sequence)) if sequence else 0
 
 
 def check_gpu_layers(value: object) -> GpuLayers:
