@@ -107,6 +107,15 @@ def test_a_beginning_is_copied_from_a_swap_slot_and_stays_there(subject: Subject
         assert served.say([*first.tokens, 1]).tiers == {"slot": len(first.tokens) - 1}
 
 
+def test_the_same_two_prompts_again_and_again_fill_no_swap_slots_with_copies(toy: Subject) -> None:
+    """Each time all but the last token is used again: what waits is then the beginning of what is there."""
+    with Served(toy, slots=1, swap_slots=3) as served:
+        for number in range(5):
+            for text in (toy.tokens(40, 1), toy.tokens(30, 2)):
+                assert bool(served.say(text).reused) == bool(number)
+        assert len(served.slot_cache.tier) == 0
+
+
 def test_nobody_else_meets_what_waits_in_a_swap_slot(toy: Subject) -> None:
     with Served(toy, slots=1, swap_slots=2) as served:
         text = served.say(toy.tokens(30), namespace="a").tokens
