@@ -116,6 +116,12 @@ def test_the_same_two_prompts_again_and_again_fill_no_swap_slots_with_copies(toy
         assert len(served.slot_cache.tier) == 0
 
 
+def test_what_takes_a_swap_slot_is_found_there_though_it_is_as_long_as_what_was(toy: Subject) -> None:
+    with Served(toy, slots=1, swap_slots=1) as served:
+        texts = [served.say(toy.tokens(30, number)).tokens for number in (1, 2, 3)]
+        assert served.say([*texts[1], 1]).tiers == {"slot": len(texts[1]) - 1}
+
+
 def test_nobody_else_meets_what_waits_in_a_swap_slot(toy: Subject) -> None:
     with Served(toy, slots=1, swap_slots=2) as served:
         text = served.say(toy.tokens(30), namespace="a").tokens
