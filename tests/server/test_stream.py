@@ -13,7 +13,6 @@ import h11
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.background import BackgroundTask
 from starlette.types import Message
 
 from perdure.engine.toy import ToyModel
@@ -60,7 +59,7 @@ def test_silence_is_filled_and_a_client_that_leaves_ends_the_events() -> None:
             events(),
             send_seconds=60,
             silent_seconds=0.01,
-            background=BackgroundTask(lambda: ended.append("background")),
+            ended=lambda: ended.append("ended"),
         )
         answering = asyncio.ensure_future(
             response({"type": "http", "method": "POST"}, line.receive, line.send)
@@ -74,7 +73,7 @@ def test_silence_is_filled_and_a_client_that_leaves_ends_the_events() -> None:
     assert (head, first) == (b"", b"data: 1\n\n")
     # Lines that start with a colon are comments, which clients skip.
     assert all(ping.startswith(b":") and ping.endswith(b"\n\n") for ping in pings)
-    assert ended == ["events", "background"]
+    assert ended == ["events", "ended"]
 
 
 def test_an_error_between_events_is_raised_once_everything_has_ended() -> None:
@@ -84,7 +83,7 @@ def test_an_error_between_events_is_raised_once_everything_has_ended() -> None:
 
     async def run() -> None:
         line = Line()
-        response = EventStream(events(), send_seconds=60, background=BackgroundTask(lambda: None))
+        response = EventStream(events(), send_seconds=60)
         await response({"type": "http", "method": "POST"}, line.receive, line.send)
 
     with pytest.raises(ValueError, match="broken"):
@@ -146,9 +145,7 @@ def test_a_client_that_stopped_reading_is_left_also_while_nothing_is_said() -> N
             await asyncio.Event().wait()
 
     async def serve() -> None:
-        answer = EventStream(
-            silence(), send_seconds=0.05, silent_seconds=0.01, background=BackgroundTask(lambda: None)
-        )
+        answer = EventStream(silence(), send_seconds=0.05, silent_seconds=0.01)
         async with asyncio.timeout(PATIENCE):
             await answer({"type": "http"}, receive, send)
 

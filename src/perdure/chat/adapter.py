@@ -179,7 +179,8 @@ class _Adapting:
             self.note("calls: written into the text")
             text = self.writer.write(map(self._guarded, message.tool_calls))
             gap = "\n" if message.content else ""
-            return [_adapted(message, tool_calls=(), behind=gap + text)]
+            # Empty rather than none: such a message is rendered by itself, like any other.
+            return [_adapted(message, content=message.content or "", tool_calls=(), behind=gap + text)]
         if message.content and not self.shown.text_with_calls:
             if not self.shown.split_text:
                 self.note("text beside calls: not shown by the template")

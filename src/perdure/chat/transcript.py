@@ -17,6 +17,7 @@ from perdure.engine.contract import Vocabulary
 _GUARD = "\ue000"
 """Put into what only looks like a control token, so that it stays text. Of Unicode's private use."""
 _TYPED = _GUARD * 2
+_APART = "\0"
 """The same character, where somebody typed it."""
 _IDENTIFIER = re.compile(r"[\w .-]*")
 _CUT = r"\g<0>" + _GUARD
@@ -99,11 +100,28 @@ class ChatTokenizer:
         return re.compile("|".join(starts) or r"(?!)")
 
     @cached_property
-    def _edges(self) -> tuple[frozenset[str], frozenset[str], int]:
-        """What marks begin with and end with, from two characters on, and how long these are at most."""
-        begins = frozenset(text[:size] for text in self._texts for size in range(2, len(text)))
-        ends = frozenset(text[-size:] for text in self._texts for size in range(2, len(text)))
-        return begins, ends, max(map(len, self._texts), default=0)
+    def _begins(self) -> frozenset[str]:
+        """What marks begin with, from two characters on."""
+        return frozenset(text[:size] for text in self._texts for size in range(2, len(text)))
+
+    @cached_property
+    def _ends(self) -> frozenset[str]:
+        """What marks end with, from two characters on."""
+        return frozenset(text[-size:] for text in self._texts for size in range(2, len(text)))
+
+    @cached_property
+    def _pairs(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The first two characters of all ends, and the last two of all beginnings: few texts have them."""
+        return frozenset(end[:2] for end in self._ends), frozenset(begin[-2:] for begin in self._begins)
+
+    @cached_property
+    def _middles(self) -> str:
+        """All marks but for their first and last characters, one behind the other."""
+        return _APART.join(text[1:-1] for text in self._texts)
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._texts), default=0)
 
     @cached_property
     def start(self) -> Transcript:
@@ -129,12 +147,13 @@ class ChatTokenizer:
         for gone in self._erased:
             if gone in guarded and self._marks.search(guarded.replace(gone, "")):
                 guarded = guarded.replace(gone, gone + _GUARD)
-        begins, ends, longest = self._edges
         # Templates strip messages, so what counts are the edges of their words.
         words = guarded.strip()
-        sizes = range(2, min(longest, len(words) + 1))
-        before = any(words[:size] in ends for size in sizes)
-        behind = any(words[-size:] in begins for size in sizes)
+        sizes = range(2, min(self._longest, len(words) + 1))
+        first, last = self._pairs
+        # Every field of a whole history comes here with every request.
+        before = words[:2] in first and any(words[:size] in self._ends for size in sizes)
+        behind = words[-2:] in last and any(words[-size:] in self._begins for size in sizes)
         if not _IDENTIFIER.fullmatch(words) and self._is_inside(words):
             before = behind = True
         return _cut_edges(guarded, before, behind) if before or behind else guarded
@@ -146,7 +165,12 @@ class ChatTokenizer:
 
     def _is_inside(self, text: str) -> bool:
         """Whether a text is the middle of a mark."""
-        return 0 < len(text) < self._edges[2] and any(text in mark[1:-1] for mark in self._texts)
+        if not 0 < len(text) < self._longest:
+            return False
+        if _APART in text:
+            return any(text in mark[1:-1] for mark in self._texts)
+        # At once: some vocabularies have a thousand marks.
+        return text in self._middles
 
     def encode(self, text: str, after: Transcript | None = None) -> Transcript:
         """A text behind `after`. Unguarded marks in it become control tokens."""

@@ -208,12 +208,15 @@ class Caller:
     """What its key may still use, where it has one."""
 
 
-def _app_state(request: Request) -> AppState:
+# Not plain functions, which FastAPI would call in a thread each.
+
+
+async def _app_state(request: Request) -> AppState:
     app_state: AppState = request.app.state.app_state
     return app_state
 
 
-def _caller(request: Request) -> Caller:
+async def _caller(request: Request) -> Caller:
     state = request.state
     agent = _agent(request.headers.get("user-agent", ""))
     return Caller(state.namespace, state.notes, agent, getattr(state, "account", None))

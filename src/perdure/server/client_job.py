@@ -59,6 +59,8 @@ class ClientJob(Generic[D, R]):
         self._timer = asyncio.get_running_loop().call_later(seconds, job.cancel)
         self._deltas: AsyncIterator[D] | None = None
         self._first: asyncio.Future[D | None] | None = None
+        self.leaving: asyncio.Future[None] | None = None
+        """Done when the client has left; there from `begin` on."""
 
     def cancel(self) -> None:
         self._timer.cancel()
@@ -85,13 +87,18 @@ class ClientJob(Generic[D, R]):
         own, and a client whose prompt takes longer to be read is not left in silence."""
         self._deltas = aiter(self._job)
         self._first = asyncio.ensure_future(_next(self._deltas))
+        self.leaving = asyncio.ensure_future(disconnected(self._request.receive))
         try:
-            done, _ = await while_connected(self._request, asyncio.wait((self._first,), timeout=seconds))
-            if not done:
+            # Between the first token and its event, every task more is a turn of the event loop more.
+            first_or_leaving = (self._first, self.leaving)
+            await asyncio.wait(first_or_leaving, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not self._first.done():
+                if self.leaving.done():
+                    raise ClientLeft
                 return
             delta = self._first.result()
             if delta is None or delta.finish_reason in ("error", "cancelled"):
-                refused = self.cut(await self.replies())
+                refused = self.cut(await self._job.areplies())
                 if refused is not None:
                     raise refused
         except BaseException:
@@ -109,13 +116,16 @@ class ClientJob(Generic[D, R]):
             async for delta in self._deltas:
                 yield delta
         finally:
-            self.drop()
+            # Whether the client is still there is looked after until the end of the stream is sent.
+            self.cancel()
+            self._first.cancel()
 
     def drop(self) -> None:
         """End the job, for nobody reads it any more."""
         self.cancel()
-        if self._first is not None:
-            self._first.cancel()
+        for each in (self._first, self.leaving):
+            if each is not None:
+                each.cancel()
 
     async def ended(self) -> Sequence[R]:
         """The replies, once all deltas were read."""

@@ -14,7 +14,6 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
-from starlette.background import BackgroundTask
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -96,13 +95,18 @@ class EventStream(Response):
         events: AsyncGenerator[bytes],
         *,
         send_seconds: float,
-        background: BackgroundTask,
         silent_seconds: float = 15.0,
         media_type: str = "text/event-stream",
         sign_of_life: Callable[[], bytes] = lambda: _PING,
+        ended: Callable[[], object] = lambda: None,
+        leaving: asyncio.Future[None] | None = None,
     ) -> None:
+        """`ended` is called in the event loop once nothing more is sent, for whatever reason. `leaving` is
+        done when the client has left, where somebody looks after that already."""
         self.status_code = 200
-        self.background = background
+        self.background = None
+        self._ended = ended
+        self._leaving = leaving
         self.media_type = media_type
         self._silent_seconds = silent_seconds
         self._sign_of_life = sign_of_life
@@ -115,7 +119,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send_all(send))
-        leaving = asyncio.ensure_future(disconnected(receive))
+        leaving = self._leaving or asyncio.ensure_future(disconnected(receive))
         try:
             await self._mind(send, sending, leaving)
             if sending.done():
@@ -124,8 +128,7 @@ class EventStream(Response):
             for each in (sending, leaving):
                 each.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
-            if self.background is not None:
-                await self.background()
+            self._ended()
 
     async def _send_all(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
@@ -181,7 +184,8 @@ def response(
         media_type=writer.media_type,
         sign_of_life=lambda: writer.sign_of_life(client_job.progress),
         # A client that leaves before the first event leaves a job that nobody reads.
-        background=BackgroundTask(client_job.drop),
+        ended=client_job.drop,
+        leaving=client_job.leaving,
     )
 
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from pydantic_core import to_json
-from starlette.background import BackgroundTask
 from starlette.responses import Response
 
 from perdure.errors import PerdureError
@@ -38,7 +37,7 @@ _TOO_LONG = "context_length_exceeded"
 ResponseId = Annotated[str, Path(max_length=100)]
 
 
-def _runs(request: Request) -> Runs:
+async def _runs(request: Request) -> Runs:
     runs: Runs = request.app.state.runs
     return runs
 
@@ -272,9 +271,7 @@ def _stream(parts: Iterable[Callable[[], bytes]], app_state: AppState) -> EventS
         for part in parts:
             yield part()
 
-    return EventStream(
-        events(), send_seconds=app_state.limits.send_seconds, background=BackgroundTask(lambda: None)
-    )
+    return EventStream(events(), send_seconds=app_state.limits.send_seconds)
 
 
 def _json(shown: dict[str, Any]) -> Response:

@@ -7,8 +7,6 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from starlette.background import BackgroundTask
-
 from perdure.chat.reply import ChatReply
 from perdure.server.api_error import ApiError, to_api_error
 from perdure.server.app_state import AppState, Caller
@@ -159,7 +157,6 @@ def followed(run: Run, after: int, app_state: AppState) -> EventStream:
         send_seconds=limits.send_seconds,
         silent_seconds=limits.silent_seconds,
         sign_of_life=run.sign_of_life,
-        background=BackgroundTask(lambda: None),
     )
 
 
