@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,11 @@ TOOL = {
 
 def opened(subject: Subject, **settings: Any) -> Runtime:
     return perdure.open(subject.model, **{"n_ctx": 512, "slots": 2, "n_batch": 3, "threads": 1, **settings})
+
+
+HERMES = (
+    Path(__file__).parent / "templates" / "llama.cpp" / "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use.jinja"
+)
 
 
 def toy(**settings: Any) -> Runtime:
@@ -121,6 +127,35 @@ def test_of_a_history_that_is_sent_again_only_the_end_is_rendered(
         other = rt.chat([*said, user("And?")], namespace="another's", **ASK)
         assert max(rendered) == 62
         assert (other.text, other.usage.prompt_tokens) == (again.text, again.usage.prompt_tokens)
+
+
+def test_of_a_history_with_calls_written_as_text_only_the_end_is_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A template without tools has them written into the system message, and calls into the text."""
+    rendered: list[int] = []
+    render = Template.render
+
+    def counted(self: Template, messages: Any, **given: Any) -> str:
+        rendered.append(len(messages))
+        return render(self, messages, **given)
+
+    monkeypatch.setattr(Template, "render", counted)
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sea"}'}}
+    with toy(n_ctx=4096) as rt:
+        said = [SYSTEM]
+        for turn in range(12):
+            said.append(user(f"Number {turn}?"))
+            rt.chat(said, tools=[TOOL], namespace="mine", **ASK)
+            said.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            said.append({"role": "tool", "tool_call_id": "c1", "content": "wet"})
+            rendered.clear()
+            last = rt.chat(said, tools=[TOOL], namespace="mine", **ASK)
+            # The first result has the template tried.
+            assert turn == 0 or max(rendered) <= 12
+            said.append({"role": "assistant", "content": last.text})
+        again = rt.chat(said[:-1], tools=[TOOL], namespace="another's", **ASK)
+        assert (again.text, again.usage.prompt_tokens) == (last.text, last.usage.prompt_tokens)
 
 
 def test_one_changed_character_is_tokenised_anew_from_there(subject: Subject) -> None:
@@ -354,7 +389,33 @@ def test_a_call_that_is_required_is_made(choice: Any, subject: Subject) -> None:
         assert (reply.problems, reply.finish_reason) == ((), "tool_calls")
 
 
-def test_tools_that_are_not_wanted_are_not_there() -> None:
+@pytest.mark.parametrize("choice", ["none", "required", "look", {"function": {"name": "look"}}])
+def test_whatever_may_be_called_the_prompt_stays_the_same(choice: Any) -> None:
+    """K4, H8: so a client that forbids calls for one turn, or asks for one, has the whole prefix reused."""
+    other = {"type": "function", "function": {"name": "listen"}}
+    with toy(n_ctx=2048) as rt:
+        auto = rt.chat([user("Look!")], tools=[other, TOOL], max_tokens=1)
+        chosen = rt.chat([user("Look!")], tools=[other, TOOL], tool_choice=choice, max_tokens=1)
+        assert chosen.usage.prompt_tokens == auto.usage.prompt_tokens
+        assert chosen.usage.cached_tokens >= auto.usage.prompt_tokens - 1
+
+
+def test_a_call_that_is_forbidden_is_neither_drawn_nor_read() -> None:
+    """C8: its marks are not drawn; the same characters as plain text stay text."""
+    template = Template(HERMES.read_text(), bos="<s>", eos="<|im_end|>")
+    text = '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>'
+    with perdure.open(ToyModel(marks=["<tool_call>"]), n_ctx=4096, slots=1, template=template) as rt:
+        ask: dict[str, Any] = {"tools": [TOOL], "max_tokens": 80}
+        made = rt.chat([user("x")], processors=[saying(text, rt.model)], **ask)
+        assert [call.name for call in made.tool_calls] == ["look"]
+        with pytest.raises(InvalidInputError, match="rule out every token"):
+            rt.chat([user("x")], tool_choice="none", processors=[saying(text, rt.model)], **ask)
+    with perdure.open(ToyModel(), n_ctx=4096, slots=1, template=template) as rt:
+        reply = rt.chat([user("x")], tool_choice="none", processors=[saying(text, rt.model)], **ask)
+        assert (reply.text, reply.tool_calls, reply.finish_reason) == (text, (), "stop")
+
+
+def test_tools_that_are_not_wanted_are_not_called() -> None:
     with toy() as rt:
         text = '{"name": "look", "arguments": {"at": "sea"}}'
         reply = rt.chat(

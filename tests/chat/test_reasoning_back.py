@@ -182,6 +182,6 @@ def test_the_files_template_for_tools_is_taken_where_there_are_some() -> None:
         assert with_tools.usage.prompt_tokens > plain.usage.prompt_tokens + len("[look]")
         assert with_tools.notes == ()
         none = rt.chat([user("Hi")], tools=[TOOL], tool_choice="none", max_tokens=1)
-        assert none.usage.prompt_tokens == plain.usage.prompt_tokens
+        assert none.usage.prompt_tokens == with_tools.usage.prompt_tokens
     with perdure.open(WithToolUse(), n_ctx=512, slots=1, template=Template(SHOWS)) as rt:
         assert rt.chat([user("Hi")], tools=[TOOL], max_tokens=1).notes

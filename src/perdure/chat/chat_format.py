@@ -74,7 +74,7 @@ class ChatFormat:
 
     def _for(self, options: ChatOptions) -> ChatFormat:
         """The chat format of a request: the file's own for tools, where there are some."""
-        return self._tool_use if self._tool_use is not None and options.shown_tools else self
+        return self._tool_use if self._tool_use is not None and options.tools else self
 
     @property
     def n_ctx(self) -> int:
@@ -130,8 +130,9 @@ class ChatFormat:
     ) -> ChatJob:
         # From here on: what goes on from this request, if anything does, ends at the same instant.
         deadline = take_deadline(settings)
+        # The prompt has all tools, whichever may be called: it is then the same for every choice.
         tools, grammar = self._tools(options, settings)
-        options = replace(options, tools=tools)
+        makes_calls = options.tool_choice != "none"
         asked = parse_messages(messages)
         prompt, dropped = self._fitting(asked, options, settings, namespace, known, before)
         # Its own limits are checked before anything is queued.
@@ -145,6 +146,8 @@ class ChatFormat:
             **({"grammar": grammar} if grammar is not None else {}),
             **settings,
         )
+        if not makes_calls:
+            request = replace(request, sampling=request.sampling.without(self._call_tokens))
         if options.limit_to_context and request.max_tokens is not None and options.overflow != "shift":
             request = self._as_fits(request, request.max_tokens)
         has_budget = options.reasoning_budget is not None and self.family.reasoning is not None
@@ -175,9 +178,16 @@ class ChatFormat:
 
         def parser() -> ReplyParser:
             if prompt.prefill is not None:
-                thinking = prompt.thinking
-                return ReplyParser(self.family, reasoning=mode, tools=tools, thinking=thinking, goes_on=True)
-            return ReplyParser.after(self.family, prompt.transcript.text, reasoning=mode, tools=tools)
+                return ReplyParser(
+                    self.family,
+                    reasoning=mode,
+                    tools=tools,
+                    thinking=prompt.thinking,
+                    goes_on=True,
+                    makes_calls=makes_calls,
+                )
+            text = prompt.transcript.text
+            return ReplyParser.after(self.family, text, reasoning=mode, tools=tools, makes_calls=makes_calls)
 
         return ChatJob(
             sample(0),
@@ -212,6 +222,19 @@ class ChatFormat:
     def _shown(self) -> frozenset[int]:
         marks = self.family.marks
         return frozenset(token for token, text in self.tokenizer.control.items() if text in marks)
+
+    @cached_property
+    def _call_tokens(self) -> frozenset[int]:
+        """The tokens that stand in calls and nowhere else."""
+        if not self.family.calls_stand_apart:
+            return frozenset()
+        meanings = self.family.scanner.meanings
+        found = (
+            token
+            for token, text in self.tokenizer.marks.items()
+            if meanings.get(text) in ("call", "call mark")
+        )
+        return frozenset(found) - self._backend.model.ends
 
     def _fitting(
         self,

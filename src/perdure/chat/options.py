@@ -82,11 +82,6 @@ class ChatOptions:
     def now(self) -> datetime | None:
         return None if self.date is None else datetime.fromisoformat(self.date)
 
-    @property
-    def shown_tools(self) -> tuple[Tool, ...]:
-        """What the template is told of."""
-        return () if self.tool_choice == "none" else self.tools
-
     def __post_init__(self) -> None:
         check_policy(self.overflow)
         check_mode(self.reasoning)

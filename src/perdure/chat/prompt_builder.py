@@ -122,7 +122,7 @@ class PromptBuilder:
     def _adapted(self, messages: Sequence[Message], options: ChatOptions) -> Adapted:
         """Messages and tools as the template takes them, and all variables."""
         adapted = self._adapter.adapt(
-            messages, options.shown_tools, keep_reasoning=options.keep_reasoning, now=options.now
+            messages, options.tools, keep_reasoning=options.keep_reasoning, now=options.now
         )
         return replace(adapted, variables={**adapted.variables, **(options.variables or {})})
 
@@ -223,8 +223,8 @@ class PromptBuilder:
         thought = "y" if self._family.reasoning else None
         answer = Message(role="assistant", content="x", reasoning=thought)
         nexts = [(answer, Message(role="user", content="z"))]
-        if options.shown_tools:
-            call = ToolCall(id="zq1234567", name=options.shown_tools[0].name, arguments="{}")
+        if options.tools:
+            call = ToolCall(id="zq1234567", name=options.tools[0].name, arguments="{}")
             called = Message(role="assistant", reasoning=thought, tool_calls=(call,))
             result = Message(role="tool", content="z", tool_call_id=call.id, name=call.name)
             nexts.append((called, result))

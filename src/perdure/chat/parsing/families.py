@@ -88,6 +88,13 @@ class Family:
         return calls.grammar(tools, parallel=parallel, control=control)
 
     @property
+    def calls_stand_apart(self) -> bool:
+        """Whether what opens a call opens nothing else, such as reasoning or a message to the user."""
+        openers = self.calls.openers if self.calls is not None else ()
+        thinks_apart = self.reasoning is None or not self.reasoning.open.startswith(openers or "\0")
+        return thinks_apart and not self.prompt_opener
+
+    @property
     def writer(self) -> CallWriter:
         return (self.calls if self.calls is not None else json_objects.JSON).writer
 

@@ -48,8 +48,10 @@ class ReplyParser:
         tools: Sequence[Tool] = (),
         thinking: bool = False,
         goes_on: bool = False,
+        makes_calls: bool = True,
     ) -> None:
-        """`goes_on` says that the prompt ends within what the reply is to say."""
+        """`goes_on` says that the prompt ends within what the reply is to say. Without `makes_calls`, what
+        looks like a call is text."""
         check_mode(reasoning)
         self._scanner = family.scanner
         self._format = family.calls
@@ -76,6 +78,7 @@ class ReplyParser:
         self._id = ""
         self._hidden = False
         self._quotes_calls = family.quotes_calls and reasoning == "capture"
+        self._makes_calls = makes_calls or not family.calls_stand_apart
         opens_in_words = family.reasoning is not None and family.reasoning.opens_in_words
         if self.thinking and opens_in_words and family.reasoning is not None and not goes_on:
             self._say(family.reasoning.open)
@@ -88,9 +91,11 @@ class ReplyParser:
         *,
         reasoning: ReasoningMode = "capture",
         tools: Sequence[Tool] = (),
+        makes_calls: bool = True,
     ) -> ReplyParser:
         """For the reply to a prompt, which may have begun its reasoning or a call."""
-        parser = cls(family, reasoning=reasoning, tools=tools, thinking=family.opens_reasoning(prompt))
+        thinking = family.opens_reasoning(prompt)
+        parser = cls(family, reasoning=reasoning, tools=tools, thinking=thinking, makes_calls=makes_calls)
         if family.prompt_opener and prompt.endswith(family.prompt_opener):
             assert family.calls is not None
             parser._open(family.calls.openers[0])
@@ -166,7 +171,8 @@ class ReplyParser:
 
     def _act(self, marker: str) -> None:
         meaning = self._scanner.meanings[marker]
-        if self.thinking and self._quotes_calls and meaning in ("call", "call mark"):
+        quotes = not self._makes_calls or (self.thinking and self._quotes_calls)
+        if quotes and meaning in ("call", "call mark"):
             self._say(marker)
         elif meaning == "call":
             self._open(marker)

@@ -16,6 +16,10 @@ from perdure.chat.templates.template import UNGUARDED, Guard, Template
 from perdure.errors import PerdureError
 
 _ROLES = ("system", "user", "assistant")
+_TURNS = ("user", "assistant")
+_WITH_RESULTS = ("user", "assistant", "tool", "assistant")
+_ANSWERED = ("user", "tool")
+"""Whose messages a reply answers."""
 _NEAR = 8
 """Messages that are rendered for a new one at most, besides those of the system."""
 _Key = tuple[str, int, Message, tuple[Message, ...]]
@@ -85,13 +89,16 @@ class TemplateRenderer:
 
         `before` is a rendering of its beginning.
         """
-        if tools or variables or self.opening is None or not messages or messages[-1].role != "user":
+        if "tools" not in self._template.source:
+            # It cannot ask for them: they were written into a message.
+            tools = ()
+        if tools or variables or self.opening is None or not messages or messages[-1].role not in _ANSWERED:
             return self.whole(messages, tools=tools, variables=variables, now=now), None
         if before is not None and before.begins(messages):
             new = messages[len(before.messages) :]
-            if all(map(_is_plain, (*before.near, *new))):
+            if all(map(self._is_plain, (*before.near, *new))):
                 return self._go_on(before, new)
-        if not all(map(_is_plain, messages)):
+        if not all(map(self._is_plain, messages)):
             return self.whole(messages), None
         text = self.whole(messages, reply_follows=False)
         rendering = None
@@ -107,24 +114,33 @@ class TemplateRenderer:
         if "strftime_now" in self._template.source:
             return None
         try:
-            openings = {self._tried(system) for system in (None, "s\n", "t /no_think")}
+            openings = {self._tried(system, _TURNS) for system in (None, "s\n", "t /no_think")}
         except PerdureError:
             return None
         return openings.pop() if len(openings) == 1 else None
 
-    def _tried(self, system: str | None) -> str | None:
+    @cached_property
+    def _takes_results(self) -> bool:
+        """Whether it treats results of tools by themselves, too, where it is not told of the tools."""
+        try:
+            return all(self._tried(system, _WITH_RESULTS) == self.opening for system in (None, "s\n"))
+        except PerdureError:
+            return False
+
+    def _tried(self, system: str | None, roles: Sequence[str]) -> str | None:
         # Among them what some templates take for a switch or for a tool's result, wherever it was said.
         words = (
             *("a", " b\n\n", "c <x>\n", "d", "\te ", "f", "g\n", "h", "i\n", "j", "k /no_think", "l", "m"),
             *("n", "o /think", "p", "<tool_response>\nq\n</tool_response>", "r", "s", "t", "u"),
         )
-        said = [Message(role=_ROLES[1 + at % 2], content=word) for at, word in enumerate(words)]
+        said = [Message(role=roles[at % len(roles)], content=word) for at, word in enumerate(words)]
         messages = tuple([Message(role="system", content=system)] * (system is not None) + said)
         start = messages[: len(messages) - len(words) + 1]
         text = self.whole(start, reply_follows=False)
         opening = self.whole(start)[len(text) :]
         before = self._rendering(start, text, start, len(text))
         for end in range(len(start) + 2, len(messages) + 1, 2):
+            assert messages[end - 1].role in _ANSWERED
             before = self._more(before, messages[len(before.messages) : end])
             if before.text != self.whole(messages[:end], reply_follows=False):
                 return None
@@ -146,6 +162,14 @@ class TemplateRenderer:
         shown = self.whole(near, reply_follows=False)
         text = before.text + shown[before.near_length :]
         return self._rendering(before.messages + new, text, near, len(shown))
+
+    def _is_plain(self, message: Message) -> bool:
+        return (
+            (message.role in _ROLES or (message.role == "tool" and self._takes_results))
+            and isinstance(message.content, str)
+            and not message.tool_calls
+            and not message.reasoning
+        )
 
     def _rendering(
         self, messages: tuple[Message, ...], text: str, near: tuple[Message, ...], near_length: int
@@ -200,15 +224,6 @@ def _end(messages: tuple[Message, ...]) -> tuple[Message, ...]:
         head += 1
     tail = messages[max(head, len(messages) - 3) :]
     return (*messages[:head], *tail)
-
-
-def _is_plain(message: Message) -> bool:
-    return (
-        message.role in _ROLES
-        and isinstance(message.content, str)
-        and not message.tool_calls
-        and not message.reasoning
-    )
 
 
 def _size(rendering: Rendering) -> int:
