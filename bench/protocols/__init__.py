@@ -25,50 +25,48 @@ from bench.processes.servers import N_CTX, SLOTS, THREADS, launched, llama_serve
 from bench.protocols.conversation import CONVERSATIONS, ChatConversation, Conversation, Stream, Turn
 
 
-def tokens(run: Run) -> Iterator[Figure]:
-    """A token of a reply over each protocol, against chat completions."""
+def _tokens(protocol: str, run: Run) -> Iterator[Figure]:
+    """A token of a reply over a protocol, against chat completions."""
     count, repeats = run.pick((128, 9), (32, 3))
     client = httpx.Client(base_url=_ours(), timeout=120, trust_env=False)
-    said = [{"role": "user", "content": "Tell me a very long story about the sea, and never stop."}]
-    bodies: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-        "chat": (
-            "/v1/chat/completions",
-            {"messages": said, "max_tokens": count, "stream_options": {"include_usage": True}},
-            ("usage", "completion_tokens"),
-        ),
-        "responses": (
-            "/v1/responses",
-            {"input": said, "max_output_tokens": count},
-            ("response", "usage", "output_tokens"),
-        ),
-        "messages": ("/v1/messages", {"messages": said, "max_tokens": count}, ("usage", "output_tokens")),
-        "ollama": (
-            "/api/chat",
-            {"messages": said, "options": {"num_predict": count, "temperature": 0}},
-            ("eval_count",),
-        ),
-    }
 
-    def step(path: str, body: Mapping[str, Any], written: tuple[str, ...]) -> float:
-        stream = Stream.read(client, path, {"temperature": 0, **body} if "options" not in body else body)
+    def step(protocol: str) -> float:
+        path, body, written = _story(protocol, count)
+        stream = Stream.read(client, path, body)
         if stream.last(*written) != count:
             raise RuntimeError(f"{path} wrote {stream.last(*written)} tokens instead of {count}")
         shown = [at for at, event in zip(stream.times, stream.events, strict=True) if _has_content(event)]
         return (shown[-1] - shown[0]) / (count - 1) * 1e3
 
-    for body in bodies.values():
-        step(*body)
-    for protocol in ("responses", "messages", "ollama"):
-        yield run.compare(
-            f"a token over {protocol}",
-            ours=functools.partial(step, *bodies[protocol]),
-            peer=functools.partial(step, *bodies["chat"]),
-            against="chat completions",
-            unit="ms",
-            gauge=Gauge.COST,
-            target=at_least(0.97),
-            repeats=repeats,
-        )
+    for each in ("chat", protocol):
+        step(each)
+    yield run.compare(
+        f"a token over {protocol}",
+        ours=functools.partial(step, protocol),
+        peer=functools.partial(step, "chat"),
+        against="chat completions",
+        unit="ms",
+        gauge=Gauge.COST,
+        target=at_least(0.97),
+        repeats=repeats,
+    )
+
+
+def _story(protocol: str, count: int) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+    """Where to ask for a reply of so many tokens, how, and where it says how many it has."""
+    said = [{"role": "user", "content": "Tell me a very long story about the sea, and never stop."}]
+    greedy = {"messages": said, "temperature": 0}
+    match protocol:
+        case "responses":
+            body = {"input": said, "temperature": 0, "max_output_tokens": count}
+            return "/v1/responses", body, ("response", "usage", "output_tokens")
+        case "messages":
+            return "/v1/messages", {**greedy, "max_tokens": count}, ("usage", "output_tokens")
+        case "ollama":
+            options = {"num_predict": count, "temperature": 0}
+            return "/api/chat", {"messages": said, "options": options}, ("eval_count",)
+    counted = {"max_tokens": count, "stream_options": {"include_usage": True}}
+    return "/v1/chat/completions", {**greedy, **counted}, ("usage", "completion_tokens")
 
 
 def _has_content(event: Mapping[str, Any]) -> bool:
@@ -206,4 +204,11 @@ def _turns_over(kind: type[Conversation]) -> Part:
     return part
 
 
-main = Bench("protocols", (*map(_turns_over, CONVERSATIONS), restarts, tokens))
+def _tokens_over(protocol: str) -> Part:
+    part: Callable[[Run], Iterator[Figure]] = functools.partial(_tokens, protocol)
+    part.__name__ = f"tokens_{protocol}"
+    return part
+
+
+_TOKENS = map(_tokens_over, ("responses", "messages", "ollama"))
+main = Bench("protocols", (*map(_turns_over, CONVERSATIONS), restarts, *_TOKENS))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import schemathesis
+from fastapi import APIRouter
+from fastapi.dependencies.models import Dependant
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -33,6 +37,15 @@ def _document() -> dict[str, Any]:
     with opened(toy()) as rt:
         document: dict[str, Any] = build(AppState(runtime=rt, name="toy")).openapi()
         return document
+
+
+def test_no_request_takes_a_thread_to_learn_who_asks() -> None:
+    """H8: what a route depends on is a coroutine; FastAPI calls a plain function in a thread, every time."""
+    ours = [module for name, module in sys.modules.items() if name.startswith("perdure.server.")]
+    routes = [route for module in ours for route in getattr(module, "router", APIRouter()).routes]
+    asked = [each.call for route in routes for each in getattr(route, "dependant", Dependant()).dependencies]
+    assert len(asked) > 40
+    assert all(map(inspect.iscoroutinefunction, asked))
 
 
 CHECKS = (
