@@ -143,7 +143,7 @@ def test_of_a_history_with_calls_written_as_text_only_the_end_is_rendered(
     monkeypatch.setattr(Template, "render", counted)
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sea"}'}}
     with toy(n_ctx=4096) as rt:
-        said = [SYSTEM]
+        said: list[dict[str, Any]] = [SYSTEM]
         for turn in range(12):
             said.append(user(f"Number {turn}?"))
             rt.chat(said, tools=[TOOL], namespace="mine", **ASK)
