@@ -331,6 +331,16 @@ _COUNT_DRAWN = """() => {
     }).observe(document, {childList: true, subtree: true});
 }"""
 """Counts the turns that are drawn in each frame."""
+_COUNT_DISABLED = """() => {
+    window.changed_ = {};
+    new MutationObserver(records => {
+        const frame = document.timeline.currentTime;
+        window.changed_[frame] = (window.changed_[frame] ?? 0) + records.length;
+    }).observe(document.querySelector('#conversation'), {attributeFilter: ['disabled'], subtree: true});
+}"""
+"""Counts the buttons of turns that are turned off or on in each frame."""
+GROUP, BUTTONS = 20, 3
+"""Turns that learn together what others do, and buttons of each that are off meanwhile."""
 _IN_VIEW = """() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => {
     const edge = document.querySelector('#conversation').getBoundingClientRect().top;
     const turns = [...document.querySelectorAll('.turn')];
@@ -363,6 +373,14 @@ def test_older_turns_are_drawn_a_few_a_frame_and_leave_the_reader_in_place(
     drawn = user.page.evaluate("Object.values(window.drawn_)")
     assert sum(drawn) == 120
     assert max(drawn) <= 4
+    # The buttons under all of them learn just so that something is said: here, more than fits.
+    user.expected.append("status of 413 ")
+    user.page.evaluate(_COUNT_DISABLED)
+    user.say("One more")
+    expect(user.pending.get_by_role("alert")).to_be_visible()
+    expect(user.page.locator("article.turn button:disabled")).to_have_count(0)
+    changed = user.page.evaluate("Object.values(window.changed_)")
+    assert 0 < max(changed) <= 4 * GROUP * BUTTONS
 
 
 def test_a_turn_far_away_is_gone_to_and_drawn_first(open_page: OpenPage, served: LiveServer) -> None:
