@@ -48,7 +48,7 @@ def obey(chat: Conversation, line: str) -> bool:
     if found is None:
         near = difflib.get_close_matches(name, NAMES, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
-        terminal.tell(f"There is no {typed}; {meant}/help lists what there is.")
+        terminal.tell(f"There is no {typed}; {meant}/help tells what there is.")
         return True
     try:
         found.run(chat, rest.strip())
