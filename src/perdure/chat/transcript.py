@@ -17,8 +17,9 @@ from perdure.engine.contract import Vocabulary
 _GUARD = "\ue000"
 """Put into what only looks like a control token, so that it stays text. Of Unicode's private use."""
 _TYPED = _GUARD * 2
-_APART = "\0"
 """The same character, where somebody typed it."""
+_APART = "\0"
+"""Between marks that are looked through as one text."""
 _IDENTIFIER = re.compile(r"[\w .-]*")
 _CUT = r"\g<0>" + _GUARD
 _Tree: TypeAlias = dict[str, "_Tree"]

@@ -29,7 +29,8 @@ class Device:
     @property
     def shown(self) -> str:
         """With what it is called by its maker, for lists."""
-        return " ".join(filter(None, (self.name, self.description, f"({self._memory} GiB free)")))
+        maker = self.description if self.description != self.name else ""
+        return " ".join(filter(None, (self.name, maker, f"({self._memory} GiB free)")))
 
     @property
     def _memory(self) -> str:
