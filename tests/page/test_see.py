@@ -39,7 +39,7 @@ def test_a_token_shows_its_alternatives_and_another_one_makes_a_branch(
     user.button("Settings").click()
     user.page.get_by_label("Token probabilities").check()
     user.button("Done").click()
-    user.set(max_tokens="12")
+    user.set(max_tokens="12", seed="3")
     user.ask("Tokens please")
     session = user.name
     tokens = user.page.locator("button.token")

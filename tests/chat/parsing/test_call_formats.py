@@ -90,6 +90,7 @@ def test_any_arguments_are_read_back_as_they_were_written(name: str) -> None:
     @settings(max_examples=25, deadline=None)
     @given(st.lists(arguments(chosen), min_size=1, max_size=2), st.lists(st.integers(0, 2000), max_size=6))
     @example([{"text": f"a{ID}b{INDEX}"}], [])
+    @example([{"text": "a\rb", "words": ["\r", '"\r', "\r\n'"]}], [])
     def check(given_arguments: list[dict[str, Any]], cuts: list[int]) -> None:
         calls = [
             ToolCall(id="", name="do_it", arguments=json.dumps(each, ensure_ascii=False))

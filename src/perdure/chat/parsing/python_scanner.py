@@ -13,6 +13,7 @@ _LONGEST = 100_000
 _RUN = re.compile(r"[^\"'\\\n]+")
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPES = frozenset("\n\\'\"abfnrtvxuUN01234567")
+_STRING = re.compile(r"""('''|\"\"\"|'|")(?:\\.|(?!\1).)*\1""", re.DOTALL)
 _KEY = re.compile(r"(?P<key>[^\s=\"'()\[\]{}\\]+)\s*=(?!=)")
 """What tools call their arguments is not always a name in Python: `from`, `max-size`."""
 _WORDS = {"true": True, "false": False, "null": None}
@@ -95,6 +96,9 @@ def argument(written: str) -> tuple[str | None, str]:
     try:
         # An unknown escape would make Python warn about code that is not ours.
         known = _ESCAPE.sub(_escape, written).replace("\0", "\\x00")
+        if "\r" in known:
+            # Python would take it for the end of a line.
+            known = _STRING.sub(lambda found: found[0].replace("\r", "\\r"), known)
         named = _KEY.match(known)
         call = ast.parse(f"_({known[named.end() if named else 0 :]}\n)", mode="eval").body
         if not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords:
