@@ -184,6 +184,14 @@ def test_a_response_that_the_end_of_the_server_interrupted_is_made_as_it_would_h
         assert client.get(f"{PATH}/{response_id}").json()["status"] in ("completed", "incomplete")
 
 
+def test_a_reply_is_made_with_the_seed_that_was_kept_for_it_before_h9(tmp_path: Path) -> None:
+    """H9: so it comes out the same where it has to be made again, though its client gave no seed."""
+    asked = {"input": "Go", "temperature": 1.0, "max_output_tokens": 4}
+    with server_on(tmp_path / "s") as server, server.client() as client:
+        session = server.runtime.session(client.post(PATH, json=asked).json()["id"])
+        assert [turn.seed for turn in session.history()] == [session.origin["seed"]]
+
+
 def test_a_background_response_survives_the_server_h9(tmp_path: Path) -> None:
     """H9."""
     gate = Turnstile()
