@@ -36,7 +36,7 @@ from perdure.store.writer import WriteBehind
 _WAITING = 256 << 20
 """Bytes that may wait to be written, at least. Most of them are those of blocks in memory."""
 _SWAP_SLOTS = 4
-"""More conversations than have slots whose state stays on a device, unless it is said how many."""
+"""Sequences on a device without a slot, unless it is said how many: to wait in, and one to change places."""
 _ALIKE = ("threads", "flash", "rope_freq_base", "rope_freq_scale")
 """Settings of the context that embeddings are computed with too."""
 
@@ -58,7 +58,7 @@ def _opened(
         swap_slots = _SWAP_SLOTS if model.spare_sequences(n_ctx, **context) >= _SWAP_SLOTS else 0
     if swap_slots and context.get("shared"):
         raise InvalidInputError(
-            "swap_slots are sequences with cells of their own; leave one of them and shared out"
+            "swap_slots have cells of their own, and shared is one pool for all: leave one of the two out"
         )
     n_seq = slots + swap_slots if swap_slots and is_whole(slots) else slots
     return model.context(n_ctx=n_ctx, n_seq=n_seq, **context), swap_slots
