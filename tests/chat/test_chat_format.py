@@ -100,19 +100,25 @@ def test_a_client_that_sends_its_history_is_served_as_a_session_is(subject: Subj
         assert reply.reuse.reused > 60
 
 
-@pytest.mark.parametrize("kind", MEMORY_KINDS)
-def test_of_a_history_that_is_sent_again_only_the_end_is_rendered(
-    kind: type[MemorySpec], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the next prompt is rendered ahead, to know where a state must be kept."""
-    rendered: list[int] = []
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many messages each rendering of a template was given."""
+    counts: list[int] = []
     render = Template.render
 
     def counted(self: Template, messages: Any, **given: Any) -> str:
-        rendered.append(len(messages))
+        counts.append(len(messages))
         return render(self, messages, **given)
 
     monkeypatch.setattr(Template, "render", counted)
+    return counts
+
+
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+def test_of_a_history_that_is_sent_again_only_the_end_is_rendered(
+    kind: type[MemorySpec], rendered: list[int]
+) -> None:
+    """Also where the next prompt is rendered ahead, to know where a state must be kept."""
     with perdure.open(ToyModel(kind), n_ctx=2048, slots=2) as rt:
         said = [SYSTEM]
         for turn in range(30):
@@ -129,18 +135,8 @@ def test_of_a_history_that_is_sent_again_only_the_end_is_rendered(
         assert (other.text, other.usage.prompt_tokens) == (again.text, again.usage.prompt_tokens)
 
 
-def test_of_a_history_with_calls_written_as_text_only_the_end_is_rendered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_a_history_with_calls_written_as_text_only_the_end_is_rendered(rendered: list[int]) -> None:
     """A template without tools has them written into the system message, and calls into the text."""
-    rendered: list[int] = []
-    render = Template.render
-
-    def counted(self: Template, messages: Any, **given: Any) -> str:
-        rendered.append(len(messages))
-        return render(self, messages, **given)
-
-    monkeypatch.setattr(Template, "render", counted)
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sea"}'}}
     with toy(n_ctx=4096) as rt:
         said: list[dict[str, Any]] = [SYSTEM]
