@@ -117,14 +117,14 @@ def test_no_more_is_held_back_than_could_start_a_stop(text: str, cuts: list[int]
 def test_each_character_is_read_once_by_each_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Constant work a piece: nothing that was read is read again, however long the reply gets."""
     read: list[int] = []
-    take = module._Watch.take
+    read_by = module._read
 
-    def counting(watch: module._Watch, text: str) -> int | None:
+    def counting(stop: str, borders: tuple[int, ...], matched: int, text: str) -> tuple[int | None, int]:
         read.append(len(text))
-        return take(watch, text)
+        return read_by(stop, borders, matched, text)
 
-    monkeypatch.setattr(module._Watch, "take", counting)
-    live = TextStream(["aaab", "x" * 50])
+    monkeypatch.setattr(module, "_read", counting)
+    live = TextStream(["aaab", "aa" + "x" * 48])
     for _ in range(5000):
         live.push(b"aaa")
         assert len(live._held) < 50

@@ -112,8 +112,7 @@ class EngineLoop:
                 )
             self._waiting.append(group)
             self._changed.notify_all()
-        length = group.sequences[0].prompt_length
-        return Job(group.output, lambda: self._cancel(group), prompt_tokens=length)
+        return Job(group, lambda: self._cancel(group), prompt_tokens=len(request.prompt))
 
     def call(self, function: Callable[[], T]) -> T:
         """Run `function` in the engine thread, between two steps, and return what it returns."""

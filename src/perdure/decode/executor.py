@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from perdure.decode.group import SequenceGroup
-from perdure.decode.output_queue import OutputQueue, notify
+from perdure.decode.output_queue import notify
 from perdure.decode.sampling.candidates import Candidates
 from perdure.decode.sampling.sampler import draw
 from perdure.decode.sampling.together import TopK, draw_together
@@ -50,7 +50,7 @@ class Executor:
         self._lock = threading.RLock()
         self._in_flight: frozenset[int] = frozenset()
         self._stopped = False
-        self._changed: list[OutputQueue] = []
+        self._changed: list[SequenceGroup] = []
         self._drawn: list[TokenSequence] = []
 
     # From any thread.
@@ -180,12 +180,12 @@ class Executor:
                     sequence.score(self._context, count)
             cached = sequence.cached = sequence.cached + count
             if count > 1:
-                group.output.read = cached
+                group.read = cached
             if cached <= sequence.prompt_length:
                 reading.append(sequence)
             if cached < len(sequence.tokens) or sequence.finish_reason is not None:
                 continue
-            self._changed.append(group.output)
+            self._changed.append(group)
             if cached > sequence.prompt_length:
                 drawing = [sequence]
             else:

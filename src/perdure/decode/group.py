@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request
@@ -19,21 +18,22 @@ from perdure.engine.token_ids import token_array
 from perdure.errors import ContextOverflow
 
 
-@dataclass(slots=True, eq=False)
-class SequenceGroup:
-    """The first sample computes the prompt; the others start where it ends, in slots of their own.
+class SequenceGroup(OutputQueue):
+    """The samples of one request, and the output queue that they fill.
 
-    A sample that finds no free slot waits for one of its siblings': none is left without a slot while a
-    sibling has one, so the last to finish leaves nobody behind.
+    The first sample computes the prompt; the others start where it ends, in slots of their own. A sample that
+    finds no free slot waits for one of its siblings': none is left without a slot while a sibling has one, so
+    the last to finish leaves nobody behind.
     """
 
-    output: OutputQueue
-    sequences: list[TokenSequence]
-    deadline: float | None
-    cancelled: bool = False
-    later: Later | None = None
-    """What it waits for though there is room, if it does."""
-    checkpoint: Checkpoint | None = None
+    def __init__(self, deadline: float | None) -> None:
+        super().__init__()
+        self.sequences: list[TokenSequence] = []
+        self.deadline = deadline
+        self.cancelled = False
+        self.later: Later | None = None
+        """What it waits for though there is room, if it does."""
+        self.checkpoint: Checkpoint | None = None
 
     @property
     def done(self) -> bool:
@@ -55,7 +55,7 @@ class SequenceGroup:
         """Give its first sample a slot."""
         first = self.sequences[0]
         first.seq, first.cached, first.report = slot.seq, slot.cached, slot.report
-        self.output.read = slot.cached
+        self.read = slot.cached
         now = time.monotonic()
         for sequence in self.sequences:
             sequence.started = now
@@ -77,7 +77,9 @@ class SequenceGroup:
             replies = [sequence.reply() for sequence in self.sequences]
         except Exception as error:
             replies = [sequence.lost(error) for sequence in self.sequences]
-        self.output.finish(replies)
+        # Whoever keeps the job keeps its output, and not what it was made with.
+        self.sequences, self.checkpoint = [], None
+        self.finish(replies)
 
 
 def make_group(
@@ -106,12 +108,11 @@ def make_group(
     settled.check(context.n_vocab)
     found = breakers.find(settled.dry_breakers) if settled.dry_multiplier else None
     back = settled.looks_back
-    output = OutputQueue()
-    sequences = []
+    group = SequenceGroup(deadline)
     for index in range(request.n):
         sampler = Sampler(settled.seeded(index), n_ctx=context.n_ctx, breakers=found)
         sampler.prime(request.prompt if back < 0 else request.prompt[max(0, len(ids) - back) :])
-        sequences.append(
+        group.sequences.append(
             TokenSequence(
                 request,
                 index=index,
@@ -119,10 +120,10 @@ def make_group(
                 sampler=sampler,
                 matcher=_matcher(request, grammars),
                 limit=request.max_tokens or room,
-                put=output.put,
+                put=group.put,
             )
         )
-    return SequenceGroup(output, sequences, deadline)
+    return group
 
 
 def _matcher(request: Request, grammars: Grammars) -> Matcher | None:

@@ -22,7 +22,10 @@ class TextStream:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
             raise InvalidInputError("stops are a list of texts, none of them empty")
         self._decoder = IncrementalDecoder("replace")
-        self._watches = [_Watch(stop) for stop in dict.fromkeys(stops)]
+        self._stops = tuple(dict.fromkeys(stops))
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)
+        """How much of each stop the text now ends with."""
         self._held = ""
         self.stopped: str | None = None
 
@@ -42,41 +45,35 @@ class TextStream:
     def _release(self, text: str) -> str:
         if self.stopped is not None:
             return ""
-        if not self._watches:
+        if not self._stops:
             return text
-        known = self._held + text
-        found = [(end, -len(watch.stop)) for watch in self._watches if (end := watch.take(text)) is not None]
+        known, found, held = self._held + text, [], 0
+        for at, stop in enumerate(self._stops):
+            if (matched := self._matched[at]) or stop[0] in text:
+                end, self._matched[at] = _read(stop, self._borders[at], matched, text)
+                if end is not None:
+                    found.append((end, -len(stop)))
+                held = max(held, self._matched[at])
         if found:
             end, minus = min(found)
             cut = len(self._held) + end + minus
             self.stopped, self._held = known[cut : cut - minus], ""
         else:
-            cut = len(known) - max(watch.matched for watch in self._watches)
+            cut = len(known) - held
             self._held = known[cut:]
         return known[:cut]
 
 
-class _Watch:
-    """One stop string, and how much of it the text now ends with (Knuth, Morris and Pratt)."""
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.matched = 0
-        self._borders = _borders(stop)
-
-    def take(self, text: str) -> int | None:
-        """Read `text`; where in it the stop is complete, if it is."""
-        stop, borders, matched = self.stop, self._borders, self.matched
-        if not matched and stop[0] not in text:
-            return None
-        for at, char in enumerate(text, 1):
-            while matched and stop[matched] != char:
-                matched = borders[matched - 1]
-            matched += stop[matched] == char
-            if matched == len(stop):
-                return at
-        self.matched = matched
-        return None
+def _read(stop: str, borders: tuple[int, ...], matched: int, text: str) -> tuple[int | None, int]:
+    """Read `text` behind one that ends with the first `matched` characters of `stop` (Knuth, Morris and
+    Pratt): where in it the stop is complete, if it is, and how much of the stop it ends with now."""
+    for at, char in enumerate(text, 1):
+        while matched and stop[matched] != char:
+            matched = borders[matched - 1]
+        matched += stop[matched] == char
+        if matched == len(stop):
+            return at, 0
+    return None, matched
 
 
 @functools.lru_cache(maxsize=256)

@@ -361,12 +361,11 @@ class Session(StoredSession):
                 session=self,
                 base=base,
                 said=said,
-                settings=wanted,
                 keep_partial=keep_partial,
                 deadline=deadline,
                 pending=pending,
                 extra=extra,
-            ).submit()
+            ).submit(wanted)
         except BaseException:
             self._end(pending)
             raise

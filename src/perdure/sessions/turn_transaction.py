@@ -58,7 +58,7 @@ class TurnExtra:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTransaction:
-    """A turn that is asked for: what is said, behind which history, and how.
+    """A turn that is asked for: what is said, and behind which history.
 
     It is part of the session once its reply is whole and on the disk, and else the session is as it was
     before; `kept` in the reply says which. A fold that makes room for it is stored with it or not at all.
@@ -68,24 +68,23 @@ class TurnTransaction:
     session: StoredSession
     base: History
     said: list[Message]
-    settings: dict[str, Any]
     keep_partial: bool
     deadline: float | None
     pending: PendingTurn
     extra: TurnExtra
 
-    def submit(self) -> TurnJob:
+    def submit(self, settings: dict[str, Any]) -> TurnJob:
         """Have the reply made. What takes time is done here: render and tokenise."""
-        if self.settings.get("date") is None and self.host.chat_format.asks_date:
-            self.settings["date"] = _date(self.base)
-        return FoldingJob(self._folding()) if self._is_full() else self._ask()
+        if settings.get("date") is None and self.host.chat_format.asks_date:
+            settings["date"] = _date(self.base)
+        return FoldingJob(self._folding(settings)) if self._is_full(settings) else self._ask(settings)
 
-    def _ask(self, fold: Turn | None = None) -> ChatJob:
+    def _ask(self, settings: dict[str, Any], fold: Turn | None = None) -> ChatJob:
         """Have the reply made, behind a fold if there is one."""
 
         def settle(prompt: Prompt, whole: Transcript, reply: ChatReply) -> ChatReply:
             try:
-                self.session.last = self._settle(fold, prompt, whole, reply)
+                self.session.last = self._settle(settings, fold, prompt, whole, reply)
                 return self.session.last
             finally:
                 self.pending.release()
@@ -98,10 +97,17 @@ class TurnTransaction:
             before=self.base.rendering if fold is None else None,
             then=settle,
             deadline=self.deadline,
-            **self.settings,
+            **settings,
         )
 
-    def _settle(self, fold: Turn | None, prompt: Prompt, whole: Transcript, reply: ChatReply) -> ChatReply:
+    def _settle(
+        self,
+        settings: dict[str, Any],
+        fold: Turn | None,
+        prompt: Prompt,
+        whole: Transcript,
+        reply: ChatReply,
+    ) -> ChatReply:
         """Make a turn part of the session, with the fold before it, if it may be."""
         base, session = self.base, self.session
         with session._lock:
@@ -111,7 +117,8 @@ class TurnTransaction:
             if reply.finish_reason in ("cancelled", "error") and not (self.keep_partial and reply.raw.tokens):
                 return replace(reply, not_kept=f"the turn ended by {reply.finish_reason}")
             keep, more = added(base.transcript if fold is None else Transcript(), whole)
-            turn = self._answered(reply, keep, more, fold.digest if fold is not None else base.place.digest)
+            before = fold.digest if fold is not None else base.place.digest
+            turn = self._answered(settings, reply, keep, more, before)
             turns = [turn] if fold is None else [fold, turn]
             follower = self.extra.follower
             try:
@@ -129,12 +136,18 @@ class TurnTransaction:
             if follower is not None:
                 follower._follow(session._history, self.pending)
             # Going back or branching has others begin where this one was.
-            before = _found_kept(reply) if session._saved is None else session._saved
-            saved = min(before, keep[1])
+            saved = min(_found_kept(reply) if session._saved is None else session._saved, keep[1])
         session._saved = self.host.write_behind(whole.tokens, session.namespace, saved)
         return replace(reply, kept=True)
 
-    def _answered(self, reply: ChatReply, keep: tuple[int, int], more: Transcript, before: bytes) -> Turn:
+    def _answered(
+        self,
+        settings: dict[str, Any],
+        reply: ChatReply,
+        keep: tuple[int, int],
+        more: Transcript,
+        before: bytes,
+    ) -> Turn:
         """The turn that comes of the reply."""
         return Turn(
             kind="turn",
@@ -143,7 +156,7 @@ class TurnTransaction:
             reply=reply.whole,
             keep=keep,
             added=more,
-            settings=_plain({**self.settings, **self.extra.notes}),
+            settings=_plain({**settings, **self.extra.notes}),
             seed=reply.seed,
             finish_reason=reply.finish_reason,
             usage=_usage(reply),
@@ -155,18 +168,18 @@ class TurnTransaction:
 
     # Folding.
 
-    def _is_full(self) -> bool:
+    def _is_full(self, settings: dict[str, Any]) -> bool:
         """Whether a turn is to be preceded by a fold."""
-        if self.settings.get("overflow") != "fold" or not len(self.base):
+        if settings.get("overflow") != "fold" or not len(self.base):
             return False
-        needed, _ = self._needed(self.base.messages)
+        needed, _ = self._needed(settings, self.base.messages)
         return needed > self.host.backend.n_ctx - 1
 
-    def _needed(self, messages: Sequence[Message]) -> tuple[int, bool]:
+    def _needed(self, settings: dict[str, Any], messages: Sequence[Message]) -> tuple[int, bool]:
         """Tokens of a prompt that starts with `messages`, and of the reply to it; and whether these are only
         a lower bound, since it surely does not fit."""
-        room = reply_room(self.settings, self.host.backend.n_ctx)
-        options = ChatOptions.take(dict(self.settings))
+        room = reply_room(settings, self.host.backend.n_ctx)
+        options = ChatOptions.take(dict(settings))
         try:
             prompt = self.host.chat_format.prompt(
                 [*messages, *self.said], options, namespace=self.session.namespace, must_fit=True
@@ -175,19 +188,19 @@ class TurnTransaction:
             return error.needed + room, True
         return len(prompt) + room, False
 
-    def _folding(self) -> Generator[ChatJob, ChatReply, ChatJob]:
+    def _folding(self, settings: dict[str, Any]) -> Generator[ChatJob, ChatReply, ChatJob]:
         """The fold that makes room for a turn, and then the turn. Nothing is stored before its reply."""
         limit = self.host.backend.n_ctx - 1
         # Before anything is written: what no summary makes room for.
-        needed, at_least = self._needed(self.session._start.messages)
+        needed, at_least = self._needed(settings, self.session._start.messages)
         for keep in (2, 1, 0) if needed <= limit else ():
             turns = foldable(self.session._start, self.base, keep)
             turn = yield from summarised(
                 self.host.chat_format, turns, keep, self.session.namespace, {}, self.deadline
             )
-            needed, at_least = self._needed(turn.messages)
+            needed, at_least = self._needed(settings, turn.messages)
             if needed <= limit:
-                return self._ask(turn)
+                return self._ask(settings, turn)
         raise ContextOverflow(
             f"even after folding, this message needs {'at least ' if at_least else ''}{needed} tokens with "
             f"its reply, and {limit} fit: send less, or ask for a shorter reply",
