@@ -19,9 +19,8 @@ from perdure.checks import check_whole, is_whole
 from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
 from perdure.decode.embedding import EmbeddingQueue, Embeddings
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
-from perdure.decode.job import Job
-from perdure.decode.prompt_size import check_prompt_size
-from perdure.decode.request import Request
+from perdure.decode.output_queue import Job
+from perdure.decode.request import Request, check_prompt_size
 from perdure.decode.sampling.settings import Sampling
 from perdure.engine.context import Context
 from perdure.engine.contract import Tokens, Vocabulary

@@ -1,8 +1,12 @@
-"""Checks of numbers that callers give. A bool is none, though Python takes it for an integer."""
+"""Checks of what callers give: numbers, and one of several words.
+
+A bool is no number, though Python takes it for an integer.
+"""
 
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from typing import TypeGuard
 
 from perdure.errors import InvalidInputError
@@ -30,3 +34,9 @@ def check_whole(name: str, value: object, low: int, high: int | None = None) -> 
         to = "" if high is None else f" to {high}"
         raise InvalidInputError(f"{name} is a whole number from {low}{to}, got {value!r}")
     return value
+
+
+def check_one_of(name: str, value: object, known: Sequence[str]) -> None:
+    """Refuse what is none of the words that an option may be."""
+    if value not in known:
+        raise InvalidInputError(f"{name} is one of {', '.join(known)}, got {value!r}")

@@ -7,7 +7,7 @@ from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.chat.templates.template import Template
 from perdure.decode.choice import Choice
 from perdure.decode.embedding import Embeddings
-from perdure.decode.job import Job
+from perdure.decode.output_queue import Job
 from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
 from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.sampling.settings import Sampling

@@ -25,10 +25,9 @@ from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.templates.template import Template
 from perdure.decode.choice import Choice, Normalisation, ranked
 from perdure.decode.embedding import Embeddings
-from perdure.decode.job import Job, result_of
 from perdure.decode.keywords import RequestKeywords
-from perdure.decode.prompt_size import check_prompt_size
-from perdure.decode.request import Delta, Reply, Request
+from perdure.decode.output_queue import Job, result_of
+from perdure.decode.request import Delta, Reply, Request, check_prompt_size
 from perdure.decode.sampling.settings import Sampling
 from perdure.engine.contract import Tokens, Vocabulary
 from perdure.errors import InvalidInputError, TokenError

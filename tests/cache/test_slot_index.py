@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perdure.cache.siblings import common, key_of
-from perdure.cache.slots.checkpoints import Checkpoints, Point, PrefixHash
+from perdure.cache.slots.slot_checkpoints import Checkpoints, Point, PrefixHash
 from perdure.cache.slots.slot_index import SlotIndex, common_tokens
 
 TEXT = st.lists(st.integers(0, 2), max_size=8)

@@ -15,7 +15,7 @@ from perdure import Runtime
 from perdure.chat.job import ChatJob, ContextShift
 from perdure.decode import engine_loop as loop_module
 from perdure.decode import request as request_module
-from perdure.decode.job import Job
+from perdure.decode.output_queue import Job
 from perdure.engine.toy import ToyModel
 
 SAID = [{"role": "user", "content": "Hi"}]

@@ -14,7 +14,7 @@ from chat.test_chat_format import saying, toy, user
 from perdure import Runtime, Template
 from perdure.chat.message import Message, ToolCall
 from perdure.chat.options import ChatOptions
-from perdure.chat.reasoning_cache import ReasoningCache
+from perdure.chat.prompt_builder import ReasoningCache
 from perdure.engine.toy import ToyModel
 from perdure.errors import InvalidInputError
 from perdure.sessions import turn_transaction as module

@@ -10,8 +10,7 @@ import pytest
 from decode.observed import check_idle, open_toy
 from decode.unexpected import ERRORS, PLACES, plant
 from perdure import Runtime
-from perdure.decode.job import Job
-from perdure.decode.output_queue import OutputQueue, notify
+from perdure.decode.output_queue import Job, OutputQueue, notify
 from perdure.decode.request import Reply
 from perdure.decode.sampling.sampler import draw
 from perdure.decode.sampling.together import draw_together

@@ -9,7 +9,7 @@ import pytest
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
 from perdure.decode.sampling.settings import Sampling
-from perdure.decode.scheduling.pace import Pace
+from perdure.decode.scheduler import Pace
 from perdure.engine.toy import ToyModel
 
 

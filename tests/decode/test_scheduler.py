@@ -13,7 +13,7 @@ from perdure.decode.group import SequenceGroup, make_group
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.repetition import BreakerTable
-from perdure.decode.scheduling.scheduler import BatchScheduler, Budget, ExactScheduler, Step, admit
+from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Step, admit
 from perdure.decode.slots import FreshSlots, Later, Pin, SlotAssignment, Slots
 from perdure.engine.context import Context
 from perdure.engine.toy import ToyModel

@@ -11,7 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from perdure import EngineError
 from perdure.engine import state
-from perdure.engine.context.undo import Undo
+from perdure.engine.context.ledger import Undo
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.toy import ToyCore
 from perdure.memory import MEMORY_KINDS

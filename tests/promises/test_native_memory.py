@@ -22,7 +22,7 @@ from perdure import (
     TokenError,
 )
 from perdure.engine.batch import Batch
-from perdure.engine.context.undo import Undo
+from perdure.engine.context.ledger import Undo
 from perdure.engine.contract import Outcome
 from promises import bad_inputs, children
 from promises.kinds import FULL, KINDS, Kind, positions, prompt, row_after

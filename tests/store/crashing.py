@@ -39,8 +39,7 @@ from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.storage.verify import verify
 from perdure.sessions.turn import Turn
 from perdure.store import block_file
-from perdure.store import block_folder as folder_module
-from perdure.store.block_folder import BlockFolder
+from perdure.store.block_file import BlockFolder
 from perdure.store.disk import DiskTier
 from perdure.store.index import APPLICATION, MIGRATIONS
 from perdure.store.records import Records
@@ -575,7 +574,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
 
 
 def write_in_place() -> None:
-    folder_module.write_file = lambda path, parts, **_: path.write_bytes(b"".join(parts))  # type: ignore[attr-defined]
+    block_file.write_file = lambda path, parts, **_: path.write_bytes(b"".join(parts))  # type: ignore[attr-defined]
 
 
 def enter_first() -> None:

@@ -1,6 +1,6 @@
 """Which state do we already have.
 
-block         tokens with their state, named by a chained hash
+block         tokens with their state, named by a chained hash; prefixes made of them
 siblings      the blocks that follow one, sorted by their tokens
 memory_tier   blocks in memory: a tree by prefix, under a byte budget
 tiers         the longest prefix that can be put back, over all tiers
@@ -9,5 +9,4 @@ record        labelled prefixes that somebody asked to keep, and what goes with 
 prefix_cache  `rt.cache`: warm a prefix, ask what is held, clear it
 slots/        what the engine's sequences hold, swapped in and out
 reuse_rule    to which lengths a stored prefix can be put back, by the kind of its state
-found         what a look-up finds
 """

@@ -10,12 +10,22 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import Block, BlockId, Entry, block_id, chain, cost, cost_of_token, root_id
-from perdure.cache.found import Found, Match
+from perdure.cache.block import (
+    Block,
+    BlockId,
+    Entry,
+    Found,
+    Match,
+    block_id,
+    chain,
+    cost,
+    cost_of_token,
+    root_id,
+)
 from perdure.cache.record import Record, RecordIndex, doomed
 from perdure.cache.reuse_rule import ANY_TOKEN, AT_TAIL_STATES, ReuseRule
 from perdure.cache.siblings import Source, beginnings, closest
-from perdure.cache.slots.checkpoints import Point
+from perdure.cache.slots.slot_checkpoints import Point
 from perdure.cache.tiers import Tiers
 from perdure.engine.context import Context
 from perdure.engine.contract import Capture

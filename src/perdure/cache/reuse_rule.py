@@ -9,8 +9,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import BlockId, Entry
-from perdure.cache.found import Found
+from perdure.cache.block import BlockId, Entry, Found
 from perdure.cache.siblings import Source, beginnings, closest
 
 Ids = NDArray[np.int32]

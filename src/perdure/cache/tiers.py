@@ -10,8 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import Block, BlockId, Entry, chain
-from perdure.cache.found import Found, Match
+from perdure.cache.block import Block, BlockId, Entry, Found, Match, chain
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.reuse_rule import ReuseRule
 from perdure.cache.siblings import common, merged

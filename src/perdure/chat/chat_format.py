@@ -25,7 +25,7 @@ from perdure.chat.templates.renderer import Rendering
 from perdure.chat.templates.template import Template
 from perdure.chat.transcript import ChatTokenizer, Transcript
 from perdure.config import ReasoningMode
-from perdure.decode.job import Job
+from perdure.decode.output_queue import Job
 from perdure.decode.request import Request, take_deadline
 from perdure.errors import ContextOverflow, InvalidInputError
 

@@ -11,7 +11,7 @@ from perdure.chat.message import Tool
 from perdure.chat.parsing.arguments import check_arguments
 from perdure.chat.parsing.reply_parser import Part, ReplyParser, gather
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
-from perdure.decode.job import Job
+from perdure.decode.output_queue import Job
 from perdure.decode.request import Delta, Reply, TokenLogprob
 from perdure.errors import ContextOverflow
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, get_args
 
 from perdure.chat.message import Tool
-from perdure.chat.overflow import check_policy
-from perdure.chat.parsing.markers import check_mode
-from perdure.checks import is_number, is_whole
+from perdure.checks import check_one_of, is_number, is_whole
 from perdure.config import Overflow, ReasoningMode
 from perdure.errors import InvalidInputError
 
@@ -83,8 +81,8 @@ class ChatOptions:
         return None if self.date is None else datetime.fromisoformat(self.date)
 
     def __post_init__(self) -> None:
-        check_policy(self.overflow)
-        check_mode(self.reasoning)
+        check_one_of("overflow", self.overflow, get_args(Overflow))
+        check_one_of("reasoning", self.reasoning, get_args(ReasoningMode))
         budget = self.reasoning_budget
         if budget is not None and (not is_whole(budget) or budget < 0):
             raise InvalidInputError(f"reasoning_budget is None or a number of tokens from 0, got {budget!r}")

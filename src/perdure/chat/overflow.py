@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 from perdure.chat.message import Message
-from perdure.config import Overflow
-from perdure.errors import ContextOverflow, InvalidInputError
+from perdure.errors import ContextOverflow
 
 T = TypeVar("T")
 
 _USUAL, _MOST = 4, 8
 """Characters of a token, as texts usually have them, and as hardly any has."""
-
-
-def check_policy(policy: str) -> None:
-    if policy not in get_args(Overflow):
-        raise InvalidInputError(f"overflow is one of {', '.join(get_args(Overflow))}, got {policy!r}")
 
 
 def overflow(needed: int, fits: int) -> ContextOverflow:

@@ -3,12 +3,11 @@
 sampling/     settings, sampler, grammars: rows of logits in, tokens out
 text          bytes to text, piece by piece; stop strings
 request       what is asked for, and what comes back
-output_queue  deltas for whoever listens: threads, asyncio, another process
-job           the caller's end of a request
+output_queue  deltas for whoever listens: threads, asyncio, another process; jobs, which read them
 sequence      one reply in the making: its tokens, and the choice of the next
-group         the samples of one request
+group         the samples of one request, and their output
 slots         which slot a request gets, and how much of its prompt is there
-scheduling/   who gets a slot, and what the next steps compute; no thread
+scheduler     who gets a slot, and what the next steps compute; no thread
 executor      computes a step, draws, forks samples, contains errors
 engine_loop   the one thread that does all this, and how others reach it
 embedding     texts that wait to be made vectors

@@ -14,12 +14,11 @@ from perdure.checks import is_whole
 from perdure.config import QUEUE
 from perdure.decode.executor import Executor
 from perdure.decode.group import SequenceGroup, make_group
-from perdure.decode.job import Job
+from perdure.decode.output_queue import Job
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.repetition import BreakerTable
-from perdure.decode.scheduling.pace import Pace
-from perdure.decode.scheduling.scheduler import BatchScheduler, Budget, ExactScheduler, Scheduler, Step, admit
+from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Pace, Scheduler, Step, admit
 from perdure.decode.slots import FreshSlots, Slots
 from perdure.engine.context import Context
 from perdure.engine.model import Model

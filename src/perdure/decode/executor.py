@@ -16,8 +16,7 @@ from perdure.decode.output_queue import notify
 from perdure.decode.sampling.candidates import Candidates
 from perdure.decode.sampling.sampler import draw
 from perdure.decode.sampling.together import TopK, draw_together
-from perdure.decode.scheduling.pace import TIMED, Pace
-from perdure.decode.scheduling.scheduler import Step
+from perdure.decode.scheduler import TIMED, Pace, Step
 from perdure.decode.sequence import TokenSequence
 from perdure.decode.slots import SlotAssignment, Slots
 from perdure.engine.context import Context, Feed

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Unpack
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -15,12 +17,19 @@ from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import Pin, ReuseReport
 from perdure.decode.text import TextStream
+from perdure.engine.contract import Vocabulary
 from perdure.engine.logits import Candidate
-from perdure.errors import InvalidInputError, TokenError
+from perdure.errors import ContextOverflow, InvalidInputError, TokenError
 from perdure.option_names import unknown_options
 
 MAX_SAMPLES = 1024
 """Of one prompt. Each takes memory from the start."""
+_USUAL = 32
+"""Characters a token that no ordinary text has: shorter ones are tokenised to find out."""
+_COVERING = ("gpt2", "llama", "toy")
+"""Kinds of tokenizers whose tokens cover all of a text. Others collapse white space, or drop characters."""
+_longest: WeakKeyDictionary[Vocabulary, int] = WeakKeyDictionary()
+_measuring = threading.Lock()
 
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
 
@@ -234,3 +243,21 @@ class Reply:
         """Of the prompt, where its log probabilities were asked for."""
         known = [entry.logprob for entry in self.prompt_logprobs or () if entry is not None]
         return float(np.exp(-np.mean(known))) if known else None
+
+
+def check_prompt_size(text: str, model: Vocabulary, n_ctx: int) -> None:
+    """Raise ContextOverflow where even the longest tokens are too short for `text` to fit."""
+    if len(text) <= _USUAL * n_ctx or model.metadata.get("tokenizer.ggml.model", "toy") not in _COVERING:
+        return
+    with _measuring:
+        if (longest := _longest.get(model)) is None:
+            pieces = (model.piece(token, special=True) for token in range(model.n_vocab))
+            longest = _longest[model] = max(map(len, pieces))
+    needed = -(-len(text) // longest)
+    if needed > n_ctx:
+        raise ContextOverflow(
+            f"a text of {len(text)} characters has at least {needed} tokens; {n_ctx} fit",
+            needed=needed,
+            fits=n_ctx,
+            at_least=True,
+        )

@@ -20,7 +20,7 @@ from perdure.errors import (
     StoreReadOnlyError,
 )
 from perdure.store import block_file
-from perdure.store.block_folder import NAME, BlockFolder
+from perdure.store.block_file import NAME, BlockFolder
 from perdure.store.block_table import BlockTable, IndexEntry
 from perdure.store.durable import explained, make_folder, sync_folder, write_file
 from perdure.store.findings import Findings

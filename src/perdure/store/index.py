@@ -289,3 +289,52 @@ def _migrate(db: sqlite3.Connection, number: int, statements: str) -> None:
         with suppress(sqlite3.Error):
             db.execute("ROLLBACK")
         raise
+
+
+class TableCheck:
+    """Whether every row of some tables is found through each of their indexes.
+
+    It takes longer the more rows there are, so opening a store does not wait for it. Who relies on a row not
+    being there waits: what is found proves itself, what is missed does not.
+    """
+
+    def __init__(self, index: Index, tables: Sequence[str]) -> None:
+        self._index = index
+        self._tables = tables
+        self._reader = index.connect_reader()
+        self._done = threading.Event()
+        self._error: StoreError | None = None
+        self._thread: threading.Thread | None = None
+        if self._reader is None or index.created:
+            # What nobody wrote to a disk was not damaged there.
+            self._done.set()
+            return
+        self._thread = threading.Thread(target=self._run, name="perdure-check", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return once all tables were found sound; raise where one is damaged."""
+        self._done.wait()
+        self.refuse_damaged()
+
+    def refuse_damaged(self) -> None:
+        """Raise where damage is known already."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        if self._thread is not None and self._reader is not None:
+            while self._thread.is_alive():
+                self._reader.interrupt()
+                self._thread.join(0.01)
+        if self._reader is not None:
+            self._reader.close()
+
+    def _run(self) -> None:
+        try:
+            for table in self._tables:
+                self._index.check(table, self._reader)
+        except StoreError as error:
+            self._error = error
+        finally:
+            self._done.set()

@@ -17,7 +17,7 @@ from perdure import models, system
 from perdure.backend import BackendKeywords
 from perdure.config import QUEUE
 from perdure.decode.embedding import Embeddings
-from perdure.decode.job import Job, result_of
+from perdure.decode.output_queue import Job, result_of
 from perdure.decode.request import Request
 from perdure.engine.contract import Tokens
 from perdure.engine.keywords import LoadingKeywords

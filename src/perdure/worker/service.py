@@ -10,8 +10,7 @@ from typing import Any
 
 from perdure.backend import Backend
 from perdure.decode.embedding import Embeddings
-from perdure.decode.job import Job
-from perdure.decode.output_queue import OutputQueue
+from perdure.decode.output_queue import Job, OutputQueue
 from perdure.decode.request import Reply
 from perdure.engine.contract import Vocabulary
 from perdure.errors import EngineError, InvalidInputError

@@ -8,19 +8,24 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import BLOCK, Block, BlockId, Entry
+from perdure.cache.block import BLOCK, Block, BlockId, Entry, Found
 from perdure.cache.block_cache import BlockCache
 from perdure.cache.block_list import BlockInfo, list_blocks
-from perdure.cache.found import Found
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.pins import Pins
 from perdure.cache.prefix_tree import PrefixRun, SlotState, first_tokens, runs
 from perdure.cache.record import Record, RecordIndex
-from perdure.cache.slots.checkpoints import PrefixHash
-from perdure.cache.slots.reuse_reason import why_not_exact, why_not_more
 from perdure.cache.slots.slot import Slot
-from perdure.cache.slots.slot_checkpoints import SlotCheckpoints
-from perdure.cache.slots.slot_choice import PUT_BACK, Choice, Counts, SlotView, choose
+from perdure.cache.slots.slot_checkpoints import PrefixHash, SlotCheckpoints
+from perdure.cache.slots.slot_choice import (
+    PUT_BACK,
+    Choice,
+    Counts,
+    SlotView,
+    choose,
+    why_not_exact,
+    why_not_more,
+)
 from perdure.cache.slots.slot_index import SlotIndex
 from perdure.cache.slots.slot_swapper import SlotSwapper
 from perdure.cache.tiers import LowerTier, Tiers

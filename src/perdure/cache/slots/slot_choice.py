@@ -1,4 +1,5 @@
-"""Which slot a prompt gets, and from where its beginning comes: the way that costs least.
+"""Which slot a prompt gets, and from where its beginning comes: the way that costs least. And why no more of
+it could be reused.
 
 Costs are in tokens computed. Everything here is a function of what the slots hold; nothing is moved.
 """
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.found import Found
+from perdure.cache.block import Found
+from perdure.cache.block_cache import BlockCache
+from perdure.engine.context import Context
 
 Counts = NDArray[np.int64]
 
@@ -118,3 +121,48 @@ def _cheapest(cost: NDArray[np.float64], used: Counts) -> int:
     """Which costs least; of several, the one that was used longest ago."""
     best = (cost == cost.min()).nonzero()[0]
     return int(best[used[best].argmin()])
+
+
+def why_not_more(
+    blocks: BlockCache,
+    tokens: NDArray[np.int32],
+    namespace: str,
+    *,
+    reused: int,
+    reach: int,
+    shared: int,
+    exact: int | None,
+    budget: int,
+) -> str:
+    """Why just `reused` of `tokens` were, where `reach` could have been moved from elsewhere and `shared` are
+    held in some form. `exact` is the step of exact mode, `budget` what all that is held keeps to."""
+    if reused >= len(tokens):
+        return "all but the last token, whose logits are needed"
+    if reach > reused:
+        return f"moving {reach} tokens from elsewhere costs more than computing them"
+    if shared > reused and exact is not None:
+        return (
+            f"exact mode goes on where a step of {exact} prompt tokens ended: what came after "
+            f"token {reused}, such as a reply, is read again"
+        )
+    if shared > reused:
+        went = f"it went back to {reused}" if reused else "nothing before it is left to go back to"
+        return f"a {blocks.memory} memory has no checkpoint at token {shared}: {went}"
+    if blocks.was_evicted(tokens, namespace, shared):
+        return f"what followed token {shared} was evicted: the budget is {budget} bytes"
+    if reused:
+        return f"first difference at token {reused}"
+    if field_name := blocks.changed(tokens, namespace):
+        return f"the identity changed in its {field_name}"
+    return "nothing like it is held"
+
+
+def why_not_exact(context: Context) -> str | None:
+    """Why state that is put back would not be the same bits as state that was computed in place, if so."""
+    if context.capabilities.shared:
+        return "exact mode reuses nothing in a pool of cells: what follows depends on where they lie"
+    if context.identity.attention == "plain":
+        return "exact mode reuses nothing without flash attention: what follows depends on where cells lie"
+    if not context.memory.restores_bits:
+        return "exact mode reuses nothing of a window that is not kept: it comes back in another order"
+    return None

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
-
-from perdure.config import ReasoningMode
-from perdure.errors import InvalidInputError
-
-
-def check_mode(mode: str) -> None:
-    if mode not in get_args(ReasoningMode):
-        raise InvalidInputError(f"reasoning is one of {', '.join(get_args(ReasoningMode))}, got {mode!r}")
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.parsing.call_parser import CallParser
 from perdure.chat.parsing.families import Family
 from perdure.chat.parsing.json_scanner import Malformed
-from perdure.chat.parsing.markers import check_mode
+from perdure.checks import check_one_of
 from perdure.config import ReasoningMode
 
 _SPACE = " \t\r\n"
@@ -52,7 +52,7 @@ class ReplyParser:
     ) -> None:
         """`goes_on` says that the prompt ends within what the reply is to say. Without `makes_calls`, what
         looks like a call is text."""
-        check_mode(reasoning)
+        check_one_of("reasoning", reasoning, get_args(ReasoningMode))
         self._scanner = family.scanner
         self._format = family.calls
         self._reasoning = reasoning

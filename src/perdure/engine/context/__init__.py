@@ -3,9 +3,8 @@
 context       the calls: decode, step, truncate, fork, adapt
 state_calls   save, load, checkpoint, restore, capture, assemble
 guarded_core  one call at a time, whole or not at all; closing
-ledger        the tokens that are in the cache
+ledger        the tokens that are in the cache; the way back, for when a call fails in its middle
 rows          the rows of the last step, and who may read them
-undo          the way back, for when a call fails in its middle
 """
 
 from perdure.engine.context.context import Context as Context

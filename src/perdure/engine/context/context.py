@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from perdure.checks import is_integer
 from perdure.engine.batch import Part
 from perdure.engine.context.guarded_core import Failure
+from perdure.engine.context.ledger import EMPTY, Mark
 from perdure.engine.context.rows import Source, marked, outputs
 from perdure.engine.context.state_calls import StateCalls
-from perdure.engine.context.undo import EMPTY, Mark
 from perdure.engine.contract import (
     Adapter,
     Floats,

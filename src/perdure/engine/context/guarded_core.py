@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from perdure.checks import is_integer
 from perdure.engine.batch import Batch, Part
-from perdure.engine.context.ledger import Ledger
+from perdure.engine.context.ledger import Ledger, Mark, Undo
 from perdure.engine.context.rows import StepRows
-from perdure.engine.context.undo import Mark, Undo
 from perdure.engine.contract import (
     Capabilities,
     Core,

@@ -1,12 +1,17 @@
-"""Which tokens are in the cache."""
+"""Which tokens are in the cache, and the way back for when a call fails in its middle."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from perdure.engine.context.rows import StepRows
+from perdure.engine.contract import Core
+from perdure.memory import MemorySpec
 
 
 class Ledger:
@@ -67,3 +72,76 @@ class Ledger:
 
     def copy(self, src: int, dst: int) -> None:
         self._tokens[dst] = self._tokens[src][:]
+
+
+class Mark(NamedTuple):
+    """Where to take a sequence if a call fails, with the state for it where it cannot be cut."""
+
+    length: int
+    state: NDArray[np.uint8] | None = None
+
+
+EMPTY = Mark(0)
+
+
+class Undo:
+    """What a call has begun to change, until it is done.
+
+    Always holds: after `carry_out` the ledger says what is in the cache, whatever happened before it.
+    """
+
+    def __init__(self, core: Core, memory: MemorySpec, ledger: Ledger, rows: StepRows) -> None:
+        self._core = core
+        self._memory = memory
+        self._ledger = ledger
+        self._rows = rows
+        self.marks: Mapping[int, Mark] = {}
+        """By sequence, for those whose change is not done."""
+
+    def mark(self, seq: int, count: int, *, steps: int = 1) -> Mark:
+        """Where `seq` stands, with what it takes to come back after `count` tokens went wrong."""
+        length = self._ledger.length(seq)
+        if not length or not self._memory.loses(count, steps):
+            return Mark(length)
+        return Mark(length, self._core.read(seq, partial=True))
+
+    def doubt_all(self) -> None:
+        """Plan to empty every sequence, but for those whose state was kept before the step."""
+        sure = {seq: mark for seq, mark in self.marks.items() if mark.state is not None}
+        self.marks = {**dict.fromkeys(range(len(self._ledger)), EMPTY), **sure}
+
+    def lengths(self) -> dict[int, int]:
+        """What the ledger says of the sequences that are not done."""
+        return {seq: self._ledger.length(seq) for seq in self.marks}
+
+    def carry_out(self) -> dict[int, int]:
+        """Take every sequence that is not done to its mark: the tokens that each has kept."""
+        kept: dict[int, int] = {}
+        while self.marks:
+            try:
+                self._rows.withdraw()
+                for seq, mark in self.marks.items():
+                    length = self.return_to(seq, mark)
+                    self._ledger.cut(seq, length)
+                    kept[seq] = length
+                self.marks = {}
+            except KeyboardInterrupt:
+                # A second Ctrl-C must not leave the ledger and the cache apart.
+                continue
+        return kept
+
+    def return_to(self, seq: int, mark: Mark) -> int:
+        """Bring the cache of `seq` to `mark`, or empty it where that is impossible. The length kept."""
+        core, length = self._core, mark.length
+        if mark.state is not None:
+            # First the part that cannot be cut: the engine refuses to cut the rest before it.
+            good = core.write(seq, mark.state, partial=True)
+            core.remove(seq, length)
+        else:
+            untouched = core.newest(seq) == length - 1
+            good = untouched or self._memory.can_cut(length, core.oldest(seq))
+            core.remove(seq, length)
+        if length and good and core.newest(seq) == length - 1:
+            return length
+        core.remove(seq, 0)
+        return 0

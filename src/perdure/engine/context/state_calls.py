@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from perdure.engine import state as saved
 from perdure.engine.context.guarded_core import GuardedCore, overflow
-from perdure.engine.context.undo import EMPTY, Mark
+from perdure.engine.context.ledger import EMPTY, Mark
 from perdure.engine.contract import (
     Capture,
     Tokens,

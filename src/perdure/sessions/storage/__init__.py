@@ -1,8 +1,7 @@
 """Sessions in SQLite: tables, rows, and what is done with a database as a whole.
 
 schema         tables and their migrations
-rows           how rows are read and proved
-counters       numbers of sessions, turns and memories
+rows           how rows are read and proved, and the numbers that they get
 turn_table     turns, read back and written behind each other
 memory_table   memories, read and written
 session_folder the folder of a store: its files, and whose database it is

@@ -7,11 +7,9 @@ from typing import Any
 
 from perdure.errors import CorruptStateError, SessionNotFoundError
 from perdure.sessions.info import SessionInfo, SessionMemory
-from perdure.sessions.storage.counters import Counters
-from perdure.sessions.storage.rows import ADVICE, MEMORY, read_memory, row_limit, text_rows
+from perdure.sessions.storage.rows import ADVICE, MEMORY, Counters, read_memory, row_limit, text_rows
 from perdure.sessions.storage.schema import MEMORY_SEAL, Value, seal
-from perdure.store.index import Index
-from perdure.store.table_check import TableCheck
+from perdure.store.index import Index, TableCheck
 
 
 class MemoryTable:

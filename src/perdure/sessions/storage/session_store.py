@@ -21,12 +21,12 @@ from perdure.errors import (
     SessionNotFoundError,
 )
 from perdure.sessions.info import SessionInfo, SessionMemory
-from perdure.sessions.storage.counters import Counters
 from perdure.sessions.storage.memory_table import MemoryTable
 from perdure.sessions.storage.rows import (
     ADVICE,
     SAYING,
     SESSION,
+    Counters,
     read_session,
     row_limit,
     text_rows,
@@ -37,9 +37,8 @@ from perdure.sessions.storage.session_folder import SessionFolder
 from perdure.sessions.storage.turn_table import TurnTable
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store.durable import explained, make_folder
-from perdure.store.index import Index
+from perdure.store.index import Index, TableCheck
 from perdure.store.locks import TurnLocks, UseLock
-from perdure.store.table_check import TableCheck
 
 _OPENING, _PATIENCE = "sessions.opening", 60.0
 """Held while a database is created, migrated and checked; and how many seconds one waits for others."""
