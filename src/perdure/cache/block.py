@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import struct
 from collections.abc import Iterator
@@ -89,7 +88,9 @@ class Block:
         tail_state: NDArray[np.uint8] | None,
     ) -> Block:
         made = cls(block_id(parent, tokens), parent, start, tokens, rows, tail_state, b"")
-        return dataclasses.replace(made, checksum=made.digest())
+        # Set once, here: a copy of it would cost as much as the rest.
+        object.__setattr__(made, "checksum", made.digest())
+        return made
 
     @property
     def end(self) -> int:
@@ -106,7 +107,8 @@ class Block:
 
     @property
     def state_bytes(self) -> int:
-        return sum(part.nbytes for part in (self.rows, self.tail_state) if part is not None)
+        rows, tail_state = self.rows, self.tail_state
+        return (0 if rows is None else rows.nbytes) + (0 if tail_state is None else tail_state.nbytes)
 
     def beginning(self, count: int) -> Block:
         """A copy of its first `count` tokens. Only of a block whose whole state is rows."""

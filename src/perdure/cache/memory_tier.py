@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -31,7 +31,8 @@ class _Node:
     key: bytes
     block: Block
     used: int
-    children: Siblings = field(default_factory=Siblings)
+    children: Siblings | None = None
+    """None: nothing follows it, as with most."""
     pins: int = 0
 
 
@@ -105,7 +106,12 @@ class MemoryTier:
         key = key_of(block.tokens)
         node = self._nodes[block.id] = _Node(block.id, block.parent, key, block, self._clock)
         above = self._nodes.get(block.parent)
-        (above.children if above else self._roots.setdefault(block.parent, Siblings())).add(key, block.id)
+        if above is None:
+            self._roots.setdefault(block.parent, Siblings()).add(key, block.id)
+        else:
+            if above.children is None:
+                above.children = Siblings()
+            above.children.add(key, block.id)
         self._gone.pop(block.id, None)
         self._count(block, 1)
         self._offer(node)
@@ -115,7 +121,8 @@ class MemoryTier:
         """Forget a block and all that follow it."""
         doomed = [block] if block in self._nodes else []
         for each in doomed:
-            doomed += self._nodes[each].children.walk()
+            if (children := self._nodes[each].children) is not None:
+                doomed += children.walk()
         for each in reversed(doomed):
             self._remove(self._nodes[each])
 
@@ -176,11 +183,11 @@ class MemoryTier:
         self._offer(node)
 
     def _offer(self, node: _Node) -> None:
-        if not len(node.children) and not node.pins:
+        if node.children is None and not node.pins:
             heapq.heappush(self._queue, (node.used, node.id))
             if len(self._queue) > 64 + 4 * len(self._nodes):
                 self._queue = [
-                    (n.used, i) for i, n in self._nodes.items() if not len(n.children) and not n.pins
+                    (n.used, i) for i, n in self._nodes.items() if n.children is None and not n.pins
                 ]
                 heapq.heapify(self._queue)
 
@@ -191,7 +198,7 @@ class MemoryTier:
             used, block = heapq.heappop(self._queue)
             node = self._nodes.get(block)
             # The queue may hold old entries: what counts is the node as it is now.
-            if node is None or node.used != used or len(node.children) or node.pins:
+            if node is None or node.used != used or node.children is not None or node.pins:
                 continue
             if block == keep or self._pinned(block):
                 spared.append((used, block))
@@ -217,7 +224,10 @@ class MemoryTier:
         del self._nodes[node.id]
         self._count(node.block, -1)
         if parent := self._nodes.get(node.parent):
+            assert parent.children is not None
             parent.children.remove(node.key)
+            if not len(parent.children):
+                parent.children = None
             self._offer(parent)
         elif siblings := self._roots.get(node.parent):
             siblings.remove(node.key)

@@ -67,7 +67,13 @@ class Checkpoints:
                 break
             if passed.advance(tokens[passed.length : point.length]) == point.digest:
                 found.append(point)
-        return Checkpoints(found)
+        # Mostly all of them: it is asked at every step on the way to a slot.
+        return self if len(found) == len(self._points) else Checkpoints(found)
+
+    def until(self, length: int) -> Checkpoints:
+        """Those of them that are no longer than `length`."""
+        found = [point for point in self._points if point.length <= length]
+        return self if len(found) == len(self._points) else Checkpoints(found)
 
     def add(self, point: Point) -> None:
         self._points = sorted([*self._points, point], key=lambda each: each.length)
@@ -172,7 +178,8 @@ class SlotCheckpoints(ABC):
 
     @abstractmethod
     def go_back(self, seq: int, length: int) -> None:
-        """Bring `seq` to `length`, which `reach` found that it can be brought to."""
+        """Bring `seq` to `length`, which `reach` found that it can be brought to, by checkpoints `along` what
+        it holds."""
 
     @abstractmethod
     def thin_out(self) -> None:
@@ -307,9 +314,11 @@ class KeptCheckpoints(SlotCheckpoints):
 
     def along(self, seq: int) -> Checkpoints:
         self._held[seq] = -1
-        if len(self._kept[seq]):
-            identity, tokens = self._context.identity.digest, self._context.token_array(seq)
-            self._keep(seq, self._kept[seq].along(identity, tokens))
+        kept = self._kept[seq]
+        if len(kept):
+            passed = kept.along(self._context.identity.digest, self._context.token_array(seq))
+            if passed is not kept:
+                self._keep(seq, passed)
         return self._kept[seq]
 
     def reach(self, seq: int, shared: int, held: int) -> int:
@@ -336,15 +345,19 @@ class KeptCheckpoints(SlotCheckpoints):
         return np.where(shared < lengths, shared - shared % self._spacing, shared)
 
     def go_back(self, seq: int, length: int) -> None:
-        context = self._context
-        if length < context.length(seq):
-            if length == 0 or context.shortest_cut(seq) <= length:
-                context.truncate(length, seq)
-            else:
-                point = next(point for point in self.along(seq) if point.length == length)
-                tokens = context.token_array(seq, 0, length)
-                context.restore(Checkpoint(context.identity.digest, tokens, point.state), seq)
-        self.along(seq)
+        context, points = self._context, self._kept[seq]
+        self._held[seq] = -1
+        if length == context.length(seq):
+            return
+        if length == 0 or context.shortest_cut(seq) <= length:
+            context.truncate(length, seq)
+        else:
+            point = next(point for point in points if point.length == length)
+            tokens = context.token_array(seq, 0, length)
+            context.restore(Checkpoint(context.identity.digest, tokens, point.state), seq)
+        # What it has left it had before: those that belong to it do.
+        if (left := points.until(length)) is not points:
+            self._keep(seq, left)
 
     def thin_out(self) -> None:
         self._thin_out()

@@ -97,6 +97,8 @@ class Sampling:
 
     def seeded(self, offset: int = 0) -> Sampling:
         """The same with its seed settled, `offset` on for a further sample of one prompt."""
+        if self.seed is not None and not offset:
+            return self
         seed = secrets.randbelow(SEED_LIMIT) if self.seed is None else self.seed
         return dataclasses.replace(self, seed=(seed + offset) % SEED_LIMIT)
 
