@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from perdure.chat.parsing.json_scanner import Malformed
+from perdure.chat.parsing.json_scanner import BoundedText, Malformed
 
 _LONGEST = 100_000
 _RUN = re.compile(r"[^\"'\\\n]+")
@@ -25,8 +25,7 @@ class ArgumentScanner:
     def __init__(self, close: str) -> None:
         self.ended_by = ""
         self._close = close
-        self._text: list[str] = []
-        self._size = 0
+        self._text = BoundedText(_LONGEST)
         self._tail = ""
         self._depth = 0
         self._quote = ""
@@ -40,20 +39,20 @@ class ArgumentScanner:
 
     @property
     def text(self) -> str:
-        return "".join(self._text).strip()
+        return str(self._text).strip()
 
     def push(self, text: str, at: int) -> int:
         run = _RUN.match(text, at) if self._quote and not self._escaped else None
         if run is not None:
             self._quotes = 0
-            self._take(run[0])
+            self._text.add(run[0])
             return run.end()
         char = text[at]
         if self._quote:
             self._in_string(char)
         elif char in "\"'":
             # Two quotes were an empty string, unless a third follows.
-            self._quote = char * 3 if self._quotes == 2 and self._text[-1] == char else char
+            self._quote = char * 3 if self._quotes == 2 and self._text.last == char else char
             self._quotes = 0 if len(self._quote) == 3 else 1
             self._tail = ""
         elif char in ",)" and not self._depth:
@@ -65,14 +64,8 @@ class ArgumentScanner:
             self._tail = (self._tail + char)[-len(self._close) :]
             if self._depth < 0 or self._tail == self._close != "]":
                 raise Malformed
-        self._take(char)
+        self._text.add(char)
         return at + 1
-
-    def _take(self, text: str) -> None:
-        self._text.append(text)
-        self._size += len(text)
-        if self._size > _LONGEST:
-            raise Malformed
 
     def _in_string(self, char: str) -> None:
         if self._escaped:

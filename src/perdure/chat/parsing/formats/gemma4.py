@@ -12,7 +12,7 @@ from perdure.chat.message import Tool, ToolCall
 from perdure.chat.parsing.call_format import CallFormat
 from perdure.chat.parsing.call_parser import LONGEST_HEADER, SPACE, CallParser
 from perdure.chat.parsing.call_writer import CallWriter, Rules, value_rule, within
-from perdure.chat.parsing.json_scanner import Malformed
+from perdure.chat.parsing.json_scanner import BoundedText, Malformed
 from perdure.chat.parsing.values import kinds_of, properties_of, resolved
 
 _QUOTE = '<|"|>'
@@ -111,8 +111,7 @@ class _CallParser(CallParser):
     def __init__(self) -> None:
         super().__init__()
         self._next: Callable[[str], None] = self._in_name
-        self._text: list[str] = []
-        self._size = 0
+        self._text = BoundedText(_LONGEST)
         self._tail = ""
         self._in_string = False
         self._depth = 0
@@ -127,27 +126,22 @@ class _CallParser(CallParser):
         end = text.find(_QUOTE[0], at) if self._in_string and not self._tail else at
         if end != at:
             end = len(text) if end < 0 else end
-            self._take(text[at:end])
+            self._text.add(text[at:end])
             return end
         self._next(text[at])
         return at + 1
 
-    def _take(self, text: str) -> None:
-        self._text.append(text)
-        self._size += len(text)
-        if self._size > _LONGEST:
-            raise Malformed
-
     def _in_name(self, char: str) -> None:
-        self._take(char)
-        if self._size > LONGEST_HEADER:
+        self._text.add(char)
+        if len(self._text) > LONGEST_HEADER:
             raise Malformed
         if char == "{":
-            found = _NAME.fullmatch("".join(self._text))
+            found = _NAME.fullmatch(str(self._text))
             if found is None:
                 raise Malformed
             self.events += [("name", found["name"]), ("arguments", "{")]
-            self._text, self._size, self._next = [], 0, self._in_argument
+            self._text.clear()
+            self._next = self._in_argument
 
     def _in_argument(self, char: str) -> None:
         self._tail = _begun(self._tail + char, _QUOTE, _CLOSE)
@@ -156,14 +150,14 @@ class _CallParser(CallParser):
         elif self._tail == _CLOSE and not self._in_string:
             raise Malformed
         if self._in_string or self._tail:
-            self._take(char)
+            self._text.add(char)
             return
         if char in ",}" and not self._depth:
-            self._give("".join(self._text), last=char == "}")
-            self._text, self._size = [], 0
+            self._give(str(self._text), last=char == "}")
+            self._text.clear()
             return
         self._depth += (char in "{[") - (char in "}]")
-        self._take(char)
+        self._text.add(char)
 
     def _give(self, written: str, *, last: bool) -> None:
         if written.strip() or not last or self._arguments:
