@@ -18,7 +18,7 @@ from perdure import CorruptStateError, SessionError, StateError, StoreDamagedErr
 from perdure.engine.toy import ToyModel
 from perdure.sessions.info import SessionInfo
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.storage import rows as rows_module
+from perdure.sessions.storage import schema as schema_module
 from perdure.sessions.storage import session_store as store_module
 from perdure.sessions.storage import turn_table
 from perdure.sessions.storage.repair import FOUND
@@ -515,7 +515,7 @@ def test_a_session_that_is_believed_unproved_is_found(
 
     def believing(row: Any) -> SessionInfo:
         *said, depth, digest, _ = row
-        return rows_module.read_session((*said, depth, digest, seal(*said, depth, digest)))
+        return schema_module.read_session((*said, depth, digest, seal(*said, depth, digest)))
 
     monkeypatch.setattr(store_module, "read_session", believing)
     folder = damaged(closed, changed("UPDATE session SET head = 5 WHERE number = 1"))
@@ -529,7 +529,7 @@ def test_a_turn_that_is_believed_unproved_is_found(
     """Planted: what was said is taken as it lies."""
 
     def believing(row: Any, before: bytes) -> Turn:
-        turn = rows_module.parse_turn(row, before)
+        turn = schema_module.parse_turn(row, before)
         object.__setattr__(turn, "_digest", row[-1])
         return turn
 

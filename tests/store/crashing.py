@@ -32,9 +32,8 @@ from perdure.cache.record import Record
 from perdure.engine.toy import ToyModel
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 from perdure.sessions.storage.repair import repair
-from perdure.sessions.storage.rows import turn_values
 from perdure.sessions.storage.schema import MIGRATIONS as SESSION_MIGRATIONS
-from perdure.sessions.storage.schema import seal
+from perdure.sessions.storage.schema import seal, turn_values
 from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.storage.verify import verify
 from perdure.sessions.turn import Turn

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from perdure.errors import AmbiguousError, SessionNotFoundError
 from perdure.sessions.info import SessionMemory, parse_address
 from perdure.sessions.session import Session
-from perdure.sessions.storage.rows import valid_text
+from perdure.sessions.storage.schema import valid_text
 from perdure.sessions.storage.session_store import SessionStore
 
 _MANY = 20

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from perdure.errors import CorruptStateError, InvalidInputError, SessionNotFoundError
 from perdure.sessions.info import SessionInfo, SessionMemory
-from perdure.sessions.storage.rows import ADVICE, MEMORY, SESSION
-from perdure.sessions.storage.schema import TURN_SEAL, seal
+from perdure.sessions.storage.schema import ADVICE, MEMORY, SESSION, TURN_SEAL, seal
 from perdure.sessions.storage.session_store import SessionStore
 
 ID_BYTES = 16

@@ -1,7 +1,6 @@
 """Sessions in SQLite: tables, rows, and what is done with a database as a whole.
 
-schema         tables and their migrations
-rows           how rows are read and proved, and the numbers that they get
+schema         tables and their migrations; how rows are written, read, proved and numbered
 turn_table     turns, read back and written behind each other
 memory_table   memories, read and written
 session_folder the folder of a store: its files, and whose database it is

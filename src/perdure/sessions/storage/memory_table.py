@@ -7,8 +7,17 @@ from typing import Any
 
 from perdure.errors import CorruptStateError, SessionNotFoundError
 from perdure.sessions.info import SessionInfo, SessionMemory
-from perdure.sessions.storage.rows import ADVICE, MEMORY, Counters, read_memory, row_limit, text_rows
-from perdure.sessions.storage.schema import MEMORY_SEAL, Value, seal
+from perdure.sessions.storage.schema import (
+    ADVICE,
+    MEMORY,
+    MEMORY_SEAL,
+    Counters,
+    Value,
+    read_memory,
+    row_limit,
+    seal,
+    text_rows,
+)
 from perdure.store.index import Index, TableCheck
 
 

@@ -16,8 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from perdure.errors import CorruptStateError, StoreDamagedError
-from perdure.sessions.storage.rows import INSERT_TURN, TURN, parse_turn, turn_values
-from perdure.sessions.storage.schema import MEMORY_SEAL, MIGRATIONS, SESSION_SEAL, TURN_SEAL, seal
+from perdure.sessions.storage.schema import (
+    INSERT_TURN,
+    MEMORY_SEAL,
+    MIGRATIONS,
+    SESSION_SEAL,
+    TURN,
+    TURN_SEAL,
+    parse_turn,
+    seal,
+    turn_values,
+)
 from perdure.sessions.storage.session_folder import FILE, MENDED, SessionFolder
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store.durable import explained, make_private, sync_folder

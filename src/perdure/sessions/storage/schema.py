@@ -1,10 +1,21 @@
-"""The tables of sessions, and what proves their rows."""
+"""The tables of sessions, turns and memories: migrations, and rows, each proved when it is read."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from perdure.chat.message import Message
+from perdure.chat.transcript import Transcript
+from perdure.checks import is_whole
+from perdure.errors import CorruptStateError, InvalidInputError
+from perdure.sessions.info import SessionInfo, SessionMemory
+from perdure.sessions.turn import Turn, pack_tokens
+from perdure.store.index import Index
 
 Value = str | int | float | bytes | None
 """What a column can hold."""
@@ -144,3 +155,186 @@ MIGRATIONS: Sequence[str] = (
     CREATE INDEX session_response ON session (updated, number) WHERE kind = 'response'
     """,
 )
+
+
+SESSION = (
+    f"SELECT {', '.join(f's.{column}' for column in SESSION_SEAL)}, t.depth, t.digest, s.seal"
+    " FROM session s LEFT JOIN turn t ON t.number = s.head"
+)
+TURN = (
+    "t.number, t.kind, t.messages, t.reply, t.keep_chars, t.keep_tokens, t.text, t.tokens, t.cuts,"
+    " t.settings, t.seed, t.finish_reason, t.usage, t.dropped, t.model, t.created, t.digest"
+)
+_FIELDS = (
+    "kind, messages, reply, keep_chars, keep_tokens, text, tokens, cuts, settings, seed, finish_reason,"
+    " usage, dropped, model, created, digest"
+)
+MEMORY = (
+    f"SELECT {', '.join(f'm.{column}' for column in MEMORY_SEAL)}, m.seal"
+    " FROM memory m LEFT JOIN turn t ON t.number = m.turn"
+)
+SAYING = """
+    WITH RECURSIVE own (number, parent) AS (
+        SELECT t.number, t.parent FROM session o JOIN turn t ON t.number = o.head
+        WHERE ? IS NULL OR o.namespace = ?
+        UNION SELECT t.number, t.parent FROM own JOIN turn t ON t.number = own.parent
+    ), saying (number) AS (
+        SELECT t.number FROM own JOIN turn t ON t.number = own.number
+        WHERE instr(lower(json_extract(t.reply, '$.content')), lower(?))
+        OR EXISTS (
+            SELECT 1 FROM json_each(t.messages)
+            WHERE instr(lower(json_extract(value, '$.content')), lower(?))
+        )
+        UNION SELECT t.number FROM saying JOIN turn t ON t.parent = saying.number
+    )
+    SELECT number FROM saying
+"""
+"""The turns of a namespace in which, or before which, a text was said."""
+INSERT_TURN = (
+    f"INSERT INTO turn (number, parent, depth, {_FIELDS}, seal)"
+    f" VALUES ({', '.join('?' * (len(_FIELDS.split(',')) + 4))})"
+)
+ADVICE = "`perdure sessions verify` keeps what can be proved and puts the rest aside"
+
+
+def text_rows(index: Index, query: str, *values: Value) -> list[tuple[Any, ...]]:
+    """Rows found by what a caller gave, which may be no text at all."""
+    with valid_text():
+        return index.rows(query, *values)
+
+
+@contextmanager
+def valid_text() -> Iterator[None]:
+    """Within it, text that UTF-8 cannot write is told as the caller's mistake."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"this is not valid Unicode text: {error}") from None
+
+
+def row_limit(limit: int | None) -> int:
+    """How many rows a query returns at most: SQLite takes -1 for all."""
+    if limit is None:
+        return -1
+    if not is_whole(limit) or not 0 < limit < 2**31:
+        raise InvalidInputError(f"limit is None or a number from 1, got {limit!r}")
+    return limit
+
+
+def read_session(row: Sequence[Value]) -> SessionInfo:
+    """The session in a row of `SESSION`."""
+    *said, depth, digest, found = row
+    number, namespace, name, kind, head, settings, origin, created, updated = said
+    if seal(*said, depth, digest) != found:
+        raise CorruptStateError(f"the entry of session {name!r} is damaged, or the turn it names is gone")
+    # What is proved was once written by us.
+    return SessionInfo(
+        number=number,  # type: ignore[arg-type]
+        namespace=namespace,  # type: ignore[arg-type]
+        name=name,  # type: ignore[arg-type]
+        kind=kind,  # type: ignore[arg-type]
+        head=head,  # type: ignore[arg-type]
+        depth=depth,  # type: ignore[arg-type]
+        settings=json.loads(settings),  # type: ignore[arg-type]
+        origin=json.loads(origin),  # type: ignore[arg-type]
+        created=created,  # type: ignore[arg-type]
+        updated=updated,  # type: ignore[arg-type]
+        digest=digest,  # type: ignore[arg-type]
+    )
+
+
+def read_memory(row: Sequence[Any]) -> SessionMemory:
+    """The memory in a row of `MEMORY`, if it is what its seal says."""
+    said = dict(zip(MEMORY_SEAL, row, strict=False))
+    if seal(*row[:-1]) != row[-1]:
+        raise CorruptStateError(f"the memory {said['label']!r} of session {said['session']!r} is damaged")
+    del said["turn"]
+    return SessionMemory(turn=said.pop("depth"), **said)
+
+
+def read_turn(row: Sequence[Any], before: bytes) -> Turn:
+    """The turn in a row of `TURN`, if it is what its digest says."""
+    turn = parse_turn(row, before)
+    if turn.digest != row[-1]:
+        raise CorruptStateError("is not what its digest says: it was damaged or replaced")
+    return turn
+
+
+def parse_turn(row: Sequence[Any], before: bytes) -> Turn:
+    """What a row of `TURN` says, proved by nothing yet."""
+    _, kind, messages, reply, chars, tokens, text, ids, cuts, settings, seed, *rest = row
+    reason, usage, dropped, model, created, _ = rest
+    try:
+        figures = array("q", cuts)
+        turn = Turn(
+            kind=kind,
+            messages=tuple(Message.parse(message) for message in json.loads(messages)),
+            reply=Message.parse(json.loads(reply)) if reply is not None else None,
+            keep=(chars, tokens),
+            added=Transcript(text, array("i", ids), tuple(zip(figures[::2], figures[1::2], strict=True))),
+            settings=json.loads(settings),
+            seed=seed,
+            finish_reason=reason,
+            usage=json.loads(usage),
+            dropped=dropped,
+            model=model,
+            created=created,
+            before=before,
+        )
+        turn.digest  # noqa: B018
+    except (TypeError, ValueError, AttributeError, RecursionError, InvalidInputError) as error:
+        raise CorruptStateError(f"is damaged ({error})") from error
+    return turn
+
+
+def turn_values(number: int, parent: int | None, depth: int, turn: Turn) -> list[Value]:
+    """What `INSERT_TURN` writes."""
+    cuts = array("q", [figure for cut in turn.added.cuts for figure in cut])
+    digest = turn.digest
+    return [
+        number,
+        parent,
+        depth,
+        turn.kind,
+        json.dumps([message.to_dict() for message in turn.messages]),
+        json.dumps(turn.reply.to_dict()) if turn.reply is not None else None,
+        *turn.keep,
+        turn.added.text,
+        pack_tokens(turn.added.tokens),
+        cuts.tobytes(),
+        json.dumps(dict(turn.settings)),
+        turn.seed,
+        turn.finish_reason,
+        json.dumps(dict(turn.usage)),
+        turn.dropped,
+        turn.model,
+        turn.created,
+        digest,
+        seal(number, parent, depth, digest),
+    ]
+
+
+class Counters:
+    """The last number of each table. A number is never given out again."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def next(self, table: str) -> int:
+        """A number that nothing in `table` has or ever had."""
+        number = self._last(table) + 1
+        self._index.run(
+            "UPDATE counter SET last = ?, seal = ? WHERE name = ?", number, seal(table, number), table
+        )
+        return number
+
+    def check(self) -> None:
+        """Prove what says which numbers were given out: `CorruptStateError` where it is damaged."""
+        for table in ("session", "turn", "memory"):
+            self._last(table)
+
+    def _last(self, table: str) -> int:
+        rows = self._index.rows("SELECT last, seal FROM counter WHERE name = ?", table)
+        if not rows or seal(table, rows[0][0]) != rows[0][1]:
+            raise CorruptStateError(f"the last number of a {table} is damaged: {ADVICE}")
+        return int(rows[0][0])

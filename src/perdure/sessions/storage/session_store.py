@@ -22,17 +22,21 @@ from perdure.errors import (
 )
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.storage.memory_table import MemoryTable
-from perdure.sessions.storage.rows import (
+from perdure.sessions.storage.schema import (
     ADVICE,
+    MIGRATIONS,
+    RESPONSE,
     SAYING,
     SESSION,
+    SESSION_SEAL,
     Counters,
+    Value,
     read_session,
     row_limit,
+    seal,
     text_rows,
     valid_text,
 )
-from perdure.sessions.storage.schema import MIGRATIONS, RESPONSE, SESSION_SEAL, Value, seal
 from perdure.sessions.storage.session_folder import SessionFolder
 from perdure.sessions.storage.turn_table import TurnTable
 from perdure.sessions.turn import FIRST, Turn

@@ -6,8 +6,17 @@ from collections.abc import Sequence
 
 from perdure.errors import CorruptStateError, SessionNotFoundError
 from perdure.sessions.history import Chunk, Place
-from perdure.sessions.storage.rows import ADVICE, INSERT_TURN, TURN, Counters, read_turn, turn_values
-from perdure.sessions.storage.schema import TURN_SEAL, seal, turn_seal
+from perdure.sessions.storage.schema import (
+    ADVICE,
+    INSERT_TURN,
+    TURN,
+    TURN_SEAL,
+    Counters,
+    read_turn,
+    seal,
+    turn_seal,
+    turn_values,
+)
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store.index import Index
 

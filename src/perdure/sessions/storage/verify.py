@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from perdure.config import STORE_BYTES
 from perdure.errors import CorruptStateError, StoreDamagedError, StoreLockedError
 from perdure.sessions.storage.repair import Repair, repair
-from perdure.sessions.storage.rows import MEMORY, SESSION, read_memory, read_session
-from perdure.sessions.storage.schema import MEMORY_SEAL
+from perdure.sessions.storage.schema import MEMORY, MEMORY_SEAL, SESSION, read_memory, read_session
 from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.turn import Turn
 
