@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,10 @@ from subjects import Subject
 # Whoever starts the tests in the background may have them ignore Ctrl-C, and what they start would too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests start hundreds of processes. Where no bytecode is written, as in many containers, each compiles it all.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A busy machine is no reason for a test to fail.
 settings.register_profile("perdure", deadline=None)
