@@ -31,7 +31,7 @@ bench: $(BENCH)
 lint: $(TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy -n $(WORKERS)
 
 setup: $(TEST)
 

@@ -21,7 +21,7 @@ from subjects import Subject
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tests start hundreds of processes. Where no bytecode is written, as in many containers, each compiles it all.
+# Tests start hundreds of processes: where no bytecode is written, as in many containers, each compiles all.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 

@@ -39,10 +39,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment with the wheel and what it depends on, the server's parts included."""
     folder = tmp_path_factory.mktemp("new")
-    venv.create(folder, with_pip=True)
+    venv.create(folder)
     programs = folder / ("Scripts" if os.name == "nt" else "bin")
     subprocess.run(
-        [programs / "python", "-m", "pip", "install", "--quiet", f"{wheel}[server]"],
+        [
+            *(sys.executable, "-m", "pip", "--python", programs / "python"),
+            *("install", "--quiet", "--no-compile", f"{wheel}[server]"),
+        ],
         check=True,
         capture_output=True,
         cwd=folder,

@@ -30,7 +30,7 @@ TESTS = Path(__file__).parents[1]
 Answer = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def answer(zoo_path: Callable[[str], Path]) -> Answer:
     """`answer(store)` is what a new process says to one prompt: the tokens, and how many were reused."""
 
@@ -50,10 +50,22 @@ def answer(zoo_path: Callable[[str], Path]) -> Answer:
     return run
 
 
-def never_mixed(answer: Answer, store: Path, **change: Any) -> None:
-    """A store filled without `change` gives nothing with it, and the answer is that of a cold start."""
+@pytest.fixture(scope="module")
+def filled(answer: Answer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the state of our own kernels."""
+    store = tmp_path_factory.mktemp("filled") / "store"
     answer(store)
     assert answer(store)["reused"] == 149
+    return store
+
+
+@pytest.fixture
+def store(filled: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(filled, tmp_path / "store")
+
+
+def never_mixed(answer: Answer, store: Path, **change: Any) -> None:
+    """A filled store gives nothing with `change`, and the answer is that of a cold start."""
     changed, cold = answer(store, **change), answer("", **change)
     assert changed == cold
     assert cold["reused"] == 0
@@ -62,20 +74,20 @@ def never_mixed(answer: Answer, store: Path, **change: Any) -> None:
     assert answer(store)["reused"] == 149
 
 
-def test_m3_w4_state_of_another_cpu_variant_is_not_used(answer: Answer, tmp_path: Path) -> None:
+def test_m3_w4_state_of_another_cpu_variant_is_not_used(answer: Answer, store: Path) -> None:
     ours = library.loaded()
     others = [name for name, score in variants(ours.source.folder).items() if score and name != ours.variant]
     if not others:
         pytest.skip("this library has one CPU variant that runs here")
-    never_mixed(answer, tmp_path / "store", PERDURE_LLAMA_VARIANT=others[-1])
+    never_mixed(answer, store, PERDURE_LLAMA_VARIANT=others[-1])
 
 
 @needs_compiler
-def test_m3_w4_state_of_another_library_is_not_used(answer: Answer, tmp_path: Path) -> None:
-    never_mixed(answer, tmp_path / "store", PERDURE_LLAMA=str(shim(tmp_path / "other", VERSION='"0.5.9"')))
+def test_m3_w4_state_of_another_library_is_not_used(answer: Answer, store: Path, tmp_path: Path) -> None:
+    never_mixed(answer, store, PERDURE_LLAMA=str(shim(tmp_path / "other", VERSION='"0.5.9"')))
 
 
-def test_m3_state_without_extra_buffers_is_not_used(answer: Answer, tmp_path: Path) -> None:
+def test_m3_state_without_extra_buffers_is_not_used(answer: Answer, store: Path, tmp_path: Path) -> None:
     """What the probe decides is part of the identity."""
     home = tmp_path / "home"
     home.mkdir()
@@ -84,20 +96,21 @@ def test_m3_state_without_extra_buffers_is_not_used(answer: Answer, tmp_path: Pa
     without = replace(known, attempts=(replace(known.attempts[-1], extra_buffers=False),))
     (home / "verdicts.json").write_text(json.dumps({probe._key(source): asdict(without)}))
     change = {"PERDURE_HOME": str(home), "PERDURE_LLAMA": str(source.folder)}
-    never_mixed(answer, tmp_path / "store", **change)
+    never_mixed(answer, store, **change)
 
 
 @pytest.mark.skipif(
     not any(each.offloads for each in list_devices(library.load())), reason="this machine has no GPU"
 )
-def test_m3_state_of_other_layers_on_the_gpu_is_not_used(answer: Answer, tmp_path: Path) -> None:
-    never_mixed(answer, tmp_path / "store", gpu_layers=2)
+def test_m3_state_of_other_layers_on_the_gpu_is_not_used(answer: Answer, store: Path) -> None:
+    never_mixed(answer, store, gpu_layers=2)
 
 
-def test_m3_the_same_library_in_another_folder_is_the_same_engine(answer: Answer, tmp_path: Path) -> None:
+def test_m3_the_same_library_in_another_folder_is_the_same_engine(
+    answer: Answer, store: Path, tmp_path: Path
+) -> None:
     shutil.copytree(library.loaded().source.folder, tmp_path / "copy")
-    answer(tmp_path / "store")
-    assert answer(tmp_path / "store", PERDURE_LLAMA=str(tmp_path / "copy"))["reused"] == 149
+    assert answer(store, PERDURE_LLAMA=str(tmp_path / "copy"))["reused"] == 149
 
 
 def test_m3_the_identity_tells_library_kernels_and_devices(zoo_path: Callable[[str], Path]) -> None:

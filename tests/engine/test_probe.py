@@ -43,6 +43,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def one_variant(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have one CPU variant tried: what is wrong with the library itself is wrong with each of them."""
+    if cpu_variants(library.loaded().source):
+        monkeypatch.setenv("PERDURE_LLAMA_VARIANT", library.loaded().variant)
+
+
+@pytest.fixture
 def use(home: Path, zoo_path: Callable[[str], Path]) -> Callable[[], str]:
     """`use()` is what a user's program prints; it must not end by a signal."""
 
@@ -58,6 +65,7 @@ def use(home: Path, zoo_path: Callable[[str], Path]) -> Callable[[], str]:
 
 @pytest.mark.parametrize("death", ["SIGILL", "SIGSEGV", "SIGABRT"])
 @pytest.mark.parametrize("when", ["AT_LOAD", "AT_STEP"])
+@pytest.mark.usefixtures("one_variant")
 def test_m1_a_library_that_dies_is_named_with_its_signal_and_its_step(
     death: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +203,7 @@ def test_a_damaged_book_of_verdicts_costs_a_probe(damage: bytes, tmp_path: Path,
 
 
 @pytest.mark.parametrize("offset", [0, 12, 40, 56, 88])
+@pytest.mark.usefixtures("one_variant")
 def test_m2_a_library_with_one_more_field_is_refused_in_words(
     offset: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +214,7 @@ def test_m2_a_library_with_one_more_field_is_refused_in_words(
 
 
 @pytest.mark.parametrize("version", ["0.3.9", "0.6.0", "1.0", "b4711", ""])
+@pytest.mark.usefixtures("one_variant")
 def test_m2_a_library_of_another_version_is_refused_in_words(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

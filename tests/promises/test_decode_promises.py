@@ -44,7 +44,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 SEEDED: dict[str, Any] = {"temperature": 0.8, "repeat_penalty": 1.3, "seed": 7, "ignore_eos": True}
 HARD = "é 한국어 각 🙂 👩‍👩‍👧‍👦 🇳🇱 e\u0301 \u200b ffi naïve \r\n\t \ufffd end"
 
-every_kind = pytest.mark.parametrize("kind_", MEMORY_KINDS, ids=lambda kind: kind.name)
+every_kind = pytest.mark.parametrize("kind_", MEMORY_KINDS, ids=lambda kind: f"toy-{kind.name}")
 every_model = pytest.mark.parametrize("name", zoo.names())
 
 

@@ -435,17 +435,17 @@ def descriptors() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not tell")
-def test_twenty_deaths_leave_no_zombie_no_descriptor_and_no_thread() -> None:
+def test_ten_deaths_leave_no_zombie_no_descriptor_and_no_thread() -> None:
     with isolated("full") as rt:
         pid(rt)
         before, threads = descriptors(), threading.active_count()
         dead = []
-        for _ in range(20):
+        for _ in range(10):
             dead.append(pid(rt))
             os.kill(dead[-1], signal.SIGKILL)
         pid(rt)
-        assert len(set(dead)) == 20
-        assert remote(rt).health().restarts == 20
+        assert len(set(dead)) == 10
+        assert remote(rt).health().restarts == 10
         assert descriptors() == before
         assert threading.active_count() == threads
         for each in dead:
