@@ -11,7 +11,8 @@ import pytest
 import schemathesis
 from fastapi import APIRouter
 from fastapi.dependencies.models import Dependant
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -82,11 +83,25 @@ def test_every_answer_is_as_documented(case: Any, fuzzed: LiveServer) -> None:
     ask(case, fuzzed)
 
 
+OPERATIONS = [
+    (path, method.upper()) for path, methods in schema.raw_schema["paths"].items() for method in methods
+]
+
+
 @pytest.mark.soak
-@schema.parametrize()
-@tries(100)
-def test_every_answer_is_as_documented_however_often_one_asks(case: Any, fuzzed: LiveServer) -> None:
-    ask(case, fuzzed)
+@pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.name.lower())
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_every_answer_is_as_documented_however_often_one_asks(
+    path: str, method: str, mode: GenerationMode, fuzzed: LiveServer
+) -> None:
+    """Strategies are made here: schemathesis makes its own while tests are collected, whoever runs them."""
+
+    @tries(100)
+    @given(schema[path][method].as_strategy(generation_mode=mode))
+    def check(case: Any) -> None:
+        ask(case, fuzzed)
+
+    check()
 
 
 def ask(case: Any, server: LiveServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -144,13 +145,18 @@ def test_the_oldest_renderings_are_forgotten_for_room() -> None:
 SWITCHES = ("a", "b /no_think", "<tool_response>\nc\n</tool_response>", "/think d", "e", "f", "g", "h")
 
 
-@pytest.mark.parametrize("path", sorted(Path(__file__).parent.rglob("*.jinja")), ids=lambda path: path.stem)
+@functools.cache
+def renderer_of(path: Path) -> TemplateRenderer:
+    return renderer(Template(path.read_text(), bos="<s>", eos="</s>"))
+
+
 @pytest.mark.parametrize("system", [None, "s", "s /no_think", "/think"])
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.rglob("*.jinja")), ids=lambda path: path.stem)
 def test_words_that_templates_take_for_switches_are_rendered_as_in_the_whole(
     path: Path, system: str | None
 ) -> None:
     """Turn by turn it is the same text, also with `/no_think` or what looks like a tool's result."""
-    under_test = renderer(Template(path.read_text(), bos="<s>", eos="</s>"))
+    under_test = renderer_of(path)
     if under_test.opening is None:
         return
     texts = [word for each in SWITCHES for word in (each, f"so {each[0]}")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import threading
@@ -113,8 +114,14 @@ def theirs(source: str, messages: tuple[Message, ...], tools: tuple[Tool, ...], 
     return text
 
 
+@functools.cache
+def ours(source: str) -> Template:
+    """The template, compiled once: transformers keeps its own too."""
+    return Template(source, bos=BOS, eos=EOS)
+
+
 def check_same(source: str, messages: tuple[Message, ...], tools: tuple[Tool, ...], **variables: Any) -> None:
-    template = Template(source, bos=BOS, eos=EOS)
+    template = ours(source)
     try:
         expected = theirs(source, messages, tools, **variables)
     except Exception as error:
@@ -152,8 +159,10 @@ def test_the_comparison_has_teeth(monkeypatch: pytest.MonkeyPatch) -> None:
     """With HTML escaped as Jinja's own filter does it, or content left out, the texts differ."""
     check_same(SCRAPS["json"], CONVERSATIONS["one"], ())
     monkeypatch.setitem(module._sandbox().filters, "tojson", lambda value, **_: json.dumps(value))
+    ours.cache_clear()
     with pytest.raises(AssertionError):
         check_same(SCRAPS["json"], CONVERSATIONS["one"], ())
+    ours.cache_clear()
 
 
 def test_what_a_message_does_not_have_is_empty_or_not_there() -> None:
