@@ -17,7 +17,8 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --progress-b
 chat: $(CHAT)
 	@$(BIN)/perdure chat
 
-test: lint browser
+test:
+	@$(MAKE) --no-print-directory -j 2 lint browser
 	$(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist worksteal
 
 soak: $(TEST)

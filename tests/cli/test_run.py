@@ -353,6 +353,7 @@ def test_continue_goes_on_from_the_last_run_and_a_new_run_begins_anew(run: Run) 
 
 
 def test_a_session_is_kept_by_its_name_and_is_the_one_that_continues(run: Run) -> None:
+    reply(run("an earlier one", *GREEDY, "--json"))
     first = reply(run("the man", *GREEDY, "--json", "--session", "work"))
     second = reply(run("the other", *GREEDY, "--json", "--session", "work"))
     assert second["usage"]["prompt_tokens"] > first["usage"]["prompt_tokens"]

@@ -162,6 +162,24 @@ def test_a_text_file_goes_along_and_others_are_refused(
     assert content.endswith("Read this file")
 
 
+DROP = """box => {
+  const moved = new DataTransfer();
+  moved.items.add(new File(["first line\\n"], "notes.txt"));
+  const told = { dataTransfer: moved, bubbles: true, cancelable: true };
+  return ["dragover", "drop"].map(kind => !box.dispatchEvent(new DragEvent(kind, told)));
+}"""
+
+
+def test_a_text_file_dropped_on_the_message_box_goes_along(open_page: OpenPage, served: LiveServer) -> None:
+    user = open_page(served)
+    # Else the browser would show the file in place of the page.
+    assert user.page.get_by_label("Message", exact=True).evaluate(DROP) == [True, True]
+    expect(user.page.get_by_role("listitem").filter(has_text="notes.txt")).to_be_visible()
+    user.ask("Read what I dropped")
+    [turn] = served.runtime.session(user.name).history()
+    assert "notes.txt:\n```\nfirst line\n```" in (turn.messages[0].content or "")
+
+
 def test_hostile_markdown_and_html_is_text(open_page: OpenPage, served: LiveServer) -> None:
     kept_turn(served, "hostile", HOSTILE, {"content": HOSTILE, "reasoning_content": HOSTILE})
     user = open_page(served, "/#/c/hostile")

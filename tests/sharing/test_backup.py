@@ -49,8 +49,8 @@ def test_a_store_in_use_is_backed_up_and_restored(store: Path, tmp_path: Path) -
 
 def test_a_backup_is_of_one_moment_while_two_programs_write(store: Path, tmp_path: Path) -> None:
     with program(store) as first, program(store) as second:
-        first.tell("talk", "one", 6.0)
-        second.tell("talk", "two", 6.0)
+        first.tell("talk", "one", 3.0)
+        second.tell("talk", "two", 3.0)
         files = [tmp_path / f"saved-{number}" for number in range(4)]
         for file in files:
             back_up(store, file)
