@@ -25,6 +25,7 @@ from perdure.decode.keywords import Processor
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.sampling.sampler import Sampler
 from perdure.decode.sequence import TokenSequence
+from perdure.engine.toy import ToyModel
 
 Row = NDArray[np.float32]
 
@@ -362,6 +363,20 @@ def test_a_hundred_requests_with_random_cancels_leave_nothing_behind(
     zoo_model: Callable[[str], Model],
 ) -> None:
     many_requests(zoo_model("llama"), 100)
+
+
+def test_a_job_that_is_kept_holds_its_replies_and_no_sequence() -> None:
+    def sequences() -> int:
+        gc.collect()
+        return sum(isinstance(each, (TokenSequence, Sampler)) for each in gc.get_objects())
+
+    before = sequences()
+    with perdure.open(ToyModel(), n_ctx=64, slots=1) as rt:
+        jobs = [rt.submit("Hello", n=2, max_tokens=4), rt.submit("Hello", max_tokens=4)]
+        jobs[1].cancel()
+        rt.generate("Hello", max_tokens=1)
+    assert [len(job.replies()) for job in jobs] == [2, 1]
+    assert sequences() == before
 
 
 @pytest.mark.soak

@@ -16,7 +16,7 @@ from perdure.decode.keywords import Processor, RequestKeywords
 from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import Pin, ReuseReport
-from perdure.decode.text import TextStream
+from perdure.decode.text import check_stops
 from perdure.engine.contract import Vocabulary
 from perdure.engine.logits import Candidate
 from perdure.errors import ContextOverflow, InvalidInputError, TokenError
@@ -95,7 +95,7 @@ class Request:
             raise InvalidInputError(f"keep_at are lengths of the prompt, got {self.keep_at!r}")
         if not all(isinstance(pin, Pin) for pin in self.pins):
             raise InvalidInputError(f"pins are of type Pin, got {self.pins!r}")
-        TextStream(self.stops)
+        check_stops(self.stops)
 
     def ends_at(self, now: float) -> float | None:
         """The instant at which it ends if it is submitted `now`."""

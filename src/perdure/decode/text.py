@@ -9,6 +9,11 @@ from encodings.utf_8 import IncrementalDecoder
 from perdure.errors import InvalidInputError
 
 
+def check_stops(stops: Sequence[str]) -> None:
+    if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise InvalidInputError("stops are a list of texts, none of them empty")
+
+
 class TextStream:
     """Text out of pieces that may end within a character, cut at the first stop string.
 
@@ -19,8 +24,7 @@ class TextStream:
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
-        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise InvalidInputError("stops are a list of texts, none of them empty")
+        check_stops(stops)
         self._decoder = IncrementalDecoder("replace")
         self._stops = tuple(dict.fromkeys(stops))
         self._borders = [_borders(stop) for stop in self._stops]
