@@ -97,15 +97,18 @@ class MemoryTier:
             return self._replace(known, block)
         if block.start and block.parent not in self._nodes:
             return False
-        if block.tail_state is None and self.covers(block.parent, block.tokens):
+        above = self._nodes.get(block.parent)
+        # Mostly it is the first: then there is nothing to compare it with.
+        is_first = (above.children if above else self._roots.get(block.parent)) is None
+        if not is_first and block.tail_state is None and self.covers(block.parent, block.tokens):
             return True
         if not self.make_room(block.nbytes, keep=block.parent):
             return False
-        self._drop_beginnings(block)
+        if not is_first:
+            self._drop_beginnings(block)
         self._clock += 1
         key = key_of(block.tokens)
         node = self._nodes[block.id] = _Node(block.id, block.parent, key, block, self._clock)
-        above = self._nodes.get(block.parent)
         if above is None:
             self._roots.setdefault(block.parent, Siblings()).add(key, block.id)
         else:
