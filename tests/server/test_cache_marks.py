@@ -93,6 +93,16 @@ def test_what_is_marked_outlives_what_is_not(kind: type[MemorySpec]) -> None:
     assert lost < total // 2
 
 
+@pytest.mark.parametrize("kind", [Recurrent, Hybrid])
+def test_all_that_is_marked_is_read_again_where_state_cannot_be_cut(kind: type[MemorySpec]) -> None:
+    """K2: a checkpoint is kept at the mark itself, not only now and then."""
+    with small(kind) as server, server.client() as client:
+        body = message(system=marked(RULES, EPHEMERAL), messages=[{"role": "user", "content": "One."}])
+        created = usage(client, body)["cache_creation_input_tokens"]
+        body["messages"] = [{"role": "user", "content": "Two, and not one."}]
+        assert usage(client, body)["cache_read_input_tokens"] >= created > 0
+
+
 def test_marks_are_checked(client: httpx.Client) -> None:
     five = [{"type": "text", "text": "a", "cache_control": EPHEMERAL}] * 5
     refused = client.post("/v1/messages", json=message(system=five))
