@@ -389,8 +389,9 @@ def test_asyncio_readers_are_served() -> None:
                 assert reply.tokens == here.generate(f"prompt {i}", max_tokens=30, **GREEDY).tokens
             said = [delta.text async for delta in rt.astream("prompt 0", max_tokens=30, **GREEDY)]
             assert "".join(said) == texts[0].text
-        with isolated("slow", slots=1) as rt:
-            job = rt.submit("a", max_tokens=200, **GREEDY)
+        # Long enough that a machine with much else to do cancels it before its end.
+        with isolated("slow", slots=1, n_ctx=4096) as rt:
+            job = rt.submit("a", max_tokens=4000, **GREEDY)
             task = asyncio.create_task(job.areply())
             async for _ in job:
                 break
