@@ -35,7 +35,7 @@ from perdure.engine.toy import ToyModel
 from perdure.memory import MEMORY_KINDS, MemorySpec
 from perdure.store.disk import DiskTier
 from perdure.worker import remote as module
-from perdure.worker.remote_prefix_cache import RemotePrefixCache
+from perdure.worker.proxies.prefix_cache import RemotePrefixCache
 from perdure.worker.restart_policy import RestartPolicy
 from worker.engines import HOLD, LATER, QUICK, Hold, isolated, pid, remote
 
@@ -377,6 +377,27 @@ def test_a_close_that_the_engine_does_not_follow_is_made(hold: Hold) -> None:
     hold.reached()
     rt.close()
     assert outcome(job)[0].finish_reason == "cancelled"
+
+
+def test_an_engine_that_an_event_loop_reads_answers_there_and_where_the_loop_itself_waits_w1(
+    shared: Runtime,
+) -> None:
+    """W1: a call that holds the loop up is answered all the same."""
+    asked: dict[str, Any] = {**GREEDY, "max_tokens": 8}
+    expected = shared.generate("Hello", **asked).tokens
+
+    async def main() -> None:
+        remote(shared).read_in(asyncio.get_running_loop())
+        try:
+            for _ in range(3):
+                assert (await shared.agenerate("Hello", **asked)).tokens == expected
+                assert shared.generate("Hello", **asked).tokens == expected
+                assert shared.model.tokenize("Hello") == ToyModel().tokenize("Hello")
+        finally:
+            remote(shared).read_in(None)
+
+    asyncio.run(main())
+    assert shared.generate("Hello", **asked).tokens == expected
 
 
 def test_asyncio_readers_are_served() -> None:

@@ -56,8 +56,11 @@ class AsyncioListener:
         return found
 
     def notify(self, waiters: Sequence[asyncio.Future[None]]) -> None:
-        # A loop that is closed or gone has nobody left to wake.
-        if (loop := self._loop()) is not None:
+        loop = self._loop()
+        if loop is not None and asyncio._get_running_loop() is loop:
+            _resolve(waiters)
+        elif loop is not None:
+            # One that is closed has nobody left to wake.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_resolve, waiters)
 

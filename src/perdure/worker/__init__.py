@@ -2,6 +2,7 @@
 
 protocol          the messages between the two processes
 connection        messages over a socket, whole and in order
+message_reader    who reads them: a thread, or an event loop
 service           the requests and calls of one connection, served by a backend
 child             the process with the engine
 process           one such process, from its start to its end
@@ -9,11 +10,11 @@ restart_policy    when the process is started again, and when it is given up
 supervisor        keeps one running: restarts, back-off, hangs, memory
 pending_request   one request that is not answered yet, over all its tries
 pending_requests  all requests and calls that are not answered yet
-vocabulary        text and tokens, asked of the child
+proxies           vocabulary and prefix cache, asked of the child
 remote            all of it behind the protocol of a backend
 listener          serves the engine of a store to other processes that use the store
 attached          the other side of that: a backend on the engine of another process
 
 A request goes remote → pending_requests → connection → child; what comes of it goes back child → connection →
-supervisor → pending_requests.
+message_reader → supervisor → pending_requests.
 """

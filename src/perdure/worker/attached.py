@@ -19,7 +19,7 @@ from perdure.store.holder import Holder, StoreLock, read_holder
 from perdure.worker.connection import Connection
 from perdure.worker.listener import GREETING, Listener
 from perdure.worker.process import Death
-from perdure.worker.protocol import Answer, Leaving, Pulse, StepOutput, Welcome
+from perdure.worker.protocol import Leaving, Welcome
 from perdure.worker.remote import BackendClient
 from perdure.worker.restart_policy import Health, State
 
@@ -114,6 +114,7 @@ class AttachedBackend(BackendClient):
     def load(self) -> tuple[int, int]:
         """Requests waiting, and being served, of all processes that use the engine."""
         answer = self._pending.ask("backend", "load", (), {})
+        self._reader.about_to_wait()
         try:
             waiting, served = answer.result(_TICK)
             return waiting, served
@@ -135,6 +136,7 @@ class AttachedBackend(BackendClient):
     def close(self) -> None:
         """End what is running as cancelled. An engine of this process is left to nobody."""
         self._pending.shut()
+        self._reader.read_in(None)
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
@@ -176,26 +178,13 @@ class AttachedBackend(BackendClient):
 
     def _serve(self, link: Link) -> None:
         """Hand on what the other process says until it is gone."""
-        due = time.monotonic() + _TICK
-        while True:
-            try:
-                message = link.connection.receive(max(0.0, due - time.monotonic()))
-            except TimeoutError:
-                message = None
-            except EOFError:
-                return
-            match message:
-                case StepOutput():
-                    self._pending.deliver(message)
-                case Answer():
-                    self._pending.answered(message)
-                case Pulse():
-                    self._pending.progress(message.read)
-                case Leaving():
-                    self._pending.pause()
-            if time.monotonic() >= due:
-                self._pending.end_overdue()
-                due = time.monotonic() + _TICK
+        self._reader.read_all(link.connection, self._handle, self._pending.end_overdue, seconds=_TICK)
+
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, Leaving):
+            self._pending.pause()
+        else:
+            self._pending.handle(message)
 
     def _leave(self, holder: Holder) -> None:
         self._link.connection.close()

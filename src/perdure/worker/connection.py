@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import select
 import socket
@@ -10,6 +11,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 _HEAD = struct.Struct("<Q")
@@ -23,7 +25,7 @@ class Connection:
 
     Always holds: `send` waits for nobody, neither for the other side nor for another sender, so the engine
     thread may call it. What is sent over a connection that is cut is dropped: whoever reads learns of it.
-    One thread receives.
+    One thread at a time receives.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -46,16 +48,26 @@ class Connection:
 
     def receive(self, timeout: float | None = None) -> Any:
         """The next message. EOFError where the other side is gone, TimeoutError where none came in time."""
-        while True:
-            end = _HEAD.size
-            if len(self._received) >= end:
-                end += _HEAD.unpack_from(self._received)[0]
-                if len(self._received) >= end:
-                    with memoryview(self._received) as view, view[_HEAD.size : end] as data:
-                        message = pickle.loads(data)
-                    del self._received[:end]
-                    return message
-            self._read(timeout)
+        while not (end := self._end_of_message()):
+            if not self.readable(timeout):
+                raise TimeoutError
+            self._read()
+        return self._message(end)
+
+    def take(self) -> Iterator[Any]:
+        """The messages that are here by now, without waiting. EOFError where the other side is gone."""
+        if not self._end_of_message():
+            self._read()
+        while end := self._end_of_message():
+            yield self._message(end)
+
+    def readable(self, timeout: float | None = 0.0) -> bool:
+        """Whether there is something to read, or the end, within so many seconds."""
+        return bool(self._readable.poll(None if timeout is None else max(0.0, timeout) * 1000))
+
+    def duplicate(self) -> int:
+        """A descriptor of the same socket, for who watches it; whoever asks closes it."""
+        return os.dup(self._socket.fileno())
 
     def flush(self, timeout: float) -> None:
         """Wait until all that was sent is out of this process, at most so long."""
@@ -79,9 +91,20 @@ class Connection:
         with self._sending:
             self._socket.close()
 
-    def _read(self, timeout: float | None) -> None:
-        if not self._readable.poll(None if timeout is None else max(0.0, timeout) * 1000):
-            raise TimeoutError
+    def _end_of_message(self) -> int:
+        """Where the first message ends in what was received; 0 where it is not whole."""
+        if len(self._received) < _HEAD.size:
+            return 0
+        end: int = _HEAD.size + _HEAD.unpack_from(self._received)[0]
+        return end if len(self._received) >= end else 0
+
+    def _message(self, end: int) -> Any:
+        with memoryview(self._received) as view, view[_HEAD.size : end] as data:
+            message = pickle.loads(data)
+        del self._received[:end]
+        return message
+
+    def _read(self) -> None:
         try:
             more = self._socket.recv(_READ)
         except BlockingIOError:

@@ -15,7 +15,7 @@ from perdure.errors import BusyError, ClosedError, EngineDiedError, InvalidInput
 from perdure.worker.connection import Connection, pack
 from perdure.worker.pending_request import PendingRequest
 from perdure.worker.process import Death
-from perdure.worker.protocol import Answer, Call, Cancel, RequestId, StepOutput, Target
+from perdure.worker.protocol import Answer, Call, Cancel, Pulse, RequestId, StepOutput, Target
 
 TRIES = 2
 """How often anything is asked at most: what the engine dies of must not kill it for ever."""
@@ -44,8 +44,8 @@ class PendingRequests:
     """Requests and calls, whether or not there is an engine just now.
 
     Always holds: each is asked at most twice, and again only if nothing of it had come; each ends. Anyone
-    may ask and cancel, and neither waits for a reader; one thread, which also reads what the engine says,
-    connects, disconnects and delivers.
+    may ask and cancel, and neither waits for a reader; one thread at a time, which also reads what the engine
+    says, connects, disconnects and delivers.
     """
 
     def __init__(self, queue: int) -> None:
@@ -178,7 +178,16 @@ class PendingRequests:
                 call.settle(error=EngineDiedError(message, signal=death.signal, code=death.code))
         self._sweep()
 
-    def answered(self, answer: Answer) -> None:
+    def handle(self, message: Any) -> None:
+        """Do what the engine says; what is not about requests and calls is left alone."""
+        if isinstance(message, list):
+            self._deliver(message)
+        elif isinstance(message, Answer):
+            self._answered(message)
+        elif isinstance(message, Pulse):
+            self._progress(message.read)
+
+    def _answered(self, answer: Answer) -> None:
         pending, call = self._requests.get(answer.id), self._calls.get(answer.id)
         if pending is not None:
             if answer.error is not None:
@@ -188,9 +197,9 @@ class PendingRequests:
             self._drop(answer.id)
             call.settle(answer.value, answer.error)
 
-    def deliver(self, output: StepOutput) -> None:
+    def _deliver(self, output: StepOutput) -> None:
         changed = []
-        for id_, deltas, replies in output.items:
+        for id_, deltas, replies in output:
             pending = self._requests.get(id_)
             if pending is None:
                 continue
@@ -202,7 +211,7 @@ class PendingRequests:
                 pending.finish(replies)
         notify(changed)
 
-    def progress(self, read: Mapping[RequestId, int]) -> None:
+    def _progress(self, read: Mapping[RequestId, int]) -> None:
         """How much of their prompts requests have read."""
         for id_, count in read.items():
             if (pending := self._requests.get(id_)) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NewType, TypeAlias
+from typing import Any, Literal, NewType, TypeAlias
 
 from perdure.decode.request import FinishReason, Reply, Request, TokenLogprob
 from perdure.engine.keywords import LoadingKeywords
@@ -17,6 +17,10 @@ Target = Literal["model", "cache", "tables", "backend"]
 
 PlainDelta: TypeAlias = tuple[str, tuple[int, ...], tuple[TokenLogprob, ...], int, FinishReason | None]
 """A delta as it travels: every token brings one, and tuples are an order cheaper to send than objects."""
+
+StepOutput: TypeAlias = list[tuple[RequestId, Sequence[PlainDelta], Sequence[Reply] | None]]
+"""What a step brought: new deltas by request, and the replies of those that are finished. The only message
+that is a list: every step sends one, and half of reading an object is to find its class."""
 
 
 # From the parent.
@@ -110,12 +114,6 @@ class Answer:
     id: RequestId
     value: Any = None
     error: Exception | None = None
-
-
-class StepOutput(NamedTuple):
-    """What a step brought: new deltas by request, and the replies of those that are finished."""
-
-    items: Sequence[tuple[RequestId, Sequence[PlainDelta], Sequence[Reply] | None]]
 
 
 @dataclass(frozen=True, slots=True)

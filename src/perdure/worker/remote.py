@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
@@ -22,12 +23,13 @@ from perdure.decode.request import Request
 from perdure.engine.contract import Tokens
 from perdure.engine.keywords import LoadingKeywords
 from perdure.errors import InvalidInputError
+from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests, packed
 from perdure.worker.protocol import Ready, Setup, Target
-from perdure.worker.remote_prefix_cache import RemotePrefixCache
+from perdure.worker.proxies.prefix_cache import RemotePrefixCache
+from perdure.worker.proxies.vocabulary import Asked, RemoteVocabulary
 from perdure.worker.restart_policy import Health, RestartPolicy
 from perdure.worker.supervisor import Supervisor
-from perdure.worker.vocabulary import Asked, RemoteVocabulary
 
 _FACTORY = re.compile(r"(?!hf:)[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
 _PATIENCE = 5.0
@@ -46,6 +48,11 @@ class BackendClient:
 
     def __init__(self, queue: int) -> None:
         self._pending = PendingRequests(queue)
+        self._reader = MessageReader()
+
+    def read_in(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Have what the engine says read in the event loop of those who wait for it; None: not any more."""
+        self._reader.read_in(loop)
 
     def _meet(self, about: Ready) -> None:
         """What the engine says about itself."""
@@ -72,6 +79,7 @@ class BackendClient:
         job = Job(
             pending.output, lambda: self._pending.cancel(pending), prompt_tokens=len(pending.request.prompt)
         )
+        self._reader.about_to_wait()
         try:
             pending.await_settled(_PATIENCE)
         except BaseException:
@@ -100,6 +108,7 @@ class BackendClient:
             sent = {key: _plain(value) for key, value in keywords.items()}
             answer = self._pending.ask(target, name, tuple(map(_plain, args)), sent)
             self._nudge()
+            self._reader.about_to_wait()
             return result_of(answer)
 
         return call
@@ -135,7 +144,7 @@ class RemoteBackend(BackendClient):
         packed(setup)
         queue = settings.get("queue", QUEUE)
         super().__init__(queue if isinstance(queue, int) else 0)
-        self._supervisor = Supervisor(setup, restart_policy or RestartPolicy(), self._pending)
+        self._supervisor = Supervisor(setup, restart_policy or RestartPolicy(), self._pending, self._reader)
         self._meet(self._supervisor.start())
 
     def _nudge(self) -> None:

@@ -83,7 +83,7 @@ class OutputSender:
 
     def notify(self, waiters: Sequence[ServedRequest]) -> None:
         """Called in the engine thread, with the requests of a step that have something new."""
-        items = []
+        items: StepOutput = []
         for request in waiters:
             try:
                 output = request.output
@@ -96,9 +96,9 @@ class OutputSender:
                 self._fail(request.id, error)
         self._send(items)
 
-    def _send(self, items: list[tuple[RequestId, list[PlainDelta], list[Reply] | None]]) -> None:
+    def _send(self, items: StepOutput) -> None:
         try:
-            self._connection.send(StepOutput(items))
+            self._connection.send_packed(pack_step(items))
         except Exception as error:
             if len(items) == 1:
                 self._fail(items[0][0], error)
@@ -257,6 +257,11 @@ class RequestService:
         targets = {"model": self._backend.model, "cache": self._backend.cache, "backend": self._backend}
         found = getattr(targets[call.target], call.name)
         return found(*call.args, **call.keywords) if callable(found) else found
+
+
+def pack_step(items: StepOutput) -> bytes:
+    """What a step brought, as it travels."""
+    return pack(items)
 
 
 def portable(error: BaseException) -> Exception:

@@ -6,11 +6,13 @@ import logging
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 from perdure.errors import ClosedError, EngineDiedError, EngineError, ModelFileError
+from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests
 from perdure.worker.process import Death, Process
-from perdure.worker.protocol import Answer, Close, Failed, Line, Pulse, Ready, Setup, StepOutput
+from perdure.worker.protocol import Answer, Close, Failed, Line, Ready, Setup
 from perdure.worker.restart_policy import Health, RestartPolicy, State
 
 log = logging.getLogger("perdure.worker")
@@ -20,16 +22,19 @@ _NAP = 0.1
 
 
 class Supervisor:
-    """One thread that starts the process, reads what it says, looks after it, buries it, and starts again.
+    """One thread that starts the process, has what it says read, looks after it, buries it, and starts again.
 
     Always holds: there is at most one process; whatever was at the pending when it died is asked again or
     ended before the next one starts; nothing waits longer than the starts that may fail in a row.
     """
 
-    def __init__(self, setup: Setup, restart_policy: RestartPolicy, pending: PendingRequests) -> None:
+    def __init__(
+        self, setup: Setup, restart_policy: RestartPolicy, pending: PendingRequests, reader: MessageReader
+    ) -> None:
         self._setup = replace(setup, pulse=min(_TICK, restart_policy.hang_timeout / 4))
         self._policy = restart_policy
         self._pending = pending
+        self._reader = reader
         self._changed = threading.Condition()
         self._state: State = "starting"
         self._process: Process | None = None
@@ -84,6 +89,7 @@ class Supervisor:
     def close(self) -> None:
         """Let the process end what is running as cancelled and exit; after a while, make it."""
         self._pending.shut()
+        self._reader.read_in(None)
         with self._changed:
             self._closing.set()
             self._changed.notify_all()
@@ -216,29 +222,17 @@ class Supervisor:
             self._changed.notify_all()
             if self._closing.is_set():
                 process.connection.send(Close())
-        step = min(_TICK, self._policy.hang_timeout / 4)
-        due = time.monotonic() + step
-        while True:
-            try:
-                message = process.connection.receive(max(0.0, due - time.monotonic()))
-            except TimeoutError:
-                message = None
-            except EOFError:
-                return
-            match message:
-                case StepOutput():
-                    self._stirred = time.monotonic()
-                    self._pending.deliver(message)
-                case Answer():
-                    self._pending.answered(message)
-                case Pulse():
-                    self._stirred = time.monotonic()
-                    self._pending.progress(message.read)
-                case Line():
-                    _log(message)
-            if time.monotonic() >= due:
-                self._look_after(process)
-                due = time.monotonic() + step
+        self._reader.read_all(
+            process.connection, self._handle, lambda: self._look_after(process), seconds=self._setup.pulse
+        )
+
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, Line):
+            _log(message)
+            return
+        if not isinstance(message, Answer):
+            self._stirred = time.monotonic()
+        self._pending.handle(message)
 
     def _look_after(self, process: Process) -> None:
         now, policy = time.monotonic(), self._policy
