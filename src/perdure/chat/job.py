@@ -172,6 +172,17 @@ class ChatJob:
     async def areply(self) -> ChatReply:
         return (await self.areplies())[0]
 
+    async def amore(self) -> list[ChatDelta]:
+        """All deltas that came since the last ones, once there are some. None where a request ends: iterate
+        from there."""
+        found: list[ChatDelta] = []
+        while not (found or self._goes_on()) and (came := await self._job.amore()):
+            for delta in came:
+                found += self._read(delta)
+                if self._spent():
+                    break
+        return found
+
     def __iter__(self) -> Iterator[ChatDelta]:
         going_on = True
         while going_on:

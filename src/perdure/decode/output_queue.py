@@ -226,6 +226,16 @@ class Job:
             self.output.deltas.clear()
         return deltas
 
+    async def amore(self) -> list[Delta]:
+        """All deltas that came since the last ones, once there are some; none: iterate from there."""
+        if (waiter := self.output.async_wait()) is not None:
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+        return self.unread()
+
     def __iter__(self) -> Iterator[Delta]:
         output = self.output
         while True:

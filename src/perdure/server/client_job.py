@@ -29,6 +29,7 @@ class Job(Protocol[D, R]):
 
     def cancel(self) -> None: ...
     async def areplies(self) -> Sequence[R]: ...
+    async def amore(self) -> Sequence[D]: ...
     def __aiter__(self) -> AsyncIterator[D]: ...
 
 
@@ -59,6 +60,8 @@ class ClientJob(Generic[D, R]):
         self._timer = asyncio.get_running_loop().call_later(seconds, job.cancel)
         self._deltas: AsyncIterator[D] | None = None
         self._first: asyncio.Future[D | None] | None = None
+        self._read = False
+        """Whether the first was read."""
         self.leaving: asyncio.Future[None] | None = None
         """Done when the client has left; there from `begin` on."""
 
@@ -105,20 +108,21 @@ class ClientJob(Generic[D, R]):
             self.drop()
             raise
 
-    async def deltas(self) -> AsyncIterator[D]:
-        """What comes, from the first delta on. Leaving the loop ends the job."""
+    async def more(self) -> Sequence[D]:
+        """The deltas that came since the last ones, from the first on, once there are some; none at the end.
+
+        Every token is waited for here: not by iterating, which goes through a generator for each layer.
+        """
         assert self._deltas is not None
         assert self._first is not None
-        try:
-            first = await self._first
-            if first is not None:
-                yield first
-            async for delta in self._deltas:
-                yield delta
-        finally:
-            # Whether the client is still there is looked after until the end of the stream is sent.
-            self.cancel()
-            self._first.cancel()
+        if not self._read:
+            self._read = True
+            delta = await self._first
+        elif deltas := await self._job.amore():
+            return deltas
+        else:
+            delta = await _next(self._deltas)
+        return () if delta is None else (delta,)
 
     def drop(self) -> None:
         """End the job, for nobody reads it any more."""

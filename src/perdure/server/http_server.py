@@ -23,6 +23,8 @@ from perdure.errors import InvalidInputError
 from perdure.server.app import served, turned_away
 from perdure.server.app_state import AppState
 from perdure.server.limits import Limits
+from perdure.server.sse import WRITE
+from perdure.worker.remote import BackendClient
 
 log = logging.getLogger("perdure.server")
 
@@ -88,6 +90,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._read_engine_in(self._loop)
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -98,6 +101,13 @@ class HttpServer(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             ending.cancel()
+            self._read_engine_in(None)
+
+    def _read_engine_in(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Have the tokens of an engine in another process come straight to the loop that sends them on."""
+        backend = self._app_state.runtime.backend
+        if isinstance(backend, BackendClient):
+            backend.read_in(loop)
 
     def stop(self, *, now: bool = False) -> None:
         """Have it stop, from any thread; `now` without waiting for replies."""
@@ -176,7 +186,9 @@ def _protocol(limits: Limits, turned_away: ASGIApp) -> type[H11Protocol]:
             super().handle_events()
             if self.cycle is not before and self.cycle is not None:
                 # Before the application has it: its task begins later.
-                self.cycle.send = ChunkSender(self.cycle)  # type: ignore[method-assign]
+                sender = ChunkSender(self.cycle)
+                self.cycle.send = sender  # type: ignore[method-assign]
+                self.cycle.scope.setdefault("extensions", {})[WRITE] = sender.write  # type: ignore[assignment]
                 if self._waiting is not None:
                     self._waiting.cancel()
                     self._waiting = None
@@ -214,11 +226,16 @@ class ChunkSender:
         self._chunked: bool | None = None
 
     async def __call__(self, message: Any) -> None:
-        if not (message.get("more_body") and message["body"] and self._open()):
+        if not (message.get("more_body") and self.write(message["body"])):
             await self._send(message)
-            return
-        body = message["body"]
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def write(self, data: bytes) -> bool:
+        """Send an event at once. False where it has to take the server's own way."""
+        # An empty chunk would be the end of all of them.
+        if not data or not self._open():
+            return False
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def _open(self) -> bool:
         """Whether chunks may be written just now: the head is sent, and nobody has to be waited for."""

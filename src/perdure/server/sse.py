@@ -32,6 +32,8 @@ Chunk = dict[str, Any]
 _DONE = b"data: [DONE]\n\n"
 _PING = b": still there\n\n"
 _BLANK = "\0"
+WRITE = "perdure.write"
+"""The extension of a scope that sends an event past all layers: it gives False where that cannot be."""
 
 
 class Writer(Protocol[D, R]):
@@ -118,7 +120,8 @@ class EventStream(Response):
         """When an event was last begun to be sent, or was sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send_all(send))
+        write = scope.get("extensions", {}).get(WRITE, lambda data: False)
+        sending = asyncio.ensure_future(self._send_all(send, write))
         leaving = self._leaving or asyncio.ensure_future(disconnected(receive))
         try:
             await self._mind(send, sending, leaving)
@@ -130,15 +133,17 @@ class EventStream(Response):
             await asyncio.gather(sending, leaving, return_exceptions=True)
             self._ended()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, write: Callable[[bytes], bool]) -> None:
         clock = asyncio.get_running_loop().time
         async with aclosing(self._events) as events:
             head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             await send(head)
             async for data in events:
-                self._sending, self._stirred = True, clock()
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-                self._sending = False
+                self._stirred = clock()
+                if not write(data):
+                    self._sending = True
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    self._sending = False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _mind(self, send: Send, sending: asyncio.Future[None], leaving: asyncio.Future[None]) -> None:
@@ -202,11 +207,10 @@ async def _events(
             yield waiting
             waiting = b""
         try:
-            async with aclosing(client_job.deltas()) as deltas:  # type: ignore[type-var]
-                async for delta in deltas:
-                    if data := waiting + writer.piece(delta):
-                        waiting = b""
-                        yield data
+            while deltas := await client_job.more():
+                if data := waiting + b"".join(map(writer.piece, deltas)):
+                    waiting = b""
+                    yield data
             replies = await client_job.ended()
             settle(replies)
             refused = client_job.cut(replies)

@@ -54,6 +54,10 @@ class TurnJob(Protocol):
     def reply(self, timeout: float | None = None) -> ChatReply: ...
     async def areplies(self) -> list[ChatReply]: ...
     async def areply(self) -> ChatReply: ...
+    async def amore(self) -> list[ChatDelta]:
+        """All deltas that came since the last ones, once there are some; none: iterate from there."""
+        ...
+
     def __iter__(self) -> Iterator[ChatDelta]: ...
     def __aiter__(self) -> AsyncIterator[ChatDelta]: ...
 
@@ -220,6 +224,10 @@ class FoldingJob:
 
     async def areply(self) -> ChatReply:
         return (await self.areplies())[0]
+
+    async def amore(self) -> list[ChatDelta]:
+        """Deltas of the reply, as of a job without summaries; none while those are written."""
+        return await self._current.amore() if self._answering and self._current is not None else []
 
     def __iter__(self) -> Iterator[ChatDelta]:
         while (job := self._summary()) is not None:
