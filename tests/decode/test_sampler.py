@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from perdure import Model, Sampling
-from perdure.decode.sampling.candidates import masked, top, top_listed, top_of_rows
+from perdure.decode.sampling.candidates import masked, top
 from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.sampling.sampler import NothingToDraw, RandomNumbers, Sampler, draw, weights
 from perdure.decode.sampling.together import TopK, draw_together
@@ -301,18 +301,6 @@ def rows_of(count: int, size: int) -> NDArray[np.float32]:
     return rows
 
 
-@pytest.mark.parametrize("size", [300, 6000, 49_152, 70_001])
-@pytest.mark.parametrize("k", [1, 5, 40, 200])
-def test_the_largest_of_many_rows_are_those_of_each(size: int, k: int) -> None:
-    rows = rows_of(7, size)
-    ids, values = top_of_rows(rows, k)
-    for row, found, logits in zip(rows, ids, values, strict=True):
-        expected = np.argsort(-row, kind="stable")[:k]
-        assert found.tolist() == expected.tolist()
-        assert logits.tolist() == row[expected].tolist()
-        assert top_listed(row, k) == (expected.tolist(), row[expected].tolist())
-
-
 class Chance(RandomNumbers):
     """The same number at each position. One just below 1 draws the last token that no cut took."""
 
@@ -346,7 +334,6 @@ class Chance(RandomNumbers):
 def test_m6_one_stream_draws_what_the_whole_row_gives(
     seed: int, spread: float, ahead: list[float], rounded: bool, banned: int, chosen: dict[str, Any]
 ) -> None:
-    """Also where the tokens near the largest do not tell, because more of the largest lie further down."""
     row = random_row(seed, 6000, spread)
     places = np.random.default_rng(seed).permutation(6000)[: len(ahead)]
     row[places] += np.array([3 * spread + each for each in ahead], np.float32)
@@ -357,10 +344,8 @@ def test_m6_one_stream_draws_what_the_whole_row_gives(
     assert rule is not None
     for number in (0.0, 0.3, 0.7, 1 - 1e-12):
         sampler.random = Chance(number)
-        # Whichever way it looks first.
-        for sampler.flat_rows in (0, 1):
-            alone = draw_together([(sampler, rule, 0)], row[None])[0]
-            assert alone == draw([(sampler, sampler.select(row), 0)])
+        alone = draw_together([(sampler, rule, 0)], row[None])[0]
+        assert alone == draw([(sampler, sampler.select(row), 0)])
 
 
 @pytest.mark.parametrize(
@@ -443,20 +428,3 @@ def test_log_probabilities_come_from_the_same_pass_and_are_the_model_s_own(size:
     quiet, nothing = draw_together([(sampler, TopK.of(sampler), at) for sampler, _, at in streams], rows)  # type: ignore[misc]
     assert quiet == tokens
     assert not nothing
-
-
-@pytest.mark.parametrize("size", [300, 49_152, 70_001])
-def test_a_row_without_enough_numbers_takes_none_from_the_next(size: int) -> None:
-    rows = rows_of(3, size)
-    rows[1, 5:] = np.nan
-    with pytest.raises(EngineError, match="no numbers"):
-        top_of_rows(rows, 40)
-
-
-def test_rows_of_which_almost_all_is_ruled_out_are_drawn_from() -> None:
-    rows = np.full((3, 49_152), -np.inf, np.float32)
-    rows[:, [7, 300, 49_151]] = [1.0, 3.0, 2.0]
-    ids, values = top_of_rows(rows, 40)
-    assert ids[:, :3].tolist() == [[300, 49_151, 7]] * 3
-    assert ids[:, 3:].tolist() == [list(range(7)) + list(range(8, 38))] * 3
-    assert values[:, :4].tolist() == [[3.0, 2.0, 1.0, -math.inf]] * 3

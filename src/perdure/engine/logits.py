@@ -18,13 +18,12 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from perdure.engine.contract import Floats
 from perdure.engine.token_ids import token_array
+from perdure.engine.top_k import top_k
 from perdure.errors import InvalidInputError, PinnedError, StaleViewError
 
 T = TypeVar("T")
 
 _READ_ONLY = "logits are read-only; change a copy: view.copy()"
-_BLOCK = 64
-"""Values a block in `top`: one vectorised pass finds the block maxima, then few blocks are searched."""
 
 
 class Candidate(NamedTuple):
@@ -262,14 +261,11 @@ class LogitsView(NDArrayOperatorsMixin):
         return self._norm
 
     def _top(self, row: Floats, k: int) -> list[Candidate]:
-        threshold = _kth_largest(row, k)
-        ids = np.flatnonzero(row >= threshold)
-        values = row[ids]
-        order = np.lexsort((ids, -values))[:k]
+        ids, values = top_k(row[None], k)
         norm = self._log_norm(row)
         return [
-            Candidate(int(token), float(logit), float(logit) - norm)
-            for token, logit in zip(ids[order], values[order], strict=True)
+            Candidate(token, logit, logit - norm)
+            for token, logit in zip(ids[0].tolist(), values[0].tolist(), strict=True)
         ]
 
     @contextmanager
@@ -313,17 +309,6 @@ def _take_back(lent: Floats, alone: int) -> bool:
     nothing: Any = (1, (0,), np.dtype(np.float32), False, b"")
     lent.__setstate__(nothing)
     return True
-
-
-def _kth_largest(row: Floats, k: int) -> float:
-    blocks, rest = divmod(len(row), _BLOCK)
-    if blocks <= k:
-        return float(np.partition(row, len(row) - k)[len(row) - k])
-    body = row[: blocks * _BLOCK].reshape(blocks, _BLOCK)
-    # The k largest values lie in the k blocks with the largest maxima.
-    best = np.argpartition(body.max(axis=1), blocks - k)[blocks - k :]
-    pool = np.concatenate((body[best].reshape(-1), row[len(row) - rest :]))
-    return float(np.partition(pool, len(pool) - k)[len(pool) - k])
 
 
 _VALUES = frozenset({bool, int, float, complex, str, bytes, slice, type(None), type(...)})

@@ -86,9 +86,6 @@ class Sampler:
             self._dry = Dry(sampling, _span(sampling.dry_last_n, n_ctx), breakers or {})
         self._surprise = np.float32(2 * sampling.mirostat_tau)
         self.cuts = None if sampling.greedy or sampling.mirostat else Cuts.of(sampling)
-        self.flat_rows = 0
-        """How many of the next rows are taken to be flat: too much lies near their largest to look there
-        first. It says only where is looked, never what is drawn."""
 
     def accept(self, token: int) -> None:
         """Count a token of the prompt or the reply."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -16,23 +15,17 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.decode.sampling.candidates import top_listed, top_of_rows
 from perdure.decode.sampling.sampler import NothingToDraw, Sampler
 from perdure.engine.contract import Floats
 from perdure.engine.logits import Candidate, log_norm
 from perdure.engine.parallel import spread
+from perdure.engine.top_k import top_k
 from perdure.errors import EngineError
 
 _Key: TypeAlias = tuple[int, int | None, bytes, bytes]
 
 _FEW = 128
 """Candidates of one stream that are drawn from one by one."""
-_NEAR, _FAR = 6.0, 8.0
-"""How far below the largest logit is looked at first, where min-p cuts above that and where it does not."""
-_MANY = 256
-"""Tokens so near the largest that finding the `k` largest among all is as fast."""
-_FLAT = 15
-"""Rows after a flat one that are taken to be flat too: a model that is unsure stays so for a while."""
 _FEW_BIASED = 64
 """Tokens with a bias of their own that are put beside the largest of a row; with more, the row is copied."""
 
@@ -103,7 +96,7 @@ def draw_together(
         some, table = ([streams[at] for at in chosen], rows[chosen]) if not alone else (streams, rows)
         rule = some[0][1]
         wide = min(max(rule.k + len(rule.biased), rule.shown or 0), rows.shape[1])
-        ids, logits = top_of_rows(table, wide)
+        ids, logits = top_k(table, wide)
         found = _drawn(some, *_biased(rule, table, ids, logits))
         if alone:
             tokens = found
@@ -158,50 +151,8 @@ def _drawn(streams: Sequence[tuple[Sampler, TopK, int]], ids: NDArray[np.intp], 
 def _drawn_from(stream: tuple[Sampler, TopK, int], ruled_out: frozenset[int], row: Floats) -> int:
     """A token for one stream: for so few numbers as are left of its row arrays take longer than lists."""
     sampler, rule, position = stream
-    found = None
-    if sampler.flat_rows:
-        sampler.flat_rows -= 1
-    elif (found := _near_the_peak(rule, ruled_out, row)) is None:
-        sampler.flat_rows = _FLAT
-    ids, weights = found or _of_the_largest(rule, ruled_out, row)
-    if len(weights) == 1:
-        return ids[0]
-    sums = list(itertools.accumulate(weights))
-    place = bisect.bisect_right(sums, sampler.random.first_at(position) * sums[-1])
-    return ids[min(place, len(sums) - 1)]
-
-
-def _near_the_peak(
-    rule: TopK, ruled_out: frozenset[int], row: Floats
-) -> tuple[list[int], list[float]] | None:
-    """The tokens to draw from with their weights, largest first, if those near the largest tell; else None.
-
-    Cuts by top-p and min-p mostly leave a few tokens close to the largest. To find those takes three passes
-    over the row and no search: after a native step, when every cache is cold, two thirds of what finding the
-    `k` largest takes (`python -m bench.decode`, 1 stream). What lies further down is bounded, not looked at;
-    where it might decide about a cut, nothing is told.
-    """
-    top_p, min_p, _ = rule.numbers
-    if rule.k > 1 and top_p == math.inf and min_p == -math.inf:
-        return None
-    deepest = float(row.max()) - (_NEAR if min_p >= -_NEAR else _FAR)
-    places = (row >= deepest).nonzero()[0]
-    if not 0 < len(places) <= _MANY:
-        return None
-    # The ids rise, and sorting keeps the order of equals.
-    pairs = [
-        pair for pair in zip(row[places].tolist(), places.tolist(), strict=True) if pair[1] not in ruled_out
-    ]
-    if not pairs:
-        return None
-    pairs.sort(key=operator.itemgetter(0), reverse=True)
-    weights = _weights(rule, [value for value, _ in pairs[: rule.k]], deepest)
-    return None if weights is None else ([token for _, token in pairs[: len(weights)]], weights)
-
-
-def _of_the_largest(rule: TopK, ruled_out: frozenset[int], row: Floats) -> tuple[list[int], list[float]]:
-    """The tokens to draw from with their weights, largest first, out of the `k` largest."""
-    ids, logits = top_listed(row, min(rule.k + len(ruled_out), len(row)))
+    found, values = top_k(row[None], min(rule.k + len(ruled_out), len(row)))
+    ids, logits = found[0].tolist(), values[0].tolist()
     if ruled_out and not ruled_out.isdisjoint(ids):
         kept = [at for at, token in enumerate(ids) if token not in ruled_out]
         ids, logits = [ids[at] for at in kept], [logits[at] for at in kept]
@@ -209,32 +160,27 @@ def _of_the_largest(rule: TopK, ruled_out: frozenset[int], row: Floats) -> tuple
         raise NothingToDraw("every token is ruled out")
     if not logits[0] < math.inf:
         raise EngineError("the engine's logits are no numbers")
-    weights = _weights(rule, logits[: rule.k], -math.inf)
-    assert weights is not None
-    return ids, weights
+    weights = _weights(rule, logits[: rule.k])
+    if len(weights) == 1:
+        return ids[0]  # type: ignore[no-any-return]
+    sums = list(itertools.accumulate(weights))
+    place = bisect.bisect_right(sums, sampler.random.first_at(position) * sums[-1])
+    return ids[min(place, len(sums) - 1)]  # type: ignore[no-any-return]
 
 
-def _weights(rule: TopK, logits: Sequence[float], deepest: float) -> list[float] | None:
-    """The weights of those of the `k` largest that no cut takes, given the largest of them in `logits`.
-
-    All others lie below `deepest`. None: one of them may decide about a cut.
-    """
+def _weights(rule: TopK, logits: Sequence[float]) -> list[float]:
+    """The weights of those of the `k` largest that no cut takes."""
     top_p, min_p, temperature = rule.numbers
     peak = logits[0]
     shares = [math.exp(value - peak) for value in logits]
-    total = sum(shares)
-    unseen = (rule.k - len(logits)) * math.exp(deepest - peak)
-    least, most = top_p * total, top_p * (total + unseen)
-    bound, before = peak + min_p, 0.0
+    most, bound, before = top_p * sum(shares), peak + min_p, 0.0
     weights: list[float] = []
     for value, share in zip(logits, shares, strict=True):
         if value < bound or (before >= most and value != peak):
-            return weights
-        if before >= least and value != peak:
-            return None
+            break
         before += share
         weights.append(math.exp((value - peak) / temperature))
-    return weights if not unseen or deepest <= bound or before >= most else None
+    return weights
 
 
 def _biased(
