@@ -17,16 +17,17 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_FOLDER = Path("src/perdure/engine/top_k")
+_FOLDER = Path("src/perdure/engine/row_kernels")
 _FLAGS = [
     "-O3",
     "-std=c11",
     "-shared",
     "-fPIC",
     "-ffreestanding",
+    "-ffp-contract=off",
     *(["-nostdlib"] if sys.platform == "linux" else []),
 ]
-"""It needs no library, and no headers but a compiler's own."""
+"""It needs no library, and no headers but a compiler's own; and it rounds alike everywhere."""
 
 
 class CompilePart(BuildHookInterface[Any]):
@@ -38,8 +39,8 @@ class CompilePart(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
-        compile_part(root, root / _FOLDER / "libtop_k.so")
-        build_data["artifacts"].append(f"{_FOLDER}/libtop_k.so")
+        compile_part(root, root / _FOLDER / "librow_kernels.so")
+        build_data["artifacts"].append(f"{_FOLDER}/librow_kernels.so")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{_platform()}"
 
@@ -65,7 +66,7 @@ def _own_compiler(root: Path) -> list[str] | None:
 
 
 def _run(compiler: list[str], root: Path, target: Path, *, check: bool = False) -> bool:
-    command = [*compiler, *_FLAGS, "-o", str(target), str(root / _FOLDER / "top_k.c")]
+    command = [*compiler, *_FLAGS, "-o", str(target), str(root / _FOLDER / "row_kernels.c")]
     done = subprocess.run(command, capture_output=True, text=True)
     if check and done.returncode:
         sys.exit(f"{shlex.join(command)}\n{done.stderr}")
@@ -83,4 +84,4 @@ def _platform() -> str:
 
 if __name__ == "__main__":
     here = Path(__file__).parents[1]
-    compile_part(here, here / _FOLDER / "libtop_k.so")
+    compile_part(here, here / _FOLDER / "librow_kernels.so")

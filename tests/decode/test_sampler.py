@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from perdure import Model, Sampling
 from perdure.decode.sampling.candidates import masked, top
 from perdure.decode.sampling.repetition import BreakerTable
-from perdure.decode.sampling.sampler import NothingToDraw, RandomNumbers, Sampler, draw, weights
+from perdure.decode.sampling.sampler import RandomNumbers, Sampler, draw, weights
 from perdure.decode.sampling.together import TopK, draw_together
 from perdure.engine.logits import LogitsView, Step
+from perdure.engine.row_kernels import NothingToDraw
 from perdure.errors import EngineError
 
 Row = NDArray[np.float32]
@@ -389,7 +390,7 @@ def test_m6_k5_drawn_together_is_what_each_draws_alone(chosen: dict[str, Any]) -
         {"repeat_penalty": 1.2},
         {"dry_multiplier": 0.5},
         {"xtc_probability": 0.5},
-        {"logit_bias": dict.fromkeys(range(100), 1.0)},
+        {"logit_bias": dict.fromkeys(range(200), 1.0)},
     ],
     ids=str,
 )

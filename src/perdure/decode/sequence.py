@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
 from perdure.decode.sampling.candidates import Candidates
 from perdure.decode.sampling.grammar import Matcher
-from perdure.decode.sampling.sampler import NothingToDraw, Sampler
+from perdure.decode.sampling.sampler import Sampler
 from perdure.decode.sampling.together import Shown, TopK
 from perdure.decode.slots import ReuseReport
 from perdure.decode.text import TextStream
@@ -23,6 +23,7 @@ from perdure.engine.context import Context
 from perdure.engine.contract import Floats
 from perdure.engine.logits import Candidate, LogitsView, Step
 from perdure.engine.model import Model
+from perdure.engine.row_kernels import NothingToDraw
 from perdure.errors import GrammarError, InvalidInputError
 
 

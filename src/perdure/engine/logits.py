@@ -17,8 +17,8 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from perdure.engine.contract import Floats
+from perdure.engine.row_kernels import top_k
 from perdure.engine.token_ids import token_array
-from perdure.engine.top_k import top_k
 from perdure.errors import InvalidInputError, PinnedError, StaleViewError
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.contract import Floats
-from perdure.engine.top_k import top_k
+from perdure.engine.row_kernels import top_k
 
 Ids = NDArray[np.intp]
 

@@ -25,7 +25,8 @@ from perdure.decode.sampling.candidates import (
 from perdure.decode.sampling.repetition import Breakers, Dry, Penalties
 from perdure.decode.sampling.settings import Sampling
 from perdure.engine.contract import Floats
-from perdure.errors import EngineError, SamplingError
+from perdure.engine.row_kernels import NothingToDraw
+from perdure.errors import EngineError
 
 _Weights = NDArray[np.float64]
 
@@ -34,10 +35,6 @@ _WIDE = 2048
 _POSITIONS = 64
 """Random numbers are made for so many positions at once."""
 _MIROSTAT_TOKENS = 100
-
-
-class NothingToDraw(SamplingError):
-    """Every token is ruled out."""
 
 
 class RandomNumbers:

@@ -1,0 +1,131 @@
+"""Row kernels: what is done with whole rows of logits for every token, in C.
+
+`tools/build_hook.py` compiles them when perdure is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.engine.contract import Floats
+from perdure.engine.parallel import share
+from perdure.errors import EngineError, SamplingError
+
+_FILE = Path(__file__).with_name("librow_kernels.so")
+_VERSION = 1
+_BLOCK = 128
+_SHARED = 2 << 20
+"""Bytes of rows from which on several threads look through them."""
+_NO_NUMBER, _NOTHING_TO_DRAW = 1, 2
+
+
+class NothingToDraw(SamplingError):
+    """Every token is ruled out."""
+
+
+def top_k(rows: Floats, k: int) -> tuple[NDArray[np.int64], Floats]:
+    """The places of the `k` largest in each row of a table, and what is there: largest first; of equals, the
+    lower place first."""
+    count, size = _checked(rows, k)
+    ids, values = np.empty((count, k), np.int64), np.empty((count, k), np.float32)
+    ids_at, values_at = _address(ids), _address(values)
+
+    def find(first: int, some: int, at: int, stride: int) -> int:
+        room = np.empty(k + size // _BLOCK + 1, np.int64)
+        outputs = ids_at + 8 * k * first, values_at + 4 * k * first
+        return _top_k(at, some, stride, size, k, *outputs, _address(room))
+
+    _for_rows(rows, find)
+    return ids, values
+
+
+def draw(
+    rows: Floats, k: int, cuts: NDArray[np.float64], biased: NDArray[np.int64], bias: Floats
+) -> list[int]:
+    """A token for each row of a table, out of its `k` largest after the `bias` of those that are `biased`.
+
+    `cuts` has for each row the limit of top-p, the depth of min-p below the largest, the temperature, and a
+    number from 0 to 1 that decides. The biased ones rise.
+    """
+    count, size = _checked(rows, k)
+    n = len(biased)
+    if cuts.shape != (count, 4) or cuts.dtype != np.float64 or not cuts.flags.c_contiguous:
+        raise ValueError(f"cuts of shape {cuts.shape} and type {cuts.dtype} for {count} rows")
+    if biased.dtype != np.int64 or bias.dtype != np.float32 or len(bias) != n:
+        raise ValueError(f"{n} biased tokens with {len(bias)} biases")
+    if n and not 0 <= biased[0] <= biased[-1] < size:
+        raise ValueError(f"biased tokens from {biased[0]} to {biased[-1]} in rows of {size}")
+    tokens = np.empty(count, np.int64)
+    tokens_at, cuts_at = _address(tokens), _address(cuts)
+    biased_at, bias_at = _address(biased), _address(bias)
+
+    def find(first: int, some: int, at: int, stride: int) -> int:
+        room = np.empty(2 * k + n + size // _BLOCK + 1, np.int64)
+        return _draw(
+            at, some, stride, size, k, n, biased_at, bias_at,
+            cuts_at + 32 * first, tokens_at + 8 * first, _address(room),
+        )  # fmt: skip
+
+    _for_rows(rows, find)
+    return tokens.tolist()
+
+
+def _checked(rows: Floats, k: int) -> tuple[int, int]:
+    """The shape of a table. Native code reads where it is told to."""
+    if rows.ndim != 2 or rows.dtype != np.float32 or rows.strides[1] != 4 or rows.strides[0] % 4:
+        raise ValueError(f"rows of shape {rows.shape}, type {rows.dtype} and strides {rows.strides}")
+    count, size = rows.shape
+    if not 1 <= k <= size:
+        raise ValueError(f"{k} of rows of shape {rows.shape}")
+    return count, size
+
+
+def _for_rows(rows: Floats, kernel: Callable[[int, int, int, int], int]) -> None:
+    """Call `kernel` with the first row, how many, where they are and how far apart, in a few threads where
+    that pays: Python's lock is free while it runs."""
+    count, size = rows.shape
+    start, stride = _address(rows), rows.strides[0]
+
+    def work(part: slice) -> None:
+        outcome = kernel(part.start, part.stop - part.start, start + part.start * stride, stride // 4)
+        if outcome == _NOTHING_TO_DRAW:
+            raise NothingToDraw("every token is ruled out")
+        if outcome == _NO_NUMBER:
+            raise EngineError("the engine's logits are no numbers")
+
+    share(work, count, 4 * count * size, large=_SHARED)
+
+
+def _address(array: NDArray[Any]) -> int:
+    # Half of what `array.ctypes.data` takes.
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+
+
+def _load() -> ctypes.CDLL:
+    advice = "install perdure again (in a checkout: pip install -e .)"
+    try:
+        library = ctypes.CDLL(str(_FILE))
+        version = int(library.perdure_row_kernels_version())
+    except (OSError, AttributeError) as error:
+        raise EngineError(f"perdure's kernels {_FILE} cannot be loaded: {error}; {advice}") from None
+    if version != _VERSION:
+        raise EngineError(f"perdure's kernels {_FILE} have version {version}, not {_VERSION}; {advice}")
+    return library
+
+
+def _function(name: str, *arguments: type[Any]) -> Callable[..., int]:
+    found = getattr(_library, name)
+    found.argtypes, found.restype = arguments, ctypes.c_int64
+    return found  # type: ignore[no-any-return]
+
+
+_library = _load()
+_memory, _count = ctypes.c_void_p, ctypes.c_int64
+_top_k = _function("perdure_top_k", _memory, *[_count] * 4, *[_memory] * 3)
+_draw = _function("perdure_draw", _memory, *[_count] * 5, *[_memory] * 5)

@@ -1,0 +1,237 @@
+/* What is done with whole rows of logits for every token: finding the k largest, and drawing one of them.
+ *
+ * A row is seen as blocks. The k-th largest of their maxima is a bound that at least k values reach, so that
+ * only the blocks whose maximum reaches it are looked into. Largest first; of equals, the lower id first.
+ *
+ * Compiled without any library, for the oldest processor of its kind: it waits for memory, not for sums. With
+ * an exponential of its own, a draw is the same on all of them.
+ */
+#include <stddef.h>
+#include <stdint.h>
+
+#define VERSION 1
+#define BLOCK 128
+/* Blocks that are fetched ahead: what a device has just written is in no cache. */
+#define AHEAD 4
+
+typedef struct {
+    float value;
+    int32_t id;
+} entry;
+
+/* Whether `a` comes after `b`. */
+static inline int after(entry a, entry b) {
+    return a.value < b.value || (a.value == b.value && a.id > b.id);
+}
+
+/* Puts `new` where the last of a heap was. On top of a heap is the one that comes last. */
+static void sift(entry *heap, int64_t size, entry new) {
+    int64_t at = 0;
+    for (;;) {
+        int64_t child = 2 * at + 1;
+        if (child >= size) break;
+        if (child + 1 < size && after(heap[child + 1], heap[child])) child++;
+        if (!after(heap[child], new)) break;
+        heap[at] = heap[child];
+        at = child;
+    }
+    heap[at] = new;
+}
+
+/* Adds `new` to a heap of up to `k`; once it is full, the last one has to go. */
+static inline int64_t add(entry *heap, int64_t size, int64_t k, entry new) {
+    if (size == k) {
+        if (after(heap[0], new)) sift(heap, size, new);
+        return size;
+    }
+    int64_t at = size;
+    while (at > 0 && after(new, heap[(at - 1) / 2])) {
+        heap[at] = heap[(at - 1) / 2];
+        at = (at - 1) / 2;
+    }
+    heap[at] = new;
+    return size + 1;
+}
+
+/* Makes a list, largest first, of a heap: the last one goes to its end, and so on. */
+static void sort(entry *heap, int64_t size) {
+    while (size > 1) {
+        entry last = heap[0], moved = heap[--size];
+        sift(heap, size, moved);
+        heap[size] = last;
+    }
+}
+
+/* Four floats at a time, as every processor of these kinds can. What is no number has to show: NEON's larger of
+ * two is then none either, SSE's may be the other one. */
+#if defined(__SSE2__)
+#include <emmintrin.h>
+typedef __m128 four;
+#define LOAD _mm_loadu_ps
+#define LARGER _mm_max_ps
+#define ZERO _mm_setzero_ps()
+#define STRANGE(odd, values) _mm_or_ps(odd, _mm_cmpunord_ps(values, values))
+static inline float largest_of_four(four values, four odd) {
+    four halves = LARGER(values, _mm_movehl_ps(values, values));
+    float largest = _mm_cvtss_f32(_mm_max_ss(halves, _mm_shuffle_ps(halves, halves, 1)));
+    return _mm_movemask_ps(odd) ? __builtin_nanf("") : largest;
+}
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+typedef float32x4_t four;
+#define LOAD vld1q_f32
+#define LARGER vmaxq_f32
+#define ZERO vdupq_n_f32(0)
+#define STRANGE(odd, values) (odd)
+static inline float largest_of_four(four values, four odd) {
+    (void)odd;
+    return vmaxvq_f32(values);
+}
+#endif
+
+/* The largest of some values, or no number where one of them is none. */
+static inline float largest_of(const float *from, int64_t count) {
+    float largest = from[0];
+    for (int64_t at = 0; at < count; at++) {
+        if (from[at] != from[at]) return from[at];
+        largest = from[at] > largest ? from[at] : largest;
+    }
+    return largest;
+}
+
+/* The same of a whole block. */
+static inline float largest_of_block(const float *from) {
+#ifdef LOAD
+    four a = LOAD(from), b = LOAD(from + 4), c = LOAD(from + 8), d = LOAD(from + 12);
+    four odd = STRANGE(STRANGE(STRANGE(STRANGE(ZERO, a), b), c), d);
+    for (int at = 16; at < BLOCK; at += 16) {
+        four e = LOAD(from + at), f = LOAD(from + at + 4), g = LOAD(from + at + 8), h = LOAD(from + at + 12);
+        odd = STRANGE(STRANGE(STRANGE(STRANGE(odd, e), f), g), h);
+        a = LARGER(a, e), b = LARGER(b, f), c = LARGER(c, g), d = LARGER(d, h);
+    }
+    return largest_of_four(LARGER(LARGER(a, b), LARGER(c, d)), odd);
+#else
+    return largest_of(from, BLOCK);
+#endif
+}
+
+/* Fills `heap` with the `k` largest of a row, largest first. False: something there is no number. */
+static int top_of_row(const float *row, int64_t size, int64_t k, float *maxima, entry *heap) {
+    int64_t whole = size / BLOCK, blocks = (size + BLOCK - 1) / BLOCK, filled = 0;
+    int strange = 0;
+    for (int64_t block = 0; block < blocks; block++) {
+        const float *from = row + block * BLOCK;
+        if (block + AHEAD < whole)
+            for (int at = 0; at < BLOCK; at += 16) __builtin_prefetch(from + AHEAD * BLOCK + at);
+        maxima[block] = block < whole ? largest_of_block(from) : largest_of(from, size - whole * BLOCK);
+        strange |= maxima[block] != maxima[block];
+    }
+    if (strange) return 0;
+    float bound = -__builtin_inff();
+    if (blocks > k) {
+        for (int64_t block = 0; block < blocks; block++)
+            filled = add(heap, filled, k, (entry){maxima[block], (int32_t)block});
+        bound = heap[0].value;
+        filled = 0;
+    }
+    for (int64_t block = 0; block < blocks; block++) {
+        if (!(maxima[block] >= bound)) continue;
+        int64_t end = (block + 1) * BLOCK < size ? (block + 1) * BLOCK : size;
+        for (int64_t at = block * BLOCK; at < end; at++)
+            if (row[at] >= bound) filled = add(heap, filled, k, (entry){row[at], (int32_t)at});
+    }
+    sort(heap, k);
+    return 1;
+}
+
+/* The exponential of a number that is not above 0, to the last bit or the one before it. */
+static double exponential(double x) {
+    static const double terms[] = {1.0,           1.0,           1.0 / 2,        1.0 / 6,         1.0 / 24,
+                                   1.0 / 120,     1.0 / 720,     1.0 / 5040,     1.0 / 40320,     1.0 / 362880,
+                                   1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800.0};
+    if (x < -708.0) return 0.0;
+    double whole = (double)(int64_t)(x * 1.4426950408889634 - 0.5);
+    double rest = (x - whole * 6.93147180369123816490e-01) - whole * 1.90821492927058770002e-10;
+    double sum = terms[13];
+    for (int term = 12; term >= 0; term--) sum = sum * rest + terms[term];
+    union {
+        int64_t bits;
+        double value;
+    } power = {((int64_t)whole + 1023) << 52};
+    return sum * power.value;
+}
+
+/* Puts `n` biased ones among the `wide` largest of a row, and leaves the k largest of all. */
+static void apply_bias(const float *row, int64_t wide, int64_t k, int64_t n, const int64_t *biased,
+                       const float *bias, entry *heap) {
+    int64_t filled = 0;
+    for (int64_t at = 0; at < wide && filled < k; at++) {
+        int64_t own = 0;
+        while (own < n && biased[own] != heap[at].id) own++;
+        /* What is read lies at or behind where is written. */
+        if (own == n) filled = add(heap, filled, k, heap[at]);
+    }
+    for (int64_t own = 0; own < n; own++)
+        filled = add(heap, filled, k, (entry){row[biased[own]] + bias[own], (int32_t)biased[own]});
+    sort(heap, filled);
+}
+
+/* How a row is drawn from: the limit of top-p, the depth of min-p, the temperature, a number from 0 to 1. */
+typedef struct {
+    double top_p, min_p, temperature, number;
+} cuts;
+
+static int32_t draw(const entry *found, int64_t k, const cuts *how, double *weights) {
+    double peak = found[0].value, total = 0.0, before = 0.0, sum = 0.0;
+    for (int64_t at = 0; at < k; at++) total += weights[at] = exponential(found[at].value - peak);
+    int64_t kept = 0;
+    for (; kept < k; kept++) {
+        double value = found[kept].value;
+        if (value < peak + how->min_p || (before >= how->top_p * total && value != peak)) break;
+        before += weights[kept];
+        sum += weights[kept] = exponential((value - peak) / how->temperature);
+    }
+    double target = how->number * sum, reached = 0.0;
+    int64_t last = 0;
+    for (int64_t at = 0; at < kept; at++) {
+        if ((reached += weights[at]) > target) return found[at].id;
+        if (weights[at] > 0.0) last = at;
+    }
+    /* Rounding may leave none. */
+    return found[last].id;
+}
+
+enum { DONE, NO_NUMBER, NOTHING_TO_DRAW };
+
+/* A token for each of `count` rows of `size` floats, `stride` floats apart, out of the `k` largest after `n`
+ * biases. `room` is for k + n entries, k weights and the maxima of blocks, of 8 bytes each. */
+int64_t perdure_draw(const float *rows, int64_t count, int64_t stride, int64_t size, int64_t k, int64_t n,
+                     const int64_t *biased, const float *bias, const cuts *how, int64_t *tokens, entry *room) {
+    double *weights = (double *)(room + k + n);
+    for (int64_t at = 0; at < count; at++) {
+        const float *row = rows + at * stride;
+        int64_t wide = k + n < size ? k + n : size;
+        if (!top_of_row(row, size, wide, (float *)(weights + k), room)) return NO_NUMBER;
+        if (n) apply_bias(row, wide, k, n, biased, bias, room);
+        if (room[0].value == -__builtin_inff()) return NOTHING_TO_DRAW;
+        if (!(room[0].value < __builtin_inff())) return NO_NUMBER;
+        tokens[at] = k == 1 ? room[0].id : draw(room, k, how + at, weights);
+    }
+    return DONE;
+}
+
+/* The `k` largest of each of `count` rows of `size` floats, `stride` floats apart, and which they are. `room` is
+ * for k entries and the maxima of blocks, of 8 bytes each. */
+int64_t perdure_top_k(const float *rows, int64_t count, int64_t stride, int64_t size, int64_t k, int64_t *ids,
+                      float *values, entry *room) {
+    for (int64_t row = 0; row < count; row++) {
+        if (!top_of_row(rows + row * stride, size, k, (float *)(room + k), room)) return NO_NUMBER;
+        for (int64_t at = 0; at < k; at++) {
+            ids[row * k + at] = room[at].id;
+            values[row * k + at] = room[at].value;
+        }
+    }
+    return DONE;
+}
+
+int64_t perdure_row_kernels_version(void) { return VERSION; }
