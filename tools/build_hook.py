@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -18,16 +19,13 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _FOLDER = Path("src/perdure/engine/row_kernels")
-_FLAGS = [
-    "-O3",
-    "-std=c11",
-    "-shared",
-    "-fPIC",
-    "-ffreestanding",
-    "-ffp-contract=off",
-    *(["-nostdlib"] if sys.platform == "linux" else []),
-]
-"""It needs no library, and no headers but a compiler's own; and it rounds alike everywhere."""
+_FLAGS = ["-O3", "-std=c11", "-shared", "-fPIC", "-ffreestanding", "-ffp-contract=off"]
+"""It needs no headers but a compiler's own, and rounds alike everywhere."""
+if sys.platform == "linux":
+    # Nor does it need a library: a compiler that leaves something open is none for it.
+    _FLAGS += ["-nostdlib", "-Wl,-z,defs"]
+    if platform.machine() == "aarch64":
+        _FLAGS.append("-mno-outline-atomics")
 
 
 class CompilePart(BuildHookInterface[Any]):

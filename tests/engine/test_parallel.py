@@ -9,10 +9,9 @@ import threading
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from perdure.engine import parallel
-from perdure.engine.parallel import joined, share, spread
+from perdure.engine.parallel import assist, joined, spread
 from perdure.engine.state import pack, unpack
 from perdure.errors import CorruptStateError
 from perdure.identity import Identity
@@ -38,33 +37,33 @@ def test_only_a_few_are_made_ahead_of_what_is_taken() -> None:
     assert len(made) <= 8
 
 
-@pytest.mark.parametrize(("count", "nbytes"), [(1, LARGE), (3, LARGE), (50, LARGE), (50, 1)])
-def test_slices_make_up_the_whole_and_small_work_is_done_here(count: int, nbytes: int) -> None:
-    done = np.zeros(count, np.int64)
-    where: set[int] = set()
-
-    def work(part: slice) -> None:
-        done[part] += 1
-        where.add(threading.get_ident())
-
-    share(work, count, nbytes)
-    assert done.tolist() == [1] * count
-    assert threading.get_ident() in where
-    assert nbytes > 1 or len(where) == 1
+@pytest.mark.parametrize("most", [0, 1, 3, 50])
+def test_a_few_threads_assist_and_are_idle_again(most: int) -> None:
+    for _ in range(20):
+        came = threading.Semaphore(0)
+        assist(came.release, most)
+        for _ in range(min(most, 3)):
+            assert came.acquire(timeout=30)
+        assert not came.acquire(blocking=False)
+        while len(parallel._idle_helpers(os.getpid())) < 3:
+            os.sched_yield()
 
 
-@pytest.mark.parametrize("bad", [0, 49])
-def test_a_share_that_fails_is_told_once_all_are_over(bad: int) -> None:
-    done = np.zeros(50, np.int64)
+def test_who_is_busy_does_not_assist_and_is_not_waited_for() -> None:
+    leave, came = threading.Event(), threading.Semaphore(0)
 
-    def work(part: slice) -> None:
-        done[part] += 1
-        if part.start <= bad < part.stop:
-            raise ValueError("bad")
+    def stay() -> None:
+        came.release()
+        leave.wait()
 
-    with pytest.raises(ValueError, match="bad"):
-        share(work, 50, LARGE)
-    assert done.tolist() == [1] * 50
+    for _ in range(3):
+        assist(stay, 1)
+        assert came.acquire(timeout=30)
+    assist(came.release, 3)
+    leave.set()
+    while len(parallel._idle_helpers(os.getpid())) < 3:
+        os.sched_yield()
+    assert not came.acquire(blocking=False)
 
 
 def test_an_error_is_raised_where_its_result_is_taken_and_ends_the_rest() -> None:
@@ -112,9 +111,13 @@ def identity() -> Identity:
 def test_a_fork_has_threads_of_its_own() -> None:
     """Those of its parent are not there, and nobody would do the work."""
     program = """
-import os
+import os, threading
 from perdure.engine import parallel
+parallel.threads = lambda: 4
 def work():
+    came = threading.Semaphore(0)
+    parallel.assist(came.release, 1)
+    assert came.acquire(timeout=30)
     assert list(parallel.spread(lambda n: n * n, range(9), 9, large=0)) == [n * n for n in range(9)]
 work()
 child = os.fork()
@@ -126,22 +129,3 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "7"
-
-
-def test_callers_in_several_threads_do_not_share_their_helpers() -> None:
-    """Each caller's slices are done once, whoever else has work shared at the time."""
-    tables = [np.zeros(64, np.int64) for _ in range(4)]
-
-    def work(part: slice, table: NDArray[np.int64]) -> None:
-        table[part] += 1
-
-    def call(table: NDArray[np.int64]) -> None:
-        for _ in range(200):
-            share(lambda part: work(part, table), 64, LARGE)
-
-    callers = [threading.Thread(target=call, args=(table,)) for table in tables]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert all((table == 200).all() for table in tables)

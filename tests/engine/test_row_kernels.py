@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from perdure.engine import row_kernels
+from perdure.engine import parallel, row_kernels
 from perdure.engine.row_kernels import NothingToDraw, draw, top_k
 from perdure.errors import EngineError
 
@@ -67,9 +68,19 @@ def test_rows_that_are_sorted_or_all_alike(kind: str) -> None:
         check(np.stack([row, row]), k)
 
 
-def test_many_rows_in_several_threads_are_each_their_own() -> None:
-    rows = np.random.default_rng(1).normal(0, 3, (33, 49_152)).astype(np.float32)
-    check(rows, 40)
+def test_many_rows_in_several_threads_are_each_drawn_from_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where several engines draw at once, and have to share those who assist."""
+    monkeypatch.setattr(parallel, "threads", lambda: 4)
+    rows = np.random.default_rng(1).normal(0, 3, (40, 20_000)).astype(np.float32)
+    cuts = np.array([(0.95, -3.0, 0.8, number) for number in np.random.default_rng(2).random(40)])
+    none: Any = np.empty(0, np.int64), np.empty(0, np.float32)
+    expected = [draw(rows[at : at + 1], 40, cuts[at : at + 1], *none)[0] for at in range(40)]
+
+    def engine() -> bool:
+        return all(draw(rows, 40, cuts, *none) == expected for _ in range(50))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(each.result() for each in [pool.submit(engine) for _ in range(3)])
 
 
 @pytest.mark.parametrize("size", [5, 300, 49_152, 70_001])

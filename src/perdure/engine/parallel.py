@@ -61,76 +61,50 @@ def spread(
                 each.exception()
 
 
-def share(function: Callable[[slice], object], count: int, nbytes: int, *, large: int = _LARGE) -> None:
-    """Call `function` with slices that make up `count` items. Where they have `large` bytes and more in all,
-    a few threads have a slice each, and this one has the first."""
-    parts = min(count, threads(), _FEW) if nbytes >= large else 1
-    if parts < 2:
-        function(slice(0, count))
-        return
-    slices = [slice(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
+def assist(work: Callable[[], object], most: int) -> None:
+    """Have a few idle threads, at most `most`, call `work` too once they are awake. Nobody waits for them:
+    what is to be done is taken piece by piece by whoever is there."""
     idle = _idle_helpers(os.getpid())
-    helpers = [_Helper.of(idle) for _ in slices[1:]]
-    for helper, part in zip(helpers, slices[1:], strict=True):
-        helper.start(function, part)
-    try:
-        function(slices[0])
-    finally:
-        # What has begun uses memory of the caller's, who may give it up now.
-        errors = [helper.finish() for helper in helpers]
-        idle += helpers
-    for error in errors:
-        if error is not None:
-            raise error
+    for _ in range(min(most, threads() - 1)):
+        try:
+            helper = idle.pop()
+        except IndexError:
+            return
+        helper.start(work)
 
 
 class _Helper:
-    """A thread that does one piece of work at a time for whoever has taken it. Two locks wake it and tell its
-    end: a pool's queue takes twice as long, which counts between two steps (`python -m bench.gpu`)."""
+    """A thread that does one piece of work at a time. A lock wakes it: a pool's queue takes twice as long,
+    which counts between two steps (`python -m bench.gpu`)."""
 
-    def __init__(self) -> None:
-        self._go, self._done = threading.Lock(), threading.Lock()
+    def __init__(self, idle: list[_Helper]) -> None:
+        self._idle = idle
+        self._go = threading.Lock()
         self._go.acquire()
-        self._done.acquire()
-        self._work: tuple[Callable[[slice], object], slice] | None = None
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="perdure-share", daemon=True).start()
+        self._work: Callable[[], object] | None = None
+        threading.Thread(target=self._run, name="perdure-assist", daemon=True).start()
 
-    @classmethod
-    def of(cls, idle: list[_Helper]) -> _Helper:
-        """One of `idle`, for this caller alone, or where there is none a new one."""
-        try:
-            return idle.pop()
-        except IndexError:
-            return cls()
-
-    def start(self, function: Callable[[slice], object], part: slice) -> None:
-        self._work = function, part
+    def start(self, work: Callable[[], object]) -> None:
+        self._work = work
         self._go.release()
-
-    def finish(self) -> BaseException | None:
-        """Wait for the end of the work, and say what it raised."""
-        self._done.acquire()
-        error, self._error = self._error, None
-        return error
 
     def _run(self) -> None:
         while True:
             self._go.acquire()
-            assert self._work is not None
-            try:
-                self._work[0](self._work[1])
-            except BaseException as error:
-                self._error = error
-            # Nothing of the caller's is held once that is told.
-            self._work = None
-            self._done.release()
+            work, self._work = self._work, None
+            assert work is not None
+            work()
+            # Nothing of the caller's is held by one that is idle.
+            del work
+            self._idle.append(self)
 
 
 @functools.lru_cache(maxsize=1)
 def _idle_helpers(process: int) -> list[_Helper]:
     """The threads of one process that have nothing to do."""
-    return []
+    idle: list[_Helper] = []
+    idle += [_Helper(idle) for _ in range(_FEW - 1)]
+    return idle
 
 
 def _pool() -> ThreadPoolExecutor:

@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.contract import Floats
-from perdure.engine.parallel import share
+from perdure.engine.parallel import assist
 from perdure.errors import EngineError, SamplingError
 
 _FILE = Path(__file__).with_name("librow_kernels.so")
@@ -29,19 +30,25 @@ class NothingToDraw(SamplingError):
     """Every token is ruled out."""
 
 
+class _Job(ctypes.Structure):
+    """Rows to draw from, as the kernel sees them."""
+
+    _fields_: ClassVar = [
+        ("rows", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "stride", "size", "k", "n")),
+        *((name, ctypes.c_void_p) for name in ("biased", "bias", "cuts", "tokens")),
+        *((name, ctypes.c_int64) for name in ("next", "done", "outcome")),
+    ]
+
+
 def top_k(rows: Floats, k: int) -> tuple[NDArray[np.int64], Floats]:
     """The places of the `k` largest in each row of a table, and what is there: largest first; of equals, the
     lower place first."""
     count, size = _checked(rows, k)
     ids, values = np.empty((count, k), np.int64), np.empty((count, k), np.float32)
-    ids_at, values_at = _address(ids), _address(values)
-
-    def find(first: int, some: int, at: int, stride: int) -> int:
-        room = np.empty(k + size // _BLOCK + 1, np.int64)
-        outputs = ids_at + 8 * k * first, values_at + 4 * k * first
-        return _top_k(at, some, stride, size, k, *outputs, _address(room))
-
-    _for_rows(rows, find)
+    room = np.empty(k + size // _BLOCK + 1, np.int64)
+    stride = rows.strides[0] // 4
+    _raise(_top_k(_address(rows), count, stride, size, k, _address(ids), _address(values), _address(room)))
     return ids, values
 
 
@@ -62,17 +69,24 @@ def draw(
     if n and not 0 <= biased[0] <= biased[-1] < size:
         raise ValueError(f"biased tokens from {biased[0]} to {biased[-1]} in rows of {size}")
     tokens = np.empty(count, np.int64)
-    tokens_at, cuts_at = _address(tokens), _address(cuts)
-    biased_at, bias_at = _address(biased), _address(bias)
+    job = _Job(
+        _address(rows), count, rows.strides[0] // 4, size, k, n,
+        _address(biased), _address(bias), _address(cuts), _address(tokens),
+    )  # fmt: skip
+    at, room = ctypes.addressof(job), 2 * k + n + size // _BLOCK + 1
 
-    def find(first: int, some: int, at: int, stride: int) -> int:
-        room = np.empty(2 * k + n + size // _BLOCK + 1, np.int64)
-        return _draw(
-            at, some, stride, size, k, n, biased_at, bias_at,
-            cuts_at + 32 * first, tokens_at + 8 * first, _address(room),
-        )  # fmt: skip
+    def work() -> None:
+        own = np.empty(room, np.int64)
+        # A thread that comes late finds no row left, and touches nothing but the job.
+        _draw(at, _address(own))
 
-    _for_rows(rows, find)
+    if 4 * count * size >= _SHARED:
+        assist(work, count - 1)
+    work()
+    while not _drawn(at):
+        # Somebody has begun with a row, and lost the processor.
+        os.sched_yield()
+    _raise(job.outcome)
     return tokens.tolist()
 
 
@@ -86,20 +100,11 @@ def _checked(rows: Floats, k: int) -> tuple[int, int]:
     return count, size
 
 
-def _for_rows(rows: Floats, kernel: Callable[[int, int, int, int], int]) -> None:
-    """Call `kernel` with the first row, how many, where they are and how far apart, in a few threads where
-    that pays: Python's lock is free while it runs."""
-    count, size = rows.shape
-    start, stride = _address(rows), rows.strides[0]
-
-    def work(part: slice) -> None:
-        outcome = kernel(part.start, part.stop - part.start, start + part.start * stride, stride // 4)
-        if outcome == _NOTHING_TO_DRAW:
-            raise NothingToDraw("every token is ruled out")
-        if outcome == _NO_NUMBER:
-            raise EngineError("the engine's logits are no numbers")
-
-    share(work, count, 4 * count * size, large=_SHARED)
+def _raise(outcome: int) -> None:
+    if outcome == _NOTHING_TO_DRAW:
+        raise NothingToDraw("every token is ruled out")
+    if outcome == _NO_NUMBER:
+        raise EngineError("the engine's logits are no numbers")
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -128,4 +133,5 @@ def _function(name: str, *arguments: type[Any]) -> Callable[..., int]:
 _library = _load()
 _memory, _count = ctypes.c_void_p, ctypes.c_int64
 _top_k = _function("perdure_top_k", _memory, *[_count] * 4, *[_memory] * 3)
-_draw = _function("perdure_draw", _memory, *[_count] * 5, *[_memory] * 5)
+_draw = _function("perdure_draw", _memory, _memory)
+_drawn = _function("perdure_drawn", _memory)

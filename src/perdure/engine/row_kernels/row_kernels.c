@@ -12,7 +12,7 @@
 #define VERSION 1
 #define BLOCK 128
 /* Blocks that are fetched ahead: what a device has just written is in no cache. */
-#define AHEAD 4
+#define AHEAD 8
 
 typedef struct {
     float value;
@@ -70,7 +70,7 @@ typedef __m128 four;
 #define LOAD _mm_loadu_ps
 #define LARGER _mm_max_ps
 #define ZERO _mm_setzero_ps()
-#define STRANGE(odd, values) _mm_or_ps(odd, _mm_cmpunord_ps(values, values))
+#define STRANGE(odd, x, y) _mm_or_ps(odd, _mm_cmpunord_ps(x, y))
 static inline float largest_of_four(four values, four odd) {
     four halves = LARGER(values, _mm_movehl_ps(values, values));
     float largest = _mm_cvtss_f32(_mm_max_ss(halves, _mm_shuffle_ps(halves, halves, 1)));
@@ -82,7 +82,7 @@ typedef float32x4_t four;
 #define LOAD vld1q_f32
 #define LARGER vmaxq_f32
 #define ZERO vdupq_n_f32(0)
-#define STRANGE(odd, values) (odd)
+#define STRANGE(odd, x, y) (odd)
 static inline float largest_of_four(four values, four odd) {
     (void)odd;
     return vmaxvq_f32(values);
@@ -103,10 +103,10 @@ static inline float largest_of(const float *from, int64_t count) {
 static inline float largest_of_block(const float *from) {
 #ifdef LOAD
     four a = LOAD(from), b = LOAD(from + 4), c = LOAD(from + 8), d = LOAD(from + 12);
-    four odd = STRANGE(STRANGE(STRANGE(STRANGE(ZERO, a), b), c), d);
+    four odd = STRANGE(STRANGE(ZERO, a, b), c, d);
     for (int at = 16; at < BLOCK; at += 16) {
         four e = LOAD(from + at), f = LOAD(from + at + 4), g = LOAD(from + at + 8), h = LOAD(from + at + 12);
-        odd = STRANGE(STRANGE(STRANGE(STRANGE(odd, e), f), g), h);
+        odd = STRANGE(STRANGE(odd, e, f), g, h);
         a = LARGER(a, e), b = LARGER(b, f), c = LARGER(c, g), d = LARGER(d, h);
     }
     return largest_of_four(LARGER(LARGER(a, b), LARGER(c, d)), odd);
@@ -204,20 +204,45 @@ static int32_t draw(const entry *found, int64_t k, const cuts *how, double *weig
 enum { DONE, NO_NUMBER, NOTHING_TO_DRAW };
 
 /* A token for each of `count` rows of `size` floats, `stride` floats apart, out of the `k` largest after `n`
- * biases. `room` is for k + n entries, k weights and the maxima of blocks, of 8 bytes each. */
-int64_t perdure_draw(const float *rows, int64_t count, int64_t stride, int64_t size, int64_t k, int64_t n,
-                     const int64_t *biased, const float *bias, const cuts *how, int64_t *tokens, entry *room) {
+ * biases. `next` is the first row that nobody has taken, `done` how many are finished. */
+typedef struct {
+    const float *rows;
+    int64_t count, stride, size, k, n;
+    const int64_t *biased;
+    const float *bias;
+    const cuts *how;
+    int64_t *tokens;
+    int64_t next, done, outcome;
+} job;
+
+static int64_t draw_row(const job *job, int64_t at, entry *room) {
+    const float *row = job->rows + at * job->stride;
+    int64_t k = job->k, n = job->n, wide = k + n < job->size ? k + n : job->size;
     double *weights = (double *)(room + k + n);
-    for (int64_t at = 0; at < count; at++) {
-        const float *row = rows + at * stride;
-        int64_t wide = k + n < size ? k + n : size;
-        if (!top_of_row(row, size, wide, (float *)(weights + k), room)) return NO_NUMBER;
-        if (n) apply_bias(row, wide, k, n, biased, bias, room);
-        if (room[0].value == -__builtin_inff()) return NOTHING_TO_DRAW;
-        if (!(room[0].value < __builtin_inff())) return NO_NUMBER;
-        tokens[at] = k == 1 ? room[0].id : draw(room, k, how + at, weights);
-    }
+    if (!top_of_row(row, job->size, wide, (float *)(weights + k), room)) return NO_NUMBER;
+    if (n) apply_bias(row, wide, k, n, job->biased, job->bias, room);
+    if (room[0].value == -__builtin_inff()) return NOTHING_TO_DRAW;
+    if (!(room[0].value < __builtin_inff())) return NO_NUMBER;
+    job->tokens[at] = k == 1 ? room[0].id : draw(room, k, job->how + at, weights);
     return DONE;
+}
+
+/* Takes rows until none is left. Several threads may do so at once, each with a room of its own for k + n
+ * entries, k weights and the maxima of blocks, of 8 bytes each. */
+void perdure_draw(job *job, entry *room) {
+    int64_t at;
+    while ((at = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->count) {
+        int64_t outcome = draw_row(job, at, room);
+        if (outcome != DONE) __atomic_store_n(&job->outcome, outcome, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&job->done, 1, __ATOMIC_RELEASE);
+    }
+}
+
+/* Whether all rows are finished, waited for as long as a few of them take. */
+int64_t perdure_drawn(const job *job) {
+    for (int tries = 0; tries < 1 << 16; tries++)
+        if (__atomic_load_n(&job->done, __ATOMIC_ACQUIRE) == job->count) return 1;
+    return 0;
 }
 
 /* The `k` largest of each of `count` rows of `size` floats, `stride` floats apart, and which they are. `room` is
