@@ -7,7 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -218,3 +218,17 @@ def test_biased_tokens_beside_the_memory_are_refused(size: int) -> None:
         draw(rows, 1, cuts[:1], np.empty(0, np.int64), np.empty(0, np.float32))
     with pytest.raises(ValueError, match="biases"):
         draw(rows, 1, cuts, np.array([1]), np.empty(0, np.float32))
+
+
+def test_who_comes_late_to_a_draw_finds_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job that it looks at is still that one, though everybody else has forgotten it."""
+    late: list[Callable[[], None]] = []
+    monkeypatch.setattr(row_kernels, "_SHARED", 0)
+    monkeypatch.setattr(row_kernels, "assist", lambda work, most: late.append(work))
+    none: Any = np.empty(0, np.int64), np.empty(0, np.float32)
+    for _ in range(50):
+        assert draw(np.zeros((2, 300), np.float32), 40, np.ones((2, 4)), *none) == [39, 39]
+    others = [row_kernels._Job(next=0) for _ in range(200)]
+    for work in late:
+        work()
+    assert not any(other.next for other in others)

@@ -19,6 +19,7 @@ from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.keywords import ContextKeywords
 from perdure.engine.llama.adapter import LlamaAdapter
+from perdure.engine.llama.cache_size import TYPES, CacheSize
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.native import library
 from perdure.engine.llama.offload import (
@@ -30,12 +31,11 @@ from perdure.engine.llama.offload import (
     check_split,
     choose_devices,
     plan_offload,
-    spare_sequences,
 )
 from perdure.engine.llama.preflight import check_header, rope_factors, rope_limit
 from perdure.engine.llama.vocabulary import Vocabulary
 from perdure.engine.llama.weights import Weights
-from perdure.errors import ClosedError, InvalidInputError, ModelFileError, ModelLoadError, OutOfMemoryError
+from perdure.errors import ClosedError, InvalidInputError, ModelFileError, ModelLoadError
 from perdure.identity import Identity, content_digest, file_version
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.models.parts import part_names
@@ -45,11 +45,8 @@ log = logging.getLogger("perdure.engine")
 
 MAX_SEQUENCES = 256
 MAX_THREADS = 512
-_GPU_THREADS = 4
 _ROWS = 64
 """Rows of logits a native step can give: the engine reserves memory for as many."""
-_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
-_BITS = dict(zip(_TYPES, (32.0, 16.0, 16.0, 8.5, 6.0, 5.5, 5.0, 4.5), strict=True))
 _PLAIN = ("f32", "f16", "bf16")
 _NO_POOLING = 0
 _LARGEST = 3.4e38
@@ -229,11 +226,12 @@ class Model:
         check_whole("n_ctx", n_ctx, 1, (1 << 31) // n_seq - 256)
         check_whole("n_batch", n_batch, 1, 1 << 16)
         for name, value in (("k_type", k_type), ("v_type", v_type)):
-            if value not in _TYPES:
-                raise InvalidInputError(f"{name} is one of {', '.join(_TYPES)}, got {value!r}")
+            if value not in TYPES:
+                raise InvalidInputError(f"{name} is one of {', '.join(TYPES)}, got {value!r}")
         if v_type not in _PLAIN and not flash:
             raise InvalidInputError(f"v_type {v_type} needs flash attention; leave flash on")
-        self._check_memory(n_ctx * n_seq, k_type, v_type)
+        size = self._cache_size()
+        size.check(n_ctx * n_seq, k_type, v_type)
         if not rope_freq_base and not rope_freq_scale:
             self._say_if_longer_than_trained(n_ctx)
 
@@ -244,11 +242,11 @@ class Model:
         # One physical batch a native step, so that a failed step is never half done for one sequence.
         params.n_batch = params.n_ubatch = n_batch
         params.n_outputs_max = max(min(_ROWS, n_batch), n_seq)
-        params.type_k, params.type_v = _TYPES[k_type], _TYPES[v_type]
+        params.type_k, params.type_v = TYPES[k_type], TYPES[v_type]
         params.kv_unified = shared
         params.offload_kqv = self._kv_offload
         params.swa_full = swa_full
-        largest = self._kv_bytes(params.n_ctx // n_seq, k_type, v_type)
+        largest = size.bytes(params.n_ctx // n_seq, k_type, v_type)
         core = LlamaCore(weights, params, self._memory, causal=weights.causal, largest_state=largest)
         memory = dataclasses.replace(self._memory, keeps_window=swa_full)
         streams = 1 if shared else n_seq
@@ -306,7 +304,7 @@ class Model:
         weights = self._open()
         pooling = Pooling.of(weights.metadata)
         check_whole("n_ctx", n_ctx, 1, (1 << 31) - 256)
-        self._check_memory(n_ctx, "f16", "f16")
+        self._cache_size().check(n_ctx, "f16", "f16")
         params = _params(self._threads(threads), flash, rope_freq_base, rope_freq_scale)
         params.embeddings = True
         params.pooling_type = _NO_POOLING
@@ -350,12 +348,13 @@ class Model:
         return self._words
 
     def _threads(self, wanted: int | None) -> int:
-        """Threads of a context. Where every layer is on a GPU, the CPU only looks up embeddings."""
-        if wanted is not None:
-            return wanted
+        """Threads of a context. Where all layers and the cache are on a GPU, the CPU only looks up embeddings: to
+        wake a second thread for that, at every step, takes longer than it saves."""
+        check_whole("threads", 1 if wanted is None else wanted, 1, MAX_THREADS)
         layers = int(library.load().llama_model_n_layer(self._open().handle))
-        cores = system.usable_cores()
-        return min(cores, _GPU_THREADS) if self._offload.layers > layers else cores
+        if self._kv_offload and self._offload.layers > layers:
+            return 1
+        return system.usable_cores() if wanted is None else wanted
 
     def _say_if_longer_than_trained(self, n_ctx: int) -> None:
         if n_ctx > self.n_ctx_train > 0 and not self._said_trained:
@@ -371,52 +370,13 @@ class Model:
     def spare_sequences(self, n_ctx: int, **context: Unpack[ContextKeywords]) -> int:
         """How many more sequences of so many tokens fit into a quarter of what the devices have besides the
         weights; 0 where the K/V cache is not there, or all sequences share one pool."""
-        if not self._offload.layers or not self._kv_offload or context.get("shared") or not is_whole(n_ctx):
-            return 0
         k_type, v_type = context.get("k_type", "f16"), context.get("v_type", "f16")
-        if k_type not in _TYPES or v_type not in _TYPES:
+        if context.get("shared") or not is_whole(n_ctx) or k_type not in TYPES or v_type not in TYPES:
             return 0
-        weights = int(library.load().llama_model_size(self._open().handle))
-        one = self._kv_bytes(n_ctx, k_type, v_type)
-        return spare_sequences(self._offload.devices, weights=weights, sequence=one)
+        return self._cache_size().spare_sequences(n_ctx, k_type, v_type)
 
-    def _kv_bytes(self, cells: int, k_type: str, v_type: str) -> float:
-        """What so many cells take in all layers; 0 where a memory has none."""
-        handle = self._open().handle
-        lib = library.load()
-        if not self._memory.has_rows:
-            return 0.0
-        heads = max(1, lib.llama_model_n_head(handle))
-        width = lib.llama_model_n_embd(handle) / heads * max(1, lib.llama_model_n_head_kv(handle))
-        layers = max(1, lib.llama_model_n_layer(handle))
-        return float(cells * layers * width * (_BITS[k_type] + _BITS[v_type]) / 8)
-
-    def _check_memory(self, cells: int, k_type: str, v_type: str) -> None:
-        """Refuse what the machine could never hold: the engine would touch it all and be killed."""
-        needed = self._kv_bytes(cells, k_type, v_type)
-        if self._offload.layers and self._kv_offload:
-            layers = max(1, library.load().llama_model_n_layer(self._open().handle))
-            away = needed * min(1.0, self._offload.layers / layers)
-            needed -= away
-            self._check_devices(away, cells)
-        physical = system.physical_memory()
-        if physical is not None and needed > physical:
-            raise OutOfMemoryError(
-                f"{cells} cells need {needed / 2**30:.1f} GiB, this machine has {physical / 2**30:.1f}: "
-                "choose a smaller n_ctx, fewer sequences, or a smaller k_type and v_type"
-            )
-
-    def _check_devices(self, needed: float, cells: int) -> None:
-        """Refuse a K/V cache that the devices have no room for now that the weights are there."""
-        names = {device.name for device in self._offload.devices}
-        now = [device for device in library.loaded().device_list if device.name in names]
-        free = sum(device.free for device in now)
-        if needed > free:
-            raise OutOfMemoryError(
-                f"{cells} cells need {needed / 2**30:.1f} GiB on {' and '.join(map(str, now))}: about "
-                f"{int(cells * free / needed)} fit. Choose a smaller n_ctx, fewer slots, smaller k_type and "
-                "v_type, fewer gpu_layers, or kv_offload=False"
-            )
+    def _cache_size(self) -> CacheSize:
+        return CacheSize(self._open(), self._memory, self._offload, kv_offload=self._kv_offload)
 
     def _kernels(self) -> str:
         """What computes besides the CPU, as far as it changes what state bytes mean."""
@@ -430,7 +390,6 @@ class Model:
 
 def _params(threads: int, flash: bool, rope_freq_base: float, rope_freq_scale: float) -> Any:
     """What contexts of either sort have in common."""
-    check_whole("threads", threads, 1, MAX_THREADS)
     for name, number in (("rope_freq_base", rope_freq_base), ("rope_freq_scale", rope_freq_scale)):
         if not 0.0 <= number <= _LARGEST:
             raise InvalidInputError(f"{name} is 0 (the model's own) or above, got {number}")

@@ -73,17 +73,18 @@ def draw(
         _address(rows), count, rows.strides[0] // 4, size, k, n,
         _address(biased), _address(bias), _address(cuts), _address(tokens),
     )  # fmt: skip
-    at, room = ctypes.addressof(job), 2 * k + n + size // _BLOCK + 1
+    room = 2 * k + n + size // _BLOCK + 1
 
     def work() -> None:
         own = np.empty(room, np.int64)
-        # A thread that comes late finds no row left, and touches nothing but the job.
-        _draw(at, _address(own))
+        # A thread that comes late finds no row left, and touches nothing but the job, which it holds.
+        _draw(ctypes.byref(job), _address(own))
 
-    if 4 * count * size >= _SHARED:
+    assisted = 4 * count * size >= _SHARED
+    if assisted:
         assist(work, count - 1)
     work()
-    while not _drawn(at):
+    while assisted and not _drawn(ctypes.byref(job)):
         # Somebody has begun with a row, and lost the processor.
         os.sched_yield()
     _raise(job.outcome)
