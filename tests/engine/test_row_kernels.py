@@ -226,8 +226,9 @@ def test_who_comes_late_to_a_draw_finds_nothing_to_do(monkeypatch: pytest.Monkey
     monkeypatch.setattr(row_kernels, "_SHARED", 0)
     monkeypatch.setattr(row_kernels, "assist", lambda work, most: late.append(work))
     none: Any = np.empty(0, np.int64), np.empty(0, np.float32)
+    cuts = np.array([(math.inf, -math.inf, 1.0, 1.0)] * 2)
     for _ in range(50):
-        assert draw(np.zeros((2, 300), np.float32), 40, np.ones((2, 4)), *none) == [39, 39]
+        assert draw(np.zeros((2, 300), np.float32), 40, cuts, *none) == [39, 39]
     others = [row_kernels._Job(next=0) for _ in range(200)]
     for work in late:
         work()
