@@ -10,6 +10,8 @@ TEST := $(VENV)/.for-test
 BENCH := $(VENV)/.for-bench
 DIST := $(VENV)/.for-dist
 DOCS := $(VENV)/.for-docs
+# Compiled when perdure is installed.
+KERNELS := src/perdure/engine/row_kernels/row_kernels.c
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar on
 
 .PHONY: chat test soak bench lint setup engine page browser dist docs api clean
@@ -73,19 +75,19 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "perdure needs Python 3.11 or newer; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 
-$(CHAT): pyproject.toml | $(BIN)/python
+$(CHAT): pyproject.toml $(KERNELS) | $(BIN)/python
 	$(INSTALL) -e .
 	@touch $@
 
-$(TEST): pyproject.toml | $(BIN)/python
+$(TEST): pyproject.toml $(KERNELS) | $(BIN)/python
 	$(INSTALL) -e ".[server,dev]"
 	@touch $@ $(CHAT)
 
-$(BENCH): pyproject.toml | $(BIN)/python
+$(BENCH): pyproject.toml $(KERNELS) | $(BIN)/python
 	$(INSTALL) -e ".[server,bench]"
 	@touch $@ $(CHAT)
 
-$(DOCS): pyproject.toml | $(BIN)/python
+$(DOCS): pyproject.toml $(KERNELS) | $(BIN)/python
 	$(INSTALL) -e ".[docs]"
 	@touch $@ $(CHAT)
 
