@@ -348,8 +348,8 @@ class Model:
         return self._words
 
     def _threads(self, wanted: int | None) -> int:
-        """Threads of a context. Where all layers and the cache are on a GPU, the CPU only looks up embeddings:
-        to wake a second thread for that, at every step, takes longer than it saves."""
+        """Threads of a context. With all layers and the cache on a GPU, the CPU only looks up embeddings.
+        To wake a second thread for that, at every step, takes longer than it saves."""
         check_whole("threads", 1 if wanted is None else wanted, 1, MAX_THREADS)
         layers = int(library.load().llama_model_n_layer(self._open().handle))
         if self._kv_offload and self._offload.layers > layers:
