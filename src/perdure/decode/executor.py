@@ -72,7 +72,11 @@ class Executor:
     def execute(self, step: Step, active: Sequence[SequenceGroup]) -> None:
         """Compute a step and draw from its rows; `active` are all groups that have slots."""
         # Who lost state since the step was planned is planned for anew in the next round.
-        step = [each for each in step if not each.sequence.done and each.sequence.cached == each.start]
+        step = [
+            each
+            for each in step
+            if each.sequence.finish_reason is None and each.sequence.cached == each.start
+        ]
         if not step:
             return
         try:

@@ -143,7 +143,7 @@ def _ready(groups: Iterable[SequenceGroup]) -> Ready:
         (group, sequence)
         for group in groups
         for sequence in group.sequences
-        if sequence.seq is not None and not sequence.done
+        if sequence.seq is not None and sequence.finish_reason is None
     ]
 
 

@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 _MOST = 8
 """Threads: a few already move memory as fast as the machine can."""
-_FEW = 4
+_FEW = 6
 """Threads that share work of less than a millisecond: to wake more takes longer than they save."""
 _LARGE = 8 << 20
 """Bytes below which starting threads takes longer than the work."""
