@@ -26,7 +26,7 @@ test:
 soak: $(TEST)
 	$(BIN)/python -m pytest -m soak
 
-# The only target that compiles: llama-cpp-python, to be measured against. About 10 minutes on 2 cores.
+# The only target that compiles for long: llama-cpp-python, to be measured against. About 10 minutes on 2 cores.
 bench: $(BENCH)
 	$(BIN)/perdure engine install
 	$(BIN)/python -m bench

@@ -28,12 +28,15 @@ if sys.platform == "linux":
         _FLAGS.append("-mno-outline-atomics")
 
 
+_PACKAGED = [sys.executable, "-m", "ziglang", "cc"]
+
+
 class CompilePart(BuildHookInterface[Any]):
     """Compiles the C part before a wheel, or an editable one, is put together."""
 
     def dependencies(self) -> list[str]:
         """A compiler as a package, where this machine has none that works."""
-        return [] if _own_compiler(Path(self.root)) else ["ziglang>=0.13"]
+        return [] if own_compiler(Path(self.root)) else ["ziglang>=0.13"]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
@@ -45,14 +48,14 @@ class CompilePart(BuildHookInterface[Any]):
 
 def compile_part(root: Path, target: Path) -> None:
     """Compile into `target`; a process that has the old one loaded keeps that."""
-    compiler = _own_compiler(root) or [sys.executable, "-m", "ziglang", "cc"]
+    compiler = own_compiler(root) or _PACKAGED
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder, target.name)
         _run(compiler, root, made, check=True)
         os.replace(made, target)
 
 
-def _own_compiler(root: Path) -> list[str] | None:
+def own_compiler(root: Path) -> list[str] | None:
     """This machine's compiler, as a command, if it can compile the part."""
     named = shlex.split(os.environ.get("CC", ""))
     for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from perdure import Model, Sampling
 from perdure.decode.sampling.candidates import masked, top
 from perdure.decode.sampling.repetition import BreakerTable
-from perdure.decode.sampling.sampler import RandomNumbers, Sampler, draw, weights
+from perdure.decode.sampling.sampler import Sampler, draw, weights
 from perdure.decode.sampling.together import TopK, draw_together
 from perdure.engine.logits import LogitsView, Step
 from perdure.engine.row_kernels import NothingToDraw
@@ -270,15 +270,16 @@ def test_k5_a_draw_depends_on_the_seed_and_the_position_alone() -> None:
 
 
 def test_k5_numbers_are_the_same_in_any_order_and_do_not_repeat() -> None:
-    numbers = RandomNumbers(3)
-    forth = [numbers.at(position).tolist() for position in range(300)]
-    back = [numbers.at(position).tolist() for position in reversed(range(300))][::-1]
+    sampler = Sampler(Sampling(seed=3), n_ctx=N_CTX)
+    forth = [sampler.numbers_at(position).tolist() for position in range(300)]
+    back = [sampler.numbers_at(position).tolist() for position in reversed(range(300))][::-1]
     assert forth == back
     flat = [number for each in forth for number in each]
     assert len(set(flat)) == 600
     assert 0 <= min(flat) < 0.05
     assert 0.95 < max(flat) < 1
-    assert RandomNumbers(4).at(0).tolist() != forth[0]
+    assert [sampler.number_at(position) for position in range(300)] == [first for first, _ in forth]
+    assert Sampler(Sampling(seed=4), n_ctx=N_CTX).numbers_at(0).tolist() != forth[0]
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -302,18 +303,16 @@ def rows_of(count: int, size: int) -> NDArray[np.float32]:
     return rows
 
 
-class Chance(RandomNumbers):
-    """The same number at each position. One just below 1 draws the last token that no cut took."""
+class Certain(Sampler):
+    """Draws with the same number at each position. One just below 1 draws the last token that no cut took."""
 
-    def __init__(self, number: float) -> None:
-        super().__init__(0)
-        self._number = number
+    number = 0.0
 
-    def at(self, position: int) -> NDArray[np.float64]:
-        return np.full(2, self._number)
+    def numbers_at(self, position: int) -> NDArray[np.float64]:
+        return np.full(2, self.number)
 
-    def first_at(self, position: int) -> float:
-        return self._number
+    def number_at(self, position: int) -> float:
+        return self.number
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
@@ -340,11 +339,10 @@ def test_m6_one_stream_draws_what_the_whole_row_gives(
     row[places] += np.array([3 * spread + each for each in ahead], np.float32)
     row = np.round(row) if rounded else row
     bias = dict.fromkeys(np.argsort(-row)[:banned].tolist(), -math.inf)
-    sampler = Sampler(Sampling(**chosen, logit_bias=bias, seed=seed), n_ctx=N_CTX)
+    sampler = Certain(Sampling(**chosen, logit_bias=bias, seed=seed), n_ctx=N_CTX)
     rule = TopK.of(sampler)
     assert rule is not None
-    for number in (0.0, 0.3, 0.7, 1 - 1e-12):
-        sampler.random = Chance(number)
+    for sampler.number in (0.0, 0.3, 0.7, 1 - 1e-12):
         alone = draw_together([(sampler, rule, 0)], row[None])[0]
         assert alone == draw([(sampler, sampler.select(row), 0)])
 

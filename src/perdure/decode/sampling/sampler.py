@@ -6,6 +6,7 @@ typical, top-p, min-p, XTC, temperature, draw; or mirostat in place of the cuts.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -37,32 +38,14 @@ _POSITIONS = 64
 _MIROSTAT_TOKENS = 100
 
 
-class RandomNumbers:
-    """Two numbers from 0 to 1 for each position, which depend on the seed and the position alone."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._first = -1
-        self._numbers: NDArray[np.float64] = np.empty((0, 2))
-        self._firsts: list[float] = []
-
-    def at(self, position: int) -> NDArray[np.float64]:
-        first, place = divmod(position, _POSITIONS)
-        if first != self._first:
-            # A counter step gives four numbers.
-            generator = np.random.Philox(key=self._seed, counter=first * _POSITIONS // 2)
-            raw = generator.random_raw(2 * _POSITIONS)
-            numbers: NDArray[np.float64] = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
-            self._first, self._numbers = first, numbers.reshape(_POSITIONS, 2)
-            self._firsts = self._numbers[:, 0].tolist()
-        found: NDArray[np.float64] = self._numbers[place]
-        return found
-
-    def first_at(self, position: int) -> float:
-        """The first of the two, which decides what is drawn."""
-        if position // _POSITIONS != self._first:
-            self.at(position)
-        return self._firsts[position % _POSITIONS]
+@functools.lru_cache(maxsize=512)
+def _numbers(seed: int, block: int) -> tuple[NDArray[np.float64], list[float]]:
+    """Two numbers from 0 to 1 for each of some positions, and the first ones as a list: of the seed and the
+    positions, and nothing else. Kept for as many streams as there may be, since each asks at every token."""
+    # A counter step gives four numbers.
+    raw = np.random.Philox(key=seed, counter=block * _POSITIONS // 2).random_raw(2 * _POSITIONS)
+    found: NDArray[np.float64] = ((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53).reshape(-1, 2)
+    return found, found[:, 0].tolist()
 
 
 class Sampler:
@@ -70,7 +53,7 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, *, n_ctx: int, breakers: Breakers | None = None) -> None:
         self.sampling = sampling
-        self.random = RandomNumbers(sampling.seed or 0)
+        self._seed = sampling.seed or 0
         bias = sorted(sampling.logit_bias.items())
         self._biased = np.array([token for token, _ in bias], np.intp)
         self._bias = np.array([value for _, value in bias], np.float32)
@@ -83,6 +66,15 @@ class Sampler:
             self._dry = Dry(sampling, _span(sampling.dry_last_n, n_ctx), breakers or {})
         self._surprise = np.float32(2 * sampling.mirostat_tau)
         self.cuts = None if sampling.greedy or sampling.mirostat else Cuts.of(sampling)
+
+    def numbers_at(self, position: int) -> NDArray[np.float64]:
+        """Two numbers from 0 to 1 for a position; the first decides what is drawn."""
+        found: NDArray[np.float64] = _numbers(self._seed, position // _POSITIONS)[0][position % _POSITIONS]
+        return found
+
+    def number_at(self, position: int) -> float:
+        """The first of the two."""
+        return _numbers(self._seed, position // _POSITIONS)[1][position % _POSITIONS]
 
     def accept(self, token: int) -> None:
         """Count a token of the prompt or the reply."""
@@ -264,7 +256,7 @@ def _draw_into(
     tokens: list[int], wanted: Sequence[tuple[Sampler, Candidates, int]], places: Sequence[int]
 ) -> None:
     chosen = [wanted[at] for at in places]
-    numbers = np.array([sampler.random.at(position) for sampler, _, position in chosen])
+    numbers = np.array([sampler.numbers_at(position) for sampler, _, position in chosen])
     shares = weights([(sampler, candidates) for sampler, candidates, _ in chosen], numbers[:, 1])
     sums = np.cumsum(shares, axis=1)
     targets = numbers[:, 0] * sums[:, -1]

@@ -94,9 +94,7 @@ def _drawn(streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats) -> tuple[
     """What `draw_together` gives, for streams whose rules have the same key."""
     rule = streams[0][1]
     k = min(rule.k, rows.shape[1])
-    cuts = np.array(
-        [(*rule.numbers, sampler.random.first_at(position)) for sampler, rule, position in streams]
-    )
+    cuts = np.array([(*rule.numbers, sampler.number_at(position)) for sampler, rule, position in streams])
     tokens = row_kernels.draw(rows, k, cuts, rule.biased, rule.bias)
     return tokens, {} if rule.shown is None else dict(enumerate(_shown(rows, tokens, rule.shown)))
 
