@@ -93,6 +93,9 @@ class Executor:
                 step[0].group.fail(error, step[0].sequence)
         else:
             self._draw(step)
+            if not self._context.capabilities.asynchronous:
+                # Another process reads while the next step is planned, when a core is idle.
+                self.notify()
 
     def notify(self) -> None:
         """Give readers what was drawn for them since the last time."""
@@ -136,13 +139,11 @@ class Executor:
             gone = self._stopped or all(chunk.group.cancelled for chunk in step)
         try:
             if not gone:
-                # Readers wake while the engine computes, not while the next ones draw.
-                asynchronous = self._context.capabilities.asynchronous
-                if not asynchronous:
-                    self.notify()
                 started = time.monotonic()
                 self._context.step(feeds)
+                asynchronous = self._context.capabilities.asynchronous
                 if asynchronous:
+                    # While the device computes.
                     self.notify()
                 # A step of replies alone has a token of each.
                 count = sum([chunk.count for chunk in step])
