@@ -20,7 +20,6 @@ from perdure.errors import EngineError, SamplingError
 
 _FILE = Path(__file__).with_name("librow_kernels.so")
 _VERSION = 1
-_BLOCK = 128
 _SHARED = 2 << 20
 """Bytes of rows from which on several threads look through them."""
 _NO_NUMBER, _NOTHING_TO_DRAW = 1, 2
@@ -132,6 +131,8 @@ def _function(name: str, *arguments: type[Any]) -> Callable[..., int]:
 
 
 _library = _load()
+_BLOCK = int(_library.perdure_row_kernels_block())
+"""Values of a row of which the largest is kept in passing."""
 _memory, _count = ctypes.c_void_p, ctypes.c_int64
 _top_k = _function("perdure_top_k", _memory, *[_count] * 4, *[_memory] * 3)
 _draw = _function("perdure_draw", _memory, _memory)

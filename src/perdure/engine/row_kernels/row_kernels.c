@@ -24,7 +24,7 @@ static inline int after(entry a, entry b) {
     return a.value < b.value || (a.value == b.value && a.id > b.id);
 }
 
-/* Puts `new` where the last of a heap was. On top of a heap is the one that comes last. */
+/* Puts `new` into the place on top of a heap, and that one away. On top of a heap is the one that comes last. */
 static void sift(entry *heap, int64_t size, entry new) {
     int64_t at = 0;
     for (;;) {
@@ -259,4 +259,6 @@ int64_t perdure_top_k(const float *rows, int64_t count, int64_t stride, int64_t 
     return DONE;
 }
 
+/* What the caller has to know. */
 int64_t perdure_row_kernels_version(void) { return VERSION; }
+int64_t perdure_row_kernels_block(void) { return BLOCK; }
