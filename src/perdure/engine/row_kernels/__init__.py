@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -85,7 +85,7 @@ def draw(
     work()
     while assisted and not _drawn(ctypes.byref(job)):
         # Somebody has begun with a row, and lost the processor.
-        os.sched_yield()
+        time.sleep(0)
     _raise(job.outcome)
     return tokens.tolist()
 
