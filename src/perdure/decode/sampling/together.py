@@ -94,7 +94,11 @@ def _drawn(streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats) -> tuple[
     """What `draw_together` gives, for streams whose rules have the same key."""
     rule = streams[0][1]
     k = min(rule.k, rows.shape[1])
-    cuts = np.array([(*rule.numbers, sampler.number_at(position)) for sampler, rule, position in streams])
+    if k == 1:
+        # The largest is drawn whatever the number, and the first number of a seed takes a while to make.
+        cuts = np.zeros((len(streams), 4))
+    else:
+        cuts = np.array([(*rule.numbers, sampler.number_at(position)) for sampler, rule, position in streams])
     tokens = row_kernels.draw(rows, k, cuts, rule.biased, rule.bias)
     return tokens, {} if rule.shown is None else dict(enumerate(_shown(rows, tokens, rule.shown)))
 
