@@ -17,11 +17,12 @@ from perdure.errors import CorruptStateError
 from perdure.identity import Identity
 
 LARGE = 9 << 20
+HELPERS = parallel._FEW - 1
 
 
 @pytest.fixture(autouse=True)
-def four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "threads", lambda: 4)
+def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "threads", lambda: HELPERS + 1)
 
 
 def test_results_come_in_the_order_of_the_items() -> None:
@@ -42,10 +43,10 @@ def test_a_few_threads_assist_and_are_idle_again(most: int) -> None:
     for _ in range(20):
         came = threading.Semaphore(0)
         assist(came.release, most)
-        for _ in range(min(most, 3)):
+        for _ in range(min(most, HELPERS)):
             assert came.acquire(timeout=30)
         assert not came.acquire(blocking=False)
-        while len(parallel._idle_helpers(os.getpid())) < 3:
+        while len(parallel._idle_helpers(os.getpid())) < HELPERS:
             os.sched_yield()
 
 
@@ -56,12 +57,12 @@ def test_who_is_busy_does_not_assist_and_is_not_waited_for() -> None:
         came.release()
         leave.wait()
 
-    for _ in range(3):
+    for _ in range(HELPERS):
         assist(stay, 1)
         assert came.acquire(timeout=30)
-    assist(came.release, 3)
+    assist(came.release, HELPERS)
     leave.set()
-    while len(parallel._idle_helpers(os.getpid())) < 3:
+    while len(parallel._idle_helpers(os.getpid())) < HELPERS:
         os.sched_yield()
     assert not came.acquire(blocking=False)
 
