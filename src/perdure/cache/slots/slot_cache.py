@@ -124,9 +124,9 @@ class SlotCache:
             soon = self._soon(shared, held)
             if soon.until - choice.sure >= _WORTH_WAITING:
                 return soon
-        anywhere = max(
-            self._blocks.shared(wanted, namespace, found), int(np.minimum(shared, held).max(initial=0))
-        )
+        anywhere = int(np.minimum(shared, held).max(initial=0))
+        if anywhere < len(wanted):
+            anywhere = max(anywhere, self._blocks.shared(wanted, namespace, found))
         slot = self._slots[choice.best.seq]
         tiers, trouble = self._swapper.fill(choice.best, tokens, namespace)
         self._checkpoints.thin_out()
