@@ -67,6 +67,17 @@ def test_who_is_busy_does_not_assist_and_is_not_waited_for() -> None:
     assert not came.acquire(blocking=False)
 
 
+def test_without_threads_nobody_assists(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    parallel._idle_helpers.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more)
+        assist(lambda: pytest.fail("nobody can"), HELPERS)
+    parallel._idle_helpers.cache_clear()
+
+
 def test_an_error_is_raised_where_its_result_is_taken_and_ends_the_rest() -> None:
     begun: list[int] = []
 

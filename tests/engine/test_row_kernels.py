@@ -233,3 +233,26 @@ def test_who_comes_late_to_a_draw_finds_nothing_to_do(monkeypatch: pytest.Monkey
     for work in late:
         work()
     assert not any(other.next for other in others)
+
+
+def test_rows_are_finished_before_their_memory_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a Ctrl-C comes when others have begun with them, or are about to."""
+    rows = np.random.default_rng(1).normal(0, 3, (40, 20_000)).astype(np.float32)
+    jobs: list[Any] = []
+    made = row_kernels._Job
+
+    def noted(*fields: Any) -> Any:
+        jobs.append(made(*fields))
+        return jobs[-1]
+
+    def interrupted(work: Callable[[], None], most: int) -> None:
+        parallel.assist(work, most)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parallel, "threads", lambda: 4)
+    monkeypatch.setattr(row_kernels, "_Job", noted)
+    monkeypatch.setattr(row_kernels, "assist", interrupted)
+    none: Any = np.empty(0, np.int64), np.empty(0, np.float32)
+    with pytest.raises(KeyboardInterrupt):
+        draw(rows, 40, np.array([(0.95, -3.0, 0.8, 0.5)] * 40), *none)
+    assert jobs[0].done == 40

@@ -103,7 +103,12 @@ class _Helper:
 def _idle_helpers(process: int) -> list[_Helper]:
     """The threads of one process that have nothing to do."""
     idle: list[_Helper] = []
-    idle += [_Helper(idle) for _ in range(_FEW - 1)]
+    for _ in range(_FEW - 1):
+        try:
+            idle.append(_Helper(idle))
+        except RuntimeError:
+            # No more threads are to be had. Whoever wants help does it alone.
+            break
     return idle
 
 

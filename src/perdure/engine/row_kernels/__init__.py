@@ -72,20 +72,22 @@ def draw(
         _address(rows), count, rows.strides[0] // 4, size, k, n,
         _address(biased), _address(bias), _address(cuts), _address(tokens),
     )  # fmt: skip
-    room = 2 * k + n + size // _BLOCK + 1
+    room = np.empty(2 * k + n + size // _BLOCK + 1, np.int64)
 
     def work() -> None:
-        own = np.empty(room, np.int64)
+        own = np.empty_like(room)
         # A thread that comes late finds no row left, and touches nothing but the job, which it holds.
         _draw(ctypes.byref(job), _address(own))
 
-    assisted = 4 * count * size >= _SHARED
-    if assisted:
-        assist(work, count - 1)
-    work()
-    while assisted and not _drawn(ctypes.byref(job)):
-        # Somebody has begun with a row, and lost the processor.
-        time.sleep(0)
+    try:
+        if 4 * count * size >= _SHARED:
+            assist(work, count - 1)
+    finally:
+        # Whatever comes between: nobody may be left with memory that is given up here.
+        _draw(ctypes.byref(job), _address(room))
+        while not _drawn(ctypes.byref(job)):
+            # Somebody has begun with a row, and lost the processor.
+            time.sleep(0)
     _raise(job.outcome)
     return tokens.tolist()
 
