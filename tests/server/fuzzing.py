@@ -219,7 +219,9 @@ class Fuzzer:
         self.counts.calls[operation] += 1
         self.counts.statuses[answer.status_code] += 1
         where = f"{operation} by {caller}: {answer.status_code} {answer.text[:500]}"
-        assert answer.status_code < 500 or answer.status_code == 504, where
+        # Where a summary is drawn, its first token may be the end.
+        empty = answer.status_code == 500 and answer.json()["error"]["code"] == "empty"
+        assert answer.status_code < 500 or answer.status_code == 504 or empty, where
         assert expected is None or answer.status_code in expected, where
         for other, mark in MARKS.items():
             if other != caller:
