@@ -24,7 +24,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "admitting, while slots are looked at": (SlotIndex, "put"),
     "admitting, while state is moved": (SlotSwapper, "_swap_out"),
     "reaching": (SlotCache, "reached"),
-    "drawing": (executor, "draw"),
+    "drawing": (executor, "draw_together"),
     "keeping a prompt for further samples": (Context, "checkpoint"),
     "collecting": (SlotCache, "release"),
     "delivering": (TokenSequence, "reply"),

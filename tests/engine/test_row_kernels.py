@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import shutil
@@ -19,10 +20,26 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from perdure.engine import parallel, row_kernels
-from perdure.engine.row_kernels import NothingToDraw, draw, top_k
+from perdure.engine.row_kernels import Bias, NothingToDraw, top_k
 from perdure.errors import EngineError
 
 FILE = Path(row_kernels.__file__)
+
+
+def draw(
+    rows: NDArray[np.float32],
+    k: int,
+    cuts: NDArray[np.float64],
+    ids: NDArray[np.int64],
+    values: NDArray[np.float32],
+) -> list[int]:
+    return row_kernels.draw(rows, k, [tuple(each) for each in cuts.tolist()], Bias(ids, values))
+
+
+def job_of(work: Callable[[], None]) -> NDArray[np.int64]:
+    """The memory of the job that `work` is a part of."""
+    found: NDArray[np.int64] = inspect.getclosurevars(work).nonlocals["memory"]
+    return found
 
 
 def check(rows: NDArray[np.float32], k: int) -> None:
@@ -229,30 +246,25 @@ def test_who_comes_late_to_a_draw_finds_nothing_to_do(monkeypatch: pytest.Monkey
     cuts = np.array([(math.inf, -math.inf, 1.0, 1.0)] * 2)
     for _ in range(50):
         assert draw(np.zeros((2, 300), np.float32), 40, cuts, *none) == [39, 39]
-    others = [row_kernels._Job(next=0) for _ in range(200)]
+    others = [np.zeros_like(job_of(work)) for work in late]
     for work in late:
         work()
-    assert not any(other.next for other in others)
+    assert not np.any(others)
 
 
 def test_rows_are_finished_before_their_memory_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a Ctrl-C comes when others have begun with them, or are about to."""
     rows = np.random.default_rng(1).normal(0, 3, (40, 20_000)).astype(np.float32)
-    jobs: list[Any] = []
-    made = row_kernels._Job
-
-    def noted(*fields: Any) -> Any:
-        jobs.append(made(*fields))
-        return jobs[-1]
+    jobs: list[NDArray[np.int64]] = []
 
     def interrupted(work: Callable[[], None], most: int) -> None:
+        jobs.append(job_of(work))
         parallel.assist(work, most)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(parallel, "threads", lambda: 4)
-    monkeypatch.setattr(row_kernels, "_Job", noted)
     monkeypatch.setattr(row_kernels, "assist", interrupted)
     none: Any = np.empty(0, np.int64), np.empty(0, np.float32)
     with pytest.raises(KeyboardInterrupt):
         draw(rows, 40, np.array([(0.95, -3.0, 0.8, 0.5)] * 40), *none)
-    assert jobs[0].done == 40
+    assert jobs[0][row_kernels._FIELDS - 2] == 40

@@ -136,7 +136,9 @@ class Executor:
             feeds.append(Feed(sequence.seq, sequence.next_tokens(count), rows))
         with self._lock:
             self._in_flight = frozenset([id(chunk.group) for chunk in step])
-            gone = self._stopped or all(chunk.group.cancelled for chunk in step)
+            # At every step: to make a generator takes longer than to look.
+            waited_for = [chunk for chunk in step if not chunk.group.cancelled]
+            gone = self._stopped or not waited_for
         try:
             if not gone:
                 started = time.monotonic()
@@ -206,8 +208,10 @@ class Executor:
                     continue
                 with _contained(each):
                     wanted.append((each, each.select(self._context, count - 1, seq)))
-        self._take_together(plain)
-        self._take(wanted)
+        if plain:
+            self._take_together(plain)
+        if wanted:
+            self._take(wanted)
         for sequence in reading:
             if sequence.seq is not None:
                 # State that could not be kept costs time later, and nothing now.
@@ -218,10 +222,9 @@ class Executor:
 
     def _take_together(self, plain: Sequence[_Row]) -> None:
         """Draw a token for each sequence, out of all their rows in one pass."""
-        if not plain:
-            return
         # In the order of their rows in the engine's memory, where they are then one table.
-        plain = sorted(plain, key=_place)
+        if len(plain) > 1:
+            plain = sorted(plain, key=_place)
         streams = [(sequence.sampler, rule, len(sequence.tokens)) for sequence, rule, _ in plain]
         try:
             tokens, shown = self._context.read_rows(

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perdure.decode.sampling.sampler import Sampler
 from perdure.engine import row_kernels
@@ -31,8 +30,7 @@ class TopK:
     """How a sampler draws that keeps the `k` largest of a row and cuts those further by top-p and min-p."""
 
     k: int
-    biased: NDArray[np.int64]
-    bias: Floats
+    bias: row_kernels.Bias
     numbers: tuple[float, float, float]
     """The limit of top-p, the depth of min-p, and the temperature."""
     shown: int | None
@@ -60,7 +58,7 @@ class TopK:
             sampling.temperature or 1.0,
         )
         key = (k, shown, biased.tobytes(), bias.tobytes())
-        return cls(k, biased.astype(np.int64), bias, numbers, shown, key)
+        return cls(k, row_kernels.Bias(biased.astype(np.int64), bias), numbers, shown, key)
 
 
 class Shown(NamedTuple):
@@ -96,10 +94,10 @@ def _drawn(streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats) -> tuple[
     k = min(rule.k, rows.shape[1])
     if k == 1:
         # The largest is drawn whatever the number, and the first number of a seed takes a while to make.
-        cuts = np.zeros((len(streams), 4))
+        cuts = [(0.0, 0.0, 0.0, 0.0)] * len(streams)
     else:
-        cuts = np.array([(*rule.numbers, sampler.number_at(position)) for sampler, rule, position in streams])
-    tokens = row_kernels.draw(rows, k, cuts, rule.biased, rule.bias)
+        cuts = [(*rule.numbers, sampler.number_at(position)) for sampler, rule, position in streams]
+    tokens = row_kernels.draw(rows, k, cuts, rule.bias)
     return tokens, {} if rule.shown is None else dict(enumerate(_shown(rows, tokens, rule.shown)))
 
 

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,21 +25,31 @@ _VERSION = 1
 _SHARED = 2 << 20
 """Bytes of rows from which on several threads look through them."""
 _NO_NUMBER, _NOTHING_TO_DRAW = 1, 2
+_FIELDS = 13
+"""Of a job, as the kernel sees it, with 8 bytes each; the outcome is the last one."""
+
+Cut: TypeAlias = tuple[float, float, float, float]
+"""How one row is drawn from: the limit of top-p, the depth of min-p below the largest, the temperature, and a
+number from 0 to 1 that decides."""
 
 
 class NothingToDraw(SamplingError):
     """Every token is ruled out."""
 
 
-class _Job(ctypes.Structure):
-    """Rows to draw from, as the kernel sees them."""
+class Bias:
+    """What is added to some values of every row. Checked here once, since it is used at every token."""
 
-    _fields_: ClassVar = [
-        ("rows", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("count", "stride", "size", "k", "n")),
-        *((name, ctypes.c_void_p) for name in ("biased", "bias", "cuts", "tokens")),
-        *((name, ctypes.c_int64) for name in ("next", "done", "outcome")),
-    ]
+    def __init__(self, ids: NDArray[np.int64], values: Floats) -> None:
+        """`ids` rise, and have no gaps in memory, as `values` have none."""
+        if len(ids) != len(values):
+            raise ValueError(f"{len(ids)} biased tokens with {len(values)} biases")
+        # Copies: nobody changes them while native code reads them.
+        self._ids, self._values = np.array(ids, np.int64), np.array(values, np.float32)
+        self.count = len(self._ids)
+        self.addresses = _address(self._ids), _address(self._values)
+        self.lowest = int(self._ids[0]) if self.count else 0
+        self.highest = int(self._ids[-1]) if self.count else 0
 
 
 def top_k(rows: Floats, k: int) -> tuple[NDArray[np.int64], Floats]:
@@ -51,45 +63,42 @@ def top_k(rows: Floats, k: int) -> tuple[NDArray[np.int64], Floats]:
     return ids, values
 
 
-def draw(
-    rows: Floats, k: int, cuts: NDArray[np.float64], biased: NDArray[np.int64], bias: Floats
-) -> list[int]:
-    """A token for each row of a table, out of its `k` largest after the `bias` of those that are `biased`.
-
-    `cuts` has for each row the limit of top-p, the depth of min-p below the largest, the temperature, and a
-    number from 0 to 1 that decides. The biased ones rise.
-    """
+def draw(rows: Floats, k: int, cuts: Sequence[Cut], bias: Bias) -> list[int]:
+    """A token for each row of a table, out of its `k` largest after `bias`."""
     count, size = _checked(rows, k)
-    n = len(biased)
-    if cuts.shape != (count, 4) or cuts.dtype != np.float64 or not cuts.flags.c_contiguous:
-        raise ValueError(f"cuts of shape {cuts.shape} and type {cuts.dtype} for {count} rows")
-    if biased.dtype != np.int64 or bias.dtype != np.float32 or len(bias) != n:
-        raise ValueError(f"{n} biased tokens with {len(bias)} biases")
-    if n and not 0 <= biased[0] <= biased[-1] < size:
-        raise ValueError(f"biased tokens from {biased[0]} to {biased[-1]} in rows of {size}")
-    tokens = np.empty(count, np.int64)
-    job = _Job(
-        _address(rows), count, rows.strides[0] // 4, size, k, n,
-        _address(biased), _address(bias), _address(cuts), _address(tokens),
+    if len(cuts) != count:
+        raise ValueError(f"{len(cuts)} cuts for {count} rows")
+    if not 0 <= bias.lowest <= bias.highest < size:
+        raise ValueError(f"biased tokens from {bias.lowest} to {bias.highest} in rows of {size}")
+    # One piece of memory for the job, the cuts, the tokens, and room to work in: at every token, each piece
+    # more is felt (`python -m bench.decode`).
+    room = 2 * k + bias.count + size // _BLOCK + 1
+    drawn_at = _FIELDS + 4 * count
+    memory: NDArray[np.int64] = np.empty(drawn_at + count + room, np.int64)
+    job = _address(memory)
+    struct.pack_into(
+        f"={_FIELDS}q{4 * count}d", memory.data, 0,
+        _address(rows), count, rows.strides[0] // 4, size, k, bias.count, *bias.addresses,
+        job + 8 * _FIELDS, job + 8 * drawn_at, 0, 0, 0, *itertools.chain.from_iterable(cuts),
     )  # fmt: skip
-    room = np.empty(2 * k + n + size // _BLOCK + 1, np.int64)
 
     def work() -> None:
-        own = np.empty_like(room)
+        own = np.empty(room, np.int64)
         # A thread that comes late finds no row left, and touches nothing but the job, which it holds.
-        _draw(ctypes.byref(job), _address(own))
+        _draw(_address(memory), _address(own))
 
     try:
         if 4 * count * size >= _SHARED:
             assist(work, count - 1)
     finally:
         # Whatever comes between: nobody may be left with memory that is given up here.
-        _draw(ctypes.byref(job), _address(room))
-        while not _drawn(ctypes.byref(job)):
+        _draw(job, job + 8 * (drawn_at + count))
+        while not _drawn(job):
             # Somebody has begun with a row, and lost the processor.
             time.sleep(0)
-    _raise(job.outcome)
-    return tokens.tolist()
+    _raise(memory[_FIELDS - 1])
+    tokens: list[int] = memory[drawn_at : drawn_at + count].tolist()
+    return tokens
 
 
 def _checked(rows: Floats, k: int) -> tuple[int, int]:
