@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import struct
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -55,17 +57,18 @@ class Bias:
 def top_k(rows: Floats, k: int) -> tuple[NDArray[np.int64], Floats]:
     """The places of the `k` largest in each row of a table, and what is there: largest first; of equals, the
     lower place first."""
-    count, size = _checked(rows, k)
+    table, count, stride, size = _place_of(rows)
+    _check_k(k, rows)
     ids, values = np.empty((count, k), np.int64), np.empty((count, k), np.float32)
     room = np.empty(k + size // _BLOCK + 1, np.int64)
-    stride = rows.strides[0] // 4
-    _raise(_top_k(_address(rows), count, stride, size, k, _address(ids), _address(values), _address(room)))
+    _raise(_top_k(table, count, stride, size, k, _address(ids), _address(values), _address(room)))
     return ids, values
 
 
 def draw(rows: Floats, k: int, cuts: Sequence[Cut], bias: Bias) -> list[int]:
     """A token for each row of a table, out of its `k` largest after `bias`."""
-    count, size = _checked(rows, k)
+    table, count, stride, size = _place_of(rows)
+    _check_k(k, rows)
     if len(cuts) != count:
         raise ValueError(f"{len(cuts)} cuts for {count} rows")
     if not 0 <= bias.lowest <= bias.highest < size:
@@ -74,18 +77,18 @@ def draw(rows: Floats, k: int, cuts: Sequence[Cut], bias: Bias) -> list[int]:
     # more is felt (`python -m bench.decode`).
     room = 2 * k + bias.count + size // _BLOCK + 1
     drawn_at = _FIELDS + 4 * count
-    memory: NDArray[np.int64] = np.empty(drawn_at + count + room, np.int64)
-    job = _address(memory)
+    memory = _memory_of(drawn_at + count + room)()
+    job = ctypes.addressof(memory)
     struct.pack_into(
-        f"={_FIELDS}q{4 * count}d", memory.data, 0,
-        _address(rows), count, rows.strides[0] // 4, size, k, bias.count, *bias.addresses,
+        f"={_FIELDS}q{4 * count}d", memory, 0,
+        table, count, stride, size, k, bias.count, *bias.addresses,
         job + 8 * _FIELDS, job + 8 * drawn_at, 0, 0, 0, *itertools.chain.from_iterable(cuts),
     )  # fmt: skip
 
     def work() -> None:
-        own = np.empty(room, np.int64)
+        own = _memory_of(room)()
         # A thread that comes late finds no row left, and touches nothing but the job, which it holds.
-        _draw(_address(memory), _address(own))
+        _draw(ctypes.addressof(memory), ctypes.addressof(own))
 
     try:
         if 4 * count * size >= _SHARED:
@@ -97,18 +100,36 @@ def draw(rows: Floats, k: int, cuts: Sequence[Cut], bias: Bias) -> list[int]:
             # Somebody has begun with a row, and lost the processor.
             time.sleep(0)
     _raise(memory[_FIELDS - 1])
-    tokens: list[int] = memory[drawn_at : drawn_at + count].tolist()
-    return tokens
+    return memory[drawn_at : drawn_at + count]
 
 
-def _checked(rows: Floats, k: int) -> tuple[int, int]:
-    """The shape of a table. Native code reads where it is told to."""
+_Place: TypeAlias = tuple[int, int, int, int]
+"""Of a table of rows: its address, how many there are, from one to the next, and the size of each."""
+
+
+def _place_of(rows: Floats) -> _Place:
+    """Where a table lies. Native code reads where it is told to."""
+    global _last
+    seen, place = _last
+    if seen() is rows:
+        # An engine mostly gives the table of the last step again, with other values.
+        return place
     if rows.ndim != 2 or rows.dtype != np.float32 or rows.strides[1] != 4 or rows.strides[0] % 4:
         raise ValueError(f"rows of shape {rows.shape}, type {rows.dtype} and strides {rows.strides}")
-    count, size = rows.shape
-    if not 1 <= k <= size:
+    place = (_address(rows), len(rows), rows.strides[0] // 4, rows.shape[1])
+    _last = weakref.ref(rows), place
+    return place
+
+
+def _check_k(k: int, rows: Floats) -> None:
+    if not 1 <= k <= rows.shape[1]:
         raise ValueError(f"{k} of rows of shape {rows.shape}")
-    return count, size
+
+
+@functools.lru_cache(maxsize=128)
+def _memory_of(count: int) -> type[ctypes.Array[ctypes.c_int64]]:
+    """Memory for so many numbers. Kept, since to make a type takes longer than to draw."""
+    return ctypes.c_int64 * count
 
 
 def _raise(outcome: int) -> None:
@@ -141,6 +162,8 @@ def _function(name: str, *arguments: type[Any]) -> Callable[..., int]:
     return found  # type: ignore[no-any-return]
 
 
+_last: tuple[weakref.ref[Floats], _Place] = weakref.ref(np.empty((1, 1), np.float32)), (0, 0, 0, 0)
+"""The table that was looked at last. One object, so that threads never see the half of it."""
 _library = _load()
 _BLOCK = int(_library.perdure_row_kernels_block())
 """Values of a row of which the largest is kept in passing."""
