@@ -73,7 +73,7 @@ def one(run: Run) -> Iterator[Figure]:
             against="a bare llama_decode and sampler loop",
             unit="tok/s",
             gauge=Gauge.RATE,
-            target=at_least(0.97),
+            target=at_least(1.0),
             repeats=run.pick(31, 9),
         )
 
@@ -94,7 +94,7 @@ def many(run: Run) -> Iterator[Figure]:
                 against="a bare batched loop",
                 unit="tok/s",
                 gauge=Gauge.RATE,
-                target=at_least(0.95),
+                target=at_least(1.0),
                 repeats=run.pick(15, 3),
             )
 

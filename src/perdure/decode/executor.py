@@ -147,9 +147,10 @@ class Executor:
                 if asynchronous:
                     # While the device computes.
                     self.notify()
-                # A step of replies alone has a token of each.
-                count = sum([chunk.count for chunk in step])
-                if count > len(step) and sum(chunk.count for chunk in step if chunk.count > 1) >= TIMED:
+                # Of the prompts in it: a reply has one token.
+                prompts = [chunk.count for chunk in step if chunk.count > 1]
+                if prompts and sum(prompts) >= TIMED:
+                    count = sum(prompts) + len(step) - len(prompts)
                     if asynchronous:
                         self._context.synchronize()
                     seconds = time.monotonic() - started

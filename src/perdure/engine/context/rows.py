@@ -54,8 +54,10 @@ class StepRows:
 
     def renew(self) -> None:
         """End the views alone: the rows are about to change in place."""
-        self._step.retire()
-        self._step = Step(self._lock, self._core)
+        # A step of which no view was taken can be the next one's too, unless a Ctrl-C came while it ended.
+        if self._step.views or not self._step.alive:
+            self._step.retire()
+            self._step = Step(self._lock, self._core)
 
     def retire(self) -> None:
         """End the views for good, unless memory is borrowed."""

@@ -24,7 +24,7 @@ from perdure.errors import EngineError, SamplingError
 
 _FILE = Path(__file__).with_name("librow_kernels.so")
 _VERSION = 1
-_SHARED = 2 << 20
+_SHARED = 1 << 20
 """Bytes of rows from which on several threads look through them."""
 _NO_NUMBER, _NOTHING_TO_DRAW = 1, 2
 _FIELDS = 13
