@@ -126,7 +126,7 @@ def test_the_checker_notices_states_that_a_failed_step_mislaid(
     name: str, find_subject: Find, monkeypatch: Patch
 ) -> None:
     """It takes a certain order of cells, so here the history is not left to chance."""
-    monkeypatch.setattr(Undo, "doubt_all", lambda self: None)
+    monkeypatch.setattr(Undo, "doubt", lambda self, *, others: None)
     with pytest.raises(AssertionError, match="warm is not cold"):
         fail_a_step(find_subject(name), 0)
 

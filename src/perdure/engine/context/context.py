@@ -175,9 +175,9 @@ class Context(StateCalls):
                 self._batch.fill_one(seq, start, tokens[0])
                 outcome = self._core.decode(self._batch)
                 if outcome is not Outcome.DONE:
-                    raise Failure(outcome)
+                    raise self._failure(outcome)
                 if self._core.newest(seq) != start:
-                    raise Failure(Outcome.FAILED)
+                    raise self._failure(Outcome.FAILED)
                 self._ledger.append_one(seq, tokens[0])
                 self._rows.publish({(seq, 0): 0}, {seq: 1})
                 self._undo.marks = {}

@@ -225,11 +225,15 @@ class GuardedCore:
             raise Failure(Outcome.ABORTED)
         outcome = self._decode_batch()
         if outcome is not Outcome.DONE:
-            if outcome in (Outcome.ABORTED, Outcome.FAILED) and not self._stoppable:
-                self._undo.doubt_all()
-            raise Failure(outcome)
+            raise self._failure(outcome)
         if list(map(self._core.newest, seqs)) != list(ends):
-            raise Failure(Outcome.FAILED)
+            raise self._failure(Outcome.FAILED)
+
+    def _failure(self, outcome: Outcome) -> Failure:
+        """The failure of a native step, which leaves nothing to be believed that it may have spoiled."""
+        if outcome in (Outcome.ABORTED, Outcome.FAILED):
+            self._undo.doubt(others=not self._stoppable)
+        return Failure(outcome)
 
     def _decode_batch(self) -> Outcome:
         if self._batch.size <= _DIRECT:

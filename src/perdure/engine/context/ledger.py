@@ -105,10 +105,17 @@ class Undo:
             return Mark(length)
         return Mark(length, self._core.read(seq, partial=True))
 
-    def doubt_all(self) -> None:
-        """Plan to empty every sequence, but for those whose state was kept before the step."""
-        sure = {seq: mark for seq, mark in self.marks.items() if mark.state is not None}
-        self.marks = {**dict.fromkeys(range(len(self._ledger)), EMPTY), **sure}
+    def doubt(self, *, others: bool) -> None:
+        """After a step that was cut short, or ended elsewhere than it should: plan to empty what it may have
+        spoiled, but for what can be cut back and what was kept before the step.
+
+        Where the engine stands is not asked: it has just been wrong, and a state that was half computed can
+        have any position. `others`: the step can have hit sequences that were not in it.
+        """
+        if not self._memory.cuts:
+            sure = {seq: mark for seq, mark in self.marks.items() if mark.state is not None}
+            seqs = range(len(self._ledger)) if others else self.marks
+            self.marks = {**dict.fromkeys(seqs, EMPTY), **sure}
 
     def lengths(self) -> dict[int, int]:
         """What the ledger says of the sequences that are not done."""

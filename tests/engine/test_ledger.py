@@ -1,0 +1,90 @@
+"""The ledger says what is in the cache, whatever the engine answers when it is asked for its positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import product
+
+import pytest
+
+from perdure import Context, Feed, PerdureError
+from perdure.engine.contract import Outcome
+from perdure.engine.toy import ToyCore, ToyModel
+from perdure.memory import MEMORY_KINDS, MemorySpec
+
+OUTCOMES = [Outcome.DONE, Outcome.FAILED, Outcome.ABORTED, Outcome.FULL]
+WRONG = [(by, range(first, first + count)) for by, first, count in product((-1, 1), (1, 2, 3), (1, 2, 3))]
+"""How far off the engine's answers are, and which of them."""
+
+
+def decodes(ctx: Context) -> list[Callable[[], None]]:
+    return [
+        lambda: ctx.step([Feed(0, [9])]),
+        lambda: ctx.step([Feed(0, [9]), Feed(1, [8])]),
+        lambda: ctx.step([Feed(0, [9]), Feed(1, [7, 8])]),
+        lambda: ctx.decode([7, 8, 9], 0),
+        lambda: ctx.decode([7, 8, 9, 10, 11, 12], 1),
+    ]
+
+
+def other_calls(ctx: Context) -> list[Callable[[], None]]:
+    state, checkpoint, parts = ctx.save(0), ctx.checkpoint(1), ctx.capture(1)
+    pieces = [] if parts.rows is None else [parts.rows.cut(0, 3)]
+    return [
+        lambda: ctx.truncate(2, 0),
+        lambda: ctx.fork(0, 1),
+        lambda: ctx.clear(0),
+        lambda: ctx.clear(),
+        lambda: ctx.load(state, 2),
+        lambda: ctx.restore(checkpoint, 1),
+        lambda: ctx.assemble([4, 5, 6], pieces, parts.tail_state, 2),
+    ]
+
+
+CALLS = [
+    *[(decodes, at, outcome) for outcome in OUTCOMES for at in range(5)],
+    *[(other_calls, at, Outcome.DONE) for at in range(7)],
+]
+
+
+def core_of(ctx: Context) -> ToyCore:
+    core = ctx._core
+    assert isinstance(core, ToyCore)
+    return core
+
+
+@pytest.mark.parametrize("kind", MEMORY_KINDS, ids=lambda kind: kind.name)
+def test_no_answer_about_positions_parts_the_ledger_from_the_cache(kind: type[MemorySpec]) -> None:
+    """B6, K1: every call that reads positions back, with wrong answers in it, one or several that agree.
+
+    An engine that fails, or seems to, is not believed that it changed nothing: what cannot be cut back and
+    was not kept before the step is emptied.
+    """
+    model = ToyModel(kind)
+    with model.context(n_ctx=16, n_seq=3, n_batch=4) as ctx, model.context(n_ctx=16, n_batch=4) as cold:
+        native, computed = core_of(ctx), {(): core_of(cold).read(0, partial=False).tobytes()}
+
+        def compute(tokens: list[int]) -> bytes:
+            if tuple(tokens) not in computed:
+                cold.clear()
+                cold.decode(tokens)
+                computed[tuple(tokens)] = core_of(cold).read(0, partial=False).tobytes()
+            return computed[tuple(tokens)]
+
+        for (calls, at, outcome), (by, questions) in product(CALLS, WRONG):
+            ctx.clear()
+            ctx.decode([1, 2, 3, 4, 5], 0)
+            ctx.decode([4, 5, 6], 1)
+            call = calls(ctx)[at]
+            if outcome is not Outcome.DONE:
+                native.faults.fail_decode(outcome)
+            for ahead in questions:
+                native.faults.lie(by, ahead)
+            with suppress(PerdureError):
+                call()
+            native.faults.forget()
+            for seq in range(3):
+                left = ctx.tokens(seq)
+                assert native.newest(seq) == len(left) - 1, (calls.__name__, at, outcome, by, questions)
+                assert native.read(seq, partial=False).tobytes() == compute(left)
