@@ -34,6 +34,12 @@ def test_a_hostile_template_is_refused(name: str, report: dict[str, Any]) -> Non
     assert report["outcomes"][name] == "refused"
 
 
+def test_the_limit_of_every_day_ends_a_template_without_end_i2() -> None:
+    """I2: the others are rendered with a shorter one, to save time."""
+    with pytest.raises(TemplateError, match=r"takes longer than 1\.5 seconds to render"):
+        Template(HOSTILE["nested loops"]).render(MESSAGES)
+
+
 def test_hostile_templates_take_little_memory(report: dict[str, Any]) -> None:
     assert report["megabytes"] < 700
 
