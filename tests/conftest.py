@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import subjects
 import zoo
@@ -26,7 +26,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # A busy machine is no reason for a test to fail.
-settings.register_profile("perdure", deadline=None)
+settings.register_profile("perdure", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("perdure")
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -23,6 +24,15 @@ HELPERS = parallel._FEW - 1
 @pytest.fixture(autouse=True)
 def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "threads", lambda: HELPERS + 1)
+    # One that assisted in an earlier test may not even be awake yet: nobody waits for them.
+    await_idle()
+
+
+def await_idle() -> None:
+    until = time.monotonic() + 60
+    while len(parallel._idle_helpers(os.getpid())) < HELPERS:
+        assert time.monotonic() < until, "a helper is gone"
+        os.sched_yield()
 
 
 def test_results_come_in_the_order_of_the_items() -> None:
@@ -46,8 +56,7 @@ def test_a_few_threads_assist_and_are_idle_again(most: int) -> None:
         for _ in range(min(most, HELPERS)):
             assert came.acquire(timeout=30)
         assert not came.acquire(blocking=False)
-        while len(parallel._idle_helpers(os.getpid())) < HELPERS:
-            os.sched_yield()
+        await_idle()
 
 
 def test_who_is_busy_does_not_assist_and_is_not_waited_for() -> None:
@@ -62,8 +71,7 @@ def test_who_is_busy_does_not_assist_and_is_not_waited_for() -> None:
         assert came.acquire(timeout=30)
     assist(came.release, HELPERS)
     leave.set()
-    while len(parallel._idle_helpers(os.getpid())) < HELPERS:
-        os.sched_yield()
+    await_idle()
     assert not came.acquire(blocking=False)
 
 
