@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +26,7 @@ from decode.observed import (
     read,
     trouble,
 )
+from inside import inside
 from perdure import (
     ClosedError,
     EngineError,
@@ -68,6 +71,19 @@ def says(tokens: Sequence[int]) -> Processor:
     return choose
 
 
+def goes_on_once(condition: Callable[[], bool]) -> Processor:
+    """Holds a reply after its first token until `condition` is true, however busy the machine is."""
+    drawn = itertools.count()
+
+    def wait(script: Sequence[int], logits: LogitsView) -> NDArray[np.float32]:
+        if next(drawn):
+            while not condition():
+                os.sched_yield()
+        return logits.copy()
+
+    return wait
+
+
 # C7: every reply ends with a true reason.
 
 
@@ -94,9 +110,11 @@ def test_c7_each_reason_is_reached_and_true(llama: Model, exact: bool) -> None:
         by_room = rt.generate(words(250), **GREEDY)
         assert (by_room.finish_reason, len(by_room.tokens)) == ("length", 7)
 
-        job = rt.submit("Hi", **GREEDY)
+        ended = threading.Event()
+        job = rt.submit("Hi", processors=[goes_on_once(ended.is_set)], **GREEDY)
         next(iter(job))
         job.cancel()
+        ended.set()
         assert job.reply().finish_reason == "cancelled"
 
         late = rt.submit("Hi", timeout=1e-9, **GREEDY)
@@ -110,7 +128,8 @@ def test_c7_each_reason_is_reached_and_true(llama: Model, exact: bool) -> None:
         )
         assert isinstance(read(dead).error, GrammarError)
 
-        closing = rt.submit("Hi", **GREEDY)
+        engine_loop = inside(rt).engine_loop
+        closing = rt.submit("Hi", processors=[goes_on_once(lambda: engine_loop._closing)], **GREEDY)
         next(iter(closing))
         rt.close()
         assert closing.reply().finish_reason == "cancelled"
