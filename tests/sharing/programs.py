@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,14 +17,31 @@ from typing import Any
 
 import perdure
 from perdure import PerdureError
-from perdure.engine.toy import Faults, ToyModel
+from perdure.engine.toy import Faults, Gate, ToyModel
 
 TESTS = Path(__file__).parent.parent
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
-def model(pace: float = 0.0) -> ToyModel:
-    return ToyModel(faults=Faults(pace=pace))
+class FileGate(Gate):
+    """Holds the engine for as long as a file is there: a test makes it, and deletes it."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+
+    def wait(self, stop: threading.Event) -> None:
+        while self._file.exists() and not stop.wait(0.01):
+            pass
+
+
+def hold_file(store: Path) -> Path:
+    """While it is there, the engines of programs with `pace` are held."""
+    return store.parent / "hold"
+
+
+def model(store: Path, pace: float) -> ToyModel:
+    return ToyModel(faults=Faults(pace=pace, gate=FileGate(hold_file(store)) if pace else None))
 
 
 class Program:
@@ -37,6 +55,7 @@ class Program:
             cwd=TESTS,
             text=True,
         )
+        self._heard = b""
 
     def tell(self, what: str, *args: Any) -> None:
         assert self.process.stdin is not None
@@ -46,9 +65,13 @@ class Program:
     def hear(self, timeout: float = 60) -> Any:
         """The next line that it says."""
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], timeout)
-        line = self.process.stdout.readline() if ready else ""
-        assert line, f"the program said nothing within {timeout} seconds"
+        # Not by readline: lines that came together would lie in its buffer, where select does not see them.
+        pipe = self.process.stdout.fileno()
+        while b"\n" not in self._heard:
+            more = os.read(pipe, 1 << 16) if select.select([pipe], [], [], timeout)[0] else b""
+            assert more, f"the program said nothing within {timeout} seconds"
+            self._heard += more
+        line, _, self._heard = self._heard.partition(b"\n")
         return json.loads(line)
 
     def ask(self, what: str, *args: Any) -> Any:
@@ -76,7 +99,8 @@ def program(store: Path, **options: Any) -> Iterator[Program]:
 def main(store: str, options: dict[str, Any]) -> None:
     pace = options.pop("pace", 0.0)
     try:
-        runtime = perdure.open(model(pace), store=store, template=_template(Path(store)), **options)
+        engine = model(Path(store), pace)
+        runtime = perdure.open(engine, store=store, template=_template(Path(store)), **options)
     except PerdureError as error:
         _say({"open": False, "error": type(error).__name__, "message": str(error)})
         return

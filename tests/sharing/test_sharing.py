@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sharing.programs import Program, program
+from sharing.programs import Program, hold_file, program
 
 
 @pytest.fixture
@@ -52,11 +52,13 @@ def test_two_programs_do_not_answer_in_one_session_at_once(store: Path) -> None:
     with program(store, pace=0.02) as first, program(store) as second:
         first.tell("begin", "s", "long", 100)
         assert first.hear() == {"begun": True}
+        hold_file(store).touch()
         refused = second.ask("say", "s", "me too")
         assert refused["error"] == "SessionBusyError"
         assert "in another program" in refused["message"]
         assert second.ask("rewind", "s")["error"] == "SessionBusyError"
         assert second.ask("delete", "s")["error"] == "SessionBusyError"
+        hold_file(store).unlink()
         assert second.ask("say", "other", "hello")["kept"]
         assert first.hear()["kept"]
         assert second.ask("say", "s", "now")["kept"]
