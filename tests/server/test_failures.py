@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from decode.observed import Turnstile, open_toy, toy, trouble
+from decode.observed import Clock, Turnstile, open_toy, toy, trouble
 from perdure import Runtime
+from perdure.decode import engine_loop
+from perdure.decode import request as decode_request
 from perdure.engine.toy import Faults
 from perdure.errors import (
     FetchError,
@@ -172,19 +174,41 @@ def test_a_deadline_during_prefill_is_504_h7(stream: bool) -> None:
         check_freed(rt)
 
 
-def test_a_deadline_in_the_middle_of_a_reply_is_told_h7() -> None:
+def test_a_deadline_in_the_middle_of_a_reply_is_told_h7(
+    rt: Runtime, server: LiveServer, gate: Turnstile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """H7: as 504, or in the stream."""
-    with (
-        opened(toy(faults=Faults(pace=0.004)), slots=1) as rt,
-        live_server(rt) as server,
-        server.client() as client,
-    ):
-        body = hello(**ENDLESS, perdure={"timeout": 0.6})
-        assert client.post(CHAT, json=body).status_code == 504
-        *_, error, last = streamed(client, CHAT, body)
+    clock = Clock()
+    for module in (engine_loop, decode_request):
+        monkeypatch.setattr(module, "time", clock)
+    body = hello(**ENDLESS, perdure={"timeout": 600})
+
+    def run_late() -> None:
+        """Once the engine has computed all that it may, in the middle of the reply."""
+        assert gate.reached.wait(60)
+        clock.now += 601
+        gate.open()
+
+    with server.client() as client:
+        gate.shut()
+        gate.admit(200)
+        statuses: list[int] = []
+        asking = threading.Thread(target=lambda: statuses.append(client.post(CHAT, json=body).status_code))
+        asking.start()
+        run_late()
+        asking.join()
+        assert statuses == [504]
+        gate.shut()
+        gate.admit(200)
+        with client.stream("POST", CHAT, json={**body, "stream": True}) as response:
+            assert response.status_code == 200
+            run_late()
+            *_, error, last, _ = events(response)
+        assert isinstance(error, dict)
+        assert isinstance(last, dict)
         assert error["error"]["code"] == "deadline_exceeded"
         assert last["choices"][0]["finish_reason"] == "error"
-        check_freed(rt)
+    check_freed(rt)
 
 
 def test_the_servers_own_limit_of_time_holds_for_everybody() -> None:
