@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from filelock import FileLock
 
 from cli.pty_user import terminal
 from perdure.server.keys import Keys
@@ -338,10 +340,14 @@ def test_page_serves_and_opens_the_page_in_a_browser(zoo_path: Callable[[str], P
 
 
 def test_with_ollama_it_listens_where_ollamas_clients_look(zoo_path: Callable[[str], Path]) -> None:
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", 11434)) == 0:
-            pytest.skip("somebody listens on Ollama's port of this machine")
-    with serving(zoo_path("llama"), "--no-store", "--ollama") as running, running.client() as client:
-        there = httpx.get("http://127.0.0.1:11434/api/tags", trust_env=False)
-        assert there.json() == client.get("/api/tags").json()
-        assert httpx.get("http://127.0.0.1:11434/", trust_env=False).text == "Ollama is running"
+    ollama = "http://127.0.0.1:11434"
+    # There is one such port for all that are tested on this machine at the same time.
+    with FileLock(Path(tempfile.gettempdir()) / "perdure-tests-ollama.lock"):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", 11434)) == 0:
+                pytest.skip("somebody listens on Ollama's port of this machine")
+        with serving(zoo_path("llama"), "--no-store", "--ollama") as running, running.client() as client:
+            there = httpx.get(f"{ollama}/api/tags", trust_env=False, timeout=PATIENCE)
+            assert there.json() == client.get("/api/tags").json()
+            said = httpx.get(f"{ollama}/", trust_env=False, timeout=PATIENCE).text
+            assert said == "Ollama is running"
