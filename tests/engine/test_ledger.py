@@ -63,7 +63,8 @@ def test_no_answer_about_positions_parts_the_ledger_from_the_cache(kind: type[Me
     """
     model = ToyModel(kind)
     with model.context(n_ctx=16, n_seq=3, n_batch=4) as ctx, model.context(n_ctx=16, n_batch=4) as cold:
-        native, computed = core_of(ctx), {(): core_of(cold).read(0, partial=False).tobytes()}
+        native = core_of(ctx)
+        computed: dict[tuple[int, ...], bytes] = {(): core_of(cold).read(0, partial=False).tobytes()}
 
         def compute(tokens: list[int]) -> bytes:
             if tuple(tokens) not in computed:
