@@ -7,6 +7,9 @@ tiers         the longest prefix that can be put back, over all tiers
 block_cache   sequences as blocks: cut, stored in the tiers, looked up by their tokens
 record        labelled prefixes that somebody asked to keep, and what goes with them
 prefix_cache  `rt.cache`: warm a prefix, ask what is held, clear it
+cache_view    what the slots and the tiers hold, told without moving any of it
+prefix_tree   the tiers as a tree of runs, as it is shown
+block_list    the tiers as a list of blocks, page by page
 slots/        what the engine's sequences hold, swapped in and out
 reuse_rule    to which lengths a stored prefix can be put back, by the kind of its state
 """

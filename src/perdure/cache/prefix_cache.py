@@ -102,6 +102,7 @@ class PrefixCache:
         record_store: RecordStore | None = None,
     ) -> None:
         self._slots = slots
+        self._view = slots.view
         self._tokenize = tokenize
         self._read = read
         self._call = call
@@ -149,7 +150,7 @@ class PrefixCache:
         up to `limit`, behind the one whose `id` is `after`."""
         _check_limit(limit)
         return self._call(  # type: ignore[no-any-return]
-            lambda: self._slots.list_blocks(namespace, limit=limit, after=after)
+            lambda: self._view.blocks(namespace, limit=limit, after=after)
         )
 
     def clear(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> int:
@@ -186,12 +187,12 @@ class PrefixCache:
     def plan(self, tokens: Iterable[int], *, namespace: str = "") -> Plan:
         """What bringing back the state of `tokens` would take. Nothing is moved."""
         ids = _token_ids(tokens)
-        return self._call(lambda: self._slots.plan(ids, namespace))  # type: ignore[no-any-return]
+        return self._call(lambda: self._view.plan(ids, namespace))  # type: ignore[no-any-return]
 
     def held(self, tokens: Iterable[int], *, namespace: str = "") -> dict[str, Held]:
         """How much of the state of `tokens` each tier has. Nothing is moved."""
         ids = _token_ids(tokens)
-        return self._call(lambda: self._slots.held(ids, namespace))  # type: ignore[no-any-return]
+        return self._call(lambda: self._view.held(ids, namespace))  # type: ignore[no-any-return]
 
     def runs(
         self, parent: str | None = None, *, namespace: str = "", limit: int = 100, after: int = 0
@@ -201,17 +202,17 @@ class PrefixCache:
 
         def look() -> list[PrefixRun] | None:
             records = self._records.of(None, namespace)
-            return self._slots.runs(namespace, parent, records, limit=limit, after=after)
+            return self._view.runs(namespace, parent, records, limit=limit, after=after)
 
         return self._call(look)  # type: ignore[no-any-return]
 
     def slots(self) -> list[SlotState]:
         """What every slot of the engine holds."""
-        return self._call(self._slots.states)  # type: ignore[no-any-return]
+        return self._call(self._view.slots)  # type: ignore[no-any-return]
 
     def identity(self) -> Identity:
         """Under which state holds here."""
-        return self._call(lambda: self._slots.identity)  # type: ignore[no-any-return]
+        return self._call(lambda: self._view.identity)  # type: ignore[no-any-return]
 
     def wake(self, tokens: Iterable[int], *, namespace: str = "") -> ReuseReport:
         """Bring back the state of `tokens`, as far as it is kept; the next request computes the rest."""

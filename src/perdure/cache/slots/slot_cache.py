@@ -8,28 +8,20 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import BLOCK, Block, BlockId, Entry, Found
+from perdure.cache.block import BLOCK, Block, BlockId
 from perdure.cache.block_cache import BlockCache
-from perdure.cache.block_list import BlockInfo, list_blocks
+from perdure.cache.cache_view import CacheView
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.pins import Pins
-from perdure.cache.prefix_tree import PrefixRun, SlotState, first_tokens, runs
 from perdure.cache.record import Record, RecordIndex
-from perdure.cache.slots.slot import Slot
+from perdure.cache.slots.slot import Slot, SlotTable
 from perdure.cache.slots.slot_checkpoints import PrefixHash, SlotCheckpoints
-from perdure.cache.slots.slot_choice import (
-    PUT_BACK,
-    Choice,
-    Counts,
-    SlotView,
-    choose,
-    why_not_exact,
-    why_not_more,
-)
+from perdure.cache.slots.slot_choice import why_not_more
 from perdure.cache.slots.slot_index import SlotIndex
+from perdure.cache.slots.slot_planner import SlotPlanner
 from perdure.cache.slots.slot_swapper import SlotSwapper
 from perdure.cache.tiers import LowerTier, Tiers
-from perdure.decode.slots import Held, Later, Pin, Plan, ReuseReport, SlotAssignment
+from perdure.decode.slots import Later, Pin, ReuseReport, SlotAssignment
 from perdure.engine.context import Context
 from perdure.errors import EngineError
 from perdure.identity import Identity
@@ -38,8 +30,6 @@ Ids = NDArray[np.int32]
 
 _WORTH_WAITING = 32
 """Tokens that another request must be about to compute before it pays to wait for it."""
-_ON_DEVICE = 1 / 32
-"""What a copy costs where there are swap slots, in the time that it takes to put state back from memory."""
 
 
 class SlotCache:
@@ -65,7 +55,6 @@ class SlotCache:
         With `exact`, prompts are computed in steps of so many tokens, each alone: only what was computed
         in just those steps is used again, so that the next reply has the bits of a cold one."""
         self._exact = exact
-        self._inexact = None if exact is None else why_not_exact(context)
         if exact is not None:
             block_size, spacing = exact, max(1, spacing // exact) * exact
         self.budget = budget
@@ -82,25 +71,31 @@ class SlotCache:
         self.computed = 0
         self._blocks = BlockCache(context, self.tiers, block_size=block_size, exact=exact is not None)
         self._context = context
-        self.count = context.n_seq - swap_slots
+        self._table = SlotTable(context, swap_slots=swap_slots)
+        self.count = self._table.count
         """How many requests can have a slot at once."""
-        self._slots = [Slot(seq) for seq in range(context.n_seq)]
         self._index = SlotIndex(context.n_seq)
         self._swapper = SlotSwapper(
             context,
-            self._slots,
+            self._table.all,
             self._blocks,
             self.tiers,
             self._checkpoints,
             exact=exact,
-            swap_slots=self._slots[self.count :],
+            swap_slots=self._table.all[self.count :],
             changed=self._index.remove,
         )
-        self._indexed = b""
-        self._used = np.zeros(context.n_seq, np.int64)
-        self._serving = np.arange(context.n_seq) < self.count
-        self._idle = self._serving.copy()
-        self._clock = 0
+        self._planner = SlotPlanner(
+            context,
+            self._table,
+            self._index,
+            self._blocks,
+            self._checkpoints,
+            exact=exact,
+            reach=self._swapper.reach,
+        )
+        self.view = CacheView(context, self._table, self._blocks, self._planner)
+        """Tells what is held."""
 
     @property
     def nbytes(self) -> int:
@@ -112,31 +107,29 @@ class SlotCache:
     def acquire(
         self, tokens: Ids, *, namespace: str = "", reuse: bool = True, pins: Sequence[Pin] = ()
     ) -> SlotAssignment | Later | None:
-        idle = self._idle
+        idle = self._table.idle
         if not idle.any():
             return None
-        refusal = self._inexact if reuse else "reuse was not wanted"
+        refusal = self._planner.inexact if reuse else "reuse was not wanted"
         wanted = tokens if refusal is None else tokens[:0]
         found = self._blocks.lookup(wanted, namespace)
-        choice, shared, held = self._choose(idle, tokens, wanted, namespace, found)
+        choice, shared, held = self._planner.choose(idle, tokens, wanted, namespace, found)
         # What a busy sequence has so far does not count: the rest of it is worth waiting for too.
         if shared.max() - choice.sure >= _WORTH_WAITING:
-            soon = self._soon(shared, held)
+            soon = self._planner.soon(shared, held)
             if soon.until - choice.sure >= _WORTH_WAITING:
                 return soon
         anywhere = int(np.minimum(shared, held).max(initial=0))
         if anywhere < len(wanted):
             anywhere = max(anywhere, self._blocks.shared(wanted, namespace, found))
-        slot = self._slots[choice.best.seq]
+        slot = self._table.all[choice.best.seq]
         tiers, trouble = self._swapper.fill(choice.best, tokens, namespace)
         self._checkpoints.thin_out()
         reused = sum(tiers.values())
-        slot.busy, slot.namespace = True, namespace
+        self._table.acquire(slot, namespace)
         self._checkpoints.start(slot.seq)
-        self._idle[slot.seq] = False
         try:
             slot.exact = self.keepable(len(wanted))
-            self._touch(slot)
             self._index.put(slot.seq, namespace, tokens)
             if reused:
                 with suppress(EngineError):
@@ -178,19 +171,13 @@ class SlotCache:
         return self.pins.add(namespace, key, [*names, (point, 0)], pin.seconds)
 
     def is_over(self, later: Later) -> bool:
-        return self._used[later.seq] != later.since or self._context.length(later.seq) >= later.until
+        return self._table.used[later.seq] != later.since or self._context.length(later.seq) >= later.until
 
     def release(self, seq: int) -> None:
-        slot = self._slots[seq]
-        slot.busy = False
-        self._idle[seq] = True
-        self._touch(slot)
+        slot = self._table.all[seq]
+        self._table.release(slot)
         if slot.forget:
             self._swapper.empty(slot)
-
-    def _touch(self, slot: Slot) -> None:
-        self._clock += 1
-        self._used[slot.seq] = self._clock
 
     def chunk(self, seq: int, cached: int, count: int, returns: Collection[int]) -> int:
         """Where a memory cannot be cut, steps end at the places that are worth coming back to."""
@@ -209,73 +196,7 @@ class SlotCache:
         """How much of a prompt of `length` tokens can be used again: in exact mode, its whole steps."""
         return self._swapper.keepable(length)
 
-    # For whoever asks about, or clears, what is kept.
-
-    def plan(self, tokens: Ids, namespace: str) -> Plan:
-        """Where the state of `tokens` would come from, if it were wanted now."""
-        idle = self._idle
-        wanted = tokens if self._inexact is None else tokens[:0]
-        found = self._blocks.lookup(wanted, namespace)
-        choice, _, _ = self._choose(idle if idle.any() else self._serving, tokens, wanted, namespace, found)
-        best = choice.best
-        if not isinstance(best.source, Found):
-            tiers = {"slot": best.length} if best.length else {}
-            return Plan(tiers=tiers, blocks=0, nbytes=0, computed=len(tokens) - best.length)
-        tiers, found = {}, best.source
-        for entry in found.entries:
-            tier = (
-                self.tier.name if entry.id in self.tier or self.tiers.lower is None else self.tiers.lower.name
-            )
-            count = found.keep if entry is found.entries[-1] else len(entry.tokens)
-            tiers[tier] = tiers.get(tier, 0) + count
-        return Plan(
-            tiers=tiers,
-            blocks=len(found.entries),
-            nbytes=sum(entry.nbytes for entry in found.entries),
-            computed=len(tokens) - found.length,
-        )
-
-    def list_blocks(self, namespace: str, *, limit: int | None, after: str | None) -> list[BlockInfo]:
-        """A page of what the tiers hold of a namespace."""
-        return list_blocks(self.tiers, self._blocks.root(namespace), limit=limit, after=after)
-
-    def held(self, tokens: Ids, namespace: str) -> dict[str, Held]:
-        """How much of `tokens` each tier has, and in how many bytes. Nothing is moved."""
-        found: dict[str, Held] = {}
-        here = [slot for slot in self._slots if self._serves(slot, tokens, namespace)]
-        if longest := max((min(len(tokens), self._context.length(slot.seq)) for slot in here), default=0):
-            found["slot"] = Held(tokens=longest)
-        kept: dict[str, Sequence[Entry]] = {self.tier.name: self._blocks.along(tokens, namespace)}
-        if self.tiers.lower is not None:
-            kept[self.tiers.lower.name] = self._blocks.stored_along(tokens, namespace)
-        for name, blocks in kept.items():
-            if blocks:
-                total = sum(block.nbytes for block in blocks)
-                found[name] = Held(tokens=max(block.end for block in blocks), nbytes=total)
-        return found
-
-    def states(self) -> list[SlotState]:
-        """What every slot holds that serves requests."""
-        return [
-            SlotState(
-                namespace=slot.namespace,
-                busy=slot.busy,
-                length=self._context.length(slot.seq),
-                tokens=first_tokens(self._context.token_array(slot.seq)),
-            )
-            for slot in self._slots[: self.count]
-        ]
-
-    def runs(
-        self, namespace: str, parent: str | None, records: Sequence[Record], *, limit: int, after: int
-    ) -> list[PrefixRun] | None:
-        """What is kept behind the run with the id `parent`, or from the first token on."""
-        return runs(self.tiers, self._blocks.root(namespace), parent, records, limit=limit, after=after)
-
-    @property
-    def identity(self) -> Identity:
-        """Under which state holds here."""
-        return self._context.identity
+    # For whoever stores, moves or clears what is kept.
 
     def swap_in(self, tokens: Ids, namespace: str) -> ReuseReport:
         """Bring the state of `tokens` into a sequence, as far as it is kept. The rest is computed when it
@@ -293,8 +214,8 @@ class SlotCache:
 
     def swap_out(self, tokens: Ids, namespace: str) -> None:
         """Put the state of `tokens` into the tiers and let go of its sequence."""
-        for slot in self._slots:
-            if not slot.busy and self._serves(slot, tokens, namespace):
+        for slot in self._table.along(tokens, namespace):
+            if not slot.busy:
                 self._swapper.store(slot)
                 self._swapper.empty(slot)
 
@@ -319,9 +240,8 @@ class SlotCache:
     def store(self, tokens: Ids, namespace: str) -> tuple[int, BlockId]:
         """Put the state of `tokens`, if a sequence holds it, into the tiers. How many are kept, and where
         their chain starts."""
-        for slot in self._slots:
-            if self._serves(slot, tokens, namespace):
-                self._swapper.store(slot)
+        for slot in self._table.along(tokens, namespace):
+            self._swapper.store(slot)
         found = self._blocks.lookup(tokens, namespace)
         if self.tiers.lower is not None:
             self.tiers.lower.store([entry for entry in found.entries if isinstance(entry, Block)])
@@ -329,7 +249,7 @@ class SlotCache:
 
     def store_all(self) -> None:
         """Put what every idle sequence holds into the tiers."""
-        for slot in self._slots:
+        for slot in self._table.all:
             if not slot.busy:
                 self._swapper.store(slot)
 
@@ -341,7 +261,7 @@ class SlotCache:
         # What is left in it of states that passed goes too.
         self._context.limit_scratch(0)
         self._context.limit_scratch(self.budget // 8)
-        for slot in self._slots:
+        for slot in self._table.all:
             self._forget(slot)
 
     def doomed(self, gone: Sequence[Record], needs: RecordIndex) -> tuple[list[BlockId], list[Block]]:
@@ -351,12 +271,13 @@ class SlotCache:
     def drop(self, gone: Sequence[Record], needs: RecordIndex, blocks: Iterable[BlockId]) -> None:
         """Drop `blocks`, and the sequences that go on from records and lead to none of `needs`."""
         self._blocks.replace(blocks, ())
-        for slot in self._slots:
+        for slot in self._table.all:
             root = self._blocks.root(slot.namespace)
             leads = [
                 len(record.tokens)
                 for record in gone
-                if record.root == root and self._leads(slot, record.ids, slot.namespace)
+                if record.root == root
+                and self._context.common_prefix(record.ids, slot.seq) == len(record.tokens)
             ]
             if leads and needs.longest_beginning(root, self._context.token_array(slot.seq)) < max(leads):
                 self._forget(slot)
@@ -370,85 +291,3 @@ class SlotCache:
             slot.forget = True
         else:
             self._swapper.empty(slot)
-
-    def _serves(self, slot: Slot, tokens: Ids, namespace: str) -> bool:
-        """Whether `slot` holds nothing but a beginning of `tokens`, or goes on from them."""
-        if slot.namespace != namespace:
-            return False
-        shared = self._context.common_prefix(tokens, slot.seq)
-        return shared > 0 and shared in (len(tokens), self._context.length(slot.seq))
-
-    def _leads(self, slot: Slot, tokens: Ids, namespace: str) -> bool:
-        return slot.namespace == namespace and self._context.common_prefix(tokens, slot.seq) == len(tokens)
-
-    # Choosing.
-
-    def _choose(
-        self, idle: NDArray[np.bool_], tokens: Ids, wanted: Ids, namespace: str, found: Found
-    ) -> tuple[Choice, Counts, Counts]:
-        """The best way to serve a prompt, how much of it each slot has or will have, and what each holds."""
-        held = self._look(idle)
-        choice, shared = self._weigh(idle, held, tokens, wanted, namespace, found)
-        source = choice.best.source
-        if isinstance(source, int) and self._swapper.reach(self._slots[source], wanted) < choice.best.length:
-            # Somebody used the context behind our back, and left as many tokens as there were.
-            held = self._look(idle, all_of_them=True)
-            choice, shared = self._weigh(idle, held, tokens, wanted, namespace, found)
-        return choice, shared, held
-
-    def _weigh(
-        self,
-        idle: NDArray[np.bool_],
-        held: Counts,
-        tokens: Ids,
-        wanted: Ids,
-        namespace: str,
-        found: Found,
-    ) -> tuple[Choice, Counts]:
-        shared = self._index.shared(namespace, wanted)
-        reach = self._checkpoints.reach_all(np.minimum(self._usable(shared), held), held)
-        memory, pool = self._context.memory, self._context.capabilities.shared
-        copies = not pool or memory.forks_in_pool
-        # A copy between streams moves all their cells, whatever they hold; in a pool it moves none.
-        copy = 0.0 if pool else self._context.n_ctx * PUT_BACK
-        if self.count < self._context.n_seq:
-            copy *= _ON_DEVICE
-        # Whether reading beats computing is for the measured rates to say.
-        kept = [(found, self.tiers.rates.cost(self.tiers.lower_bytes(found)))] if found.length else []
-        if kept and kept[0][1]:
-            at_hand = self.tiers.held(found, self._blocks.rule)
-            kept += [(at_hand, 0.0)] if at_hand.length else []
-        view = SlotView(idle=idle, used=self._used, held=held, reach=reach)
-        fits = self._blocks.fits
-        return choose(len(tokens), view, kept, fits=fits, copy=copy if copies else None), shared
-
-    def _usable(self, shared: Counts) -> Counts:
-        """What of `shared` was or will be computed as it must be to be used."""
-        if self._exact is None:
-            return shared
-        usable: Counts = np.minimum(shared, [slot.exact for slot in self._slots])
-        return usable - usable % self._exact
-
-    def _look(self, idle: NDArray[np.bool_], *, all_of_them: bool = False) -> Counts:
-        """What each slot holds. Where an idle one holds something else than is known of it, it is read."""
-        held: Counts = np.array(self._context.lengths(), np.int64)
-        identity = self._context.identity.digest
-        at_rest = idle | ~self._serving
-        changed = at_rest & (held != self._index.lengths)
-        if all_of_them or identity != self._indexed:
-            changed, self._indexed = at_rest, identity
-        for seq in changed.nonzero()[0].tolist():
-            slot = self._slots[seq]
-            if held[seq]:
-                self._index.put(seq, slot.namespace, self._context.token_array(seq))
-            else:
-                self._index.remove(seq)
-            self._checkpoints.along(seq)
-        return held
-
-    def _soon(self, shared: Counts, held: Counts) -> Later:
-        """The longest prefix of a prompt that a running request is about to have computed."""
-        shared = self._checkpoints.coming(self._usable(shared), self._index.lengths)
-        coming = np.where(~self._idle & (shared > held), shared, 0)
-        seq = int(coming.argmax())
-        return Later(seq, int(coming[seq]), int(self._used[seq]))
