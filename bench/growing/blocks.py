@@ -10,6 +10,7 @@ from itertools import cycle
 
 from bench.growing.measure import FLAT, ROOT, SIZE, Operation, block, growing, new_folder, prompt
 from bench.harness import Figure, Gauge, Run, at_most
+from perdure.cache.block import Found, chain
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.record import Record, RecordIndex, doomed
 from perdure.cache.reuse_rule import ANY_TOKEN
@@ -21,6 +22,14 @@ from perdure.memory import FullAttention, MemorySpec, Recurrent, SlidingWindow
 from perdure.store.disk import DiskTier
 
 
+def looking_up(tiers: Tiers) -> Operation:
+    def lookup() -> Found:
+        tokens = prompt()
+        return tiers.longest_prefix(ROOT, chain(ROOT, tokens, SIZE), tokens, size=SIZE, rule=ANY_TOKEN)
+
+    return lookup
+
+
 def memory(run: Run) -> Iterator[Figure]:
     def tiers(size: int) -> Tiers:
         tier = MemoryTier(1 << 40)
@@ -29,8 +38,7 @@ def memory(run: Run) -> Iterator[Figure]:
         return Tiers(tier)
 
     def lookup(size: int, _: ExitStack) -> Operation:
-        here = tiers(size)
-        return lambda: here.longest_prefix(ROOT, prompt(), size=SIZE, limit=SIZE, rule=ANY_TOKEN)
+        return looking_up(tiers(size))
 
     def keep(size: int, _: ExitStack) -> Operation:
         here = tiers(size)
@@ -154,7 +162,7 @@ def store(run: Run) -> Iterator[Figure]:
 
     def lookup(size: int, cleanup: ExitStack) -> Operation:
         tiers = Tiers(MemoryTier(0), filled(size, cleanup))  # type: ignore[arg-type]
-        return lambda: tiers.longest_prefix(ROOT, prompt(), size=SIZE, limit=SIZE, rule=ANY_TOKEN)
+        return looking_up(tiers)
 
     def keep(size: int, cleanup: ExitStack) -> Operation:
         disk = filled(size, cleanup)

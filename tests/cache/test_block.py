@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from perdure import CorruptStateError, InvalidInputError
-from perdure.cache.block import Block, BlockId, block_id, root_id
+from perdure.cache.block import Block, BlockId, block_id, chain, root_id
+from perdure.cache.block_cache import BlockNames
 from perdure.identity import Identity
 
 FIELDS = [field.name for field in dataclasses.fields(Identity)]
@@ -47,6 +49,18 @@ def test_p1_another_identity_is_another_chain(field: str) -> None:
     other = dataclasses.replace(IDENTITY, **{field: "another"})
     assert root(other) != root()
     assert block_id(root(other), ids(1, 2)) != block_id(root(), ids(1, 2))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 1), max_size=12), st.integers(0, 6)))
+)
+def test_p1_remembered_names_are_those_that_a_hash_gives(asked: list[tuple[str, list[int], int]]) -> None:
+    """P1. Whatever was asked before, in whatever namespace, and however little of it was taken."""
+    names = BlockNames(2)
+    for namespace, tokens, count in asked:
+        start = root(namespace=namespace)
+        expected = list(chain(start, ids(*tokens), 2))
+        assert list(itertools.islice(names.of(start, ids(*tokens)), count)) == expected[:count]
 
 
 def test_p1_two_fields_that_trade_their_words_are_another_identity() -> None:

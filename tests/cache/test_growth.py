@@ -5,6 +5,7 @@ Counted as work: comparisons of tokens, states read out of the engine, blocks ma
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from itertools import pairwise
 from typing import Any
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 import perdure
 from counting import calls_of
 from perdure.cache import record, siblings, tiers
-from perdure.cache.block import Block, BlockId
+from perdure.cache.block import Block, BlockId, chain
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.record import Record, RecordIndex, doomed
 from perdure.cache.reuse_rule import ANY_TOKEN
@@ -58,7 +59,9 @@ def test_a_lookup_compares_two_neighbours(monkeypatch: pytest.MonkeyPatch) -> No
     for size in SIZES:
         here = Tiers(filled(size))
         with calls_of(monkeypatch, *COMPARED) as compared:
-            found = here.longest_prefix(ROOT, prompt(-size), size=SIZE, limit=SIZE, rule=ANY_TOKEN)
+            tokens = prompt(-size)
+            names = chain(ROOT, tokens, SIZE)
+            found = here.longest_prefix(ROOT, names, tokens, size=SIZE, rule=ANY_TOKEN)
         assert found.length >= 3
         costs.append(compared.count)
     assert costs[0] == costs[1] <= 2
@@ -145,6 +148,29 @@ def test_admission_reads_no_more_on_many_slots(monkeypatch: pytest.MonkeyPatch) 
     for compared_count, read_count, captured_count in costs:
         assert (read_count <= 3, captured_count <= 1) == (True, True)
         assert compared_count <= 3 * SIZE
+
+
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+def test_all_that_is_asked_of_a_prompt_hashes_its_blocks_once(
+    kind: type[MemorySpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked up by one rule or by two, and pinned; for the next prompt of a conversation, what is new."""
+    with ToyModel(kind, window=8).context(n_ctx=1024, n_seq=1) as context:
+        cache = SlotCache(context, budget=1 << 30, block_size=SIZE)
+        tokens = prompt(1, 32 * SIZE)
+        serve(context, cache, tokens)
+        cache.store(tokens, "")
+        blocks, counts = cache._blocks, []
+        # What the cache was asked before is forgotten with it.
+        blocks.replace((), ())
+        for asked in (tokens, np.concatenate([tokens, tokens])):
+            with calls_of(monkeypatch, (hashlib, "sha256")) as hashed:
+                found = blocks.lookup(asked, "")
+                assert (blocks.shared(asked, "", found), found.length) == (32 * SIZE, 32 * SIZE)
+                assert len(list(blocks.names(asked, "", 30 * SIZE))) == 30
+            counts.append(hashed.count)
+    # The block that follows the last one that is kept is looked for too.
+    assert counts == [32, 1]
 
 
 def serve(context: Context, cache: SlotCache, tokens: NDArray[np.int32], *ends: int) -> None:

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, block_id
+from perdure.cache.block_cache import BlockNames
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.reuse_rule import ANY_TOKEN
 from perdure.cache.tiers import Tiers
@@ -215,7 +216,8 @@ def test_p5_a_hit_leaves_the_entry_for_others() -> None:
     tiers = Tiers(tier)
     tokens = ids([*distinct(1), *distinct(2), 9])
     for _ in range(3):
-        found = tiers.longest_prefix(ROOT, tokens, size=SIZE, limit=len(tokens), rule=ANY_TOKEN)
+        names = BlockNames(SIZE).of(ROOT, tokens)
+        found = tiers.longest_prefix(ROOT, names, tokens, size=SIZE, rule=ANY_TOKEN)
         assert tiers.load(found, ANY_TOKEN).blocks == tuple(blocks)
     assert len(tier) == 2
 
@@ -301,7 +303,8 @@ def test_p2_a_damaged_header_breaks_no_tree(field: str) -> None:
     node.block = dataclasses.replace(node.block, **{field: wrong[field]})
     tiers = Tiers(tier)
     tokens = ids([*distinct(1), *distinct(2), *distinct(3)])
-    found = tiers.longest_prefix(ROOT, tokens, size=SIZE, limit=len(tokens), rule=ANY_TOKEN)
+    names = BlockNames(SIZE).of(ROOT, tokens)
+    found = tiers.longest_prefix(ROOT, names, tokens, size=SIZE, rule=ANY_TOKEN)
     match = tiers.load(found, ANY_TOKEN)
     assert match.blocks == (blocks[0],)
     assert match.length == SIZE

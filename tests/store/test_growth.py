@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from counting import sql_of
-from perdure.cache.block import Block, BlockId
+from perdure.cache.block import Block, BlockId, chain
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.reuse_rule import ANY_TOKEN
 from perdure.cache.tiers import Tiers
@@ -49,7 +49,8 @@ def full(disk: DiskTier) -> None:
 
 def lookup(disk: DiskTier) -> None:
     tiers = Tiers(MemoryTier(0), disk)  # type: ignore[arg-type]
-    found = tiers.longest_prefix(ROOT, block(77_777).tokens, size=SIZE, limit=SIZE, rule=ANY_TOKEN)
+    tokens = block(77_777).tokens
+    found = tiers.longest_prefix(ROOT, chain(ROOT, tokens, SIZE), tokens, size=SIZE, rule=ANY_TOKEN)
     assert found.length >= 3
 
 

@@ -24,7 +24,7 @@ from perdure.cache.block import (
 )
 from perdure.cache.record import Record, RecordIndex, doomed
 from perdure.cache.reuse_rule import ANY_TOKEN, AT_TAIL_STATES, ReuseRule
-from perdure.cache.siblings import Source, beginnings, closest
+from perdure.cache.siblings import Source, beginnings, closest, common
 from perdure.cache.slots.slot_checkpoints import Point
 from perdure.cache.tiers import Tiers
 from perdure.engine.context import Context
@@ -37,6 +37,35 @@ Ids = NDArray[np.int32]
 E = TypeVar("E", bound=Entry)
 _Range: TypeAlias = tuple[BlockId, int, int]
 """A block to be: what it follows, where it starts and where it ends."""
+
+
+class BlockNames:
+    """The names of the whole blocks of prompts, `size` tokens each.
+
+    Those of the last prompt are remembered: what is asked next is mostly about the same one, or about one
+    that goes on from it, and hashing is most of what a lookup costs.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._root = BlockId(b"")
+        self._tokens: Ids = np.empty(0, np.int32)
+        self._names: list[BlockId] = []
+
+    def of(self, root: BlockId, tokens: Ids) -> Iterator[BlockId]:
+        """From the first on; each is hashed when it is asked for."""
+        shared = common(self._tokens, tokens) if root == self._root else 0
+        if shared < len(tokens):
+            self._root, self._tokens = root, tokens.copy()
+            self._names = self._names[: shared // self._size]
+        names = self._names
+        yield from names[: len(tokens) // self._size]
+        known = len(names)
+        last = names[-1] if names else root
+        for at, name in enumerate(chain(last, tokens[known * self._size :], self._size), known):
+            if at == len(names):
+                names.append(name)
+            yield name
 
 
 class BlockCache:
@@ -53,6 +82,7 @@ class BlockCache:
         self.rule: ReuseRule = AT_TAIL_STATES if context.memory.needs_checkpoint else ANY_TOKEN
         self._context = context
         self._size = block_size
+        self._names = BlockNames(block_size)
         self._row_bytes = self._tail_bytes = 0
         self._captured = False
         self._identities: dict[bytes, Identity] = {}
@@ -182,7 +212,7 @@ class BlockCache:
         if self.rule.cuts_blocks:
             whole = min(-(-length // self._size), len(tokens) // self._size)
         parent = root
-        for parent in chain(root, tokens[: whole * self._size], self._size):
+        for parent in self._names.of(root, tokens[: whole * self._size]):
             yield parent, cost(self._size, row_bytes, 0)
         if (start := whole * self._size) < length:
             yield block_id(parent, tokens[start:length]), cost(length - start, row_bytes, self._tail_bytes)
@@ -218,7 +248,8 @@ class BlockCache:
 
     def _search(self, tokens: Ids, namespace: str, rule: ReuseRule) -> Found:
         root = self.root(namespace)
-        found = self.tiers.longest_prefix(root, tokens, size=self._size, limit=len(tokens), rule=rule)
+        names = self._names.of(root, tokens)
+        found = self.tiers.longest_prefix(root, names, tokens, size=self._size, rule=rule)
         return found.in_blocks(self._size) if self._exact else found
 
     def along(self, tokens: Ids, namespace: str) -> list[Block]:
@@ -245,7 +276,8 @@ class BlockCache:
         if not memory.evicted:
             return False
         start = at - at % self._size
-        parent = [self.root(namespace), *chain(self.root(namespace), tokens[:start], self._size)][-1]
+        root = self.root(namespace)
+        parent = [root, *self._names.of(root, tokens[:start])][-1]
         ends = range(at + 1, min(start + self._size, len(tokens)) + 1)
         return any(memory.was_evicted(block_id(parent, tokens[start:end])) for end in ends)
 
@@ -334,8 +366,14 @@ class BlockCache:
                 instead.append(block.beginning(length - block.start))
         return drop, instead
 
+    def clear(self) -> None:
+        """Drop everything from all tiers."""
+        self._names = BlockNames(self._size)
+        self.tiers.clear()
+
     def replace(self, gone: Iterable[BlockId], instead: Sequence[Block]) -> None:
         """Drop blocks and all that follow them from memory, and keep others."""
+        self._names = BlockNames(self._size)
         for name in gone:
             self.tiers.memory.drop(name)
         for block in instead:

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import Block, BlockId, Entry, Found, Match, chain
+from perdure.cache.block import Block, BlockId, Entry, Found, Match
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.reuse_rule import ReuseRule
 from perdure.cache.siblings import common, merged
@@ -80,20 +80,23 @@ class Tiers:
         self.lower = lower
         self.rates = Rates()
 
-    def longest_prefix(self, root: BlockId, tokens: Ids, *, size: int, limit: int, rule: ReuseRule) -> Found:
-        """The longest prefix of `tokens`, at most `limit` long, that can be put back by `rule`."""
-        path = self._path(root, tokens[:limit], size)
-        found = rule.longest(self, root, path, tokens[:limit], size)
+    def longest_prefix(
+        self, root: BlockId, names: Iterable[BlockId], tokens: Ids, *, size: int, rule: ReuseRule
+    ) -> Found:
+        """The longest prefix of `tokens` that can be put back by `rule`. Their whole blocks of `size` have
+        these `names`."""
+        path = self._path(names, tokens, size)
+        found = rule.longest(self, root, path, tokens, size)
         last = len(found.entries) - 1
         if found.entries and not (last < len(path) and path[last] is found.entries[last]):
             # The whole blocks were touched on the way; this tail was not.
             self.memory.lookup(found.entries[last].id)
         return found
 
-    def _path(self, root: BlockId, tokens: Ids, size: int) -> list[Entry]:
+    def _path(self, names: Iterable[BlockId], tokens: Ids, size: int) -> list[Entry]:
         """The whole blocks that are kept, one after the other."""
         path: list[Entry] = []
-        for name in chain(root, tokens, size):
+        for name in names:
             entry = self.lookup(name)
             if entry is None:
                 break

@@ -255,7 +255,7 @@ class SlotCache:
 
     def clear(self) -> None:
         """Drop everything."""
-        self.tiers.clear()
+        self._blocks.clear()
         self.pins.clear()
         self.reused, self.computed = {}, 0
         # What is left in it of states that passed goes too.
