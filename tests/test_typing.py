@@ -21,6 +21,8 @@ from perdure.engine.toy import ToyModel
 ROOT = Path(__file__).parent.parent
 RIGHT = """
 import perdure
+from perdure.cache.prefix_cache import PrefixCacheCalls
+from perdure.worker.protocol import Ask
 
 def main(rt: perdure.Runtime) -> None:
     rt.generate("a", max_tokens=3, temperature=0.5, stop="x")
@@ -34,9 +36,11 @@ async def twins(s: perdure.Session) -> None:
     await s.aregenerate(seed=7)
     await s.afold(keep=1, max_tokens=64)
 
-async def wrong(rt: perdure.Runtime, s: perdure.Session) -> None:
+async def wrong(rt: perdure.Runtime, s: perdure.Session, ask: Ask) -> None:
 """
 WRONG = {
+    'ask("cache", PrefixCacheCalls.plan, [1], namespce="a")': "namespce",
+    'ask("cache", PrefixCacheCalls.warm, 1.5)': 'expected "str | Iterable[int]"',
     'rt.generate("a", max_token=3)': "max_token",
     'rt.submit("a", temprature=1.0)': "temprature",
     'rt.stream("a", temperature="hot")': "temperature",
@@ -125,10 +129,10 @@ def test_every_call_of_a_runtime_that_waits_has_a_twin_for_asyncio() -> None:
 
 ANY_NAMES = {
     "cli/options/groups.py": "options by the names of a command's own, which typer has checked",
-    "chat/templates/": "a template's own variables and calls, and Jinja's",
+    "chat/templates/template.py": "a template's own variables",
+    "chat/templates/sizes.py": "what a template gives to a filter, before the filter itself checks it",
+    "chat/templates/sandbox.py": "what a template gives to any call, as Jinja hands it on",
     "engine/logits.py": "NumPy's protocol",
-    "server/": "fields of JSON objects that are written as they are",
-    "worker/": "calls that are made in another process, checked there",
 }
 """Where keywords of any name are taken, and why."""
 

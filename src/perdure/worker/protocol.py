@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NewType, TypeAlias
+from typing import Any, Concatenate, Literal, NewType, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from perdure.decode.request import FinishReason, Reply, Request, TokenLogprob
 from perdure.engine.keywords import LoadingKeywords
@@ -14,6 +14,24 @@ RequestId = NewType("RequestId", int)
 """Names a request or a call. Never used twice, so that a late answer is nobody else's."""
 
 Target = Literal["model", "cache", "tables", "backend"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Ask(Protocol):
+    """Calls a method of something in the engine's process, and waits for what it returns or raises. How the
+    method is declared says what it takes and gives."""
+
+    def __call__(
+        self,
+        target: Target,
+        method: Callable[Concatenate[Any, P], T],
+        /,
+        *args: P.args,
+        **keywords: P.kwargs,
+    ) -> T: ...
+
 
 PlainDelta: TypeAlias = tuple[str, tuple[int, ...], tuple[TokenLogprob, ...], int, FinishReason | None]
 """A delta as it travels: every token brings one, and tuples are an order cheaper to send than objects."""

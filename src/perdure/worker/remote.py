@@ -7,15 +7,15 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Concatenate, Unpack
 
 import numpy as np
 
 from perdure import models, system
-from perdure.backend import BackendKeywords
+from perdure.backend import Backend, BackendKeywords
 from perdure.config import QUEUE
 from perdure.decode.embedding import Embeddings
 from perdure.decode.output_queue import Job, result_of
@@ -25,9 +25,9 @@ from perdure.engine.keywords import LoadingKeywords
 from perdure.errors import InvalidInputError
 from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests, packed
-from perdure.worker.protocol import Ready, Setup, Target
+from perdure.worker.protocol import P, Ready, Setup, T, Target
 from perdure.worker.proxies.prefix_cache import RemotePrefixCache
-from perdure.worker.proxies.vocabulary import Asked, RemoteVocabulary
+from perdure.worker.proxies.vocabulary import RemoteVocabulary
 from perdure.worker.restart_policy import Health, RestartPolicy
 from perdure.worker.supervisor import Supervisor
 
@@ -58,8 +58,8 @@ class BackendClient:
         """What the engine says about itself."""
         self.n_ctx = about.n_ctx
         self.slots = about.slots
-        self.model = RemoteVocabulary(about, self._method)
-        self.cache = RemotePrefixCache(self._ask_cache)
+        self.model = RemoteVocabulary(about, self._ask)
+        self.cache = RemotePrefixCache(self._ask)
 
     def _nudge(self) -> None:
         """Somebody waits for the engine."""
@@ -95,23 +95,21 @@ class BackendClient:
         return answer
 
     def embedding_width(self) -> int:
-        width: int = self._method("backend", "embedding_width")()
-        return width
+        return self._ask("backend", Backend.embedding_width)
 
-    def _ask_cache(self, name: str, *args: Any, **keywords: Any) -> Any:
-        # Any: as in `_method`, for the remote prefix cache, which declares what its calls take.
-        return self._method("cache", name)(*args, **keywords)
-
-    def _method(self, target: Target, name: str) -> Asked:
-        # Any: one way for every call; what a method takes stands where it is declared.
-        def call(*args: Any, **keywords: Any) -> Any:
-            sent = {key: _plain(value) for key, value in keywords.items()}
-            answer = self._pending.ask(target, name, tuple(map(_plain, args)), sent)
-            self._nudge()
-            self._reader.about_to_wait()
-            return result_of(answer)
-
-        return call
+    def _ask(
+        self,
+        target: Target,
+        method: Callable[Concatenate[Any, P], T],
+        /,
+        *args: P.args,
+        **keywords: P.kwargs,
+    ) -> T:
+        sent = {key: _plain(value) for key, value in keywords.items()}
+        answer: Future[T] = self._pending.ask(target, method.__name__, tuple(map(_plain, args)), sent)
+        self._nudge()
+        self._reader.about_to_wait()
+        return result_of(answer)
 
 
 class RemoteBackend(BackendClient):

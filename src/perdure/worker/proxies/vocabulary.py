@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Protocol
 
+from perdure.engine.contract import Vocabulary
 from perdure.engine.token_ids import check_token
 from perdure.memory import MemorySpec
-from perdure.worker.protocol import Ready, Tables, Target
+from perdure.worker.protocol import Ask, Ready, Tables
 
-Asked = Callable[..., Any]
-"""Calls a method in the engine's process, and waits for what it returns."""
+
+class TableCalls(Protocol):
+    """What is asked about the vocabulary as a whole."""
+
+    def all(self) -> Tables: ...
 
 
 class RemoteVocabulary:
     """What a model says about text and about itself. What is asked token by token comes from tables that
     are fetched once, when they are first needed."""
 
-    def __init__(self, about: Ready, ask: Callable[[Target, str], Asked]) -> None:
+    def __init__(self, about: Ready, ask: Ask) -> None:
         self.n_vocab = about.n_vocab
         self.memory: MemorySpec = about.memory
         self.metadata: Mapping[str, str] = MappingProxyType(dict(about.metadata))
@@ -29,12 +33,10 @@ class RemoteVocabulary:
         self._ask = ask
 
     def tokenize(self, text: str, *, special: bool = False, bos: bool = True) -> list[int]:
-        found: list[int] = self._ask("model", "tokenize")(text, special=special, bos=bos)
-        return found
+        return self._ask("model", Vocabulary.tokenize, text, special=special, bos=bos)
 
     def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
-        found: str = self._ask("model", "detokenize")(list(tokens), special=special)
-        return found
+        return self._ask("model", Vocabulary.detokenize, list(tokens), special=special)
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         tables = self._tables
@@ -56,8 +58,7 @@ class RemoteVocabulary:
 
     @functools.cached_property
     def _tables(self) -> Tables:
-        tables: Tables = self._ask("tables", "all")()
-        return tables
+        return self._ask("tables", TableCalls.all)
 
     def _check(self, token: int) -> int:
         return check_token(token, self.n_vocab)
