@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import gguf_bytes as g
+from perdure.sessions.sessions import Sessions
 from serving import put_repo, site
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -67,8 +68,20 @@ def test_what_cannot_be_done_exits_with_1_and_says_why(run: Run, tmp_path: Path)
     assert done.stderr == f"perdure: there is no file {tmp_path / 'none.gguf'}\n"
 
 
-@pytest.mark.parametrize("arguments", ["['--help']", "['models', 'list']", "['inspect', sys.argv[1]]"])
+HEAVY = {"llama_cpp", "huggingface_hub", "fastapi", "jinja2", "perdure.backend"}
+SMALL = {
+    "['--help']": {"numpy", *HEAVY},
+    "['sessions', 'ls']": {"numpy", *HEAVY},
+    "['models', 'list']": HEAVY,
+    "['inspect', sys.argv[1]]": HEAVY,
+}
+"""What commands do without."""
+
+
+@pytest.mark.parametrize("arguments", SMALL)
 def test_the_engine_is_not_loaded_for_small_commands(arguments: str, tmp_path: Path, fetched: Path) -> None:
+    with Sessions(tmp_path / "store"):
+        pass
     code = f"""
 import sys
 arguments = {arguments}
@@ -78,7 +91,7 @@ try:
     main()
 except SystemExit as done:
     assert not done.code, done.code
-heavy = {{"llama_cpp", "huggingface_hub", "fastapi"}} & set(sys.modules)
+heavy = {SMALL[arguments]} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run(

@@ -10,9 +10,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from perdure.engine.contract import Vocabulary
+if TYPE_CHECKING:
+    # Sessions are listed and read without an engine, and without the time that it takes to import one.
+    from perdure.engine.contract import Vocabulary
 
 _GUARD = "\ue000"
 """Put into what only looks like a control token, so that it stays text. Of Unicode's private use."""

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perdure.config import settings
 from perdure.errors import StoreError
-from perdure.sessions.sessions import Sessions
 from perdure.sessions.storage.session_folder import FILE
+
+if TYPE_CHECKING:
+    from perdure.sessions.sessions import Sessions
+    from perdure.sessions.storage.session_store import SessionStore
 
 
 def sessions_in(store: Path | None, *, readonly: bool, create: bool = False) -> Sessions:
     """The sessions in `store`, or in the one under `PERDURE_HOME`, without a model."""
+    from perdure.sessions.sessions import Sessions
+
     return Sessions(session_folder(store, create=create), readonly=readonly)
+
+
+@contextmanager
+def session_store_in(store: Path | None) -> Iterator[SessionStore]:
+    """Where those sessions are listed. To read it takes neither the engine nor the chat."""
+    from perdure.sessions.storage.session_store import SessionStore
+
+    found = SessionStore(session_folder(store), readonly=True)
+    try:
+        yield found
+    finally:
+        found.close()
 
 
 def session_folder(store: Path | None, *, create: bool = False) -> Path:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from perdure.chat.message import Message
-from perdure.chat.templates.renderer import Rendering
 from perdure.chat.transcript import Transcript
 from perdure.sessions.turn import Turn, context, transcript
+
+if TYPE_CHECKING:
+    # Sessions are listed and read without a template.
+    from perdure.chat.templates.renderer import Rendering
 
 _REMEMBERED = 2
 """How many histories before the latest one stay at hand, with their transcripts."""

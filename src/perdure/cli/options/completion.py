@@ -17,11 +17,11 @@ def session_names(context: typer.Context, incomplete: str) -> list[str]:
     """Sessions in the store that the command is about."""
 
     def find() -> Iterable[str]:
-        from perdure.cli.store import sessions_in
+        from perdure.cli.store import session_store_in
 
         store, namespace = context.params.get("store"), context.params.get("namespace")
-        with sessions_in(Path(store) if store else None, readonly=True) as sessions:
-            rows = sessions.store.list(namespace or "", limit=_MANY)
+        with session_store_in(Path(store) if store else None) as kept:
+            rows = kept.list(namespace or "", limit=_MANY)
         given = context.params.get("names") or ()
         return (row.name for row in rows if row.name not in given)
 

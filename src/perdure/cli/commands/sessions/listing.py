@@ -38,11 +38,11 @@ def ls(
 ) -> None:
     """List the sessions, the latest first."""
     from perdure.cli.output import terminal, words
-    from perdure.cli.store import sessions_in
+    from perdure.cli.store import session_store_in
 
-    with sessions_in(store, readonly=True) as sessions:
-        last = sessions.store.find(namespace, after) if after is not None else None
-        rows = sessions.store.list(None if everyone else namespace, limit=limit, after=last)
+    with session_store_in(store) as kept:
+        last = kept.find(namespace, after) if after is not None else None
+        rows = kept.list(None if everyone else namespace, limit=limit, after=last)
     if as_json:
         print_json([listed(row) for row in rows])
         return
