@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perdure.cli.options.shared import Json, Limit, ModelFor, StoreFolder, Yes
+from perdure.cli.options.shared import AfterId, Json, Limit, ModelFor, StoreFolder, Yes
 from perdure.cli.output.facts import print_json
 from perdure.config import N_CTX, STORE_BYTES
 
@@ -60,9 +60,7 @@ def stats(
 @app.command()
 def blocks(
     limit: Limit = 100,
-    after: Annotated[
-        str | None, typer.Option("--after", metavar="ID", help="Continue the list after this block.")
-    ] = None,
+    after: AfterId = None,
     store: StoreFolder = None,
     as_json: Json = False,
 ) -> None:

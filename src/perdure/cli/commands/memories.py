@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perdure.cli.options.completion import session_names
-from perdure.cli.options.shared import Json, Limit, Namespace, StoreFolder
+from perdure.cli.options.shared import AfterAddress, Json, Limit, Namespace, StoreFolder
 from perdure.cli.output.facts import print_json, tell
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ def search(
         typer.Option("--session", metavar="NAME", autocompletion=session_names, help="Only of this session."),
     ] = None,
     limit: Limit = None,
-    after: Annotated[
-        str | None, typer.Option("--after", metavar="ADDRESS", help="Continue the list after this one.")
-    ] = None,
+    after: AfterAddress = None,
     namespace: Namespace = "",
     store: StoreFolder = None,
     as_json: Json = False,

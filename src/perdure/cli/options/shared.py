@@ -33,6 +33,10 @@ def _store_option(panel: str | None) -> Any:
     )
 
 
+def _after_option(metavar: str) -> Any:
+    return typer.Option("--after", metavar=metavar, help="Continue the list after this one.")
+
+
 def _not_empty(name: str | None) -> str | None:
     """A name. An empty one, as of a variable that is not set, would mean that nothing is kept."""
     if name is not None and not name.strip():
@@ -102,6 +106,9 @@ Namespace = Annotated[
     ),
 ]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="How many at most.")]
+AfterName = Annotated[str | None, _after_option("NAME")]
+AfterAddress = Annotated[str | None, _after_option("ADDRESS")]
+AfterId = Annotated[str | None, _after_option("ID")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Ctx = Annotated[
     int | None,

@@ -11,19 +11,18 @@ from perdure.cache.prefix_cache import CacheStats
 from perdure.cache.record import Record
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState, AppStateDep, CallerDep
-from perdure.server.schemas.base import PAGE, Limit, refuse_fields
-from perdure.server.schemas.openapi import errors
-from perdure.server.schemas.session import (
+from perdure.server.schemas.base import PAGE, DeletedAnswer, Limit, refuse_fields
+from perdure.server.schemas.cache import (
     BlockAnswer,
     BlockList,
     CacheAnswer,
-    DeletedAnswer,
     RecordAnswer,
     RunAnswer,
     RunList,
     TotalsAnswer,
     WarmRequest,
 )
+from perdure.server.schemas.openapi import errors
 
 router = APIRouter(prefix="/v1/cache", tags=["cache"])
 

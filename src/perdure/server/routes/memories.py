@@ -7,10 +7,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from perdure.server.app_state import AppStateDep, CallerDep
-from perdure.server.schemas.base import PAGE, Limit, refuse_fields
+from perdure.server.schemas.base import PAGE, DeletedAnswer, Limit, refuse_fields
 from perdure.server.schemas.openapi import errors
 from perdure.server.schemas.session import (
-    DeletedAnswer,
     MemoryAnswer,
     MemoryList,
     SessionAnswer,

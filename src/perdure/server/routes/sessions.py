@@ -22,11 +22,10 @@ from perdure.server.middleware.body_limits import FILE_TYPE, check_length, too_l
 from perdure.server.protocols.chat.answers import ChatAnswer
 from perdure.server.protocols.chat.requests import chat_options, check_chat_options, parsed
 from perdure.server.protocols.chat.routes import chat_answer
-from perdure.server.schemas.base import NAME, PAGE, Limit, ReuseAnswer, refuse_fields
+from perdure.server.schemas.base import NAME, PAGE, DeletedAnswer, Limit, ReuseAnswer, refuse_fields
 from perdure.server.schemas.openapi import NO_BODY, errors, streamed
 from perdure.server.schemas.session import (
     CreateRequest,
-    DeletedAnswer,
     EditRequest,
     ForkRequest,
     ImportAnswer,

@@ -24,6 +24,8 @@ class _NameRule(TypedDict):
 NAME: _NameRule = {"min_length": 1, "max_length": 200, "pattern": r"^[^/\x00-\x1f\x7f]+$"}
 """What a session may be called, wherever its name stands in a request."""
 Name = Annotated[str, Field(**NAME)]
+Label = Annotated[str, Field(min_length=1, max_length=200)]
+"""Of a memory or a kept prefix."""
 
 
 T = TypeVar("T")
@@ -216,3 +218,7 @@ def _token(key: str) -> int:
 
 def _bias(value: float) -> float:
     return float("-inf") if value <= -100 else value
+
+
+class DeletedAnswer(ResponseSchema):
+    deleted: int

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perdure.cli.commands.sessions.facts import listed, origin_line
-from perdure.cli.options.shared import Json, Limit, Namespace, SessionName, StoreFolder
+from perdure.cli.options.shared import AfterName, Json, Limit, Namespace, SessionName, StoreFolder
 from perdure.cli.output.facts import print_json
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ def ls(
         bool, typer.Option("--all", help="Those of every namespace, for whoever runs a server.")
     ] = False,
     limit: Limit = None,
-    after: Annotated[
-        str | None, typer.Option("--after", metavar="NAME", help="Continue the list after this one.")
-    ] = None,
+    after: AfterName = None,
     namespace: Namespace = "",
     store: StoreFolder = None,
     as_json: Json = False,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path
 from pydantic import Field
 
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppStateDep, CallerDep
 from perdure.server.protocols.responses.answers import DeletedResponse, ItemList
 from perdure.server.protocols.responses.conversation_items import ConversationItems
-from perdure.server.protocols.responses.requests import Metadata
+from perdure.server.protocols.responses.requests import AfterItem, ItemOrder, Metadata
 from perdure.server.protocols.responses.stored import Responses
 from perdure.server.schemas.base import PAGE, Items, Limit, RequestSchema, ResponseSchema
 from perdure.server.schemas.openapi import errors
@@ -102,8 +102,8 @@ async def list_items(
     app_state: AppStateDep,
     caller: CallerDep,
     limit: Limit = PAGE,
-    order: Literal["asc", "desc"] = "desc",
-    after: Annotated[str | None, Query(max_length=100)] = None,
+    order: ItemOrder = "desc",
+    after: AfterItem = None,
 ) -> ItemList:
     """What was said in it, the latest first."""
 

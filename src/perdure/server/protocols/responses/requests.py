@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from fastapi import Query
 from pydantic import BeforeValidator, Field
 
 from perdure.chat.message import Message
@@ -51,6 +52,9 @@ def _few(given: Any) -> Any:
     return given
 
 
+ItemOrder = Literal["asc", "desc"]
+AfterItem = Annotated[str | None, Query(max_length=100)]
+"""Behind which item a page of them begins."""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], BeforeValidator(_few)
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from pydantic_core import to_json
@@ -22,7 +22,7 @@ from perdure.server.protocols.responses.answers import (
     ResponseHead,
 )
 from perdure.server.protocols.responses.errors import error_detail
-from perdure.server.protocols.responses.requests import PromptRequest, ResponseRequest
+from perdure.server.protocols.responses.requests import AfterItem, ItemOrder, PromptRequest, ResponseRequest
 from perdure.server.protocols.responses.runs import Runs, followed
 from perdure.server.protocols.responses.stored import Responses, StoredResponse
 from perdure.server.protocols.responses.stream import ResponseWriter
@@ -207,8 +207,8 @@ async def read_input_items(
     app_state: AppStateDep,
     caller: CallerDep,
     limit: Limit = PAGE,
-    order: Literal["asc", "desc"] = "desc",
-    after: Annotated[str | None, Query(max_length=100)] = None,
+    order: ItemOrder = "desc",
+    after: AfterItem = None,
 ) -> ItemList:
     """What a response was made of, the latest first."""
 
