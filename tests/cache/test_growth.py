@@ -21,7 +21,7 @@ from perdure.cache.block import Block, BlockId, chain
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.record import Record, RecordIndex, doomed
 from perdure.cache.reuse_rule import ANY_TOKEN
-from perdure.cache.slots import slot_index
+from perdure.cache.slots import slot_table
 from perdure.cache.slots.slot_cache import SlotCache
 from perdure.cache.slots.slot_checkpoints import KeptCheckpoints
 from perdure.cache.tiers import Tiers
@@ -33,7 +33,7 @@ from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 SIZE = 16
 ROOT = BlockId(bytes(32))
 SIZES = (20, 2000)
-COMPARED = ((siblings, "common"), (tiers, "common"), (record, "common"), (slot_index, "common_tokens"))
+COMPARED = ((siblings, "common"), (tiers, "common"), (record, "common"), (slot_table, "common_tokens"))
 """Wherever two lists of tokens are compared."""
 
 

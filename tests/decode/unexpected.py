@@ -7,8 +7,8 @@ from typing import Any
 
 from perdure.cache.slots import slot_cache
 from perdure.cache.slots.slot_cache import SlotCache
-from perdure.cache.slots.slot_index import SlotIndex
 from perdure.cache.slots.slot_swapper import SlotSwapper
+from perdure.cache.slots.slot_table import SlotIndex
 from perdure.decode import executor
 from perdure.decode.sequence import TokenSequence
 from perdure.engine.context import Context

@@ -12,8 +12,8 @@ from perdure.cache.block_cache import BlockCache
 from perdure.cache.block_list import BlockInfo, list_blocks
 from perdure.cache.prefix_tree import PrefixRun, SlotState, first_tokens, runs
 from perdure.cache.record import Record
-from perdure.cache.slots.slot import SlotTable
-from perdure.cache.slots.slot_planner import SlotPlanner
+from perdure.cache.slots.slot_choice import SlotPlanner
+from perdure.cache.slots.slot_table import SlotTable
 from perdure.decode.slots import Held, Plan
 from perdure.engine.context import Context
 from perdure.identity import Identity

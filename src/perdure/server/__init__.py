@@ -12,7 +12,7 @@ recent_requests  the last requests, for the page
 schemas/         what is sent and what comes back, and how OpenAPI describes it
 protocols/       one folder a protocol that others defined: OpenAI's chat and responses, Anthropic's, Ollama's
 routes/          one module a resource: everything else
-page/            the page for browsers, built from web/; page_paths says which files it has
+page/            the page for browsers, built from web/
 app              all of it as one ASGI application
 http_server      the application on a socket, from its start to its end
 

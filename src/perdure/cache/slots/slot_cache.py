@@ -14,12 +14,10 @@ from perdure.cache.cache_view import CacheView
 from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.pins import Pins
 from perdure.cache.record import Record, RecordIndex
-from perdure.cache.slots.slot import Slot, SlotTable
 from perdure.cache.slots.slot_checkpoints import PrefixHash, SlotCheckpoints
-from perdure.cache.slots.slot_choice import why_not_more
-from perdure.cache.slots.slot_index import SlotIndex
-from perdure.cache.slots.slot_planner import SlotPlanner
+from perdure.cache.slots.slot_choice import SlotPlanner, why_not_more
 from perdure.cache.slots.slot_swapper import SlotSwapper
+from perdure.cache.slots.slot_table import Slot, SlotIndex, SlotTable
 from perdure.cache.tiers import LowerTier, Tiers
 from perdure.decode.slots import Later, Pin, ReuseReport, SlotAssignment
 from perdure.engine.context import Context

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import Found, Match
 from perdure.cache.block_cache import BlockCache
-from perdure.cache.slots.slot import Slot
 from perdure.cache.slots.slot_checkpoints import SlotCheckpoints
 from perdure.cache.slots.slot_choice import Option
+from perdure.cache.slots.slot_table import Slot
 from perdure.cache.tiers import Tiers
 from perdure.engine.context import Context
 from perdure.errors import EngineError

@@ -8,10 +8,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from perdure.server.api_error import ApiError, rate_limited, refuse
 from perdure.server.keys import METRICS, Key, KeyAccount, Keys
-from perdure.server.page_paths import is_page
 
 OPEN = frozenset({"/", "/health", "/ready", "/openapi.json"})
 """What anybody may ask for: whether the server lives, and how to speak to it."""
+ASSETS = "/page/"
+"""Where the files of the page lie, each under a name with its digest. Anybody may load the page itself: what
+it asks for then needs a key."""
 
 
 class Auth:
@@ -23,7 +25,7 @@ class Auth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
-        if scope["type"] not in ("http", "websocket") or path in OPEN or is_page(path):
+        if scope["type"] not in ("http", "websocket") or path in OPEN or path.startswith(ASSETS):
             await self._app(scope, receive, send)
             return
         secret = _secret(scope)

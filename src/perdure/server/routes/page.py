@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from perdure.server.api_error import ApiError
-from perdure.server.page_paths import ASSETS
+from perdure.server.middleware.auth import ASSETS
 from perdure.server.protocols.ollama.routes import running
 
 _POLICY = {

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from perdure.cache.siblings import common, key_of
 from perdure.cache.slots.slot_checkpoints import Checkpoints, Point, PrefixHash
-from perdure.cache.slots.slot_index import SlotIndex, common_tokens
+from perdure.cache.slots.slot_table import SlotIndex, common_tokens
 
 TEXT = st.lists(st.integers(0, 2), max_size=8)
 CHANGES = st.lists(st.tuples(st.integers(0, 5), st.sampled_from("ab"), TEXT), max_size=30)
