@@ -23,12 +23,11 @@ from perdure.chat.message import Message, parse_messages
 from perdure.chat.options import ChatOptions
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.templates.template import Template
-from perdure.decode.choice import Choice, Normalisation, ranked
+from perdure.decode.choice import Choice, Normalisation, Options
 from perdure.decode.embedding import Embeddings
 from perdure.decode.keywords import RequestKeywords
 from perdure.decode.output_queue import Job, result_of
 from perdure.decode.request import Delta, Reply, Request, check_prompt_size
-from perdure.decode.sampling.settings import Sampling
 from perdure.engine.contract import Tokens, Vocabulary
 from perdure.errors import InvalidInputError, TokenError
 from perdure.sessions.memories import Memories
@@ -250,9 +249,10 @@ class Runtime:
         `by="token"` compares log probabilities per token, so that long options are not at a disadvantage.
         The prompt is read once for each option.
         """
-        jobs, tokens = self._options(prompt, options, namespace)
+        asked = Options(self.model, prompt, options, by=by, namespace=namespace)
+        jobs = [self.backend.submit(request) for request in asked.requests]
         try:
-            return ranked(_plain_options(options), tokens, [job.reply() for job in jobs], by)
+            return asked.ranked([job.reply() for job in jobs])
         finally:
             for job in jobs:
                 job.cancel()
@@ -266,36 +266,13 @@ class Runtime:
         namespace: str = "",
     ) -> list[Choice]:
         """Like `choose`, for asyncio."""
-        jobs, tokens = self._options(prompt, options, namespace)
+        asked = Options(self.model, prompt, options, by=by, namespace=namespace)
+        jobs = [self.backend.submit(request) for request in asked.requests]
         try:
-            return ranked(_plain_options(options), tokens, [await job.areply() for job in jobs], by)
+            return asked.ranked([await job.areply() for job in jobs])
         finally:
             for job in jobs:
                 job.cancel()
-
-    def _options(
-        self, prompt: str | Sequence[int], options: Sequence[str | Sequence[int]], namespace: str
-    ) -> tuple[list[Job], list[list[int]]]:
-        if isinstance(options, str) or not len(options):
-            raise InvalidInputError("choose takes a list of options: texts, or lists of token ids")
-        before = list(self.model.tokenize(prompt) if isinstance(prompt, str) else prompt)
-        tokens = [
-            list(self.model.tokenize(option, bos=False) if isinstance(option, str) else option)
-            for option in options
-        ]
-        if not before or not all(tokens):
-            raise TokenError("choose needs a prompt and options of at least one token each")
-        requests = [
-            Request(
-                prompt=[*before, *own],
-                prompt_logprobs=0,
-                max_tokens=1,
-                sampling=Sampling(temperature=0),
-                namespace=namespace,
-            )
-            for own in tokens
-        ]
-        return [self.backend.submit(request) for request in requests], tokens
 
     def embed(self, texts: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Embeddings:
         """The vectors of texts, or of one: each given as text or as token ids.
@@ -367,10 +344,6 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _plain_options(options: Sequence[str | Sequence[int]]) -> list[str | tuple[int, ...]]:
-    return [option if isinstance(option, str) else tuple(option) for option in options]
 
 
 def _texts(given: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Sequence[str | Tokens]:

@@ -76,6 +76,8 @@ def test_what_is_no_choice_is_refused(
         rt.choose(prompt, options)
 
 
-def test_another_way_to_compare_is_refused(rt: Runtime) -> None:
+def test_another_way_to_compare_is_refused_before_anything_is_computed(rt: Runtime) -> None:
+    before = rt.cache.stats()
     with pytest.raises(InvalidInputError, match="by total or by token"):
-        rt.choose(PROMPT, OPTIONS, by="length")  # type: ignore[arg-type]
+        rt.choose("and then what", OPTIONS, by="length")  # type: ignore[arg-type]
+    assert rt.cache.stats() == before

@@ -1,10 +1,18 @@
-"""Limits on one rendering of a template: time, and memory."""
+"""Limits on one rendering of a template, in time and memory, and the checks where a template meets them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import ItemsView, KeysView, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
+from datetime import datetime
 from typing import Any
+
+import jinja2
+import jinja2.nodes
+from jinja2.nodes import Const, Expr, Node
+from jinja2.runtime import Context
+from jinja2.utils import pass_context
+from jinja2.visitor import NodeTransformer
 
 from perdure.errors import TemplateError
 
@@ -106,3 +114,129 @@ class RenderLimits:
             raise TemplateError(f"the template takes longer than {_SECONDS} seconds to render")
         # Others had the processor: that time is given back.
         self._deadline = time.monotonic() + _SECONDS - used
+
+
+class BoundedContext(Context):
+    """The variables of one rendering, and its limits."""
+
+    limits: RenderLimits
+    now: datetime | None = None
+    """What a template is told that asks for the date; None for the clock's."""
+
+    def derived(self, locals: dict[str, Any] | None = None) -> Context:  # noqa: A002
+        made = super().derived(locals)
+        assert isinstance(made, BoundedContext)
+        made.limits, made.now = self.limits, self.now
+        return made
+
+
+def limits_of(context: Context) -> RenderLimits:
+    return context.limits  # type: ignore[attr-defined, no-any-return]
+
+
+class CheckInserter(NodeTransformer):
+    """Puts the checks into a parsed template, where Jinja itself has no hook for them."""
+
+    def visit_For(self, node: jinja2.nodes.For) -> Node:  # noqa: N802
+        self.generic_visit(node)
+        written = sum(len(each.data) for each in node.find_all(jinja2.nodes.TemplateData))
+        assert isinstance(node.iter, Expr)
+        node.iter = _filter(node.iter, "_paced", Const(written))
+        return node
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filter(jinja2.nodes.Tuple(node.nodes, "load", lineno=node.lineno), "_joined")
+
+    def visit_Getitem(self, node: jinja2.nodes.Getitem) -> Node:  # noqa: N802
+        self.generic_visit(node)
+        sliced = node.ctx == "load" and isinstance(node.arg, jinja2.nodes.Slice)
+        return _filter(node, "_ticked") if sliced else node
+
+    def visit_Compare(self, node: jinja2.nodes.Compare) -> Node:  # noqa: N802
+        self.generic_visit(node)
+        for operand in node.ops:
+            # What is compared with a constant is compared at once.
+            constant = isinstance(node.expr, Const) or isinstance(operand.expr, Const)
+            if operand.op in ("in", "notin") or not constant:
+                operand.expr = _filter(operand.expr, "_ticked")
+        return node
+
+    def visit_List(self, node: jinja2.nodes.List) -> Node:  # noqa: N802
+        self.generic_visit(node)
+        return node if all(isinstance(each, Const) for each in node.items) else _filter(node, "_weighed")
+
+    def visit_Dict(self, node: jinja2.nodes.Dict) -> Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filter(node, "_weighed")
+
+    def visit_Tuple(self, node: jinja2.nodes.Tuple) -> Node:  # noqa: N802
+        self.generic_visit(node)
+        constant = node.ctx != "load" or all(isinstance(each, Const) for each in node.items)
+        return node if constant else _filter(node, "_weighed")
+
+    def visit_Name(self, node: jinja2.nodes.Name) -> Node:  # noqa: N802
+        made_by_calls = node.ctx == "load" and node.name in ("varargs", "kwargs")
+        return _filter(node, "_weighed") if made_by_calls else node
+
+
+def _filter(node: Expr, name: str, *args: Expr) -> jinja2.nodes.Filter:
+    return jinja2.nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
+
+
+class Paced:
+    """Something to loop over, one look at the clock and `written` characters an item."""
+
+    __slots__ = ("_items", "_limits", "_written")
+
+    def __init__(self, items: Iterable[Any], limits: RenderLimits, written: int) -> None:
+        self._items = items
+        self._limits = limits
+        self._written = written
+
+    def __len__(self) -> int:
+        return len(self._items)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        limits, written = self._limits, self._written
+        for item in self._items:
+            limits.tick()
+            if written:
+                limits.spend(written)
+            yield item
+
+
+@pass_context
+def _paced(context: Context, items: Iterable[Any], written: int) -> Paced:
+    return Paced(items, limits_of(context), written)
+
+
+@pass_context
+def _joined(context: Context, parts: tuple[Any, ...]) -> str:
+    texts = [finalized(context, part) for part in parts]
+    limits_of(context).fits(sum(map(len, texts)))
+    return "".join(texts)
+
+
+@pass_context
+def _ticked(context: Context, value: Any) -> Any:
+    limits_of(context).tick()
+    return value
+
+
+@pass_context
+def _weighed(context: Context, value: Any) -> Any:
+    limits_of(context).take(value)
+    return value
+
+
+@pass_context
+def finalized(context: Context, value: Any) -> str:
+    """What is written out, as text."""
+    text = value if type(value) is str else str(value)
+    limits_of(context).spend(len(text))
+    return text
+
+
+CHECKS = {"_paced": _paced, "_joined": _joined, "_ticked": _ticked, "_weighed": _weighed}
+"""The filters that they are, by the names under which they are put in."""

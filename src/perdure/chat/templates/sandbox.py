@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from types import BuiltinMethodType
 from typing import Any
@@ -19,15 +19,22 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.nodes
-from jinja2.nodes import Const, EvalContext, Expr, Node
+from jinja2.nodes import EvalContext, Node
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace, _PassArg, pass_context, pass_eval_context
-from jinja2.visitor import NodeTransformer
 
 from perdure.chat.templates import sizes
-from perdure.chat.templates.limits import RenderLimits
+from perdure.chat.templates.limits import (
+    CHECKS,
+    BoundedContext,
+    CheckInserter,
+    Paced,
+    RenderLimits,
+    finalized,
+    limits_of,
+)
 from perdure.errors import TemplateError
 
 _UNUSED = ("pprint", "random", "striptags", "urlize", "xmlattr")
@@ -75,20 +82,6 @@ _DEEPEST = 60
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
-class BoundedContext(Context):
-    """The variables of one rendering, and its limits."""
-
-    limits: RenderLimits
-    now: datetime | None = None
-    """What a template is told that asks for the date; None for the clock's."""
-
-    def derived(self, locals: dict[str, Any] | None = None) -> Context:  # noqa: A002
-        made = super().derived(locals)
-        assert isinstance(made, BoundedContext)
-        made.limits, made.now = self.limits, self.now
-        return made
-
-
 class Sandbox(ImmutableSandboxedEnvironment):
     """Where templates are compiled and run. It keeps nothing of a rendering, so threads can share it."""
 
@@ -102,13 +95,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
             extensions=[_Generation, jinja2.ext.loopcontrols],
             # Nothing of a template is worked out while it is compiled: there are no limits yet.
             optimized=False,
-            finalize=_finalized,
+            finalize=finalized,
         )
         for name in _UNUSED:
             del self.filters[name]
         self.filters["tojson"] = _tojson
         self.filters = {name: _bounded_filter(name, each) for name, each in self.filters.items()}
-        self.filters |= {"_paced": _paced, "_joined": _joined, "_ticked": _ticked, "_weighed": _weighed}
+        self.filters |= CHECKS
         self.tests |= {name: _bounded_test(self.tests[name]) for name in _COMPARING}  # type: ignore[arg-type]
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
@@ -118,7 +111,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         tree = Parser(self, source, name, filename).parse()
-        bounded = _Bounding().visit(tree)
+        bounded = CheckInserter().visit(tree)
         assert isinstance(bounded, jinja2.nodes.Template)
         bounded.set_environment(self)
         return bounded
@@ -157,7 +150,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     # Any, here and below: a template gives what it likes to what it calls.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        limits = _limits(__context)
+        limits = limits_of(__context)
         limits.tick()
         if type(__obj) is BuiltinMethodType:
             owner = __obj.__self__
@@ -172,7 +165,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 # What is taken out is not given back to the limits: they bound what was ever made.
                 limits.added(owner, limits.weigh(owner) + sum(map(limits.weigh, args)))
         elif isinstance(__obj, LoopContext) and args:
-            args = (_Paced(args[0], limits, limits.largest >> 8), *args[1:])
+            args = (Paced(args[0], limits, limits.largest >> 8), *args[1:])
         if not isinstance(__obj, (Macro, LoopContext)):
             made = super().call(__context, __obj, *args, **kwargs)
             limits.take(made)
@@ -184,7 +177,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             limits.depth -= 1
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        limits = _limits(context)
+        limits = limits_of(context)
         if operator == "+":
             if isinstance(left, str) and isinstance(right, str):
                 limits.spend(len(left) + len(right))
@@ -216,117 +209,6 @@ def _lists(value: Any, depth: int = 0) -> Iterator[int]:
             yield from _lists(each, depth + 1)
 
 
-def _limits(context: Context) -> RenderLimits:
-    return context.limits  # type: ignore[attr-defined, no-any-return]
-
-
-# What the parsed template gets.
-
-
-class _Bounding(NodeTransformer):
-    """Puts the checks in where Jinja itself has no hook for them."""
-
-    def visit_For(self, node: jinja2.nodes.For) -> Node:  # noqa: N802
-        self.generic_visit(node)
-        written = sum(len(each.data) for each in node.find_all(jinja2.nodes.TemplateData))
-        assert isinstance(node.iter, Expr)
-        node.iter = _filter(node.iter, "_paced", Const(written))
-        return node
-
-    def visit_Concat(self, node: jinja2.nodes.Concat) -> Node:  # noqa: N802
-        self.generic_visit(node)
-        return _filter(jinja2.nodes.Tuple(node.nodes, "load", lineno=node.lineno), "_joined")
-
-    def visit_Getitem(self, node: jinja2.nodes.Getitem) -> Node:  # noqa: N802
-        self.generic_visit(node)
-        sliced = node.ctx == "load" and isinstance(node.arg, jinja2.nodes.Slice)
-        return _filter(node, "_ticked") if sliced else node
-
-    def visit_Compare(self, node: jinja2.nodes.Compare) -> Node:  # noqa: N802
-        self.generic_visit(node)
-        for operand in node.ops:
-            # What is compared with a constant is compared at once.
-            constant = isinstance(node.expr, Const) or isinstance(operand.expr, Const)
-            if operand.op in ("in", "notin") or not constant:
-                operand.expr = _filter(operand.expr, "_ticked")
-        return node
-
-    def visit_List(self, node: jinja2.nodes.List) -> Node:  # noqa: N802
-        self.generic_visit(node)
-        return node if all(isinstance(each, Const) for each in node.items) else _filter(node, "_weighed")
-
-    def visit_Dict(self, node: jinja2.nodes.Dict) -> Node:  # noqa: N802
-        self.generic_visit(node)
-        return _filter(node, "_weighed")
-
-    def visit_Tuple(self, node: jinja2.nodes.Tuple) -> Node:  # noqa: N802
-        self.generic_visit(node)
-        constant = node.ctx != "load" or all(isinstance(each, Const) for each in node.items)
-        return node if constant else _filter(node, "_weighed")
-
-    def visit_Name(self, node: jinja2.nodes.Name) -> Node:  # noqa: N802
-        made_by_calls = node.ctx == "load" and node.name in ("varargs", "kwargs")
-        return _filter(node, "_weighed") if made_by_calls else node
-
-
-def _filter(node: Expr, name: str, *args: Expr) -> jinja2.nodes.Filter:
-    return jinja2.nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
-
-
-class _Paced:
-    """Something to loop over, one look at the clock and `written` characters an item."""
-
-    __slots__ = ("_items", "_limits", "_written")
-
-    def __init__(self, items: Iterable[Any], limits: RenderLimits, written: int) -> None:
-        self._items = items
-        self._limits = limits
-        self._written = written
-
-    def __len__(self) -> int:
-        return len(self._items)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        limits, written = self._limits, self._written
-        for item in self._items:
-            limits.tick()
-            if written:
-                limits.spend(written)
-            yield item
-
-
-@pass_context
-def _paced(context: Context, items: Iterable[Any], written: int) -> _Paced:
-    return _Paced(items, _limits(context), written)
-
-
-@pass_context
-def _joined(context: Context, parts: tuple[Any, ...]) -> str:
-    texts = [_finalized(context, part) for part in parts]
-    _limits(context).fits(sum(map(len, texts)))
-    return "".join(texts)
-
-
-@pass_context
-def _ticked(context: Context, value: Any) -> Any:
-    _limits(context).tick()
-    return value
-
-
-@pass_context
-def _weighed(context: Context, value: Any) -> Any:
-    _limits(context).take(value)
-    return value
-
-
-@pass_context
-def _finalized(context: Context, value: Any) -> str:
-    """What is written out, as text."""
-    text = value if type(value) is str else str(value)
-    _limits(context).spend(len(text))
-    return text
-
-
 # Filters and methods.
 
 
@@ -336,7 +218,7 @@ def _settled(limits: RenderLimits, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _listed(limits: RenderLimits, items: Iterator[Any]) -> list[Any]:
-    made = list(_Paced(items, limits, 2))
+    made = list(Paced(items, limits, 2))
     limits.weigh(made)
     return made
 
@@ -347,7 +229,7 @@ def _bounded_filter(name: str, made_by: Callable[..., Any]) -> Callable[..., Any
 
     @pass_context
     def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        limits = _limits(context)
+        limits = limits_of(context)
         limits.tick()
         if grows is not None:
             if isinstance(value, Iterator):
@@ -370,7 +252,7 @@ def _bounded_filter(name: str, made_by: Callable[..., Any]) -> Callable[..., Any
 def _bounded_test(compares: Callable[..., bool]) -> Callable[..., bool]:
     @pass_context
     def bounded(context: Context, *values: Any) -> bool:
-        _limits(context).tick()
+        limits_of(context).tick()
         return compares(*values)
 
     return bounded

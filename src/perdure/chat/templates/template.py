@@ -16,8 +16,8 @@ from typing import Any
 import jinja2
 
 from perdure.chat.message import Message, Tool, ToolCall
-from perdure.chat.templates.limits import RenderLimits
-from perdure.chat.templates.sandbox import BoundedContext, Sandbox
+from perdure.chat.templates.limits import BoundedContext, RenderLimits
+from perdure.chat.templates.sandbox import Sandbox
 from perdure.errors import InvalidInputError, TemplateError
 
 _LONGEST = 1 << 18
