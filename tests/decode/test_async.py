@@ -13,7 +13,8 @@ import pytest
 
 from decode.observed import Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
 from perdure import BusyError, InvalidInputError, Runtime
-from perdure.decode.output_queue import AsyncioListener, Listener, OutputQueue
+from perdure.decode.output_queue import AsyncioListener, Job, Listener, OutputQueue, notify
+from perdure.decode.request import Delta
 from perdure.memory import FullAttention
 
 T = TypeVar("T")
@@ -298,3 +299,88 @@ def test_one_call_wakes_all_readers_of_a_loop(monkeypatch: pytest.MonkeyPatch) -
 
     run(main())
     assert max(told) > 1
+
+
+def test_what_is_new_is_taken_in_the_call_that_tells_of_it() -> None:
+    """No task of the loop gets a turn between the two."""
+    taken: list[Delta] = []
+
+    async def main() -> None:
+        output = OutputQueue()
+        job = Job(output, lambda: None, prompt_tokens=1)
+        draining = asyncio.create_task(job.drain(lambda deltas: not taken.extend(deltas)))
+        await asyncio.sleep(0)
+        for text in "abc":
+            output.put(Delta(text))
+            notify([output])
+            assert taken[-1].text == text
+        output.finish([])
+        assert await draining
+
+    run(main())
+    assert [delta.text for delta in taken] == ["a", "b", "c"]
+
+
+def test_a_reader_that_takes_all_deltas_by_calls_may_stop_and_go_on() -> None:
+    async def main() -> None:
+        with open_toy() as rt:
+            job = rt.submit("hello", max_tokens=20, n=2, seed=1)
+            deltas: list[Delta] = []
+
+            def take(new: list[Delta]) -> bool:
+                deltas.extend(new)
+                return len(deltas) % 2 == 0
+
+            while not await job.drain(take):
+                pass
+            check_delivery(deltas, await job.areplies(), rt.model)
+
+    run(main())
+
+
+def test_a_reader_that_cannot_take_a_delta_is_told_why() -> None:
+    def take(deltas: list[Delta]) -> bool:
+        raise ValueError("full")
+
+    async def main() -> None:
+        with open_toy() as rt, pytest.raises(ValueError, match="full"):
+            await rt.submit("hello", max_tokens=3, **GREEDY).drain(take)
+
+    run(main())
+
+
+def test_a_task_that_is_cancelled_while_it_drains_ends_its_request() -> None:
+    async def main() -> None:
+        gate = Turnstile()
+        with open_toy(gate=gate) as rt:
+            job = rt.submit("hello", max_tokens=100, **GREEDY)
+            draining = asyncio.create_task(job.drain(lambda deltas: True))
+            await _reached(gate)
+            draining.cancel()
+            await asyncio.wait([draining])
+            gate.open()
+            assert (await job.areply()).finish_reason == "cancelled"
+
+    run(main())
+
+
+def test_the_last_token_comes_with_the_reply() -> None:
+    """One message to another process less, and one time less that a reader is woken."""
+    told: list[tuple[int, bool]] = []
+
+    class Noting:
+        def notify(self, waiters: Sequence[OutputQueue]) -> None:
+            for output in waiters:
+                with output.lock:
+                    told.append((len(output.deltas), output.finished))
+                    output.deltas.clear()
+                    output.listen(self, output)
+
+    gate = Turnstile()
+    with open_toy(gate=gate) as rt:
+        job = rt.submit("hello", max_tokens=3, **GREEDY)
+        with job.output.lock:
+            job.output.listen(Noting(), job.output)
+        gate.open()
+        job.reply()
+    assert told == [(1, False), (1, False), (1, True)]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from perdure.engine.toy import ToyModel
+from perdure.server.http_server import AnswerTransport
 from perdure.server.sse import EventStream, Frame, events
 from server.live_server import PATIENCE, check_freed, hello, live_server, opened, raw
 
@@ -179,3 +180,78 @@ def test_events_are_framed_as_the_client_s_http_wants_them(version: str) -> None
     assert end == "data: [DONE]"
     assert all(json.loads(chunk.removeprefix("data: "))["choices"] for chunk in chunks)
     assert len(chunks) > 2
+
+
+def test_an_answer_goes_out_in_no_more_pieces_than_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream's head with its first event, its last events with the end; an answer that is whole at once.
+    Every piece wakes the client."""
+    pieces: list[bytes] = []
+    flush = AnswerTransport.flush
+
+    def noting(transport: AnswerTransport) -> None:
+        if transport._held:
+            pieces.append(transport._held)
+        flush(transport)
+
+    monkeypatch.setattr(AnswerTransport, "flush", noting)
+    with opened(ToyModel()) as runtime, live_server(runtime) as live, live.client() as client:
+        assert client.post("/v1/chat/completions", json=hello(max_tokens=2, stream=True)).status_code == 200
+        first, *_, last = pieces
+        assert first.startswith(b"HTTP/1.1 200")
+        assert first.count(b"data: ") > 1
+        assert b"[DONE]" in last
+        assert last.endswith(b"\r\n0\r\n\r\n")
+        assert len(pieces) <= 3
+        pieces.clear()
+        assert client.get("/health").status_code == 200
+        assert len(pieces) == 1
+
+
+def test_what_goes_wrong_before_the_first_event_is_raised_without_a_head() -> None:
+    """So it has a status of its own."""
+
+    async def events() -> AsyncGenerator[bytes]:
+        await asyncio.sleep(0)
+        raise ValueError("broken")
+        yield b""
+
+    async def run(line: Line) -> None:
+        await EventStream(events(), send_seconds=60)({"type": "http"}, line.receive, line.send)
+
+    line = Line()
+    with pytest.raises(ValueError, match="broken"):
+        asyncio.run(run(line))
+    assert line.sent == []
+
+
+def test_a_client_that_reads_late_gets_every_token_in_order_h3() -> None:
+    """H3: what it does not take is kept, once its connection is full, until it does."""
+    never = {str(token): -100 for token in ToyModel().ends}
+    asked = hello(max_tokens=400, logit_bias=never, logprobs=True)
+    body = json.dumps({**asked, "top_logprobs": 20, "stream": True}).encode()
+    with (
+        opened(ToyModel()) as runtime,
+        live_server(runtime) as live,
+        socket.socket() as late,
+        live.client() as client,
+    ):
+        late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        late.settimeout(PATIENCE)
+        late.connect(("127.0.0.1", live.port))
+        late.sendall(raw("/v1/chat/completions", body))
+        whole = client.post("/v1/chat/completions", json=asked).json()["choices"][0]
+        until = time.monotonic() + PATIENCE
+        while runtime.load != (0, 0):
+            assert time.monotonic() < until
+        came = b""
+        while b"[DONE]" not in came[-100:]:
+            came += late.recv(1 << 16)
+    text = b"".join(
+        json.loads(line[6:])["choices"][0]["delta"].get("content", "").encode()
+        for line in came.splitlines()
+        if line.startswith(b"data: {")
+    )
+    assert text.decode() == whole["message"]["content"]
+    assert whole["finish_reason"] == "length"
+    # Far more than the connection held.
+    assert len(came) > 500_000

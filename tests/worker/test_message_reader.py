@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,12 +37,13 @@ class Place:
         except Exception as error:
             self.error = error
 
-    def _handle(self, message: Any) -> None:
-        if isinstance(message, Exception):
-            raise message
-        with self._came:
-            self.seen.append((threading.get_ident(), message))
-            self._came.notify_all()
+    def _handle(self, messages: Iterable[Any]) -> None:
+        for message in messages:
+            if isinstance(message, Exception):
+                raise message
+            with self._came:
+                self.seen.append((threading.get_ident(), message))
+                self._came.notify_all()
 
     def await_message(self, message: Any) -> int:
         """The thread that handled it."""

@@ -172,16 +172,38 @@ class ChatJob:
     async def areply(self) -> ChatReply:
         return (await self.areplies())[0]
 
-    async def amore(self) -> list[ChatDelta]:
-        """All deltas that came since the last ones, once there are some. None where a request ends: iterate
-        from there."""
-        found: list[ChatDelta] = []
-        while not (found or self._goes_on()) and (came := await self._job.amore()):
-            for delta in came:
+    async def drain(self, take: Callable[[list[ChatDelta]], bool]) -> bool:
+        """Have `take` called in the event loop with what is new, whenever there is something, until it gives
+        False or all deltas were taken: whether they were. No task is woken for a token."""
+        taking = True
+
+        def read(deltas: Sequence[Delta]) -> bool:
+            nonlocal taking
+            found: list[ChatDelta] = []
+            for delta in deltas:
                 found += self._read(delta)
                 if self._spent():
                     break
-        return found
+            taking = not found or take(found)
+            return taking and not self._goes_on()
+
+        while True:
+            if not self._goes_on():
+                await self._job.drain(read)
+            if not taking:
+                return False
+            if self._goes_on():
+                self._job.cancel()
+                so_far = await self._job.areply()
+                # In a thread: to queue a request may take its time.
+                more = await asyncio.to_thread(self._go_on, so_far)
+                taking = not more or take(more)
+            elif self._has_later:
+                await asyncio.to_thread(self._next_sample, await self._job.areply())
+            else:
+                break
+        await self._afinish(await self._job.areplies())
+        return True
 
     def __iter__(self) -> Iterator[ChatDelta]:
         going_on = True
@@ -200,24 +222,18 @@ class ChatJob:
         self._finish(self._job.replies())
 
     async def __aiter__(self) -> AsyncIterator[ChatDelta]:
-        going_on = True
-        while going_on:
-            async for delta in self._job:
-                for each in self._read(delta):
-                    yield each
-                if self._spent():
-                    break
-            going_on = self._goes_on()
-            if going_on:
-                self._job.cancel()
-                so_far = await self._job.areply()
-                # In a thread: to queue a request may take its time.
-                for each in await asyncio.to_thread(self._go_on, so_far):
-                    yield each
-            elif self._has_later:
-                going_on = True
-                await asyncio.to_thread(self._next_sample, await self._job.areply())
-        await self._afinish(await self._job.areplies())
+        found: list[ChatDelta] = []
+
+        def take(deltas: list[ChatDelta]) -> bool:
+            found.extend(deltas)
+            return False
+
+        ended = False
+        while not ended:
+            ended = await self.drain(take)
+            for delta in found:
+                yield delta
+            found.clear()
 
     def _read(self, delta: Delta) -> list[ChatDelta]:
         index = self._current + delta.index

@@ -106,7 +106,8 @@ class Executor:
             except BaseException as error:
                 _end_by(error, sequence)
         changed, self._changed = self._changed, []
-        notify(changed)
+        # Who has ended is told with its replies, a moment later.
+        notify([group for group in changed if not group.done])
 
     def collect(self, group: SequenceGroup) -> None:
         """Give the slots of finished samples to those that wait for one, or back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -41,7 +42,7 @@ class ThreadListener:
 
 
 class AsyncioListener:
-    """Tasks of one event loop: a waiter is a future, and one call wakes all of them."""
+    """Those who wait in one event loop: a waiter is called there, and one call reaches all of them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         # Weak: the table of listeners must not keep loops alive.
@@ -55,14 +56,14 @@ class AsyncioListener:
             found = _listeners.setdefault(loop, cls(loop))
         return found
 
-    def notify(self, waiters: Sequence[asyncio.Future[None]]) -> None:
+    def notify(self, waiters: Sequence[Callable[[], None]]) -> None:
         loop = self._loop()
         if loop is not None and asyncio._get_running_loop() is loop:
-            _resolve(waiters)
+            _call(waiters)
         elif loop is not None:
             # One that is closed has nobody left to wake.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_resolve, waiters)
+                loop.call_soon_threadsafe(_call, waiters)
 
 
 _listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncioListener] = (
@@ -138,7 +139,7 @@ class OutputQueue:
                 return None
             loop = asyncio.get_running_loop()
             waiter = loop.create_future()
-            self.listen(AsyncioListener.of(loop), waiter, finish=finish)
+            self.listen(AsyncioListener.of(loop), functools.partial(_resolve, waiter), finish=finish)
         return waiter
 
     def _forget(self, waiter: Any) -> None:
@@ -164,10 +165,17 @@ def notify(queues: Iterable[OutputQueue]) -> None:
             log.exception("%d readers could not be told of their replies", len(waiters))
 
 
-def _resolve(futures: Sequence[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
+def _call(waiters: Sequence[Callable[[], None]]) -> None:
+    for waiter in waiters:
+        try:
+            waiter()
+        except Exception:
+            log.exception("a reader could not be told of its reply")
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class Job:
@@ -226,15 +234,37 @@ class Job:
             self.output.deltas.clear()
         return deltas
 
-    async def amore(self) -> list[Delta]:
-        """All deltas that came since the last ones, once there are some; none: iterate from there."""
-        if (waiter := self.output.async_wait()) is not None:
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                self.cancel()
-                raise
-        return self.unread()
+    async def drain(self, take: Callable[[list[Delta]], bool]) -> bool:
+        """Have `take` called in the event loop with what is new, whenever there is something, until it gives
+        False or all deltas were taken: whether they were. No task is woken for a token."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[bool] = loop.create_future()
+        listener, output = AsyncioListener.of(loop), self.output
+
+        def hand_over() -> None:
+            # Whoever waited may have been cancelled meanwhile.
+            while not ended.done():
+                with output.lock:
+                    if not output.deltas:
+                        if not output.finished:
+                            output.listen(listener, hand_over)
+                            return
+                        ended.set_result(True)
+                        return
+                    deltas = list(output.deltas)
+                    output.deltas.clear()
+                try:
+                    if not take(deltas):
+                        ended.set_result(False)
+                except Exception as error:
+                    ended.set_exception(error)
+
+        hand_over()
+        try:
+            return await ended
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
 
     def __iter__(self) -> Iterator[Delta]:
         output = self.output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -29,8 +29,7 @@ class Job(Protocol[D, R]):
 
     def cancel(self) -> None: ...
     async def areplies(self) -> Sequence[R]: ...
-    async def amore(self) -> Sequence[D]: ...
-    def __aiter__(self) -> AsyncIterator[D]: ...
+    async def drain(self, take: Callable[[Sequence[D]], bool]) -> bool: ...
 
 
 class PromptProgress(NamedTuple):
@@ -58,12 +57,6 @@ class ClientJob(Generic[D, R]):
         self._is_stopping = is_stopping
         # The engine minds the time between its steps; this also ends a long one in its middle.
         self._timer = asyncio.get_running_loop().call_later(seconds, job.cancel)
-        self._deltas: AsyncIterator[D] | None = None
-        self._first: asyncio.Future[D | None] | None = None
-        self._read = False
-        """Whether the first was read."""
-        self.leaving: asyncio.Future[None] | None = None
-        """Done when the client has left; there from `begin` on."""
 
     def cancel(self) -> None:
         self._timer.cancel()
@@ -73,11 +66,6 @@ class ClientJob(Generic[D, R]):
     def progress(self) -> PromptProgress | None:
         return PromptProgress.of(self._job)
 
-    @property
-    def began(self) -> bool:
-        """Whether something of the reply is there, or its end."""
-        return self._first is not None and self._first.done()
-
     async def replies(self) -> Sequence[R]:
         """All replies, for a client who stays."""
         try:
@@ -85,51 +73,10 @@ class ClientJob(Generic[D, R]):
         finally:
             self.cancel()
 
-    async def begin(self, seconds: float) -> None:
-        """Wait for the first delta, or so long: what goes wrong until then can still have a status of its
-        own, and a client whose prompt takes longer to be read is not left in silence."""
-        self._deltas = aiter(self._job)
-        self._first = asyncio.ensure_future(_next(self._deltas))
-        self.leaving = asyncio.ensure_future(disconnected(self._request.receive))
-        try:
-            # Between the first token and its event, every task more is a turn of the event loop more.
-            first_or_leaving = (self._first, self.leaving)
-            await asyncio.wait(first_or_leaving, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if not self._first.done():
-                if self.leaving.done():
-                    raise ClientLeft
-                return
-            delta = self._first.result()
-            if delta is None or delta.finish_reason in ("error", "cancelled"):
-                refused = self.cut(await self._job.areplies())
-                if refused is not None:
-                    raise refused
-        except BaseException:
-            self.drop()
-            raise
-
-    async def more(self) -> Sequence[D]:
-        """The deltas that came since the last ones, from the first on, once there are some; none at the end.
-
-        Every token is waited for here: not by iterating, which goes through a generator for each layer.
-        """
-        assert self._deltas is not None
-        assert self._first is not None
-        if not self._read:
-            self._read = True
-            delta = await self._first
-        elif deltas := await self._job.amore():
-            return deltas
-        else:
-            delta = await _next(self._deltas)
-        return () if delta is None else (delta,)
-
-    def drop(self) -> None:
-        """End the job, for nobody reads it any more."""
-        self.cancel()
-        for each in (self._first, self.leaving):
-            if each is not None:
-                each.cancel()
+    async def drain(self, take: Callable[[Sequence[D]], bool]) -> bool:
+        """Have `take` called with what is new, as it comes, until it gives False or all was taken: whether it
+        was."""
+        return await self._job.drain(take)
 
     async def ended(self) -> Sequence[R]:
         """The replies, once all deltas were read."""
@@ -165,7 +112,3 @@ async def disconnected(receive: Receive) -> None:
     """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _next(deltas: AsyncIterator[T]) -> T | None:
-    return await anext(deltas, None)

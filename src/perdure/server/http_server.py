@@ -186,7 +186,7 @@ def _protocol(limits: Limits, turned_away: ASGIApp) -> type[H11Protocol]:
             super().handle_events()
             if self.cycle is not before and self.cycle is not None:
                 # Before the application has it: its task begins later.
-                sender = ChunkSender(self.cycle)
+                sender = ChunkSender(self.cycle, self.loop)
                 self.cycle.send = sender  # type: ignore[method-assign]
                 self.cycle.scope.setdefault("extensions", {})[WRITE] = sender.write  # type: ignore[assignment]
                 if self._waiting is not None:
@@ -195,6 +195,8 @@ def _protocol(limits: Limits, turned_away: ASGIApp) -> type[H11Protocol]:
 
         def on_response_complete(self) -> None:
             before = self.cycle
+            # Whatever is written next is not of this answer.
+            self.cycle.transport.flush()  # type: ignore[attr-defined]
             super().on_response_complete()
             # A next request that was sent ahead is being served already.
             if self.cycle is before and self._waiting is None:
@@ -214,31 +216,71 @@ def _protocol(limits: Limits, turned_away: ASGIApp) -> type[H11Protocol]:
     return Protocol
 
 
+class AnswerTransport:
+    """The transport of one answer: while it `holds`, what is written waits, to go out at once with what
+    follows. Each time that something goes out wakes the client, on cores that have other work."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.is_closing = transport.is_closing
+        self.holds = False
+        self._held = b""
+
+    def write(self, data: bytes) -> None:
+        self._held += data
+        if not self.holds:
+            self.flush()
+
+    def flush(self) -> None:
+        self.holds = False
+        if held := self._held:
+            self._held = b""
+            self._transport.write(held)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+
 class ChunkSender:
-    """The `send` of one answer: the events of a stream go to the socket as chunks at once.
+    """The `send` of one answer: the events of a stream go to the socket as chunks at once, the first with the
+    head, the last with the end.
 
     All else takes the server's own way, which checks far more than an event needs.
     """
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
         self._cycle = cycle
         self._send = cycle.send
         self._chunked: bool | None = None
+        self._loop = loop
+        self._transport = AnswerTransport(cycle.transport)
+        cycle.transport = self._transport  # type: ignore[assignment]
 
     async def __call__(self, message: Any) -> None:
-        if not (message.get("more_body") and self.write(message["body"])):
+        if message.get("more_body") and self.write(message["body"]):
+            return
+        self._transport.holds = True
+        try:
             await self._send(message)
+        finally:
+            if message["type"] == "http.response.start":
+                # Its body mostly follows in the same turn of the loop.
+                self._loop.call_soon(self._transport.flush)
+            else:
+                self._transport.flush()
 
     def write(self, data: bytes) -> bool:
         """Send an event at once. False where it has to take the server's own way."""
         # An empty chunk would be the end of all of them.
         if not data or not self._open():
             return False
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._transport.flush()
         return True
 
     def _open(self) -> bool:
-        """Whether chunks may be written just now: the head is sent, and nobody has to be waited for."""
+        """Whether chunks may be written just now: the head is there, and nobody has to be waited for."""
         cycle = self._cycle
         if (
             not cycle.response_started

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -90,6 +90,9 @@ class ChunkWriter:
 class EventStream(Response):
     """Events as they come. Whether the client has left, or has stopped reading, is looked after beside the
     sending, so that an event costs little more than its way to the socket.
+
+    The head goes out with the first event, or with the first sign of life: what goes wrong until then can
+    still have a status of its own.
     """
 
     def __init__(
@@ -101,14 +104,11 @@ class EventStream(Response):
         media_type: str = "text/event-stream",
         sign_of_life: Callable[[], bytes] = lambda: _PING,
         ended: Callable[[], object] = lambda: None,
-        leaving: asyncio.Future[None] | None = None,
     ) -> None:
-        """`ended` is called in the event loop once nothing more is sent, for whatever reason. `leaving` is
-        done when the client has left, where somebody looks after that already."""
+        """`ended` is called in the event loop once nothing more is sent, for whatever reason."""
         self.status_code = 200
         self.background = None
         self._ended = ended
-        self._leaving = leaving
         self.media_type = media_type
         self._silent_seconds = silent_seconds
         self._sign_of_life = sign_of_life
@@ -118,11 +118,16 @@ class EventStream(Response):
         self._sending = False
         self._stirred = 0.0
         """When an event was last begun to be sent, or was sent."""
+        self.begun = False
+        """Whether its head was sent."""
+        self.last = b""
+        """Events that go out with the end."""
+        self._write: Callable[[bytes], bool] = lambda data: False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        write = scope.get("extensions", {}).get(WRITE, lambda data: False)
-        sending = asyncio.ensure_future(self._send_all(send, write))
-        leaving = self._leaving or asyncio.ensure_future(disconnected(receive))
+        self._write = scope.get("extensions", {}).get(WRITE, self._write)
+        sending = asyncio.ensure_future(self._send_all(send))
+        leaving = asyncio.ensure_future(disconnected(receive))
         try:
             await self._mind(send, sending, leaving)
             if sending.done():
@@ -133,18 +138,31 @@ class EventStream(Response):
             await asyncio.gather(sending, leaving, return_exceptions=True)
             self._ended()
 
-    async def _send_all(self, send: Send, write: Callable[[bytes], bool]) -> None:
+    def write(self, data: bytes) -> bool:
+        """Send events straight to the socket. False where they have to be waited for, or a head before."""
+        if not self._write(data):
+            return False
+        self._stirred = asyncio.get_running_loop().time()
+        return True
+
+    async def _send_all(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
         async with aclosing(self._events) as events:
-            head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            await send(head)
             async for data in events:
                 self._stirred = clock()
-                if not write(data):
+                await self._begin(send)
+                if not self._write(data):
                     self._sending = True
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     self._sending = False
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._begin(send)
+        await send({"type": "http.response.body", "body": self.last, "more_body": False})
+
+    async def _begin(self, send: Send) -> None:
+        if not self.begun:
+            self.begun = True
+            head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            await send(head)
 
     async def _mind(self, send: Send, sending: asyncio.Future[None], leaving: asyncio.Future[None]) -> None:
         """Return when all is sent, or when nobody takes it any more."""
@@ -164,6 +182,7 @@ class EventStream(Response):
                 # A client that has stopped reading takes no sign of life either.
                 try:
                     async with asyncio.timeout(self._send_seconds):
+                        await self._begin(send)
                         await send(
                             {"type": "http.response.body", "body": self._sign_of_life(), "more_body": True}
                         )
@@ -173,59 +192,76 @@ class EventStream(Response):
                 self._stirred = clock()
 
 
-def response(
-    client_job: ClientJob[A, B],
-    writer: Writer[A, B],
-    *,
-    limits: Limits,
-    notes: dict[str, Any],
-    settle: Callable[[Sequence[B]], None],
-) -> EventStream:
-    """The answer of a job that has begun."""
-    return EventStream(
-        _events(client_job, writer, notes, settle),
-        send_seconds=limits.send_seconds,
-        silent_seconds=limits.silent_seconds,
-        media_type=writer.media_type,
-        sign_of_life=lambda: writer.sign_of_life(client_job.progress),
-        # A client that leaves before the first event leaves a job that nobody reads.
-        ended=client_job.drop,
-        leaving=client_job.leaving,
-    )
+class JobStream(EventStream, Generic[A, B]):
+    """What comes of a job, in the shapes of one protocol."""
 
+    def __init__(
+        self,
+        client_job: ClientJob[A, B],
+        writer: Writer[A, B],
+        *,
+        limits: Limits,
+        notes: dict[str, Any],
+        settle: Callable[[Sequence[B]], None],
+    ) -> None:
+        super().__init__(
+            self._follow(),
+            send_seconds=limits.send_seconds,
+            silent_seconds=limits.silent_seconds,
+            media_type=writer.media_type,
+            sign_of_life=self._opening_or_sign,
+            # A client that leaves before the first event leaves a job that nobody reads.
+            ended=client_job.cancel,
+        )
+        self._client_job = client_job
+        self._writer = writer
+        self._notes = notes
+        self._settle = settle
+        self._waiting = writer.opening()
+        """What is to be sent before all else, or could not be sent at once."""
 
-async def _events(
-    client_job: ClientJob[A, B],
-    writer: Writer[A, B],
-    notes: dict[str, Any],
-    settle: Callable[[Sequence[B]], None],
-) -> AsyncGenerator[bytes]:
-    try:
-        # What is there at the same time is sent at once.
-        waiting = writer.opening()
-        if not client_job.began:
-            yield waiting
-            waiting = b""
+    def _opening_or_sign(self) -> bytes:
+        return self._waited_for() or self._writer.sign_of_life(self._client_job.progress)
+
+    def _waited_for(self) -> bytes:
+        waiting, self._waiting = self._waiting, b""
+        return waiting
+
+    def _take(self, deltas: Sequence[A]) -> bool:
+        """Send what is new: every token comes here, straight from who reads what the engine says."""
+        if not (data := b"".join(map(self._writer.piece, deltas))):
+            return True
+        if not self._waiting and self.write(data):
+            return True
+        self._waiting += data
+        # A reply that ends by an error before anything was sent has a status of its own.
+        return not self.begun and deltas[0].finish_reason in ("error", "cancelled")
+
+    async def _follow(self) -> AsyncGenerator[bytes]:
         try:
-            while deltas := await client_job.more():
-                if data := waiting + b"".join(map(writer.piece, deltas)):
-                    waiting = b""
-                    yield data
-            replies = await client_job.ended()
-            settle(replies)
-            refused = client_job.cut(replies)
-            ending = writer.ending(replies) if refused is None else b""
-        except Exception as error:
-            refused, ending = to_api_error(error), b""
-        if refused is not None:
-            notes["error"] = refused.code or refused.kind
-            ending = writer.broken(refused)
-        yield waiting + ending
-    except (GeneratorExit, asyncio.CancelledError):
-        notes["left"] = True
-        raise
-    finally:
-        client_job.cancel()
+            try:
+                while not await self._client_job.drain(self._take):
+                    yield self._waited_for()
+                replies = await self._client_job.ended()
+                refused = self._client_job.cut(replies)
+                if refused is None or self.begun:
+                    self._settle(replies)
+                ending = self._writer.ending(replies) if refused is None else b""
+            except Exception as error:
+                if not self.begun:
+                    raise
+                refused, ending = to_api_error(error), b""
+            if refused is not None:
+                if not self.begun:
+                    raise refused
+                self._notes["error"] = refused.code or refused.kind
+                ending = self._writer.broken(refused)
+            self.last = self._waited_for() + ending
+        except (GeneratorExit, asyncio.CancelledError):
+            self._notes["left"] = True
+            raise
+        finally:
+            self._client_job.cancel()
 
 
 def waiting(progress: PromptProgress | None) -> dict[str, Any]:

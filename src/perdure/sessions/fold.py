@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -54,8 +54,9 @@ class TurnJob(Protocol):
     def reply(self, timeout: float | None = None) -> ChatReply: ...
     async def areplies(self) -> list[ChatReply]: ...
     async def areply(self) -> ChatReply: ...
-    async def amore(self) -> list[ChatDelta]:
-        """All deltas that came since the last ones, once there are some; none: iterate from there."""
+    async def drain(self, take: Callable[[list[ChatDelta]], bool]) -> bool:
+        """Have `take` called in the event loop with what is new, until it gives False or all was taken:
+        whether it was."""
         ...
 
     def __iter__(self) -> Iterator[ChatDelta]: ...
@@ -225,9 +226,14 @@ class FoldingJob:
     async def areply(self) -> ChatReply:
         return (await self.areplies())[0]
 
-    async def amore(self) -> list[ChatDelta]:
-        """Deltas of the reply, as of a job without summaries; none while those are written."""
-        return await self._current.amore() if self._answering and self._current is not None else []
+    async def drain(self, take: Callable[[list[ChatDelta]], bool]) -> bool:
+        """Deltas of the reply, as of a job without summaries."""
+        await self._fold()
+        if self._cut is not None:
+            take([ChatDelta(finish_reason="cancelled")])
+            return True
+        assert self._current is not None
+        return await self._current.drain(take)
 
     def __iter__(self) -> Iterator[ChatDelta]:
         while (job := self._summary()) is not None:

@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,11 +180,15 @@ class AttachedBackend(BackendClient):
         """Hand on what the other process says until it is gone."""
         self._reader.read_all(link.connection, self._handle, self._pending.end_overdue, seconds=_TICK)
 
-    def _handle(self, message: Any) -> None:
-        if isinstance(message, Leaving):
-            self._pending.pause()
-        else:
-            self._pending.handle(message)
+    def _handle(self, messages: Iterable[Any]) -> None:
+        self._pending.handle(self._about_requests(messages))
+
+    def _about_requests(self, messages: Iterable[Any]) -> Iterator[Any]:
+        for message in messages:
+            if isinstance(message, Leaving):
+                self._pending.pause()
+            else:
+                yield message
 
     def _leave(self, holder: Holder) -> None:
         self._link.connection.close()

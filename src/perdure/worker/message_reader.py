@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ from perdure.worker.connection import Connection
 
 
 class MessageReader:
-    """Reads one connection after another, and has each message handled.
+    """Reads one connection after another, and has messages handled, all that are there at once.
 
     The thread that calls `read_all` reads, until an event loop asks for it with `read_in`: tokens for tasks
     of that loop then wake one thread and not two. A loop that does not get to it loses it to the thread.
@@ -36,7 +36,7 @@ class MessageReader:
     def read_all(
         self,
         connection: Connection,
-        handle: Callable[[Any], None],
+        handle: Callable[[Iterable[Any]], None],
         look_after: Callable[[], None],
         *,
         seconds: float,
@@ -57,7 +57,7 @@ class MessageReader:
         finally:
             self.take_back()
 
-    def _read(self, connection: Connection, handle: Callable[[Any], None], timeout: float) -> None:
+    def _read(self, connection: Connection, handle: Callable[[Iterable[Any]], None], timeout: float) -> None:
         if self._error is not None:
             raise self._error
         loop = self._wanted_by
@@ -69,7 +69,7 @@ class MessageReader:
             with suppress(TimeoutError):
                 message = connection.receive(timeout)
                 with self.handling:
-                    handle(message)
+                    handle([message])
             return
         before = loan.reads
         if not self._changed.wait(timeout) and loan.reads == before and connection.readable():
@@ -129,7 +129,7 @@ class Loan:
         reader: MessageReader,
         loop: asyncio.AbstractEventLoop,
         connection: Connection,
-        handle: Callable[[Any], None],
+        handle: Callable[[Iterable[Any]], None],
     ) -> None:
         self.loop = loop
         self.thread: int | None = None
@@ -165,8 +165,7 @@ class Loan:
                 return
             self.reads += 1
             try:
-                for message in self._connection.take():
-                    self._handle(message)
+                self._handle(self._connection.take())
             except Exception as error:
                 self._reader.take_back(self, error)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
-from perdure.decode.output_queue import notify
+from perdure.decode.output_queue import OutputQueue, notify
 from perdure.decode.request import Request
 from perdure.errors import BusyError, ClosedError, EngineDiedError, InvalidInputError
 from perdure.worker.connection import Connection, pack
@@ -178,14 +178,20 @@ class PendingRequests:
                 call.settle(error=EngineDiedError(message, signal=death.signal, code=death.code))
         self._sweep()
 
-    def handle(self, message: Any) -> None:
-        """Do what the engine says; what is not about requests and calls is left alone."""
-        if isinstance(message, list):
-            self._deliver(message)
-        elif isinstance(message, Answer):
-            self._answered(message)
-        elif isinstance(message, Pulse):
-            self._progress(message.read)
+    def handle(self, messages: Iterable[Any]) -> None:
+        """Do what the engine says; what is not about requests and calls is left alone. Readers are told once
+        of all that came together."""
+        changed: list[OutputQueue] = []
+        try:
+            for message in messages:
+                if isinstance(message, list):
+                    self._deliver(message, changed)
+                elif isinstance(message, Answer):
+                    self._answered(message)
+                elif isinstance(message, Pulse):
+                    self._progress(message.read)
+        finally:
+            notify(changed)
 
     def _answered(self, answer: Answer) -> None:
         pending, call = self._requests.get(answer.id), self._calls.get(answer.id)
@@ -197,8 +203,7 @@ class PendingRequests:
             self._drop(answer.id)
             call.settle(answer.value, answer.error)
 
-    def _deliver(self, output: StepOutput) -> None:
-        changed = []
+    def _deliver(self, output: StepOutput, changed: list[OutputQueue]) -> None:
         for id_, deltas, replies in output:
             pending = self._requests.get(id_)
             if pending is None:
@@ -209,7 +214,6 @@ class PendingRequests:
             if replies is not None:
                 self._drop(id_)
                 pending.finish(replies)
-        notify(changed)
 
     def _progress(self, read: Mapping[RequestId, int]) -> None:
         """How much of their prompts requests have read."""

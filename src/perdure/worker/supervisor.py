@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -226,13 +227,17 @@ class Supervisor:
             process.connection, self._handle, lambda: self._look_after(process), seconds=self._setup.pulse
         )
 
-    def _handle(self, message: Any) -> None:
-        if isinstance(message, Line):
-            _log(message)
-            return
-        if not isinstance(message, Answer):
-            self._stirred = time.monotonic()
-        self._pending.handle(message)
+    def _handle(self, messages: Iterable[Any]) -> None:
+        self._pending.handle(self._about_requests(messages))
+
+    def _about_requests(self, messages: Iterable[Any]) -> Iterator[Any]:
+        for message in messages:
+            if isinstance(message, Line):
+                _log(message)
+                continue
+            if not isinstance(message, Answer):
+                self._stirred = time.monotonic()
+            yield message
 
     def _look_after(self, process: Process) -> None:
         now, policy = time.monotonic(), self._policy

@@ -39,8 +39,7 @@ async def answer(
             caller.notes["replies"] = [reply.text for reply in replies]
 
     if writer is not None:
-        await client_job.begin(app_state.limits.silent_seconds)
-        return sse.response(client_job, writer(), limits=app_state.limits, notes=caller.notes, settle=settle)
+        return sse.JobStream(client_job, writer(), limits=app_state.limits, notes=caller.notes, settle=settle)
     replies = await client_job.replies()
     settle(replies)
     if (refused := client_job.cut(replies)) is not None:

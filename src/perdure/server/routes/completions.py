@@ -70,9 +70,8 @@ async def complete(
             caller.notes["replies"] = [reply.text for reply in replies]
 
     if asked.stream:
-        await client_jobs[0].begin(app_state.limits.silent_seconds)
         writer = CompletionWriter(head, asked)
-        return sse.response(
+        return sse.JobStream(
             client_jobs[0], writer, limits=app_state.limits, notes=caller.notes, settle=settle
         )
     try:
