@@ -83,6 +83,14 @@ def test_depth_counts_brackets_outside_of_texts(body: bytes, expected: int) -> N
     assert scan.depth == expected
 
 
+@pytest.mark.parametrize(("content", "status"), [("[" * 100, 200), ([[[[["a"]]]]], 400)])
+def test_brackets_of_a_short_body_count_where_they_are_none_of_a_text(content: object, status: int) -> None:
+    with opened(toy()) as rt, live_server(rt, depth=6) as server, server.client() as client:
+        answer = client.post(CHAT, json=hello(messages=[{"role": "user", "content": content}]))
+        assert answer.status_code == status
+        assert ("nested_too_deeply" in answer.text) == (status == 400)
+
+
 def test_as_many_messages_as_are_allowed() -> None:
     with opened(toy()) as rt, live_server(rt, messages=3) as server, server.client() as client:
         said = [{"role": "user", "content": "a"}]

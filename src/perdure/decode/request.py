@@ -81,10 +81,7 @@ class Request:
             value = getattr(self, name)
             if value is not None and not _is_whole(value, low):
                 raise InvalidInputError(f"{name} is None or a whole number from {low}, got {value!r}")
-        if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
-            raise InvalidInputError(f"timeout is a number of seconds above 0, got {self.timeout!r}")
-        if self.deadline is not None and not isinstance(self.deadline, (int, float)):
-            raise InvalidInputError(f"deadline is an instant of time.monotonic(), got {self.deadline!r}")
+        _check_times(self.timeout, self.deadline)
         if not isinstance(self.sampling, Sampling):
             raise InvalidInputError(f"sampling is a Sampling, got {type(self.sampling).__name__}")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
@@ -146,8 +143,15 @@ def take_deadline(settings: dict[str, Any]) -> float | None:
     timeout, deadline = settings.pop("timeout", None), settings.pop("deadline", None)
     if timeout is None:
         return deadline  # type: ignore[no-any-return]
-    # Checked as any request's.
-    return Request(prompt=(0,), timeout=timeout, deadline=deadline).ends_at(time.monotonic())
+    _check_times(timeout, deadline)
+    return earlier(deadline, time.monotonic() + timeout)
+
+
+def _check_times(timeout: object, deadline: object) -> None:
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+        raise InvalidInputError(f"timeout is a number of seconds above 0, got {timeout!r}")
+    if deadline is not None and not isinstance(deadline, (int, float)):
+        raise InvalidInputError(f"deadline is an instant of time.monotonic(), got {deadline!r}")
 
 
 _OPTIONS = {*Request.__dataclass_fields__, *Sampling.__dataclass_fields__, "stop", "schema", "regex"} - {

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -74,7 +75,9 @@ class BackendClient:
             raise InvalidInputError(
                 f"processors are functions of this process and the engine is in another; {self.no_processors}"
             )
-        pending = self._pending.submit(replace(request, prompt=_plain(request.prompt)))
+        if (prompt := _plain(request.prompt)) is not request.prompt:
+            request = replace(request, prompt=prompt)
+        pending = self._pending.submit(request)
         self._nudge()
         job = Job(
             pending.output, lambda: self._pending.cancel(pending), prompt_tokens=len(pending.request.prompt)
@@ -158,7 +161,7 @@ class RemoteBackend(BackendClient):
 
 def _plain(value: Any) -> Any:
     """What iterates, as something that can be sent: a generator or a view of a dict cannot."""
-    if isinstance(value, (str, bytes, list, tuple, set, frozenset, dict, np.ndarray)):
+    if isinstance(value, (str, bytes, list, tuple, set, frozenset, dict, array, np.ndarray)):
         return value
     return list(value) if isinstance(value, Iterable) else value
 

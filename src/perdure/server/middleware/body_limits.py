@@ -103,10 +103,17 @@ class BodyLimits:
             size += len(parts[-1])
             if size > self._limits.body_bytes:
                 raise too_large(self._limits.body_bytes)
-            scan.push(parts[-1])
-            self._check(scan)
             more = message.get("more_body", False)
+            if more or len(parts) > 1 or not self._is_surely_within(parts[0]):
+                scan.push(parts[-1])
+                self._check(scan)
         return b"".join(parts)
+
+    def _is_surely_within(self, body: bytes) -> bool:
+        """Whether a short body has too few brackets and commas to break a limit, wherever they stand."""
+        opened = body.count(b"{") + body.count(b"[")
+        values = opened + body.count(b",")
+        return len(body) <= _PIECE and opened <= self._limits.depth and values <= self._limits.values
 
     def _check(self, scan: JsonScan) -> None:
         if scan.depth > self._limits.depth:

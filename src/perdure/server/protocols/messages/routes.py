@@ -17,7 +17,9 @@ from perdure.server.protocols.messages.requests import (
     reply_request,
 )
 from perdure.server.protocols.messages.stream import MessagesWriter
+from perdure.server.protocols.reply_request import ReplyRequest
 from perdure.server.schemas.openapi import errors, streamed
+from perdure.sessions.fold import TurnJob
 
 router = APIRouter(tags=["Anthropic"])
 
@@ -27,8 +29,7 @@ async def messages(
     asked: MessagesRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> MessagesAnswer | Response:
     """A reply to a conversation, in the shape of Anthropic's Messages. Any `model` is served by this one."""
-    wanted = await app_state.call(reply_request, asked, app_state, caller.namespace)
-    job = await app_state.call(wanted.submit, app_state.runtime, caller.namespace)
+    wanted, job = await app_state.call(_submit, asked, app_state, caller.namespace)
     head = MessagesHead(asked, app_state, caller.namespace)
     return await answer(
         job,
@@ -40,6 +41,12 @@ async def messages(
         writer=(lambda: MessagesWriter(head, job.prompt_tokens)) if asked.stream else None,
         said=wanted.messages,
     )
+
+
+def _submit(asked: MessagesRequest, app_state: AppState, namespace: str) -> tuple[ReplyRequest, TurnJob]:
+    """In one thread: to read what is asked takes time too."""
+    wanted = reply_request(asked, app_state, namespace)
+    return wanted, wanted.submit(app_state.runtime, namespace)
 
 
 @router.post("/v1/messages/count_tokens", responses=errors(504, 529))
