@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,18 @@ class Reading(ToyModel):
         if len(text) > 1 << 16:
             act(HOLD)
         return super().tokenize(text, special=special, bos=bos)
+
+
+class Frozen(ToyModel):
+    """Tells how many objects its process has frozen, as the process says that it is ready."""
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        return {**super().metadata, "test.frozen": str(gc.get_freeze_count())}
+
+
+def frozen() -> ToyModel:
+    return Frozen()
 
 
 def reading() -> ToyModel:

@@ -452,3 +452,9 @@ def test_it_is_told_how_far_a_prompt_is_read() -> None:
             job.output.wait(timeout=0.05)
         assert 0 < read_so_far < 1000
         job.cancel()
+
+
+def test_the_child_has_no_garbage_collected_that_was_there_at_its_start() -> None:
+    """Its modules alone are a hundred thousand objects: to look through them would stop every reply."""
+    with isolated("frozen") as rt:
+        assert int(rt.model.metadata["test.frozen"]) > 10_000

@@ -209,6 +209,7 @@ def _listen(
     *,
     open_page: bool,
 ) -> None:
+    import gc
     import logging
     import sys
 
@@ -243,7 +244,10 @@ def _listen(
     if open_page:
         # The socket listens already: the browser's first request waits there.
         open_browser(address(listening[0]))
-    HttpServer(app_state, read_settings=lambda: reload.into(app_state)).run(sockets=list(listening))
+    server = HttpServer(app_state, read_settings=lambda: reload.into(app_state))
+    # What is there by now stays: the garbage collector would stop all replies to look through it.
+    gc.freeze()
+    server.run(sockets=list(listening))
 
 
 def _state(keys: Keys) -> str:
