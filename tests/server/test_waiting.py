@@ -129,7 +129,7 @@ def test_a_websocket_hears_of_it_too(server: LiveServer, gate: Turnstile) -> Non
 
 
 def test_a_completion_hears_that_it_goes_on(server: LiveServer, gate: Turnstile) -> None:
-    body = {"prompt": LONG, "max_tokens": 2, "stream": True}
+    body = {"prompt": LONG, "max_tokens": 2, "stream": True, "temperature": 0}
     with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
         events = data(response)
         assert next(events)["choices"][0]["text"] == ""
