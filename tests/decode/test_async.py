@@ -305,10 +305,14 @@ def test_what_is_new_is_taken_in_the_call_that_tells_of_it() -> None:
     """No task of the loop gets a turn between the two."""
     taken: list[Delta] = []
 
+    def take(deltas: list[Delta]) -> bool:
+        taken.extend(deltas)
+        return True
+
     async def main() -> None:
         output = OutputQueue()
         job = Job(output, lambda: None, prompt_tokens=1)
-        draining = asyncio.create_task(job.drain(lambda deltas: not taken.extend(deltas)))
+        draining = asyncio.create_task(job.drain(take))
         await asyncio.sleep(0)
         for text in "abc":
             output.put(Delta(text))

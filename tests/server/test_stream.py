@@ -210,13 +210,14 @@ def test_an_answer_goes_out_in_no_more_pieces_than_tokens(monkeypatch: pytest.Mo
 def test_what_goes_wrong_before_the_first_event_is_raised_without_a_head() -> None:
     """So it has a status of its own."""
 
-    async def events() -> AsyncGenerator[bytes]:
+    async def events(broken: bool) -> AsyncGenerator[bytes]:
         await asyncio.sleep(0)
-        raise ValueError("broken")
+        if broken:
+            raise ValueError("broken")
         yield b""
 
     async def run(line: Line) -> None:
-        await EventStream(events(), send_seconds=60)({"type": "http"}, line.receive, line.send)
+        await EventStream(events(True), send_seconds=60)({"type": "http"}, line.receive, line.send)
 
     line = Line()
     with pytest.raises(ValueError, match="broken"):
