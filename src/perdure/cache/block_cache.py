@@ -59,10 +59,11 @@ class BlockNames:
             self._root, self._tokens = root, tokens.copy()
             self._names = self._names[: shared // self._size]
         names = self._names
-        yield from names[: len(tokens) // self._size]
-        known = len(names)
-        last = names[-1] if names else root
-        for at, name in enumerate(chain(last, tokens[known * self._size :], self._size), known):
+        # As they are now: somebody else may add to them before all of these are taken.
+        known = names[: len(tokens) // self._size]
+        yield from known
+        rest = tokens[len(known) * self._size :]
+        for at, name in enumerate(chain(known[-1] if known else root, rest, self._size), len(known)):
             if at == len(names):
                 names.append(name)
             yield name
