@@ -91,13 +91,12 @@ def draw_together(
 def _drawn(streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats) -> tuple[list[int], dict[int, Shown]]:
     """What `draw_together` gives, for streams whose rules have the same key."""
     rule = streams[0][1]
-    k = min(rule.k, rows.shape[1])
-    if k == 1:
+    if rule.k == 1:
         # The largest is drawn whatever the number, and the first number of a seed takes a while to make.
         cuts = [(0.0, 0.0, 0.0, 0.0)] * len(streams)
     else:
         cuts = [(*rule.numbers, sampler.number_at(position)) for sampler, rule, position in streams]
-    tokens = row_kernels.draw(rows, k, cuts, rule.bias)
+    tokens = row_kernels.draw(rows, rule.k, cuts, rule.bias)
     return tokens, {} if rule.shown is None else dict(enumerate(_shown(rows, tokens, rule.shown)))
 
 

@@ -58,7 +58,8 @@ def top_k(rows: Floats, k: int) -> tuple[NDArray[np.int64], Floats]:
     """The places of the `k` largest in each row of a table, and what is there: largest first; of equals, the
     lower place first."""
     table, count, stride, size = _place_of(rows)
-    _check_k(k, rows)
+    if not 1 <= k <= size:
+        raise ValueError(f"{k} of rows of shape {rows.shape}")
     ids, values = np.empty((count, k), np.int64), np.empty((count, k), np.float32)
     room = np.empty(k + size // _BLOCK + 1, np.int64)
     _raise(_top_k(table, count, stride, size, k, _address(ids), _address(values), _address(room)))
@@ -66,9 +67,11 @@ def top_k(rows: Floats, k: int) -> tuple[NDArray[np.int64], Floats]:
 
 
 def draw(rows: Floats, k: int, cuts: Sequence[Cut], bias: Bias) -> list[int]:
-    """A token for each row of a table, out of its `k` largest after `bias`."""
+    """A token for each row of a table, out of its `k` largest after `bias`; of all, where it has less."""
     table, count, stride, size = _place_of(rows)
-    _check_k(k, rows)
+    k = min(k, size)
+    if k < 1:
+        raise ValueError(f"{k} of rows of shape {rows.shape}")
     if len(cuts) != count:
         raise ValueError(f"{len(cuts)} cuts for {count} rows")
     if not 0 <= bias.lowest <= bias.highest < size:
@@ -79,8 +82,8 @@ def draw(rows: Floats, k: int, cuts: Sequence[Cut], bias: Bias) -> list[int]:
     drawn_at = _FIELDS + 4 * count
     memory = _memory_of(drawn_at + count + room)()
     job = ctypes.addressof(memory)
-    struct.pack_into(
-        f"={_FIELDS}q{4 * count}d", memory, 0,
+    _job_of(count).pack_into(
+        memory, 0,
         table, count, stride, size, k, bias.count, *bias.addresses,
         job + 8 * _FIELDS, job + 8 * drawn_at, 0, 0, 0, *itertools.chain.from_iterable(cuts),
     )  # fmt: skip
@@ -121,9 +124,10 @@ def _place_of(rows: Floats) -> _Place:
     return place
 
 
-def _check_k(k: int, rows: Floats) -> None:
-    if not 1 <= k <= rows.shape[1]:
-        raise ValueError(f"{k} of rows of shape {rows.shape}")
+@functools.lru_cache(maxsize=128)
+def _job_of(count: int) -> struct.Struct:
+    """A job of so many rows, and their cuts."""
+    return struct.Struct(f"={_FIELDS}q{4 * count}d")
 
 
 @functools.lru_cache(maxsize=128)
