@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from perdure.engine.toy import ToyModel
-from perdure.server.http_server import AnswerTransport
+from perdure.server.http_server import AnswerTransport, bind
 from perdure.server.sse import EventStream, Frame, events
 from server.live_server import PATIENCE, check_freed, hello, live_server, opened, raw
 
@@ -225,8 +225,16 @@ def test_what_goes_wrong_before_the_first_event_is_raised_without_a_head() -> No
     assert line.sent == []
 
 
-def test_a_client_that_reads_late_gets_every_token_in_order_h3() -> None:
+def test_a_client_that_reads_late_gets_every_token_in_order_h3(monkeypatch: pytest.MonkeyPatch) -> None:
     """H3: what it does not take is kept, once its connection is full, until it does."""
+
+    def narrow(host: str, port: int) -> socket.socket:
+        # The system would keep megabytes of it, on this side too.
+        listening = bind(host, port)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listening
+
+    monkeypatch.setattr("server.live_server.bind", narrow)
     never = {str(token): -100 for token in ToyModel().ends}
     asked = hello(max_tokens=400, logit_bias=never, logprobs=True)
     body = json.dumps({**asked, "top_logprobs": 20, "stream": True}).encode()
