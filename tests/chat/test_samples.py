@@ -13,6 +13,7 @@ import pytest
 
 import perdure
 from perdure import ChatReply, Runtime, Template
+from perdure.chat.reply import ChatDelta
 from perdure.engine.logits import LogitsView
 from perdure.engine.toy import ToyModel
 
@@ -107,6 +108,29 @@ def test_the_deltas_of_each_sample_add_up_to_it(way: str, asynchronous: bool) ->
             assert tuple(logprobs) == reply.logprobs
             assert [entry.token for entry in logprobs] == list(reply.tokens)
             assert reply.usage.completion_tokens == len(reply.tokens)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_takes_no_more_is_called_no_more_until_it_asks_again(way: str) -> None:
+    """H3: also where the reply goes on in another request, which has deltas of its own."""
+    calls: list[list[ChatDelta]] = []
+
+    def take(deltas: list[ChatDelta]) -> bool:
+        calls.append(deltas)
+        return False
+
+    async def drained(job: Any) -> None:
+        ended = False
+        while not ended:
+            before = len(calls)
+            ended = await job.drain(take)
+            assert len(calls) <= before + 1
+
+    with opened(way) as rt:
+        job = rt.submit_chat(SAID, seed=3, **WAYS[way])
+        asyncio.run(drained(job))
+        found = tuple(token for deltas in calls for delta in deltas for token in delta.tokens)
+        assert found == job.reply().tokens
 
 
 def test_a_grammar_goes_on_where_the_context_is_shifted() -> None:

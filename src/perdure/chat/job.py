@@ -197,7 +197,8 @@ class ChatJob:
                 so_far = await self._job.areply()
                 # In a thread: to queue a request may take its time.
                 more = await asyncio.to_thread(self._go_on, so_far)
-                taking = not more or take(more)
+                if more and not take(more):
+                    return False
             elif self._has_later:
                 await asyncio.to_thread(self._next_sample, await self._job.areply())
             else:
