@@ -21,7 +21,7 @@ import stat
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,12 @@ ADDRESS_BYTES = 100
 """The longest path that such a socket can have everywhere."""
 
 _PR_SET_PDEATHSIG = 1
+_GROUPS = Path("/sys/fs/cgroup")
+_GROUP_FILES = {
+    "": ("memory.max", "memory.current"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+"""Where control groups, of either kind, tell how much memory a group may use, and how much it uses."""
 _CPU_NAMES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
 
 
@@ -65,23 +71,62 @@ def memory_to_share() -> int:
 
 
 def prefer_large_pages(address: int, size: int) -> None:
-    """Have memory that is about to be written made of large pages: it is there much sooner."""
+    """Have memory that is about to be written made of large pages: it is there sooner, and read faster."""
     advise, large = c_function("madvise"), getattr(mmap, "MADV_HUGEPAGE", None)
     start = -(-address // page_size()) * page_size()
     if advise is not None and large is not None and address + size > start:
         advise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), ctypes.c_int(large))
 
 
+def own_memory() -> set[range]:
+    """The addresses of memory that only this process has and no file is behind; none where the system does
+    not tell."""
+    found = set()
+    for line in _proc("self/maps").splitlines():
+        addresses, access, _, _, inode, *name = line.split(maxsplit=5)
+        if access == "rw-p" and inode == "0" and not name:
+            start, end = addresses.split("-")
+            found.add(range(int(start, 16), int(end, 16)))
+    return found
+
+
+def has_large_pages() -> bool:
+    """Whether the system makes large pages of memory where it is asked to."""
+    told = _text(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
+    return bool(told) and "[never]" not in told
+
+
 def available_memory() -> int | None:
-    """Bytes that programs can still get without swapping, where the system tells."""
+    """Bytes that this process can still get without swapping, where the system tells. In a container or a
+    service that may be less than the machine has."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _proc("meminfo"), re.MULTILINE)
     if found:
-        return int(found[1]) << 10
+        return min([int(found[1]) << 10, *_left_to_groups()])
     pages = _sysconf("SC_AVPHYS_PAGES")
     if pages is not None:
         return pages * page_size()
     status = _windows_memory()
     return status[1] if status else None
+
+
+def _left_to_groups() -> Iterator[int]:
+    """Bytes that each group of processes that this one is in may still take, where it has a limit."""
+    for line in _proc("self/cgroup").splitlines():
+        _, kinds, path = line.split(":", maxsplit=2)
+        if kinds not in _GROUP_FILES:
+            continue
+        top = _GROUPS / kinds
+        limit, used = _GROUP_FILES[kinds]
+        # In a container the path can be that of the machine, which is not there.
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            most, taken = _text(folder / limit), _text(folder / used)
+            if most.strip().isdigit() and taken.strip().isdigit():
+                # What is kept of files that nobody has used lately is given up for it.
+                spare = re.search(r"^inactive_file (\d+)", _text(folder / "memory.stat"), re.MULTILINE)
+                yield max(0, int(most) - int(taken) + (int(spare[1]) if spare else 0))
+            if folder == top:
+                break
 
 
 def resident_memory(pid: int) -> int | None:
@@ -358,8 +403,13 @@ def _sysconf(name: str) -> int | None:
 
 
 def _proc(name: str) -> str:
+    return _text(Path("/proc", name))
+
+
+def _text(path: Path) -> str:
+    """What the system tells in a file of its own; nothing where there is none."""
     try:
-        return Path("/proc", name).read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 

@@ -87,7 +87,13 @@ class Model:
         self._kv_offload = kv_offload
         self._offload = self._plan(gpu_layers, devices, cells)
         split = check_split(tensor_split, self._offload.devices)
-        weights = Weights(self.path, offload=self._offload, tensor_split=split, progress=progress)
+        weights = Weights(
+            self.path,
+            size=sum(file.stat().st_size for file in self._files if file.exists()),
+            offload=self._offload,
+            tensor_split=split,
+            progress=progress,
+        )
         if not lib.llama_model_has_decoder(weights.handle) or lib.llama_model_has_encoder(weights.handle):
             raise ModelLoadError(f"{self.path.name} has an encoder; only decoder models can keep sessions")
         self._weights: Weights | None = weights
