@@ -38,7 +38,7 @@ def draw(
 
 def job_of(work: Callable[[], None]) -> Any:
     """The memory of the job that `work` is a part of."""
-    return inspect.getclosurevars(work).nonlocals["memory"]
+    return inspect.getclosurevars(work).nonlocals["self"]._memory
 
 
 def check(rows: NDArray[np.float32], k: int) -> None:

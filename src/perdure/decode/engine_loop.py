@@ -160,11 +160,13 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while True:
-                with self._changed:
-                    while not (self._waiting or self._active or self._calls or self._closing):
-                        self._changed.wait()
-                    if self._closing:
-                        break
+                # Only this thread changes who is active: between two steps of theirs, nothing is locked.
+                if not self._active:
+                    with self._changed:
+                        while not (self._waiting or self._calls or self._closing):
+                            self._changed.wait()
+                if self._closing:
+                    break
                 self._round()
         except BaseException as error:
             # A defect of our own: nobody may be left waiting for a thread that is gone.
@@ -202,8 +204,7 @@ class EngineLoop:
             self._stop_call = None
 
     def _end_overdue(self) -> None:
-        with self._changed:
-            groups = [group for group in (*self._waiting, *self._active) if group.cancelled or group.deadline]
+        groups = [group for group in self._groups() if group.cancelled or group.deadline]
         if not groups:
             return
         now = time.monotonic()
@@ -230,9 +231,7 @@ class EngineLoop:
 
     def _collect(self) -> None:
         """Hand the slots of finished sequences on, and finished requests back."""
-        with self._changed:
-            groups = [*self._active, *(group for group in self._waiting if group.done)]
-        for group in groups:
+        for group in self._groups():
             # After every step, for everybody: a generator would take four times as long.
             for sequence in group.sequences:
                 if sequence.finish_reason is not None:
@@ -244,6 +243,13 @@ class EngineLoop:
                 with self._changed:
                     (self._active if group in self._active else self._waiting).remove(group)
                 group.deliver()
+
+    def _groups(self) -> list[SequenceGroup]:
+        """All that there are now."""
+        if not self._waiting:
+            return self._active.copy()
+        with self._changed:
+            return [*self._active, *self._waiting]
 
     def _end_all(self, error: BaseException | None) -> None:
         with self._changed:

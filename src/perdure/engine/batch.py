@@ -35,17 +35,21 @@ class Batch:
         self.seqs: NDArray[np.int32] = np.zeros(capacity, np.int32)
         self.outputs: NDArray[np.int8] = np.zeros(capacity, np.int8)
         self._ramp: NDArray[np.int32] = np.arange(capacity, dtype=np.int32)
+        # The same memory: one number is written through these in half the time (`python -m bench.decode`).
+        self._by_number = (self.tokens.data, self.positions.data, self.seqs.data, self.outputs.data)
 
     def fill_one(self, seq: int, position: int, token: int) -> None:
         """Replace the contents by one token, whose row is wanted."""
-        self.tokens[0], self.positions[0], self.seqs[0], self.outputs[0] = token, position, seq, 1
+        at_tokens, at_positions, at_seqs, at_outputs = self._by_number
+        at_tokens[0], at_positions[0], at_seqs[0], at_outputs[0] = token, position, seq, 1
         self.size = 1
 
     def fill_tokens(self, seqs: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> None:
         """Replace the contents by one token for each of several sequences, whose rows are all wanted."""
-        size = self.size = len(tokens)
-        self.tokens[:size], self.positions[:size], self.seqs[:size] = tokens, positions, seqs
-        self.outputs[:size] = 1
+        at_tokens, at_positions, at_seqs, at_outputs = self._by_number
+        for at, (token, position, seq) in enumerate(zip(tokens, positions, seqs, strict=True)):
+            at_tokens[at], at_positions[at], at_seqs[at], at_outputs[at] = token, position, seq, 1
+        self.size = len(tokens)
 
     def fill(self, parts: Sequence[Part]) -> None:
         """Replace the contents by `parts`, one bulk write an array and part."""

@@ -167,8 +167,7 @@ class Context(StateCalls):
                 return False
             start = self._check_room(seq, 1)
             self._rows.end()
-            self._begin({seq: self._undo.mark(seq, 1)})
-            try:
+            with self._undoing({seq: self._undo.mark(seq, 1)}):
                 self._stoppable = True
                 if self._stopping or self._closing:
                     raise Failure(Outcome.ABORTED)
@@ -180,12 +179,6 @@ class Context(StateCalls):
                     raise self._failure(Outcome.FAILED)
                 self._ledger.append_one(seq, tokens[0])
                 self._rows.publish({(seq, 0): 0}, {seq: 1})
-                self._undo.marks = {}
-            except BaseException as error:
-                self._fail(error)
-                raise
-            finally:
-                self._end()
         return True
 
     def _step_tokens(self, feeds: Sequence[Feed]) -> bool:

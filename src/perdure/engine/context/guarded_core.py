@@ -117,6 +117,8 @@ class GuardedCore:
         self._core.stop()
         with self._lock:
             if self._closed:
+                # What is being stopped is not heard.
+                self._core.rearm()
                 return
             try:
                 self._rows.retire()
@@ -241,21 +243,12 @@ class GuardedCore:
         with stopped_by_ctrl_c(self._halt):
             return self._core.decode(self._batch)
 
-    @contextmanager
-    def _undoing(self, marks: Mapping[int, Mark]) -> Iterator[None]:
+    def _undoing(self, marks: Mapping[int, Mark]) -> _Undoing:
         """Change the cache and the ledger; on any failure take every sequence to its mark, and say so.
 
         Ctrl-C can strike anywhere, even here. What it leaves unfinished, the next call undoes.
         """
-        self._begin(marks)
-        try:
-            yield
-            self._undo.marks = {}
-        except BaseException as error:
-            self._fail(error)
-            raise
-        finally:
-            self._end()
+        return _Undoing(self, marks)
 
     def _begin(self, marks: Mapping[int, Mark]) -> None:
         # A cancel that came late was not meant for this call.
@@ -296,6 +289,32 @@ class GuardedCore:
                 fits=held,
             )
         return DecodeError(f"the engine failed to decode ({outcome.value}); {left}", kept=kept)
+
+
+class _Undoing:
+    """One change that is made whole, or undone. There is one at every token, where a generator would be felt
+    (`python -m bench.decode`)."""
+
+    __slots__ = ("_guarded", "_marks")
+
+    def __init__(self, guarded: GuardedCore, marks: Mapping[int, Mark]) -> None:
+        self._guarded = guarded
+        self._marks = marks
+
+    def __enter__(self) -> None:
+        self._guarded._begin(self._marks)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        guarded = self._guarded
+        try:
+            if error is None:
+                guarded._undo.marks = {}
+            else:
+                guarded._fail(error)
+        finally:
+            guarded._end()
 
 
 def overflow(needed: int, fits: int, why: str) -> ContextOverflow:

@@ -29,6 +29,9 @@ _SHARED = 1 << 20
 _NO_NUMBER, _NOTHING_TO_DRAW = 1, 2
 _FIELDS = 13
 """Of a job, as the kernel sees it, with 8 bytes each; the outcome is the last one."""
+_HEAD_FIELDS = 10
+"""Those that stay as they are from draw to draw."""
+_HEAD = struct.Struct(f"={_HEAD_FIELDS}q")
 
 Cut: TypeAlias = tuple[float, float, float, float]
 """How one row is drawn from: the limit of top-p, the depth of min-p below the largest, the temperature, and a
@@ -76,38 +79,65 @@ def draw(rows: Floats, k: int, cuts: Sequence[Cut], bias: Bias) -> list[int]:
         raise ValueError(f"{len(cuts)} cuts for {count} rows")
     if not 0 <= bias.lowest <= bias.highest < size:
         raise ValueError(f"biased tokens from {bias.lowest} to {bias.highest} in rows of {size}")
-    # One piece of memory for the job, the cuts, the tokens, and room to work in: at every token, each piece
-    # more is felt (`python -m bench.decode`).
-    room = 2 * k + bias.count + size // _BLOCK + 1
-    drawn_at = _FIELDS + 4 * count
-    memory = _memory_of(drawn_at + count + room)()
-    job = ctypes.addressof(memory)
-    _job_of(count).pack_into(
-        memory, 0,
-        table, count, stride, size, k, bias.count, *bias.addresses,
-        job + 8 * _FIELDS, job + 8 * drawn_at, 0, 0, 0, *itertools.chain.from_iterable(cuts),
-    )  # fmt: skip
+    shared = 4 * count * size >= _SHARED
+    where = (table, count, stride, size, k, bias.addresses)
+    # Most draws are of the rows that the last one was of, with other values, and their job is at hand.
+    job = None if shared else _jobs.pop(where, None)
+    if job is None:
+        job = _Job(where, bias)
+    tokens = job.draw(cuts, shared=shared)
+    if not shared:
+        _jobs.clear()
+        _jobs[where] = job
+    return tokens
 
-    def work() -> None:
-        own = _memory_of(room)()
-        # A thread that comes late finds no row left, and touches nothing but the job, which it holds.
-        _draw(ctypes.addressof(memory), ctypes.addressof(own))
 
-    try:
-        if 4 * count * size >= _SHARED:
-            assist(work, count - 1)
-    finally:
-        # Whatever comes between: nobody may be left with memory that is given up here.
-        _draw(job, job + 8 * (drawn_at + count))
-        while not _drawn(job):
-            # Somebody has begun with a row, and lost the processor.
-            time.sleep(0)
-    _raise(memory[_FIELDS - 1])
-    return memory[drawn_at : drawn_at + count]
+class _Job:
+    """Draws from the rows of one table.
+
+    One piece of memory for the job, the cuts, the tokens, and room to work in: at every token, each piece
+    more is felt (`python -m bench.decode`).
+    """
+
+    def __init__(self, where: _Where, bias: Bias) -> None:
+        table, count, stride, size, k, (ids, values) = where
+        self._bias = bias
+        self._count = count
+        self._room = 2 * k + bias.count + size // _BLOCK + 1
+        self._drawn_at = _FIELDS + 4 * count
+        self._memory = _memory_of(self._drawn_at + count + self._room)()
+        self._address = at = ctypes.addressof(self._memory)
+        self._begin = _begin_of(count)
+        head = (table, count, stride, size, k, bias.count, ids, values)
+        _HEAD.pack_into(self._memory, 0, *head, at + 8 * _FIELDS, at + 8 * self._drawn_at)
+
+    def draw(self, cuts: Sequence[Cut], *, shared: bool) -> list[int]:
+        """A token for each row. `shared`: threads that are idle help."""
+        memory, job, count, drawn_at = self._memory, self._address, self._count, self._drawn_at
+        self._begin.pack_into(memory, _HEAD.size, 0, 0, 0, *itertools.chain.from_iterable(cuts))
+
+        def work() -> None:
+            own = _memory_of(self._room)()
+            # A thread that comes late finds no row left, and touches nothing but the job, which it holds.
+            _draw(job, ctypes.addressof(own))
+
+        try:
+            if shared:
+                assist(work, count - 1)
+        finally:
+            # Whatever comes between: nobody may be left with memory that is given up here.
+            _draw(job, job + 8 * (drawn_at + count))
+            while not _drawn(job):
+                # Somebody has begun with a row, and lost the processor.
+                time.sleep(0)
+        _raise(memory[_FIELDS - 1])
+        return memory[drawn_at : drawn_at + count]
 
 
 _Place: TypeAlias = tuple[int, int, int, int]
 """Of a table of rows: its address, how many there are, from one to the next, and the size of each."""
+_Where: TypeAlias = tuple[int, int, int, int, int, tuple[int, int]]
+"""A table, how many of each row are looked at, and where the bias lies."""
 
 
 def _place_of(rows: Floats) -> _Place:
@@ -125,9 +155,9 @@ def _place_of(rows: Floats) -> _Place:
 
 
 @functools.lru_cache(maxsize=128)
-def _job_of(count: int) -> struct.Struct:
-    """A job of so many rows, and their cuts."""
-    return struct.Struct(f"={_FIELDS}q{4 * count}d")
+def _begin_of(count: int) -> struct.Struct:
+    """What a job of so many rows begins with: how far it is, and their cuts."""
+    return struct.Struct(f"={_FIELDS - _HEAD_FIELDS}q{4 * count}d")
 
 
 @functools.lru_cache(maxsize=128)
@@ -168,6 +198,8 @@ def _function(name: str, *arguments: type[Any]) -> Callable[..., int]:
 
 _last: tuple[weakref.ref[Floats], _Place] = weakref.ref(np.empty((1, 1), np.float32)), (0, 0, 0, 0)
 """The table that was looked at last. One object, so that threads never see the half of it."""
+_jobs: dict[_Where, _Job] = {}
+"""The job of the last draw, while nobody draws with it."""
 _library = _load()
 _BLOCK = int(_library.perdure_row_kernels_block())
 """Values of a row of which the largest is kept in passing."""
