@@ -36,6 +36,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         probe.choose()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def measurements(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is measured of this machine, each worker takes from the one that needed it first."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        subjects.measurements = tmp_path_factory.getbasetemp().parent
+
+
 @pytest.fixture(scope="session")
 def zoo_path(pytestconfig: pytest.Config) -> Callable[[str], Path]:
     """`zoo_path("llama")` is the file of that toy model, written once for all workers and runs."""

@@ -123,6 +123,7 @@ def measure(subject: Subject, trials: int, longest: int, *, fine: bool) -> list[
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("names", nargs="*", default=zoo.names(), help="models, all of them if none is named")
     options.add_argument("--trials", type=int, default=200)
     options.add_argument("--longest", type=int, default=160)
     chosen = options.parse_args()
@@ -130,7 +131,7 @@ def main() -> None:
         for fine in (False, True):
             print("| model | " + " | ".join(way.__name__ for way in WAYS) + " |")
             print("|---" * (1 + len(WAYS)) + "|")
-            for name in zoo.names():
+            for name in chosen.names:
                 subject = find(name, lambda name: zoo.write(name, Path(folder)))
                 figures = measure(subject, chosen.trials, chosen.longest, fine=fine)
                 print(f"| `{name}` | {' | '.join(figures)} |", flush=True)

@@ -169,8 +169,9 @@ class ContextMachine(RuleBasedStateMachine):
             if fault is None:
                 call()
             else:
-                # The toy engine counts tokens where llama.cpp counts nodes.
-                after = fault.after % 8 if self.subject.toy else fault.after
+                # The toy engine counts tokens where llama.cpp counts nodes. A GPU's nodes ask nobody: there a
+                # graph is stopped where the CPU begins it, or not at all.
+                after = fault.after % 8 if self.subject.toy else 0 if self.subject.on_gpu else fault.after
                 with failing_decode(self.ctx, step=fault.step, after=after, outcome=fault.outcome):
                     call()
         except DecodeError as error:

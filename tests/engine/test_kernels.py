@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -9,8 +10,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -18,8 +21,8 @@ import pytest
 
 from engine.shims import needs_compiler, shim
 from perdure import IncompatibleStateError, Model, ModelFileError, ModelLoadError
-from perdure.engine.llama.native import library, probe
-from perdure.engine.llama.native.backends import variants
+from perdure.engine.llama.native import library, log_sink, probe
+from perdure.engine.llama.native.backends import BUILT_IN, variants
 from perdure.engine.llama.native.devices import list_devices
 from perdure.identity import content_digest
 from zoo import Recipe, attention
@@ -77,7 +80,7 @@ def never_mixed(answer: Answer, store: Path, **change: Any) -> None:
 def test_m3_w4_state_of_another_cpu_variant_is_not_used(answer: Answer, store: Path) -> None:
     ours = library.loaded()
     others = [name for name, score in variants(ours.source.folder).items() if score and name != ours.variant]
-    if not others:
+    if ours.variant == BUILT_IN or not others:
         pytest.skip("this library has one CPU variant that runs here")
     never_mixed(answer, store, PERDURE_LLAMA_VARIANT=others[-1])
 
@@ -224,9 +227,12 @@ def test_a_file_that_is_refused_is_refused_with_the_librarys_reason(
     tmp_path: Path, zoo_path: Callable[[str], Path]
 ) -> None:
     """Its last line only says that it failed."""
-    # A context that was closed must not leave the library unheard.
-    with Model(zoo_path("llama")) as model:
-        model.context(n_ctx=64, threads=1).close()
+    # What was stopped and closed, and that again, must not leave the library unheard.
+    with Model(zoo_path("llama")) as model, model.context(n_ctx=64, threads=1) as ctx:
+        ctx.close()
+        with model.embedder(n_ctx=64, threads=1) as embedder:
+            embedder.close()
+            embedder.stop()
 
     def without_output(sheet: Sheet, vocabulary: int) -> None:
         attention.sizes(sheet, 1)
@@ -240,6 +246,41 @@ def test_a_file_that_is_refused_is_refused_with_the_librarys_reason(
     path = Recipe(name="unknown", architecture="llama9", memory="full", fill=attention.llama).write(tmp_path)
     with pytest.raises(ModelLoadError, match="unknown model architecture: 'llama9'"):
         Model(path)
+
+
+class Listened:
+    """A library that says nothing, and knows where its lines would go."""
+
+    def llama_log_set(self, lines: Any, _: None) -> None:
+        self.lines = lines
+
+
+@pytest.mark.parametrize("line", range(1, 16))
+def test_b6_a_ctrl_c_leaves_the_log_so_that_it_can_be_opened_again(line: int) -> None:
+    """B6: at any line of muting a call; the context that muted it opens the log when it is closed."""
+    library: Any = Listened()
+    sink = log_sink.LogSink(library)
+    heard = library.lines
+    left = line
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename == log_sink.__file__:
+            left -= event == "line"
+            if event == "line" and left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with suppress(KeyboardInterrupt), sink.muted(7):
+            assert library.lines is not heard
+    finally:
+        sys.settrace(before)
+    sink.open(7)
+    assert library.lines is heard
+    atexit.unregister(sink.shut)
 
 
 def test_a_context_longer_than_the_trained_length_is_said_once(

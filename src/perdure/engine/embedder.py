@@ -128,9 +128,9 @@ class Embedder:
 
     def close(self) -> None:
         with self._lock:
+            self._core.rearm()
             if not self._closed:
                 self._closed = True
-                self._core.rearm()
                 self._core.close()
 
     def __enter__(self) -> Embedder:

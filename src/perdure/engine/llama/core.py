@@ -74,6 +74,9 @@ class LlamaCore:
         self._row_address = self._lib.quick("llama_get_logits_ith")
         self._pos_max = self._lib.quick("llama_memory_seq_pos_max")
         self._asynchronous = bool(weights.devices)
+        # A step without rows has another graph, which is laid out in memory anew, as is the next one. Which
+        # operations on experts a GPU joins depends on where they lie, and the last bits depend on that.
+        self._always_gives_rows = self._asynchronous and weights.experts > 0
         self._streams = not params.kv_unified and params.n_seq_max > 1
         slides = self._lib.llama_model_n_swa(weights.handle) > 0
         self._sheds = slides and not params.swa_full and not self._streams
@@ -98,6 +101,8 @@ class LlamaCore:
             raise InvalidInputError("this model reads whole texts and writes none; use it for embeddings")
         native = self._bind(batch)
         native.n_tokens = batch.size
+        if self._always_gives_rows and not batch.outputs[: batch.size].any():
+            batch.outputs[batch.size - 1] = 1
         if self._asynchronous and threading.get_ident() == _MAIN_THREAD:
             # The backend of a device chatters while it computes: a Ctrl-C in the midst of that is lost.
             with self._log_sink.muted(id(self)), self._threadpool:

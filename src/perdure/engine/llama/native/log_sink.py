@@ -80,6 +80,9 @@ class LogSink:
     def open(self, owner: int) -> None:
         """Take back `shut`. Lines are heard again when nobody has it shut."""
         if owner in self._shut_by:
+            # Before as well: a Ctrl-C in between would leave it shut, with nobody to open it.
+            if self._shut_by == {owner}:
+                self._lib.llama_log_set(self._lines, None)
             self._shut_by.discard(owner)
             if not self._shut_by:
                 self._lib.llama_log_set(self._lines, None)
@@ -95,8 +98,8 @@ class LogSink:
 
         A Ctrl-C that arrives while Python reads a line is lost.
         """
-        self.shut(owner)
         try:
+            self.shut(owner)
             yield
         finally:
             self.open(owner)
