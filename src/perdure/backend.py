@@ -217,7 +217,7 @@ class LocalBackend:
             ending.callback(self.context.close)
             ending.callback(self._embeddings.close)
             if self._disk is not None and not self.context.closed:
-                self.slot_cache.store_all()
+                self.slot_cache.store_all(written=self._disk.flush)
 
     def _tokenize(self, text: str) -> list[int]:
         check_prompt_size(text, self.model, self.n_ctx)

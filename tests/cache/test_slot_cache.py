@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perdure import EngineError, IncompatibleStateError, PerdureError, TokenError
+from perdure import EngineError, IncompatibleStateError, Model, PerdureError, TokenError
 from perdure.cache.block import Block
 from perdure.engine.toy import Faults, Gate, ToyCore, ToyModel
 from perdure.memory import FullAttention, SlidingWindow
-from subjects import Subject
+from subjects import NOISE, Subject
 
 from .served import BLOCK, SPACING, Answer, Served
 
@@ -653,8 +653,14 @@ def test_w5_what_was_computed_otherwise_is_not_found_in_exact_mode(toy: Subject)
 
 
 def test_w5_what_another_number_of_threads_computed_is_not_found_in_exact_mode(find_subject: Find) -> None:
+    subject = find_subject("llama")
+    if subject.on_gpu:
+        # There one thread is used, whatever is asked for.
+        assert isinstance(subject.model, Model)
+        subject = Subject("llama", Model(subject.model.path, gpu_layers=0), NOISE["llama"])
+
     def root(threads: int, *, exact: bool) -> bytes:
-        with Served(find_subject("llama"), exact=exact, threads=threads) as served:
+        with Served(subject, exact=exact, threads=threads) as served:
             return served.slot_cache._blocks.root("")
 
     assert root(1, exact=True) == root(1, exact=True) != root(2, exact=True)
@@ -753,6 +759,29 @@ def test_a_fork_that_fails_is_computed_instead(toy: Subject) -> None:
         assert answer.reused == 0
         assert "could not be brought in place" in answer.why
         assert served.say([*text, 1]).reused == len(text) - 1
+
+
+def test_a_short_beginning_is_copied_by_its_rows_and_a_long_one_by_a_fork(subject: Subject) -> None:
+    """K4: to fork a sequence moves all its cells, however few of them are wanted. Every row that follows is
+    compared with a fresh context's."""
+    if subject.model.memory.needs_checkpoint:
+        pytest.skip("is always forked: its state has a part that belongs to its end")
+    for room, forks in ((256, 1), (1024, 0)):
+        with Served(subject, slots=2, n_ctx=room) as served:
+            text = served.say(subject.tokens(40)).tokens
+            forked: list[int] = []
+            fork = served.context.fork
+
+            def counted(src: int, dst: int, fork: Any = fork, forked: list[int] = forked) -> None:
+                forked.append(src)
+                fork(src, dst)
+
+            served.context.fork = counted  # type: ignore[method-assign]
+            on_a_device = served.context.capabilities.asynchronous
+            answer = served.say([*text[:39], 200, 201])
+            assert answer.tiers == {"slot": 39}
+            assert len(forked) == (1 if on_a_device else forks)
+            assert served.say([*text, 1]).tiers == {"slot": len(text) - 1}
 
 
 def test_a_checkpoint_that_fails_costs_going_back_and_nothing_else(toy: Subject) -> None:

@@ -90,7 +90,8 @@ _COLD: dict[tuple[object, ...], list[Row]] = {}
 
 @contextmanager
 def kept(subject: Subject, folder: Path, **options: Any) -> Iterator[Kept]:
-    own = {name: options.pop(name) for name in ("slots", "cache", "store_bytes") if name in options}
+    names = ("slots", "swap_slots", "cache", "store_bytes")
+    own = {name: options.pop(name) for name in names if name in options}
     narrow = compared(subject.model, **options)
     settings = {**SETTINGS, **narrow.settings, **options}
     with perdure.open(subject.model, store=folder, **{"slots": 2, **own}, **settings) as runtime:

@@ -348,7 +348,7 @@ def test_p7_another_block_size_is_a_miss_not_a_collision(
         request = Request(prompt=prompt, max_tokens=2, sampling=Sampling(temperature=0), ignore_eos=True)
         reply = loop.submit(request).reply()
         loop.close()
-        places.store_all()
+        places.store_all(written=behind.flush)
         context.close()
         behind.close()
         return reply.reuse.reused
@@ -448,13 +448,19 @@ def test_p4_clearing_everything_leaves_nothing(subject: Subject, tmp_path: Path)
 # Budgets: P6.
 
 
-def test_p6_both_tiers_keep_to_their_bytes_under_ten_times_as_much(subject: Subject, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("swap_slots", "room"), [(0, 4), (2, 2)])
+def test_p6_both_tiers_keep_to_their_bytes_under_ten_times_as_much(
+    subject: Subject, swap_slots: int, room: int, tmp_path: Path
+) -> None:
+    """Also where the sequences alone, with those that wait in swap slots, are more than the store has room
+    for: what was used last is kept."""
     with kept(subject, tmp_path / "measured") as runtime:
         runtime.say(subject.tokens(70))
         each = runtime.cache.stats().nbytes
     each = max(each, folder_bytes(tmp_path / "measured"))
-    memory, disk = 3 * each, 4 * each
-    with kept(subject, tmp_path / "store", slots=1, cache=memory, store_bytes=disk) as runtime:
+    memory, disk = 3 * each, room * each
+    own = {"slots": 1, "swap_slots": swap_slots, "cache": memory, "store_bytes": disk}
+    with kept(subject, tmp_path / "store", **own) as runtime:
         for seed in range(40):
             runtime.say(subject.tokens(70, seed))
             stats = runtime.cache.stats()
@@ -463,7 +469,7 @@ def test_p6_both_tiers_keep_to_their_bytes_under_ten_times_as_much(subject: Subj
             assert folder_bytes(tmp_path / "store") <= disk
         runtime.say(subject.tokens(70, 39))
     assert disk // 2 < folder_bytes(tmp_path / "store") <= disk
-    with kept(subject, tmp_path / "store", slots=1, cache=memory, store_bytes=disk) as runtime:
+    with kept(subject, tmp_path / "store", **own) as runtime:
         assert runtime.say(subject.tokens(70, 39)).from_disk == 69
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -245,11 +245,13 @@ class SlotCache:
             self.tiers.lower.store([entry for entry in found.entries if isinstance(entry, Block)])
         return found.length, self._blocks.root(namespace)
 
-    def store_all(self) -> None:
-        """Put what every idle sequence holds into the tiers."""
-        for slot in self._table.all:
+    def store_all(self, *, written: Callable[[], None]) -> None:
+        """Put what every idle sequence holds into the tiers. `written` returns when a lower tier has it: who
+        was used last comes last, and where room is short, those before make way."""
+        for slot in sorted(self._table.all, key=lambda slot: self._table.used[slot.seq]):
             if not slot.busy:
                 self._swapper.store(slot)
+                written()
 
     def clear(self) -> None:
         """Drop everything."""

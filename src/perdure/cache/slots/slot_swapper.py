@@ -19,6 +19,9 @@ from perdure.errors import EngineError
 
 Ids = NDArray[np.int32]
 
+_ROW = 8
+"""What it takes to cut and write the row of a token, in tokens that are only read."""
+
 
 class SwapSlots:
     """The sequences that serve no request. Of so many, all but one can be waited in: who comes back needs an
@@ -145,10 +148,8 @@ class SlotSwapper:
             if source is None:
                 return {}, ""
             if isinstance(source, Slot):
-                self._context.fork(source.seq, slot.seq)
+                self._copy(source, slot, tokens[: option.length])
                 slot.exact = source.exact
-                self._checkpoints.copy(source.seq, slot.seq)
-                self._checkpoints.go_back(slot.seq, option.length)
                 self._swap_slots.swapped_in(source, option.length)
                 return {"slot": option.length}, ""
             tiers, trouble = self._swap_in(slot, source, tokens)
@@ -160,6 +161,28 @@ class SlotSwapper:
         self._checkpoints.forget(slot.seq)
         self._context.clear(slot.seq)
         return {}, trouble
+
+    def _copy(self, source: Slot, slot: Slot, tokens: Ids) -> None:
+        """Make `slot`, which is empty, hold `tokens`, with which `source` begins."""
+        if self._rows_are_cheaper(self._context.length(source.seq), len(tokens)):
+            rows = self._context.capture(source.seq).rows
+            if rows is not None:
+                self._context.assemble(tokens, [rows.cut(0, len(tokens))], None, slot.seq)
+                return
+        self._context.fork(source.seq, slot.seq)
+        self._checkpoints.copy(source.seq, slot.seq)
+        self._checkpoints.go_back(slot.seq, len(tokens))
+
+    def _rows_are_cheaper(self, held: int, length: int) -> bool:
+        """Whether the rows of `length` tokens, read out of `held` and written, take less time than a fork. A
+        fork between streams copies every cell there is room for, at the speed of memory."""
+        context = self._context
+        if not context.memory.has_rows or context.memory.needs_checkpoint:
+            return False
+        # Forks of a pool copy nothing, and those on a device do not pass the bus.
+        if context.capabilities.shared or context.capabilities.asynchronous:
+            return False
+        return held + _ROW * length < context.n_ctx // 2
 
     def store(self, slot: Slot) -> None:
         """Copy what `slot` holds into the tiers. What cannot be copied is computed again one day."""
