@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from perdure.worker.connection import Connection
+from perdure.worker.connection import Connection, pack
 
 
 @pytest.fixture
@@ -25,6 +25,28 @@ def test_messages_of_any_size_come_whole_and_in_order(ends: tuple[Connection, Co
     for message in messages:
         here.send(message)
     assert [there.receive() for _ in messages] == messages
+
+
+def test_what_is_here_is_taken_however_it_was_cut() -> None:
+    """One message, several, and parts of them: each is taken once, whole and in order."""
+    raw, end = socket.socketpair()
+    messages = [b"", b"x", {"z": [1, 2]}, b"w" * 300]
+    stream = b"".join(len(data).to_bytes(8, "little") + data for data in map(pack, messages))
+    with raw:
+        there = Connection(end)
+        for size in (1, 7, 9, 50, len(stream)):
+            taken: list[object] = []
+            for at in range(0, len(stream), size):
+                raw.sendall(stream[at : at + size])
+                taken += there.take()
+            assert taken == messages
+        for message in messages:
+            raw.sendall(len(pack(message)).to_bytes(8, "little") + pack(message))
+            assert list(there.take()) == [message]
+        assert list(there.take()) == []
+    with pytest.raises(EOFError):
+        there.take()
+    there.close()
 
 
 def test_a_sender_does_not_wait_for_a_reader(ends: tuple[Connection, Connection]) -> None:

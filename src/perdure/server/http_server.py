@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any
 
+import anyio.to_thread
 import uvicorn
 from h11._writers import ChunkedWriter
 from starlette.types import ASGIApp
@@ -91,6 +92,8 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._read_engine_in(self._loop)
+        # What the first call in a thread imports, and that thread: not while the first client waits.
+        await anyio.to_thread.run_sync(lambda: None)
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, Generic, Protocol, TypeVar
@@ -123,9 +124,12 @@ class EventStream(Response):
         self.last = b""
         """Events that go out with the end."""
         self._write: Callable[[bytes], bool] = lambda data: False
+        self._clock: Callable[[], float] = time.monotonic
+        """The event loop's, once it is answered in one."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._write = scope.get("extensions", {}).get(WRITE, self._write)
+        self._clock = asyncio.get_running_loop().time
         sending = asyncio.ensure_future(self._send_all(send))
         leaving = asyncio.ensure_future(disconnected(receive))
         try:
@@ -142,14 +146,13 @@ class EventStream(Response):
         """Send events straight to the socket. False where they have to be waited for, or a head before."""
         if not self._write(data):
             return False
-        self._stirred = asyncio.get_running_loop().time()
+        self._stirred = self._clock()
         return True
 
     async def _send_all(self, send: Send) -> None:
-        clock = asyncio.get_running_loop().time
         async with aclosing(self._events) as events:
             async for data in events:
-                self._stirred = clock()
+                self._stirred = self._clock()
                 await self._begin(send)
                 if not self._write(data):
                     self._sending = True
@@ -166,11 +169,10 @@ class EventStream(Response):
 
     async def _mind(self, send: Send, sending: asyncio.Future[None], leaving: asyncio.Future[None]) -> None:
         """Return when all is sent, or when nobody takes it any more."""
-        clock = asyncio.get_running_loop().time
-        self._stirred = clock()
+        self._stirred = self._clock()
         while not sending.done() and not leaving.done():
             patience = self._send_seconds if self._sending else self._silent_seconds
-            left = self._stirred + patience - clock()
+            left = self._stirred + patience - self._clock()
             if left > 0:
                 # A send that begins meanwhile may have less patience than the silence before it.
                 left = min(left, self._send_seconds)
@@ -189,7 +191,7 @@ class EventStream(Response):
                 except TimeoutError:
                     log.info("a client took nothing for %g seconds and was left", self._send_seconds)
                     return
-                self._stirred = clock()
+                self._stirred = self._clock()
 
 
 class JobStream(EventStream, Generic[A, B]):
@@ -229,7 +231,10 @@ class JobStream(EventStream, Generic[A, B]):
 
     def _take(self, deltas: Sequence[A]) -> bool:
         """Send what is new: every token comes here, straight from who reads what the engine says."""
-        if not (data := b"".join(map(self._writer.piece, deltas))):
+        piece = self._writer.piece
+        # A step mostly brings one.
+        data = piece(deltas[0]) if len(deltas) == 1 else b"".join(map(piece, deltas))
+        if not data:
             return True
         if not self._waiting and self.write(data):
             return True

@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _HEAD = struct.Struct("<Q")
@@ -54,12 +54,17 @@ class Connection:
             self._read()
         return self._message(end)
 
-    def take(self) -> Iterator[Any]:
+    def take(self) -> Iterable[Any]:
         """The messages that are here by now, without waiting. EOFError where the other side is gone."""
-        if not self._end_of_message():
+        if not self._received:
+            data = self._receive()
+            if len(data) > _HEAD.size and _HEAD.unpack_from(data)[0] == len(data) - _HEAD.size:
+                # At every token: mostly one message has come, and all of it.
+                return (pickle.loads(data[_HEAD.size :]),)
+            self._received += data
+        elif not self._end_of_message():
             self._read()
-        while end := self._end_of_message():
-            yield self._message(end)
+        return self._messages()
 
     def readable(self, timeout: float | None = 0.0) -> bool:
         """Whether there is something to read, or the end, within so many seconds."""
@@ -98,6 +103,10 @@ class Connection:
         end: int = _HEAD.size + _HEAD.unpack_from(self._received)[0]
         return end if len(self._received) >= end else 0
 
+    def _messages(self) -> Iterator[Any]:
+        while end := self._end_of_message():
+            yield self._message(end)
+
     def _message(self, end: int) -> Any:
         with memoryview(self._received) as view, view[_HEAD.size : end] as data:
             message = pickle.loads(data)
@@ -105,15 +114,19 @@ class Connection:
         return message
 
     def _read(self) -> None:
+        self._received += self._receive()
+
+    def _receive(self) -> bytes:
+        """What has come, which may be nothing. EOFError where the other side is gone."""
         try:
             more = self._socket.recv(_READ)
         except BlockingIOError:
-            return
+            return b""
         except OSError:
             more = b""
         if not more:
             raise EOFError
-        self._received += more
+        return more
 
     def _flush(self) -> None:
         # Whoever has the lock sends what all others have left here: another thread, or this one, where

@@ -46,7 +46,7 @@ class PendingRequest:
         self.submitted = time.monotonic()
         self.deadline = request.ends_at(self.submitted)
         self._first: float | None = None
-        self._samples = [Sample() for _ in range(request.n)]
+        self._delivered: list[PlainDelta] = []
         self._settling = threading.Lock()
         self._settled = threading.Event()
         self.refusal: Exception | None = None
@@ -95,13 +95,9 @@ class PendingRequest:
         """Put deltas into the output queue; whoever delivers for all then notifies."""
         if self._first is None:
             self._first = time.monotonic()
+        # At every token: they are sorted by sample only where a process dies of them.
+        self._delivered += deltas
         for plain in deltas:
-            text, tokens, logprobs, index, reason = plain
-            sample = self._samples[index]
-            sample.text.append(text)
-            sample.tokens.extend(tokens)
-            sample.logprobs.extend(logprobs)
-            sample.finish_reason = reason
             self.output.put(Delta(*plain))
 
     def finish(self, replies: Sequence[Reply]) -> None:
@@ -117,7 +113,7 @@ class PendingRequest:
 
     def die(self, death: Death, *, again: bool) -> None:
         """End it by the death of the process that worked on it."""
-        kept = sum(len(sample.tokens) for sample in self._samples)
+        kept = sum(len(tokens) for _, tokens, _, _, _ in self._delivered)
         if kept:
             what = f"{kept} tokens of the reply had come, the rest is lost"
         elif again:
@@ -132,13 +128,24 @@ class PendingRequest:
     def _end(self, reason: FinishReason, error: Exception | None) -> None:
         if self.finished:
             return
-        for index, sample in enumerate(self._samples):
+        samples = self._samples()
+        for index, sample in enumerate(samples):
             if sample.finish_reason is None:
                 self.output.put(Delta(index=index, finish_reason=reason))
-        self.output.finish([self._reply(index, reason, error) for index in range(len(self._samples))])
+        self.output.finish([self._reply(sample, at, reason, error) for at, sample in enumerate(samples)])
 
-    def _reply(self, index: int, reason: FinishReason, error: Exception | None) -> Reply:
-        sample = self._samples[index]
+    def _samples(self) -> list[Sample]:
+        """What has been delivered, by sample."""
+        samples = [Sample() for _ in range(self.request.n)]
+        for text, tokens, logprobs, index, reason in self._delivered:
+            sample = samples[index]
+            sample.text.append(text)
+            sample.tokens.extend(tokens)
+            sample.logprobs.extend(logprobs)
+            sample.finish_reason = reason
+        return samples
+
+    def _reply(self, sample: Sample, index: int, reason: FinishReason, error: Exception | None) -> Reply:
         now = time.monotonic()
         first = self._first or now
         cut_short = sample.finish_reason is None
