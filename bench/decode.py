@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.child import Child
 from bench.engine import model_path
-from bench.harness import Bench, Figure, Gauge, Measure, Pairs, Run, at_least, at_most
+from bench.harness import Bench, Figure, Gauge, Measure, Pairs, Run, at_least, at_most, tokens_a_second
 from bench.machine import Watch
 from bench.processes import headers
 
@@ -270,13 +270,7 @@ def _prompts(streams: int) -> list[list[int]]:
 
 
 def _rate(written: Any) -> float:
-    """Tokens a second while all replies were being written; where they never were, in all."""
-    times = written["times"]
-    start, end = max(each[0] for each in times), min(each[-1] for each in times)
-    if end <= start:
-        start, end = min(each[0] for each in times), max(each[-1] for each in times)
-    count = sum(start < arrived <= end for each in times for arrived in each)
-    return float(count / (end - start))
+    return tokens_a_second(written["times"])
 
 
 def _step(write: Callable[[], Any]) -> Measure:

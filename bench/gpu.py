@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from bench.child import Child
-from bench.harness import Bench, Figure, Gauge, Pairs, Run, Target, at_least, at_most
+from bench.harness import Bench, Figure, Gauge, Pairs, Run, Target, at_least, at_most, tokens_a_second
 from bench.machine import Machine, Watch
 from bench.processes.device import tokens
 from bench.processes.random_model import EIGHT_BILLION, SMALL, Shape, write
@@ -170,7 +170,7 @@ def served(run: Run) -> Iterator[Figure]:
 
 
 def _heard(url: str, clients: int, count: int, repeats: int) -> list[float]:
-    """Tokens a second, from when every client has heard something until the first has heard all."""
+    """Tokens a second while all clients hear something."""
     found = []
     for number in range(repeats + 1):
         body = {"model": "default", "max_tokens": count, "seed": 7, "logit_bias": {"0": -100, "2": -100}}
@@ -187,11 +187,10 @@ def _heard(url: str, clients: int, count: int, repeats: int) -> list[float]:
         ]
         if clients > 1 and any(sum(texts for _, texts in each) < count // 2 for each in pieces):
             raise RuntimeError(f"the server answered {talk.came[0][-1][1][-500:]!r}")
-        first = max(next(at for at, texts in each if texts) for each in pieces)
-        last = min(each[-1][0] for each in pieces)
-        heard = sum(texts for each in pieces for at, texts in each if first < at <= last)
         if number:
-            found.append(heard / (last - first))
+            found.append(
+                tokens_a_second([[at for at, texts in each for _ in range(texts)] for each in pieces])
+            )
     return found
 
 
@@ -241,10 +240,8 @@ def _started(held: ExitStack, *command: str) -> subprocess.Popen[str]:
 
 
 def _rate(side: Child, number: int, prompts: Sequence[Sequence[int]], count: int) -> float:
-    """Tokens a second while all streams write: from the last one's first token to the first one's last."""
-    times = side.ask("write", number=number, prompts=prompts, count=count)["times"]
-    start, end = max(each[0] for each in times), min(each[-1] for each in times)
-    return float(sum(start < at <= end for each in times for at in each) / (end - start))
+    """Tokens a second while all streams write."""
+    return tokens_a_second(side.ask("write", number=number, prompts=prompts, count=count)["times"])
 
 
 def _figure(

@@ -99,6 +99,24 @@ def interleave(ours: Measure, peer: Measure, repeats: int, *, seconds: float = f
     return Pairs(tuple(ours_values), tuple(peer_values))
 
 
+def tokens_a_second(times: Sequence[Sequence[float]]) -> float:
+    """Tokens a second of all replies while all of them were being written; where they never were, in all.
+
+    Each reply by its own clock, from one of its tokens to another: the tokens of a step come to their readers
+    one after the other, and a clock in common would cut some of them off at its end.
+    """
+    start, end = max(each[0] for each in times), min(each[-1] for each in times)
+    if end <= start:
+        start, end = min(each[0] for each in times), max(each[-1] for each in times)
+        return sum(start < at for each in times for at in each) / (end - start)
+    within = [[at for at in each if start <= at <= end] for each in times]
+    return sum(
+        sum(each[0] < at for at in each) / (each[-1] - each[0])
+        for each in within
+        if each and each[-1] > each[0]
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
     """One comparison with its verdict. The ratio is the median over the pairs, not of two medians:

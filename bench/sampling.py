@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 import perdure
-from bench.harness import Bench, Figure, Gauge, Run, at_least
+from bench.harness import Bench, Figure, Gauge, Run, at_least, tokens_a_second
 from bench.processes.device import tokens
 from bench.processes.library_sampler import LibrarySampler
 from bench.processes.timed_engine import TimedModel
@@ -106,9 +106,7 @@ async def _read(runtime: perdure.Runtime, streams: int, count: int) -> float:
             times[index] += [time.perf_counter()] * len(delta.tokens)
 
     await asyncio.gather(*(read(index) for index in range(streams)))
-    start, end = max(each[0] for each in times), min(each[-1] for each in times)
-    written = sum(start < at <= end for each in times for at in each)
-    return 1e3 * (end - start) / (written / streams)
+    return 1e3 * streams / tokens_a_second(times)
 
 
 main = Bench("sampling", [rows, steps])

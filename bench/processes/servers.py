@@ -43,6 +43,8 @@ class Heard:
 
     first: float
     last: float
+    end: float
+    """Seconds to the end of its connection, from when the first of those asked together was."""
     text: str
 
 
@@ -62,7 +64,7 @@ class Server:
                 clients.ask(body)
             while clients.waiting:
                 clients.listen()
-        return [self._read(came) for came in clients.came]
+        return [self._read(came, end) for came, end in zip(clients.came, clients.ends, strict=True)]
 
     def beside(self, long: Mapping[str, Any], short: Callable[[int], Mapping[str, Any]]) -> list[float]:
         """Seconds to the first text of short prompts, one after the other, while a long one is read."""
@@ -74,9 +76,11 @@ class Server:
                 clients.listen()
             while clients.waiting:
                 clients.listen()
-        return [self._read(came).first for came in clients.came[1:]]
+        return [
+            self._read(came, end).first for came, end in zip(clients.came[1:], clients.ends[1:], strict=True)
+        ]
 
-    def _read(self, came: Sequence[tuple[float, bytes]]) -> Heard:
+    def _read(self, came: Sequence[tuple[float, bytes]], end: float) -> Heard:
         stamps, texts, rest, reason = [], [], b"", None
         connection = h11.Connection(h11.CLIENT)
         connection.send(h11.Request(method="POST", target=CHAT, headers=[("host", "here")]))
@@ -100,7 +104,7 @@ class Server:
             raise RuntimeError(f"{self.kind} answered {status}: {rest.decode()}\n{self._complained()}")
         if reason != "length":
             raise RuntimeError(f"{self.kind} ended by {reason} before it had written all it should")
-        return Heard(stamps[0], stamps[-1], "".join(texts))
+        return Heard(stamps[0], stamps[-1], end, "".join(texts))
 
     def _choice(self, line: bytes) -> dict[str, Any] | None:
         if not line.startswith(b"data: {"):
@@ -127,6 +131,7 @@ class _Clients:
         self._connections: dict[int, tuple[int, socket.socket]] = {}
         self._started: list[float] = []
         self.came: list[list[tuple[float, bytes]]] = []
+        self.ends: list[float] = []
         self.waiting: set[int] = set()
 
     def ask(self, body: Mapping[str, Any]) -> int:
@@ -139,6 +144,7 @@ class _Clients:
         connection = socket.create_connection((self._url.hostname, self._url.port))
         connection.sendall(head.encode() + content)
         self.came.append([])
+        self.ends.append(0.0)
         self.waiting.add(number)
         self._connections[connection.fileno()] = number, connection
         self._readable.register(connection.fileno(), select.POLLIN)
@@ -149,9 +155,11 @@ class _Clients:
         for descriptor, _ in self._readable.poll():
             number, connection = self._connections[descriptor]
             data = connection.recv(1 << 16)
+            now = time.perf_counter()
             if data:
-                self.came[number].append((time.perf_counter() - self._started[number], data))
+                self.came[number].append((now - self._started[number], data))
             else:
+                self.ends[number] = now - self._started[0]
                 self._readable.unregister(descriptor)
                 del self._connections[descriptor]
                 connection.close()
