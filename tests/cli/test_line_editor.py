@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from cli.pty_user import terminal
+from cli.pty_user import plain, terminal
 
 UNNOTICED = """
 import signal, sys, threading
@@ -31,3 +31,29 @@ def test_a_ctrl_c_that_the_wait_for_a_key_does_not_notice_is_heard_without_one(t
     with terminal(dict(os.environ), command=command) as user:
         for _ in range(3):
             user.until("> \nCtrl-D or /quit leaves.\n")
+
+
+BUSY = """
+import select, sys
+from pathlib import Path
+from perdure.cli.line_editor import LineEditor
+
+for message in LineEditor(Path(sys.argv[1]), []).messages(lambda: "> "):
+    print("had", message, flush=True)
+    # Until there is something to read, which is left for the next prompt.
+    select.select([0], [], [])
+    print("done", flush=True)
+"""
+
+
+def test_keys_pressed_between_two_prompts_are_shown_after_the_second_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BUSY, str(tmp_path / "history")]
+    with terminal(dict(os.environ), command=command) as user:
+        user.until("> ")
+        user.type("one\r")
+        user.until("had one\n")
+        user.type("two\r")
+        assert plain(user.until("had two\n")) == "done\n> two\nhad two\n"
+        user.type("\x04")
+        user.until("done\n> ")
+        assert user.leaves() == 0

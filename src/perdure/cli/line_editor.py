@@ -33,18 +33,22 @@ class LineEditor:
         self._readline = _readline(history, words)
 
     def messages(self, prompt: Callable[[], str]) -> Iterator[str]:
-        """What is typed after `prompt`. What is quoted is no command: its first slash is doubled."""
-        while True:
-            try:
-                message = self._message(prompt())
-            except EOFError:
-                terminal.tell("")
-                return
-            except KeyboardInterrupt:
-                terminal.tell("\nCtrl-D or /quit leaves.")
-                continue
-            if message:
-                yield message
+        """What is typed after `prompt`. What is quoted is no command: its first slash is doubled.
+
+        What is typed before the next prompt is there waits for it, and is shown with it.
+        """
+        with terminal.keys_held_back():
+            while True:
+                try:
+                    message = self._message(prompt())
+                except EOFError:
+                    terminal.tell("")
+                    return
+                except KeyboardInterrupt:
+                    terminal.tell("\nCtrl-D or /quit leaves.")
+                    continue
+                if message:
+                    yield message
 
     def answer(self, question: str) -> str:
         """One line in answer to a question; nothing at Ctrl-D or Ctrl-C."""
@@ -74,12 +78,13 @@ class LineEditor:
 
     def _line(self, prompt: str, *, remember: bool = True) -> str:
         if sys.stdout.isatty():
-            with _nudged():
+            with _nudged(), terminal.keys_shown():
                 line = input(prompt)
         else:
             # Standard output is somebody else's: it gets replies alone.
             print(prompt, end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline()
+            with terminal.keys_shown():
+                line = sys.stdin.readline()
             if not line:
                 raise EOFError
         if self._readline is not None and line.strip() and not remember:

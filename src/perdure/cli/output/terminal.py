@@ -115,6 +115,19 @@ def leaving_in_order() -> Iterator[None]:
 @contextmanager
 def keys_held_back() -> Iterator[None]:
     """While this is open, keys are not shown; what is typed waits for whoever reads next. Ctrl-C works."""
+    with _keys(shown=False):
+        yield
+
+
+@contextmanager
+def keys_shown() -> Iterator[None]:
+    """While this is open, somebody types, also where keys are held back around it."""
+    with _keys(shown=True):
+        yield
+
+
+@contextmanager
+def _keys(*, shown: bool) -> Iterator[None]:
     try:
         import termios
     except ImportError:
@@ -127,9 +140,12 @@ def keys_held_back() -> Iterator[None]:
     except (termios.error, AttributeError, OSError, ValueError):
         yield
         return
-    held = list(before)
-    held[3] &= ~(termios.ECHO | termios.ICANON)
-    termios.tcsetattr(keys, termios.TCSANOW, held)
+    wanted = list(before)
+    if shown:
+        wanted[3] |= termios.ECHO | termios.ICANON
+    else:
+        wanted[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(keys, termios.TCSANOW, wanted)
     try:
         yield
     finally:
