@@ -186,14 +186,13 @@ def test_an_answer_goes_out_in_no_more_pieces_than_tokens(monkeypatch: pytest.Mo
     """A stream's head with its first event, its last events with the end; an answer that is whole at once.
     Every piece wakes the client."""
     pieces: list[bytes] = []
-    flush = AnswerTransport.flush
+    send = AnswerTransport.send
 
-    def noting(transport: AnswerTransport) -> None:
-        if transport._held:
-            pieces.append(transport._held)
-        flush(transport)
+    def noting(transport: AnswerTransport, data: bytes) -> None:
+        pieces.append(transport._held + data)
+        send(transport, data)
 
-    monkeypatch.setattr(AnswerTransport, "flush", noting)
+    monkeypatch.setattr(AnswerTransport, "send", noting)
     with opened(ToyModel()) as runtime, live_server(runtime) as live, live.client() as client:
         assert client.post("/v1/chat/completions", json=hello(max_tokens=2, stream=True)).status_code == 200
         first, *_, last = pieces

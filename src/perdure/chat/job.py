@@ -182,10 +182,11 @@ class ChatJob:
             found: list[ChatDelta] = []
             for delta in deltas:
                 found += self._read(delta)
-                if self._spent():
+                # At every token: nothing is called that need not be.
+                if self._budget is not None and self._spent():
                     break
             taking = not found or take(found)
-            return taking and not self._goes_on()
+            return taking and not (self._shifting or (self._budget is not None and self._goes_on()))
 
         while True:
             if not self._goes_on():
@@ -250,7 +251,9 @@ class ChatJob:
             parts += sample.parser.finish()
             sample.finished = True
         sample.thought += len(delta.tokens) if sample.parser.thinking else 0
-        text, reasoning, calls = self._taken(sample, parts)
+        text, reasoning, calls = sample.take(parts)
+        if self._hides:
+            reasoning = ""
         if reason == "stop" and sample.calls:
             reason = "tool_calls"
         elif not (text or reasoning or calls or delta.tokens or reason):
@@ -266,10 +269,6 @@ class ChatJob:
                 finish_reason=reason,
             )
         ]
-
-    def _taken(self, sample: _Sample, parts: Sequence[Part]) -> tuple[str, str, tuple[CallDelta, ...]]:
-        text, reasoning, calls = sample.take(parts)
-        return text, "" if self._hides else reasoning, calls
 
     # Going on where the engine stopped.
 
@@ -310,7 +309,7 @@ class ChatJob:
             logprobs=None if logprobs is None else logprobs + certain,
         )
         sample.earlier = _joined(sample.earlier, so_far)
-        text, reasoning, calls = self._taken(sample, sample.parser.push(budget.close))
+        text, reasoning, calls = sample.take(sample.parser.push(budget.close))
         try:
             self._replace(budget.go_on(sample.earlier.tokens))
         except ContextOverflow:
@@ -320,7 +319,7 @@ class ChatJob:
         return [
             ChatDelta(
                 text=text,
-                reasoning=reasoning,
+                reasoning="" if self._hides else reasoning,
                 tool_calls=calls,
                 tokens=budget.closing,
                 logprobs=certain,

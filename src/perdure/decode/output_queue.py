@@ -84,11 +84,25 @@ class OutputQueue:
         """Tokens of the prompt whose state is there, for whoever asks while it waits."""
         self._on_change: list[tuple[Listener, Any]] = []
         self._on_finish: list[tuple[Listener, Any]] = []
+        self._taker: Taker | None = None
 
     def put(self, delta: Delta) -> None:
         """Add a delta. Listeners learn of it at the next `notify`."""
         with self.lock:
             self.deltas.append(delta)
+
+    def hand(self, deltas: list[Delta]) -> bool:
+        """Hand deltas to the taker, where this is called in its event loop: every token may come so, and
+        touches no queue. False: they are in the queue, and listeners learn of them at the next `notify`.
+
+        One thread at a time puts and hands.
+        """
+        taker = self._taker
+        if taker is not None and not self.deltas and taker.takes(deltas):
+            return True
+        with self.lock:
+            self.deltas += deltas
+        return False
 
     def finish(self, replies: list[Reply]) -> None:
         """Close the queue and tell everybody."""
@@ -142,13 +156,66 @@ class OutputQueue:
             self.listen(AsyncioListener.of(loop), functools.partial(_resolve, waiter), finish=finish)
         return waiter
 
+    @contextlib.contextmanager
+    def taken_by(self, taker: Taker) -> Iterator[None]:
+        """While this is open, `taker` is handed what comes in its event loop."""
+        self._taker = taker
+        try:
+            yield
+        finally:
+            if self._taker is taker:
+                self._taker = None
+            self._forget(taker.look)
+
     def _forget(self, waiter: Any) -> None:
         with self.lock:
-            self._on_change = [each for each in self._on_change if each[1] is not waiter]
-            self._on_finish = [each for each in self._on_finish if each[1] is not waiter]
+            self._on_change = [each for each in self._on_change if each[1] != waiter]
+            self._on_finish = [each for each in self._on_finish if each[1] != waiter]
 
     def _ready(self, finish: bool) -> bool:
         return self.finished or (not finish and bool(self.deltas))
+
+
+class Taker:
+    """Takes what comes of one request in an event loop, by calls: no task is woken for a token.
+
+    It ends when `take` gives False, which is the result, or raises; and when all was taken.
+    """
+
+    def __init__(self, output: OutputQueue, take: Callable[[list[Delta]], bool]) -> None:
+        self._output = output
+        self._take = take
+        self._loop = asyncio.get_running_loop()
+        self._listener = AsyncioListener.of(self._loop)
+        self.ended: asyncio.Future[bool] = self._loop.create_future()
+        """Whether all was taken."""
+
+    def takes(self, deltas: list[Delta]) -> bool:
+        """Take what was never in the queue. False where this is not the event loop, or it has ended."""
+        # Whoever waited may have been cancelled meanwhile.
+        if asyncio._get_running_loop() is not self._loop or self.ended.done():
+            return False
+        try:
+            if not self._take(deltas):
+                self.ended.set_result(False)
+        except Exception as error:
+            self.ended.set_exception(error)
+        return True
+
+    def look(self) -> None:
+        """Take what is in the queue, and listen for more; called in the event loop."""
+        output = self._output
+        while not self.ended.done():
+            with output.lock:
+                deltas = list(output.deltas)
+                output.deltas.clear()
+                if not deltas and not output.finished:
+                    output.listen(self._listener, self.look)
+                    return
+            if deltas:
+                self.takes(deltas)
+            else:
+                self.ended.set_result(True)
 
 
 def notify(queues: Iterable[OutputQueue]) -> None:
@@ -237,34 +304,14 @@ class Job:
     async def drain(self, take: Callable[[list[Delta]], bool]) -> bool:
         """Have `take` called in the event loop with what is new, whenever there is something, until it gives
         False or all deltas were taken: whether they were. No task is woken for a token."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[bool] = loop.create_future()
-        listener, output = AsyncioListener.of(loop), self.output
-
-        def hand_over() -> None:
-            # Whoever waited may have been cancelled meanwhile.
-            while not ended.done():
-                with output.lock:
-                    if not output.deltas:
-                        if not output.finished:
-                            output.listen(listener, hand_over)
-                            return
-                        ended.set_result(True)
-                        return
-                    deltas = list(output.deltas)
-                    output.deltas.clear()
-                try:
-                    if not take(deltas):
-                        ended.set_result(False)
-                except Exception as error:
-                    ended.set_exception(error)
-
-        hand_over()
-        try:
-            return await ended
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
+        taker = Taker(self.output, take)
+        with self.output.taken_by(taker):
+            taker.look()
+            try:
+                return await taker.ended
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
 
     def __iter__(self) -> Iterator[Delta]:
         output = self.output

@@ -235,10 +235,16 @@ class AnswerTransport:
             self.flush()
 
     def flush(self) -> None:
+        if self._held:
+            self.send(b"")
         self.holds = False
-        if held := self._held:
-            self._held = b""
-            self._transport.write(held)
+
+    def send(self, data: bytes) -> None:
+        """Write at once, with what waits."""
+        self.holds = False
+        if self._held:
+            data, self._held = self._held + data, b""
+        self._transport.write(data)
 
     def close(self) -> None:
         self.flush()
@@ -275,18 +281,11 @@ class ChunkSender:
 
     def write(self, data: bytes) -> bool:
         """Send an event at once. False where it has to take the server's own way."""
-        # An empty chunk would be the end of all of them.
-        if not data or not self._open():
-            return False
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        self._transport.flush()
-        return True
-
-    def _open(self) -> bool:
-        """Whether chunks may be written just now: the head is there, and nobody has to be waited for."""
         cycle = self._cycle
         if (
-            not cycle.response_started
+            # An empty chunk would be the end of all of them.
+            not data
+            or not cycle.response_started
             or cycle.response_complete
             or cycle.disconnected
             or cycle.flow.write_paused
@@ -294,6 +293,8 @@ class ChunkSender:
             return False
         if self._chunked is None:
             self._chunked = cycle.scope["method"] != "HEAD" and isinstance(cycle.conn._writer, ChunkedWriter)
+        if self._chunked:
+            self._transport.send(b"%x\r\n%b\r\n" % (len(data), data))
         return self._chunked
 
 

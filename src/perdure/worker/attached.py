@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +101,7 @@ class AttachedBackend(BackendClient):
         self._held: tuple[StoreLock, Backend, Listener] | None = None
         self._link = link
         self._meet(link.welcome.ready)
-        self._pending.connect(link.connection, self.slots)
+        self._pending.connect(link.connection, self.slots, self._hear)
         self._thread = threading.Thread(target=self._run, name="perdure-attached", daemon=True)
         self._thread.start()
 
@@ -178,17 +178,11 @@ class AttachedBackend(BackendClient):
 
     def _serve(self, link: Link) -> None:
         """Hand on what the other process says until it is gone."""
-        self._reader.read_all(link.connection, self._handle, self._pending.end_overdue, seconds=_TICK)
+        self._reader.read_all(link.connection, self._pending.handle, self._pending.end_overdue, seconds=_TICK)
 
-    def _handle(self, messages: Iterable[Any]) -> None:
-        self._pending.handle(self._about_requests(messages))
-
-    def _about_requests(self, messages: Iterable[Any]) -> Iterator[Any]:
-        for message in messages:
-            if isinstance(message, Leaving):
-                self._pending.pause()
-            else:
-                yield message
+    def _hear(self, message: Any) -> None:
+        if isinstance(message, Leaving):
+            self._pending.pause()
 
     def _leave(self, holder: Holder) -> None:
         self._link.connection.close()
@@ -218,7 +212,7 @@ class AttachedBackend(BackendClient):
                     link.connection.close()
                     return False
             self._set("ready")
-            self._pending.connect(link.connection, self.slots)
+            self._pending.connect(link.connection, self.slots, self._hear)
             return True
         return False
 

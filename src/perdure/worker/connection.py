@@ -35,6 +35,8 @@ class Connection:
         self._sending = threading.Lock()
         self._cut = False
         self._received = bytearray()
+        self._room = memoryview(bytearray(_READ))
+        """Where what comes is put first: memory that is taken anew for it is felt at every token."""
         self._readable = select.poll()
         self._readable.register(end.fileno(), select.POLLIN)
 
@@ -57,11 +59,11 @@ class Connection:
     def take(self) -> Iterable[Any]:
         """The messages that are here by now, without waiting. EOFError where the other side is gone."""
         if not self._received:
-            data = self._receive()
-            if len(data) > _HEAD.size and _HEAD.unpack_from(data)[0] == len(data) - _HEAD.size:
+            size = self._receive()
+            if size > _HEAD.size and _HEAD.unpack_from(self._room)[0] == size - _HEAD.size:
                 # At every token: mostly one message has come, and all of it.
-                return (pickle.loads(data[_HEAD.size :]),)
-            self._received += data
+                return (pickle.loads(self._room[_HEAD.size : size]),)
+            self._received += self._room[:size]
         elif not self._end_of_message():
             self._read()
         return self._messages()
@@ -114,19 +116,20 @@ class Connection:
         return message
 
     def _read(self) -> None:
-        self._received += self._receive()
+        size = self._receive()
+        self._received += self._room[:size]
 
-    def _receive(self) -> bytes:
-        """What has come, which may be nothing. EOFError where the other side is gone."""
+    def _receive(self) -> int:
+        """Bytes that have come into the room, perhaps none. EOFError where the other side is gone."""
         try:
-            more = self._socket.recv(_READ)
+            size = self._socket.recv_into(self._room)
         except BlockingIOError:
-            return b""
+            return 0
         except OSError:
-            more = b""
-        if not more:
+            size = 0
+        if not size:
             raise EOFError
-        return more
+        return size
 
     def _flush(self) -> None:
         # Whoever has the lock sends what all others have left here: another thread, or this one, where

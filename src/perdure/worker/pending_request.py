@@ -91,14 +91,16 @@ class PendingRequest:
 
     # What comes of it.
 
-    def deliver(self, deltas: Sequence[PlainDelta]) -> None:
-        """Put deltas into the output queue; whoever delivers for all then notifies."""
+    def deliver(self, deltas: Sequence[PlainDelta]) -> bool:
+        """Hand deltas to whoever takes them here and now. False: they are in the output queue, and whoever
+        delivers for all then notifies."""
         if self._first is None:
             self._first = time.monotonic()
-        # At every token: they are sorted by sample only where a process dies of them.
+        # At every token, which mostly brings one: they are sorted only where a process dies of them.
         self._delivered += deltas
-        for plain in deltas:
-            self.output.put(Delta(*plain))
+        return self.output.hand(
+            [Delta(*deltas[0])] if len(deltas) == 1 else [Delta(*plain) for plain in deltas]
+        )
 
     def finish(self, replies: Sequence[Reply]) -> None:
         if not self.finished:

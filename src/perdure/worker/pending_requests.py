@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
@@ -56,8 +57,11 @@ class PendingRequests:
         self._requests: dict[RequestId, PendingRequest] = {}
         self._calls: dict[RequestId, PendingCall] = {}
         self._connection: Connection | None = None
+        self._others: Callable[[Any], None] = lambda message: None
         self._leaving = False
         self._shut = False
+        self.heard = 0.0
+        """When the engine's thread last said something."""
 
     # For those who ask, in any thread.
 
@@ -136,8 +140,11 @@ class PendingRequests:
                 call.call.target in ("cache", "backend") for call in self._calls.values()
             )
 
-    def connect(self, connection: Connection, slots: int) -> None:
-        """An engine is there: ask it all that waits, in the order in which it came."""
+    def connect(self, connection: Connection, slots: int, others: Callable[[Any], None]) -> None:
+        """An engine is there: ask it all that waits, in the order in which it came. `others` is told what it
+        says that is not about requests and calls."""
+        self._others = others
+        self.heard = time.monotonic()
         with self._changing:
             self._connection = connection
             self._leaving = False
@@ -179,19 +186,24 @@ class PendingRequests:
         self._sweep()
 
     def handle(self, messages: Iterable[Any]) -> None:
-        """Do what the engine says; what is not about requests and calls is left alone. Readers are told once
-        of all that came together."""
+        """Do what the engine says. Readers are told once of all that came together."""
         changed: list[OutputQueue] = []
         try:
             for message in messages:
+                # Most are what a step brought.
                 if isinstance(message, list):
+                    self.heard = time.monotonic()
                     self._deliver(message, changed)
                 elif isinstance(message, Answer):
                     self._answered(message)
                 elif isinstance(message, Pulse):
+                    self.heard = time.monotonic()
                     self._progress(message.read)
+                else:
+                    self._others(message)
         finally:
-            notify(changed)
+            if changed:
+                notify(changed)
 
     def _answered(self, answer: Answer) -> None:
         pending, call = self._requests.get(answer.id), self._calls.get(answer.id)
@@ -208,8 +220,7 @@ class PendingRequests:
             pending = self._requests.get(id_)
             if pending is None:
                 continue
-            if deltas:
-                pending.deliver(deltas)
+            if deltas and not pending.deliver(deltas):
                 changed.append(pending.output)
             if replies is not None:
                 self._drop(id_)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from perdure.errors import ClosedError, EngineDiedError, EngineError, ModelFileE
 from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests
 from perdure.worker.process import Death, Process
-from perdure.worker.protocol import Answer, Close, Failed, Line, Ready, Setup
+from perdure.worker.protocol import Close, Failed, Line, Ready, Setup
 from perdure.worker.restart_policy import Health, RestartPolicy, State
 
 log = logging.getLogger("perdure.worker")
@@ -46,7 +45,6 @@ class Supervisor:
         self._last_death: str | None = None
         self._closing = threading.Event()
         self._wanted = False
-        self._stirred = 0.0
         # The system ends the process with the thread that started it, so that is one that lasts.
         self._thread = threading.Thread(target=self._run, name="perdure-worker", daemon=True)
 
@@ -200,7 +198,7 @@ class Supervisor:
                 case Failed():
                     raise message.error
                 case Line():
-                    _log(message)
+                    _hear(message)
 
     def _meet(self, about: Ready) -> None:
         if self._about is None:
@@ -216,34 +214,25 @@ class Supervisor:
     def _serve(self, process: Process) -> None:
         """Hand on what the process says until it is gone."""
         assert self._about is not None
-        self._pending.connect(process.connection, self._about.slots)
+        self._pending.connect(process.connection, self._about.slots, _hear)
         with self._changed:
             self._state = "ready"
-            self._ready_at = self._stirred = time.monotonic()
+            self._ready_at = time.monotonic()
             self._changed.notify_all()
             if self._closing.is_set():
                 process.connection.send(Close())
         self._reader.read_all(
-            process.connection, self._handle, lambda: self._look_after(process), seconds=self._setup.pulse
+            process.connection,
+            self._pending.handle,
+            lambda: self._look_after(process),
+            seconds=self._setup.pulse,
         )
-
-    def _handle(self, messages: Iterable[Any]) -> None:
-        self._pending.handle(self._about_requests(messages))
-
-    def _about_requests(self, messages: Iterable[Any]) -> Iterator[Any]:
-        for message in messages:
-            if isinstance(message, Line):
-                _log(message)
-                continue
-            if not isinstance(message, Answer):
-                self._stirred = time.monotonic()
-            yield message
 
     def _look_after(self, process: Process) -> None:
         now, policy = time.monotonic(), self._policy
         if not self._pending.busy:
-            self._stirred = now
-        elif now - self._stirred >= policy.hang_timeout:
+            self._pending.heard = now
+        elif now - self._pending.heard >= policy.hang_timeout:
             process.kill(f"no step ended within {policy.hang_timeout} seconds")
         rss = process.rss() if policy.memory_limit is not None else None
         if rss is not None and policy.memory_limit is not None and rss > policy.memory_limit:
@@ -277,5 +266,7 @@ class Supervisor:
             self._changed.notify_all()
 
 
-def _log(line: Line) -> None:
-    logging.getLogger(line.logger).log(line.level, "%s", line.text)
+def _hear(message: Any) -> None:
+    """What the process says that nobody asked for: lines of its log."""
+    if isinstance(message, Line):
+        logging.getLogger(message.logger).log(message.level, "%s", message.text)

@@ -17,6 +17,9 @@ class Markers:
     """Whether the opener is words of the reasoning, which a prompt begins for the model."""
 
 
+SPACE = " \t\r\n"
+"""What belongs to a marker that it touches."""
+
 THINK = Markers(open="<think>", close="</think>")
 BRACKETS = Markers(open="[THINK]", close="[/THINK]")
 COMMAND = Markers(open="<|START_THINKING|>", close="<|END_THINKING|>")
@@ -43,6 +46,12 @@ class MarkerScanner:
         self._starts = frozenset(mark[:size] for mark in meanings for size in range(1, len(mark)))
         self._firsts = frozenset(mark[:1] for mark in meanings)
         self._longest = max(map(len, meanings), default=1) - 1
+        firsts = "".join(map(re.escape, sorted(self._firsts)))
+        self._words = re.compile(rf"[^{firsts}]*[^{firsts}{SPACE}]" if firsts else rf"[\s\S]*[^{SPACE}]")
+
+    def is_words(self, text: str) -> bool:
+        """Whether a text has nothing that a marker begins with, and does not end in white space."""
+        return self._words.fullmatch(text) is not None
 
     def first(self, text: str, *, ended: bool = False) -> tuple[int, str]:
         """Where the first marker begins and the marker; where it may yet turn out to begin, and nothing.

@@ -11,10 +11,9 @@ from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.parsing.call_parser import CallParser
 from perdure.chat.parsing.families import Family
 from perdure.chat.parsing.json_scanner import Malformed
+from perdure.chat.parsing.markers import SPACE
 from perdure.checks import check_one_of
 from perdure.config import ReasoningMode
-
-_SPACE = " \t\r\n"
 
 
 @dataclass(slots=True)
@@ -60,6 +59,8 @@ class ReplyParser:
         self.thinking = thinking and family.reasoning is not None
         """Whether what comes now is reasoning."""
         self._parts: list[Part] = []
+        self._says: Literal["text", "reasoning"] | None = None
+        """What words are that come next, where nothing before them or held back can change that."""
         self._held = ""
         """The start of a marker, perhaps."""
         self._space: list[str] = []
@@ -105,9 +106,21 @@ class ReplyParser:
 
     def push(self, text: str) -> list[Part]:
         """The parts that `text` makes certain."""
+        if self._says is not None and self._scanner.is_words(text):
+            # Most tokens: what the long way would give.
+            return [Part(self._says, text)]
         while text:
             text = self._read_call(text) if self._call_parser is not None else self._read_prose(text)
+        self._says = self._next_words()
         return self._take()
+
+    def _next_words(self) -> Literal["text", "reasoning"] | None:
+        if self._call_parser is not None or self._held or self._space or self._trims or self._hidden:
+            return None
+        if self.thinking and self._reasoning != "show":
+            return "reasoning" if self._reasoning == "capture" else None
+        waits = self._before or self._after or (self._may_lead and not self.thinking)
+        return "text" if self._shown and not waits else None
 
     def finish(self) -> list[Part]:
         """What was held back, once nothing more will come."""
@@ -115,6 +128,7 @@ class ReplyParser:
             text = self._end_call()
             while text:
                 text = self._read_call(text) if self._call_parser is not None else self._read_prose(text)
+        self._says = None
         held, self._held = self._held, ""
         while held:
             end, marker = self._scanner.first(held, ended=True)
@@ -147,11 +161,11 @@ class ReplyParser:
 
     def _say(self, text: str) -> None:
         if self._trims:
-            stripped = text.lstrip(_SPACE)
+            stripped = text.lstrip(SPACE)
             if not self.thinking:
                 self._after.append(text[: len(text) - len(stripped)])
             text, self._trims = stripped, not stripped
-        words = text.rstrip(_SPACE)
+        words = text.rstrip(SPACE)
         if words:
             self._emit("".join(self._space) + words)
             self._space = []
@@ -306,5 +320,5 @@ def gather(parts: Sequence[Part]) -> Message:
 
 def _first_word(text: str, end: int) -> int | None:
     """Where the first character before `end` stands that is no white space."""
-    start = len(text) - len(text.lstrip(_SPACE))
+    start = len(text) - len(text.lstrip(SPACE))
     return start if start < end else None
