@@ -97,8 +97,7 @@ class OutputQueue:
 
         One thread at a time puts and hands.
         """
-        taker = self._taker
-        if taker is not None and not self.deltas and taker.takes(deltas):
+        if self._taker is not None and not self.deltas and self._taker.takes(deltas):
             return True
         with self.lock:
             self.deltas += deltas

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
+from json.encoder import encode_basestring
 from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic_core import to_json
@@ -124,6 +125,7 @@ class EventStream(Response):
         self.last = b""
         """Events that go out with the end."""
         self._write: Callable[[bytes], bool] = lambda data: False
+        """Sends events straight to the socket. False where they have to be waited for, or a head before."""
         self._clock: Callable[[], float] = time.monotonic
         """The event loop's, once it is answered in one."""
 
@@ -141,13 +143,6 @@ class EventStream(Response):
                 each.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
             self._ended()
-
-    def write(self, data: bytes) -> bool:
-        """Send events straight to the socket. False where they have to be waited for, or a head before."""
-        if not self._write(data):
-            return False
-        self._stirred = self._clock()
-        return True
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
@@ -236,8 +231,11 @@ class JobStream(EventStream, Generic[A, B]):
         data = piece(deltas[0]) if len(deltas) == 1 else b"".join(map(piece, deltas))
         if not data:
             return True
-        if not self._waiting and self.write(data):
-            return True
+        if not self._waiting:
+            self._stirred = self._clock()
+            # Last of all: the client that it wakes may get this core at once.
+            if self._write(data):
+                return True
         self._waiting += data
         # A reply that ends by an error before anything was sent has a status of its own.
         return not self.begun and deltas[0].finish_reason in ("error", "cancelled")
@@ -298,4 +296,4 @@ class Frame:
         self._before, self._after = written.split(to_json(_BLANK))
 
     def __call__(self, text: str) -> bytes:
-        return self._before + to_json(text) + self._after
+        return self._before + encode_basestring(text).encode() + self._after

@@ -44,14 +44,8 @@ class MarkerScanner:
         self.meanings = meanings
         self._any = re.compile("|".join(map(re.escape, sorted(meanings, key=len, reverse=True))) or r"(?!)")
         self._starts = frozenset(mark[:size] for mark in meanings for size in range(1, len(mark)))
-        self._firsts = frozenset(mark[:1] for mark in meanings)
+        self.firsts = frozenset(mark[:1] for mark in meanings)
         self._longest = max(map(len, meanings), default=1) - 1
-        firsts = "".join(map(re.escape, sorted(self._firsts)))
-        self._words = re.compile(rf"[^{firsts}]*[^{firsts}{SPACE}]" if firsts else rf"[\s\S]*[^{SPACE}]")
-
-    def is_words(self, text: str) -> bool:
-        """Whether a text has nothing that a marker begins with, and does not end in white space."""
-        return self._words.fullmatch(text) is not None
 
     def first(self, text: str, *, ended: bool = False) -> tuple[int, str]:
         """Where the first marker begins and the marker; where it may yet turn out to begin, and nothing.
@@ -63,6 +57,6 @@ class MarkerScanner:
         end = len(text)
         last = end if found is None else found.start() + 1
         for at in range(end if ended else max(0, end - self._longest), last):
-            if text[at] in self._firsts and text[at:] in self._starts:
+            if text[at] in self.firsts and text[at:] in self._starts:
                 return at, ""
         return (end, "") if found is None else (found.start(), found[0])

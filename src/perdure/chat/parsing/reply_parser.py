@@ -106,8 +106,8 @@ class ReplyParser:
 
     def push(self, text: str) -> list[Part]:
         """The parts that `text` makes certain."""
-        if self._says is not None and self._scanner.is_words(text):
-            # Most tokens: what the long way would give.
+        if self._says and text and not text[-1].isspace() and self._scanner.firsts.isdisjoint(text):
+            # Most tokens are words. The long way would give the same.
             return [Part(self._says, text)]
         while text:
             text = self._read_call(text) if self._call_parser is not None else self._read_prose(text)
