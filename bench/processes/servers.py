@@ -33,7 +33,7 @@ N_CTX = 4096
 """Tokens that one conversation can hold."""
 CHAT = "/v1/chat/completions"
 _PROMPT = list(range(1000, 1032))
-_COUNT = 25
+"""About as long as a question in the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,11 +293,11 @@ class Bare:
         self._child = held.enter_context(Child("bench.processes.streams", _BARE.get(kind, "bare")))
         self._numbers: dict[int, int] = {}
 
-    def writing(self, streams: int) -> float:
-        """Tokens a second of so many replies in one batch."""
-        prompts = [_PROMPT[:8]] * streams
-        run = self._child.ask("write", number=self._number(streams), prompts=prompts, count=_COUNT)
-        return float((_COUNT - 1) * streams / (run["times"][0][-1] - run["times"][0][0]))
+    def writing(self, streams: int, count: int) -> float:
+        """Tokens a second of so many replies in one batch, of `count` tokens each."""
+        prompts = [_PROMPT] * streams
+        run = self._child.ask("write", number=self._number(streams), prompts=prompts, count=count)
+        return float((count - 1) * streams / (run["times"][0][-1] - run["times"][0][0]))
 
     def reading(self) -> float:
         """Tokens a second of a prompt."""
@@ -308,7 +308,7 @@ class Bare:
             opened = self._child.ask("open", path=model_path(), streams=streams, n_ctx=512, threads=THREADS)
             self._numbers[streams] = opened
             # The first run warms up.
-            self.writing(streams)
+            self.writing(streams, len(_PROMPT))
         return self._numbers[streams]
 
 
