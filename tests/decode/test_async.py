@@ -10,6 +10,8 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from decode.observed import Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
 from perdure import BusyError, InvalidInputError, Runtime
@@ -323,6 +325,82 @@ def test_what_is_new_is_taken_in_the_call_that_tells_of_it() -> None:
 
     run(main())
     assert [delta.text for delta in taken] == ["a", "b", "c"]
+
+
+def test_what_is_handed_over_in_the_readers_loop_touches_no_queue() -> None:
+    taken: list[str] = []
+
+    def take(deltas: list[Delta]) -> bool:
+        assert not output.deltas
+        taken.extend(delta.text for delta in deltas)
+        return True
+
+    async def main() -> None:
+        draining = asyncio.create_task(Job(output, lambda: None, prompt_tokens=1).drain(take))
+        # Nobody takes it yet.
+        assert not output.hand([Delta("a")])
+        await asyncio.sleep(0)
+        assert taken == ["a"]
+        assert output.hand([Delta("b"), Delta("c")])
+        assert taken == ["a", "b", "c"]
+        # In another thread it waits for the loop.
+        assert not await asyncio.to_thread(output.hand, [Delta("d")])
+        # And so does what comes behind it.
+        assert not output.hand([Delta("e")])
+        notify([output])
+        assert taken == ["a", "b", "c", "d", "e"]
+        draining.cancel()
+        # It was cancelled, though it has not heard of it yet.
+        assert not output.hand([Delta("f")])
+        await asyncio.wait([draining])
+        assert [delta.text for delta in output.deltas] == ["f"]
+        assert not output._on_change
+
+    output = OutputQueue()
+    run(main())
+    assert len(taken) == 5
+
+
+@given(st.lists(st.sampled_from(["hand", "thread", "put", "stop", "tell", "turn"]), max_size=30))
+def test_readers_get_every_delta_once_and_in_order_however_it_comes(steps: list[str]) -> None:
+    """Handed over in the loop or in a thread, put and told of later; taken by readers that stop and go on."""
+    taken: list[str] = []
+    texts = [str(number) for number in range(len(steps))]
+
+    async def main() -> None:
+        output, going_on = OutputQueue(), True
+
+        def take(deltas: list[Delta]) -> bool:
+            nonlocal going_on
+            taken.extend(delta.text for delta in deltas)
+            told, going_on = going_on, True
+            return told
+
+        async def read() -> None:
+            while not await Job(output, lambda: None, prompt_tokens=1).drain(take):
+                await asyncio.sleep(0)
+
+        reading = asyncio.create_task(read())
+        for step, text in zip(steps, texts, strict=True):
+            if step == "hand" and not output.hand([Delta(text)]):
+                notify([output])
+            elif step == "thread" and not await asyncio.to_thread(output.hand, [Delta(text)]):
+                await asyncio.to_thread(notify, [output])
+            elif step == "put":
+                output.put(Delta(text))
+            elif step == "stop":
+                going_on = False
+            elif step == "tell":
+                notify([output])
+            elif step == "turn":
+                await asyncio.sleep(0)
+        output.finish([])
+        await reading
+        assert not output._on_change
+
+    run(main())
+    given_out = [text for step, text in zip(steps, texts, strict=True) if step in ("hand", "thread", "put")]
+    assert taken == given_out
 
 
 def test_a_reader_that_takes_all_deltas_by_calls_may_stop_and_go_on() -> None:
