@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import select
@@ -11,7 +12,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 _HEAD = struct.Struct("<Q")
@@ -184,6 +185,5 @@ class Connection:
             room.poll(_LOOK)
 
 
-def pack(message: object) -> bytes:
-    """A message as it travels. Whatever pickle raises for what cannot travel."""
-    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+pack: Callable[[object], bytes] = functools.partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
+"""A message as it travels. Raises whatever pickle raises for what cannot travel."""
