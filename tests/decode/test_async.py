@@ -466,3 +466,24 @@ def test_the_last_token_comes_with_the_reply() -> None:
         gate.open()
         job.reply()
     assert told == [(1, False), (1, False), (1, True)]
+
+
+def test_a_subscriber_is_told_of_each_step_once_however_many_samples_it_has() -> None:
+    told: list[tuple[int, bool]] = []
+
+    class Noting:
+        def notify(self, waiters: Sequence[OutputQueue]) -> None:
+            for output in waiters:
+                with output.lock:
+                    told.append((len(output.deltas), output.finished))
+                    output.deltas.clear()
+
+    gate = Turnstile()
+    with open_toy(gate=gate, slots=2) as rt:
+        job = rt.submit("hello", max_tokens=3, n=2, **GREEDY)
+        with job.output.lock:
+            job.output.subscribe(Noting(), job.output)
+        gate.open()
+        job.reply()
+        notify([job.output])
+    assert told == [(2, False), (2, False), (2, True)]

@@ -470,7 +470,7 @@ def test_a_broken_loop_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) ->
         def broken(group: Any) -> None:
             raise RuntimeError("a defect")
 
-        monkeypatch.setattr(inside(rt).engine_loop, "_plan", broken)
+        monkeypatch.setattr(inside(rt).engine_loop, "_collect", broken)
         gate.open()
         for job in jobs:
             seen = read(job)

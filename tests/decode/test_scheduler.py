@@ -37,6 +37,7 @@ def asked(model: ToyModel, context: Context, length: int, **settings: Any) -> Se
     return make_group(
         request,
         model=model,
+        piece=model.piece,
         context=context,
         grammars=Grammars(model),
         breakers=BreakerTable(model),
@@ -221,6 +222,6 @@ def test_in_exact_mode_each_sequence_has_its_own_step_cut_at_fixed_places(
         assert shape(steps, groups)[0] == [(0, 5, 1)]
         cuts.append(steps[1][0].count)
         prompt.cached += cuts[-1]
-        if not prompt.prefilling:
+        if prompt.remaining <= 1:
             break
     assert cuts == [10, 10, 5]

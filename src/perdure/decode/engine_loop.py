@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -18,7 +20,7 @@ from perdure.decode.output_queue import Job
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.repetition import BreakerTable
-from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Pace, Scheduler, Step, admit
+from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Pace, Scheduler, admit
 from perdure.decode.slots import FreshSlots, Slots
 from perdure.engine.context import Context
 from perdure.engine.model import Model
@@ -72,6 +74,8 @@ class EngineLoop:
         self._budget = Budget(tokens=context.n_batch, rows=rows, chunk=self._pace.chunk)
         self._slots = slots or FreshSlots(context)
         self._executor = Executor(context, self._slots, self._pace)
+        # Asked for at every token.
+        self._piece = functools.cache(model.piece)
         self._grammars = Grammars(model)
         self._breakers = BreakerTable(model)
         self._changed = threading.Condition()
@@ -80,6 +84,9 @@ class EngineLoop:
         self._calls: list[_Call] = []
         self._stop_call: Callable[[], None] | None = None
         self._turn = 0
+        self._cancelled = False
+        """Whether somebody was cancelled who may not have ended yet."""
+        self._next_deadline = math.inf
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="perdure-engine", daemon=True)
         self._thread.start()
@@ -92,6 +99,7 @@ class EngineLoop:
         group = make_group(
             request,
             model=self._model,
+            piece=self._piece,
             context=self._context,
             grammars=self._grammars,
             breakers=self._breakers,
@@ -110,6 +118,8 @@ class EngineLoop:
                     limit=self._limit,
                 )
             self._waiting.append(group)
+            if group.deadline is not None:
+                self._next_deadline = min(self._next_deadline, group.deadline)
             self._changed.notify_all()
         return Job(group, lambda: self._cancel(group), prompt_tokens=len(request.prompt))
 
@@ -153,6 +163,7 @@ class EngineLoop:
     def _cancel(self, group: SequenceGroup) -> None:
         self._executor.cancel(group)
         with self._changed:
+            self._cancelled = True
             self._changed.notify_all()
 
     # The engine thread.
@@ -178,12 +189,16 @@ class EngineLoop:
         """One round of the loop. Nothing of a request is left in its frame while the loop sleeps."""
         if self._calls:
             self._answer_calls()
-        self._end_overdue()
+        if self._cancelled or time.monotonic() >= self._next_deadline:
+            self._end_overdue()
         if self._waiting:
             self._admit()
-        for step in self._plan():
+        self._turn += 1
+        if self._budget.chunk != self._pace.chunk:
+            self._budget = replace(self._budget, chunk=self._pace.chunk)
+        for step in self._scheduler.plan(self._active, self._slots, self._budget, turn=self._turn):
             self._executor.execute(step, self._active)
-        self._collect()
+        self._collect(self._active)
         if not self._active:
             self._executor.notify()
 
@@ -204,15 +219,17 @@ class EngineLoop:
             self._stop_call = None
 
     def _end_overdue(self) -> None:
-        groups = [group for group in self._groups() if group.cancelled or group.deadline]
-        if not groups:
-            return
+        with self._changed:
+            # Before they are looked at: who is cancelled from now on sets it again.
+            self._cancelled = False
+            groups = [*self._active, *self._waiting]
+            deadlines = [group.deadline for group in groups if group.deadline is not None]
+            self._next_deadline = min(deadlines, default=math.inf)
         now = time.monotonic()
-        overdue = [group for group in groups if group.overdue(now)]
-        for group in overdue:
-            group.cancel()
-        if overdue:
-            self._collect()
+        for group in groups:
+            if group.overdue(now):
+                group.cancel()
+        self._collect(groups)
 
     def _admit(self) -> None:
         with self._changed:
@@ -221,35 +238,23 @@ class EngineLoop:
             with self._changed:
                 self._waiting.remove(group)
                 self._active.append(group)
-        self._collect()
+        self._collect(self._active)
 
-    def _plan(self) -> list[Step]:
-        self._turn += 1
-        if self._budget.chunk != self._pace.chunk:
-            self._budget = replace(self._budget, chunk=self._pace.chunk)
-        return self._scheduler.plan(self._active, self._slots, self._budget, turn=self._turn)
-
-    def _collect(self) -> None:
+    def _collect(self, groups: Sequence[SequenceGroup]) -> None:
         """Hand the slots of finished sequences on, and finished requests back."""
-        for group in self._groups():
+        changed: list[SequenceGroup] = []
+        for group in groups:
             # After every step, for everybody: a generator would take four times as long.
             for sequence in group.sequences:
                 if sequence.finish_reason is not None:
+                    changed.append(group)
                     break
-            else:
-                continue
+        for group in changed:
             self._executor.collect(group)
             if group.done:
                 with self._changed:
                     (self._active if group in self._active else self._waiting).remove(group)
                 group.deliver()
-
-    def _groups(self) -> list[SequenceGroup]:
-        """All that there are now."""
-        if not self._waiting:
-            return self._active.copy()
-        with self._changed:
-            return [*self._active, *self._waiting]
 
     def _end_all(self, error: BaseException | None) -> None:
         with self._changed:

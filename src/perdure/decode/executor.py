@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,9 +16,9 @@ import numpy as np
 from perdure.decode.group import SequenceGroup
 from perdure.decode.output_queue import notify
 from perdure.decode.sampling.candidates import Candidates
-from perdure.decode.sampling.sampler import draw
+from perdure.decode.sampling.sampler import Sampler, draw
 from perdure.decode.sampling.together import TopK, draw_together
-from perdure.decode.scheduler import TIMED, Pace, Step
+from perdure.decode.scheduler import TIMED, Chunk, Pace, Step
 from perdure.decode.sequence import TokenSequence
 from perdure.decode.slots import SlotAssignment, Slots
 from perdure.engine.context import Context, Feed
@@ -30,8 +32,9 @@ _Draw: TypeAlias = tuple[TokenSequence, Candidates]
 """A sequence that is to draw, and what it can draw."""
 
 
-_Row: TypeAlias = tuple[TokenSequence, TopK, tuple[int, int]]
-"""A sequence that is to draw, how, and which row of which slot it draws from."""
+_Row: TypeAlias = tuple[int, int, TokenSequence, TopK]
+"""A slot, which of its rows to draw from, the sequence that is to draw, and how."""
+_BY_PLACE = operator.itemgetter(0, 1)
 
 
 class Executor:
@@ -47,10 +50,10 @@ class Executor:
         self._pace = pace
         # Reentrant: the garbage collector drops jobs, and so cancels requests, anywhere.
         self._lock = threading.RLock()
-        self._in_flight: frozenset[int] = frozenset()
+        self._in_flight: Step = ()
         self._stopped = False
-        self._changed: list[SequenceGroup] = []
-        self._drawn: list[TokenSequence] = []
+        self._drawn: list[tuple[SequenceGroup, TokenSequence]] = []
+        """Those whose readers have not been given what was drawn."""
 
     # From any thread.
 
@@ -58,7 +61,7 @@ class Executor:
         """Mark a request as cancelled. A step that serves nobody else is stopped in its middle."""
         with self._lock:
             group.cancelled = True
-            if self._in_flight == {id(group)}:
+            if self._in_flight and all(chunk.group is group for chunk in self._in_flight):
                 self._context.cancel()
 
     def stop(self) -> None:
@@ -72,11 +75,12 @@ class Executor:
     def execute(self, step: Step, active: Sequence[SequenceGroup]) -> None:
         """Compute a step and draw from its rows; `active` are all groups that have slots."""
         # Who lost state since the step was planned is planned for anew in the next round.
-        step = [
-            each
-            for each in step
-            if each.sequence.finish_reason is None and each.sequence.cached == each.start
-        ]
+        current: list[Chunk] = []
+        for chunk in step:
+            sequence = chunk.sequence
+            if sequence.finish_reason is None and sequence.cached == chunk.start:
+                current.append(chunk)
+        step = current
         if not step:
             return
         try:
@@ -100,14 +104,16 @@ class Executor:
     def notify(self) -> None:
         """Give readers what was drawn for them since the last time."""
         drawn, self._drawn = self._drawn, []
-        for sequence in drawn:
+        changed: dict[SequenceGroup, None] = {}
+        for group, sequence in drawn:
             try:
                 sequence.deliver()
             except BaseException as error:
                 _end_by(error, sequence)
-        changed, self._changed = self._changed, []
-        # Who has ended is told with its replies, a moment later.
-        notify([group for group in changed if not group.done])
+            # Who has ended is told with its replies, a moment later.
+            if sequence.finish_reason is None or not group.done:
+                changed[group] = None
+        notify(changed)
 
     def collect(self, group: SequenceGroup) -> None:
         """Give the slots of finished samples to those that wait for one, or back."""
@@ -128,17 +134,24 @@ class Executor:
             log.exception("slot %d could not be released in order", seq)
 
     def _decode(self, step: Step) -> None:
-        feeds = []
+        feeds: list[Feed] = []
+        total = prompts = 0
         for chunk in step:
             sequence, count = chunk.sequence, chunk.count
             assert sequence.seq is not None
             ends = chunk.start + count == len(sequence.tokens)
             rows: Rows = "all" if sequence.scoring else "last" if ends else "none"
             feeds.append(Feed(sequence.seq, sequence.next_tokens(count), rows))
+            total += count
+            if count > 1:
+                # A reply has one token.
+                prompts += count
+        waited_for = False
         with self._lock:
-            self._in_flight = frozenset([id(chunk.group) for chunk in step])
+            self._in_flight = step
             # At every step: to make a generator takes longer than to look.
-            waited_for = [chunk for chunk in step if not chunk.group.cancelled]
+            for chunk in step:
+                waited_for = waited_for or not chunk.group.cancelled
             gone = self._stopped or not waited_for
         try:
             if not gone:
@@ -148,18 +161,15 @@ class Executor:
                 if asynchronous:
                     # While the device computes.
                     self.notify()
-                # Of the prompts in it: a reply has one token.
-                prompts = [chunk.count for chunk in step if chunk.count > 1]
-                if prompts and sum(prompts) >= TIMED:
-                    count = sum(prompts) + len(step) - len(prompts)
+                if prompts >= TIMED:
                     if asynchronous:
                         self._context.synchronize()
                     seconds = time.monotonic() - started
-                    self._slots.timed(count, seconds)
-                    self._pace.observe(count, seconds)
+                    self._slots.timed(total, seconds)
+                    self._pace.observe(total, seconds)
         finally:
             with self._lock:
-                self._in_flight = frozenset()
+                self._in_flight = ()
         if gone:
             raise DecodeCancelled("nobody waits for this step", kept={})
 
@@ -193,7 +203,6 @@ class Executor:
                 reading.append(sequence)
             if cached < len(sequence.tokens) or sequence.finish_reason is not None:
                 continue
-            self._changed.append(group)
             if cached > sequence.prompt_length:
                 drawing = [sequence]
             else:
@@ -202,11 +211,11 @@ class Executor:
                 drawing = [each for each in group.sequences if not each.done]
             seq = sequence.seq
             assert seq is not None
-            self._drawn += drawing
             for each in drawing:
+                self._drawn.append((group, each))
                 each.cached, each.report = cached, sequence.report
                 if (rule := each.top_k) is not None:
-                    plain.append((each, rule, (count - 1, seq)))
+                    plain.append((seq, count - 1, each, rule))
                     continue
                 with _contained(each):
                     wanted.append((each, each.select(self._context, count - 1, seq)))
@@ -226,21 +235,23 @@ class Executor:
         """Draw a token for each sequence, out of all their rows in one pass."""
         # In the order of their rows in the engine's memory, where they are then one table.
         if len(plain) > 1:
-            plain = sorted(plain, key=_place)
-        streams = [(sequence.sampler, rule, len(sequence.tokens)) for sequence, rule, _ in plain]
+            plain = sorted(plain, key=_BY_PLACE)
+        streams: list[tuple[Sampler, TopK, int]] = []
+        places: list[tuple[int, int]] = []
+        for seq, row, sequence, rule in plain:
+            streams.append((sequence.sampler, rule, len(sequence.tokens)))
+            places.append((row, seq))
         try:
-            tokens, shown = self._context.read_rows(
-                lambda rows: draw_together(streams, rows), [place for _, _, place in plain]
-            )
+            tokens, shown = self._context.read_rows(functools.partial(draw_together, streams), places)
         except Exception as error:
             if len(plain) == 1:
-                _end_by(error, plain[0][0])
+                _end_by(error, plain[0][2])
             else:
                 # One of them cannot draw, and ends; the others can.
                 for each in plain:
                     self._take_together([each])
             return
-        for at, ((sequence, _, _), token) in enumerate(zip(plain, tokens, strict=True)):
+        for at, ((_, _, sequence, _), token) in enumerate(zip(plain, tokens, strict=True)):
             try:
                 sequence.take(token, shown.get(at))
             except BaseException as error:
@@ -294,11 +305,6 @@ class Executor:
             # The long way: the prompt is computed again.
             self._context.clear(seq)
             sequence.cached = 0
-
-
-def _place(each: _Row) -> tuple[int, int]:
-    row, seq = each[2]
-    return seq, row
 
 
 @contextmanager

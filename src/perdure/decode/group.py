@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request
@@ -90,6 +91,7 @@ def make_group(
     request: Request,
     *,
     model: Model,
+    piece: Callable[..., bytes],
     context: Context,
     grammars: Grammars,
     breakers: BreakerTable,
@@ -120,7 +122,8 @@ def make_group(
             TokenSequence(
                 request,
                 index=index,
-                model=model,
+                ends=model.ends,
+                piece=piece,
                 sampler=sampler,
                 matcher=_matcher(request, grammars),
                 limit=request.max_tokens or room,

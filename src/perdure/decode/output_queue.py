@@ -27,7 +27,8 @@ class Listener(Protocol):
     """Is told that output queues changed.
 
     `notify` is called in the thread that fills the queues, once for all of a step that this listener waits
-    for, with the waiters that it gave to `OutputQueue.listen`. It must not wait, and must be hashable.
+    for, with the waiters that it gave to `OutputQueue.listen` or `subscribe`. It must not wait, and must be
+    hashable.
     """
 
     def notify(self, waiters: Sequence[Any]) -> None: ...
@@ -82,6 +83,7 @@ class OutputQueue:
         self.finished = False
         self.read = 0
         """Tokens of the prompt whose state is there, for whoever asks while it waits."""
+        self._on_every_change: list[tuple[Listener, Any]] = []
         self._on_change: list[tuple[Listener, Any]] = []
         self._on_finish: list[tuple[Listener, Any]] = []
         self._taker: Taker | None = None
@@ -114,13 +116,19 @@ class OutputQueue:
         """Tell `listener` of the next change, or only of the end; called with `lock` held, once a wait."""
         (self._on_finish if finish else self._on_change).append((listener, waiter))
 
+    def subscribe(self, listener: Listener, waiter: Any) -> None:
+        """Tell `listener` of every change from now on, and of the end; called with `lock` held."""
+        self._on_every_change.append((listener, waiter))
+
     def due(self) -> list[tuple[Listener, Any]]:
-        """The listeners to be told now; each is told once."""
+        """The listeners to be told now; who only listens is told once."""
         with self.lock:
-            found, self._on_change = self._on_change, []
+            found = self._on_every_change + self._on_change
+            if self._on_change:
+                self._on_change = []
             if self.finished:
                 found += self._on_finish
-                self._on_finish = []
+                self._on_every_change, self._on_finish = [], []
         return found
 
     def wait(self, *, finish: bool = False, timeout: float | None = None) -> bool:
@@ -138,7 +146,7 @@ class OutputQueue:
         end = time.monotonic() + timeout
         while not waiter.acquire(timeout=max(0.0, min(NAP, end - time.monotonic()))):
             if time.monotonic() >= end:
-                self._forget(waiter)
+                self.forget(waiter)
                 return self._ready(finish)
         return True
 
@@ -164,10 +172,12 @@ class OutputQueue:
         finally:
             if self._taker is taker:
                 self._taker = None
-            self._forget(taker.look)
+            self.forget(taker.look)
 
-    def _forget(self, waiter: Any) -> None:
+    def forget(self, waiter: Any) -> None:
+        """Tell nobody of this waiter any more."""
         with self.lock:
+            self._on_every_change = [each for each in self._on_every_change if each[1] != waiter]
             self._on_change = [each for each in self._on_change if each[1] != waiter]
             self._on_finish = [each for each in self._on_finish if each[1] != waiter]
 

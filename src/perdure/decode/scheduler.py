@@ -93,39 +93,37 @@ class BatchScheduler:
     """One step serves everybody: a token of each reply, and a chunk of prompts beside them."""
 
     def plan(self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int) -> list[Step]:
-        ready = _ready(groups)
+        step, prefills, suspects = _ready(groups)
         # A sequence whose tokens may have made a step fail is computed by itself.
-        steps: list[Step] = [
-            [_prompt_chunk(group, sequence, slots, budget.chunk, budget.rows)]
-            for group, sequence in ready
-            if sequence.cached < sequence.alone_until
-        ]
-        if steps:
-            ready = [each for each in ready if each[1].cached >= each[1].alone_until]
-        step = _decodes(ready)
-        if len(step) == len(ready):
-            return [*steps, step] if step else steps
-        prefills = _prefills(ready, turn)
+        steps: list[Step] = []
+        for group, sequence in suspects:
+            steps.append([_prompt_chunk(group, sequence, slots, budget.chunk, budget.rows)])
+        if prefills:
+            self._add_prompts(step, prefills, slots, budget, turn)
+        return [*steps, step] if step else steps
+
+    def _add_prompts(
+        self, step: list[Chunk], prefills: Ready, slots: Slots, budget: Budget, turn: int
+    ) -> None:
         alone = not step and len(prefills) == 1
         tokens = min(budget.tokens - len(step), budget.tokens if alone else budget.chunk)
         rows = budget.rows - len(step)
-        for group, sequence in prefills:
+        for group, sequence in _in_turn(prefills, turn):
             if tokens <= 0 or rows <= 0:
                 break
             chunk = _prompt_chunk(group, sequence, slots, tokens, rows)
             step.append(chunk)
             tokens -= chunk.count
             rows -= chunk.count if sequence.scoring else 1
-        return [*steps, step] if step else steps
 
 
 class ExactScheduler:
     """Every step is of one sequence and cut at fixed places, so that a reply has the bits it has alone."""
 
     def plan(self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int) -> list[Step]:
-        ready = _ready(groups)
-        chunks = _decodes(ready)
-        for group, sequence in _prefills(ready, turn)[:1]:
+        # Nobody is a suspect: no step has more than one sequence.
+        chunks, prefills, _ = _ready(groups)
+        for group, sequence in _in_turn(prefills, turn)[:1]:
             chunks.append(Chunk(group, sequence, sequence.cached, self._count(sequence, budget)))
         return [[chunk] for chunk in chunks]
 
@@ -138,25 +136,32 @@ class ExactScheduler:
         return end - sequence.cached
 
 
-def _ready(groups: Iterable[SequenceGroup]) -> Ready:
-    return [
-        (group, sequence)
-        for group in groups
-        for sequence in group.sequences
-        if sequence.seq is not None and sequence.finish_reason is None
-    ]
+def _ready(groups: Iterable[SequenceGroup]) -> tuple[list[Chunk], Ready, Ready]:
+    """Those that have a slot: the next token of each reply, the sequences with more than that to compute, and
+    those that are computed by themselves.
+
+    At every token, for everybody, in one pass: each call more is felt.
+    """
+    decodes: list[Chunk] = []
+    prefills: Ready = []
+    suspects: Ready = []
+    for group in groups:
+        for sequence in group.sequences:
+            if sequence.seq is None or sequence.finish_reason is not None:
+                continue
+            cached = sequence.cached
+            if cached < sequence.alone_until:
+                suspects.append((group, sequence))
+            elif cached + 1 < len(sequence.tokens):
+                prefills.append((group, sequence))
+            else:
+                decodes.append(Chunk(group, sequence, cached, 1))
+    return decodes, prefills, suspects
 
 
-def _decodes(ready: Ready) -> list[Chunk]:
-    return [
-        Chunk(group, sequence, sequence.cached, 1) for group, sequence in ready if not sequence.prefilling
-    ]
-
-
-def _prefills(ready: Ready, turn: int) -> Ready:
-    found = [(group, sequence) for group, sequence in ready if sequence.prefilling]
-    first = turn % len(found) if found else 0
-    return found[first:] + found[:first]
+def _in_turn(prefills: Ready, turn: int) -> Ready:
+    first = turn % len(prefills) if prefills else 0
+    return prefills[first:] + prefills[:first]
 
 
 def _prompt_chunk(

@@ -22,7 +22,6 @@ from perdure.decode.text import TextStream
 from perdure.engine.context import Context
 from perdure.engine.contract import Floats
 from perdure.engine.logits import Candidate, LogitsView, Step
-from perdure.engine.model import Model
 from perdure.engine.row_kernels import NothingToDraw
 from perdure.errors import GrammarError, InvalidInputError
 
@@ -57,7 +56,8 @@ class TokenSequence:
         request: Request,
         *,
         index: int,
-        model: Model,
+        ends: frozenset[int],
+        piece: Callable[..., bytes],
         sampler: Sampler,
         matcher: Matcher | None,
         limit: int,
@@ -80,12 +80,12 @@ class TokenSequence:
         self.first_token: float | None = None
         self.finished: float | None = None
         self.submitted = time.monotonic()
-        self._piece = model.piece
-        self._ends = model.ends
+        self._piece = piece
+        self._ends = ends
         self._sampling = sampler.sampling
         self.sampler = sampler
         self._matcher = matcher
-        self._limit = limit
+        self._longest = self.prompt_length + limit
         self._put = put
         self._text = self._text_behind(request.reply_prefix[request.told :])
         self._text_decides = bool(request.stops) or matcher is not None
@@ -96,7 +96,8 @@ class TokenSequence:
         self._end: int | None = None
         self.top_k = None if self.steered else TopK.of(sampler, request.logprobs)
         """How it draws where that depends on nothing but the largest of its row."""
-        self._scores = request.prompt_logprobs is not None and index == 0
+        self.scoring = request.prompt_logprobs is not None and index == 0 and self.prompt_length > 1
+        """Whether rows of the prompt are wanted of the next tokens."""
         self._view: LogitsView | None = None
         self._best: tuple[Candidate, ...] = ()
 
@@ -104,16 +105,6 @@ class TokenSequence:
     def remaining(self) -> int:
         """Tokens of the sequence that are not in the cache yet."""
         return len(self.tokens) - self.cached
-
-    @property
-    def prefilling(self) -> bool:
-        """Whether more than one token is to be computed: the prompt, or what was lost."""
-        return self.remaining > 1
-
-    @property
-    def scoring(self) -> bool:
-        """Whether rows of the prompt are wanted of the next tokens."""
-        return self._scores and len(self._prompt_logprobs) < self.prompt_length - 1
 
     @property
     def done(self) -> bool:
@@ -138,6 +129,7 @@ class TokenSequence:
                 continue
             view = context.logits(row, self.seq)
             self._prompt_logprobs.append(_logprob(view, self.tokens[at], top))
+        self.scoring = len(self._prompt_logprobs) < self.prompt_length - 1
 
     @property
     def steered(self) -> bool:
@@ -198,7 +190,7 @@ class TokenSequence:
             return
         self.tokens.append(token)
         self._logprobs.extend(new)
-        if self._text_decides or self.written >= self._limit:
+        if self._text_decides or len(self.tokens) >= self._longest:
             self.deliver()
             self._decide(token, new)
         else:
@@ -209,7 +201,7 @@ class TokenSequence:
         text = self._text_of(token)
         if self._text.stopped is not None or (self._matcher is not None and self._matcher.complete):
             self.finish("stop", text, (token,), new)
-        elif self.written >= self._limit:
+        elif len(self.tokens) >= self._longest:
             self.finish("length", text, (token,), new)
         else:
             self._put(Delta(text, (token,), new, self.index))

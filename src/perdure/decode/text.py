@@ -37,7 +37,8 @@ class TextStream:
         """The text that `piece` makes certain."""
         # Most pieces are ASCII, and whole characters.
         whole = not self._decoder.buffer and piece.isascii()
-        return self._release(piece.decode("ascii") if whole else self._decoder.decode(piece))
+        text = piece.decode("ascii") if whole else self._decoder.decode(piece)
+        return self._release(text) if self._stops else text
 
     def finish(self) -> str:
         """What was held back, once nothing more will come."""
@@ -49,8 +50,6 @@ class TextStream:
     def _release(self, text: str) -> str:
         if self.stopped is not None:
             return ""
-        if not self._stops:
-            return text
         known, found, held = self._held + text, [], 0
         for at, stop in enumerate(self._stops):
             if (matched := self._matched[at]) or stop[0] in text:

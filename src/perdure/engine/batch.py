@@ -38,14 +38,8 @@ class Batch:
         # The same memory: one number is written through these in half the time (`python -m bench.decode`).
         self._by_number = (self.tokens.data, self.positions.data, self.seqs.data, self.outputs.data)
 
-    def fill_one(self, seq: int, position: int, token: int) -> None:
-        """Replace the contents by one token, whose row is wanted."""
-        at_tokens, at_positions, at_seqs, at_outputs = self._by_number
-        at_tokens[0], at_positions[0], at_seqs[0], at_outputs[0] = token, position, seq, 1
-        self.size = 1
-
     def fill_tokens(self, seqs: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> None:
-        """Replace the contents by one token for each of several sequences, whose rows are all wanted."""
+        """Replace the contents by one token for each of some sequences, whose rows are all wanted."""
         at_tokens, at_positions, at_seqs, at_outputs = self._by_number
         for at, (token, position, seq) in enumerate(zip(tokens, positions, seqs, strict=True)):
             at_tokens[at], at_positions[at], at_seqs[at], at_outputs[at] = token, position, seq, 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import select
@@ -11,7 +12,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 _HEAD = struct.Struct("<Q")
@@ -46,7 +47,15 @@ class Connection:
     def send_packed(self, data: bytes) -> None:
         """Send what `pack` made."""
         self._frames.append(_HEAD.pack(len(data)) + data)
-        self._flush()
+        # Whoever has the lock sends what all others have left here: another thread, or this one, where
+        # the garbage collector runs a finaliser that sends in the middle of a send.
+        while self._frames and self._sending.acquire(blocking=False):
+            handed_on = False
+            try:
+                handed_on = not self._push() and self._hand_on()
+            finally:
+                if not handed_on:
+                    self._sending.release()
 
     def receive(self, timeout: float | None = None) -> Any:
         """The next message. EOFError where the other side is gone, TimeoutError where none came in time."""
@@ -131,32 +140,28 @@ class Connection:
             raise EOFError
         return size
 
-    def _flush(self) -> None:
-        # Whoever has the lock sends what all others have left here: another thread, or this one, where
-        # the garbage collector runs a finaliser that sends in the middle of a send.
-        while self._frames and self._sending.acquire(blocking=False):
-            handed_on = False
-            try:
-                if not self._push():
-                    try:
-                        threading.Thread(target=self._drain, name="perdure-connection", daemon=True).start()
-                        handed_on = True
-                    except RuntimeError:
-                        # No thread is to be had: better to wait here than to lose what was said.
-                        while not self._push():
-                            self._await_room()
-            finally:
-                if not handed_on:
-                    self._sending.release()
+    def _hand_on(self) -> bool:
+        """Have a thread wait in the sender's place: whether it has the lock now."""
+        try:
+            threading.Thread(target=self._drain, name="perdure-connection", daemon=True).start()
+        except RuntimeError:
+            # No thread is to be had: better to wait here than to lose what was said.
+            while not self._push():
+                self._await_room()
+            return False
+        return True
 
     def _drain(self) -> None:
         """Wait in the senders' place. It has the lock from whoever started it."""
-        try:
-            while not self._push():
-                self._await_room()
-        finally:
-            self._sending.release()
-        self._flush()
+        has_lock = True
+        while has_lock:
+            try:
+                while not self._push():
+                    self._await_room()
+            finally:
+                self._sending.release()
+            # Somebody may have left something meanwhile, and found it locked.
+            has_lock = bool(self._frames) and self._sending.acquire(blocking=False)
 
     def _push(self) -> bool:
         """Send what is left here, as far as the other side takes it: whether that is all. With the lock."""
@@ -184,6 +189,5 @@ class Connection:
             room.poll(_LOOK)
 
 
-def pack(message: object) -> bytes:
-    """A message as it travels. Whatever pickle raises for what cannot travel."""
-    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+pack: Callable[[object], bytes] = functools.partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
+"""A message as it travels. Raises whatever pickle raises for what cannot travel."""

@@ -73,25 +73,23 @@ class OutputSender:
         while True:
             with output.lock:
                 if not output.deltas and not output.finished:
-                    output.listen(self, request)
+                    output.subscribe(self, (request, output))
                     return
                 item = _taken(request.id, output)
-            # Until it waits here, nobody else sends for it, so the order holds.
+            # Until it is subscribed, nobody else sends for it, so the order holds.
             self._send([item])
             if item[2] is not None:
                 return
 
-    def notify(self, waiters: Sequence[ServedRequest]) -> None:
+    def notify(self, waiters: Sequence[tuple[ServedRequest, OutputQueue]]) -> None:
         """Called in the engine thread, with the requests of a step that have something new."""
         items: StepOutput = []
-        for request in waiters:
+        for request, output in waiters:
             try:
-                output = request.output
                 with output.lock:
                     items.append(_taken(request.id, output))
-                    if not output.finished:
-                        output.listen(self, request)
             except Exception as error:
+                output.forget((request, output))
                 request.cancel()
                 self._fail(request.id, error)
         self._send(items)
@@ -259,9 +257,8 @@ class RequestService:
         return found(*call.args, **call.keywords) if callable(found) else found
 
 
-def pack_step(items: StepOutput) -> bytes:
-    """What a step brought, as it travels."""
-    return pack(items)
+pack_step: Callable[[StepOutput], bytes] = pack
+"""What a step brought, as it travels."""
 
 
 def portable(error: BaseException) -> Exception:
@@ -275,10 +272,9 @@ def portable(error: BaseException) -> Exception:
 
 def _taken(id_: RequestId, output: OutputQueue) -> tuple[RequestId, list[PlainDelta], list[Reply] | None]:
     """All that is new of a request, out of its output queue; called with its lock held."""
-    deltas: list[PlainDelta] = [
-        (delta.text, delta.tokens, delta.logprobs, delta.index, delta.finish_reason)
-        for delta in output.deltas
-    ]
+    deltas: list[PlainDelta] = []
+    for delta in output.deltas:
+        deltas.append((delta.text, delta.tokens, delta.logprobs, delta.index, delta.finish_reason))
     output.deltas.clear()
     replies = [_portable_reply(reply) for reply in output.replies] if output.finished else None
     return id_, deltas, replies

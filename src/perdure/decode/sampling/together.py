@@ -73,24 +73,10 @@ def draw_together(
     streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats
 ) -> tuple[list[int], dict[int, Shown]]:
     """A token for each stream, from its row, at its position; and by its place what is to be shown of it."""
-    places: dict[_Key, list[int]] = {}
-    for at, (_, rule, _) in enumerate(streams):
-        places.setdefault(rule.key, []).append(at)
-    if len(places) == 1:
-        return _drawn(streams, rows)
-    tokens = [0] * len(streams)
-    shown: dict[int, Shown] = {}
-    for chosen in places.values():
-        found, best = _drawn([streams[at] for at in chosen], rows[chosen])
-        for at, token in zip(chosen, found, strict=True):
-            tokens[at] = token
-        shown |= {chosen[at]: each for at, each in best.items()}
-    return tokens, shown
-
-
-def _drawn(streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats) -> tuple[list[int], dict[int, Shown]]:
-    """What `draw_together` gives, for streams whose rules have the same key."""
     rule = streams[0][1]
+    for _, other, _ in streams:
+        if other is not rule and other.key != rule.key:
+            return _draw_by_key(streams, rows)
     if rule.k == 1:
         # The largest is drawn whatever the number, and the first number of a seed takes a while to make.
         cuts = [(0.0, 0.0, 0.0, 0.0)] * len(streams)
@@ -98,6 +84,23 @@ def _drawn(streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats) -> tuple[
         cuts = [(*rule.numbers, sampler.number_at(position)) for sampler, rule, position in streams]
     tokens = row_kernels.draw(rows, rule.k, cuts, rule.bias)
     return tokens, {} if rule.shown is None else dict(enumerate(_shown(rows, tokens, rule.shown)))
+
+
+def _draw_by_key(
+    streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats
+) -> tuple[list[int], dict[int, Shown]]:
+    """What `draw_together` gives, with a pass for each key that the rules have."""
+    places: dict[_Key, list[int]] = {}
+    for at, (_, rule, _) in enumerate(streams):
+        places.setdefault(rule.key, []).append(at)
+    tokens = [0] * len(streams)
+    shown: dict[int, Shown] = {}
+    for chosen in places.values():
+        found, best = draw_together([streams[at] for at in chosen], rows[chosen])
+        for at, token in zip(chosen, found, strict=True):
+            tokens[at] = token
+        shown |= {chosen[at]: each for at, each in best.items()}
+    return tokens, shown
 
 
 def _shown(rows: Floats, tokens: Sequence[int], count: int) -> Iterator[Shown]:

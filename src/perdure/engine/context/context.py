@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from perdure.checks import is_integer
 from perdure.engine.batch import Part
-from perdure.engine.context.guarded_core import Failure
+from perdure.engine.context.guarded_core import Undoing
 from perdure.engine.context.ledger import EMPTY, Mark
 from perdure.engine.context.rows import Source, marked, outputs
 from perdure.engine.context.state_calls import StateCalls
 from perdure.engine.contract import (
     Adapter,
     Floats,
-    Outcome,
     Rows,
     Tokens,
 )
@@ -104,7 +103,7 @@ class Context(StateCalls):
             chunks = list(self._chunks(wanted))
             marks = {seq: self._undo.mark(seq, len(ids), steps=len(chunks))}
             found: dict[tuple[int, int], Source] = {}
-            with self._undoing(marks):
+            with Undoing(self, marks):
                 for at, end in chunks:
                     self._run([Part(seq, start + at, ids[at:end], wanted[at:end])])
                     for index in marked(wanted[at:end] if len(chunks) > 1 else wanted):
@@ -114,7 +113,7 @@ class Context(StateCalls):
 
     def step(self, feeds: Sequence[Feed]) -> None:
         """Append to several sequences in one native step of at most `n_batch` tokens: all, or none."""
-        if self._step_alone(feeds[0]) if len(feeds) == 1 else self._step_tokens(feeds):
+        if self._step_tokens(feeds):
             return
         if not all(isinstance(feed, Feed) for feed in feeds):
             raise InvalidInputError("a step takes Feed(seq, tokens) for each sequence")
@@ -141,7 +140,7 @@ class Context(StateCalls):
             marks = {part.seq: self._undo.mark(part.seq, len(part.tokens)) for part in parts}
             found: dict[tuple[int, int], Source] = {}
             at = 0
-            with self._undoing(marks):
+            with Undoing(self, marks):
                 self._run(parts)
                 for part in parts:
                     self._ledger.append(part.seq, part.tokens)
@@ -150,41 +149,11 @@ class Context(StateCalls):
                     at += len(part.tokens)
                 self._rows.publish(found, {part.seq: len(part.tokens) for part in parts})
 
-    def _step_alone(self, feed: Feed) -> bool:
-        """A step of one token, as every reply that is alone takes it. False: it is not of that kind.
-
-        The same as any other step, without what only several tokens or sequences need: after a native step
-        the caches are cold, and every line counts (`python -m bench.decode`, 1 stream).
-        """
-        if type(feed) is not Feed or type(feed.tokens) is not list or feed.rows != "last":
-            return False
-        tokens, seq = feed.tokens, feed.seq
-        if len(tokens) != 1 or type(tokens[0]) is not int or not 0 <= tokens[0] < self.n_vocab:
-            return False
-        with self._lock:
-            self._ready()
-            if type(seq) is not int or not 0 <= seq < self.n_seq:
-                return False
-            start = self._check_room(seq, 1)
-            self._rows.end()
-            with self._undoing({seq: self._undo.mark(seq, 1)}):
-                self._stoppable = True
-                if self._stopping or self._closing:
-                    raise Failure(Outcome.ABORTED)
-                self._batch.fill_one(seq, start, tokens[0])
-                outcome = self._core.decode(self._batch)
-                if outcome is not Outcome.DONE:
-                    raise self._failure(outcome)
-                if self._core.newest(seq) != start:
-                    raise self._failure(Outcome.FAILED)
-                self._ledger.append_one(seq, tokens[0])
-                self._rows.publish({(seq, 0): 0}, {seq: 1})
-        return True
-
     def _step_tokens(self, feeds: Sequence[Feed]) -> bool:
-        """A step of one token for each of several replies. False: it is not of that kind.
+        """A step of one token for each of some replies. False: it is not of that kind.
 
-        Without what only longer feeds need (`python -m bench.decode`, 4 and 8 streams).
+        The same as any other step, without what only longer feeds need: after a native step the caches are
+        cold, and every call counts (`python -m bench.decode`).
         """
         by_seq: dict[int, int] = {}
         for feed in feeds:
@@ -201,20 +170,24 @@ class Context(StateCalls):
         ):
             return False
         # The engine batches streams together only in rising order.
-        seqs = sorted(by_seq)
-        tokens = [by_seq[seq] for seq in seqs]
+        seqs, tokens = zip(*sorted(by_seq.items()), strict=True)
         with self._lock:
             self._ready()
             starts = self._ledger.lengths_of(seqs)
             if max(starts) >= self.n_ctx:
                 return False
             self._rows.end()
-            # One token more costs no kind of memory what it would need to come back.
-            with self._undoing({seq: Mark(start) for seq, start in zip(seqs, starts, strict=True)}):
+            marks: dict[int, Mark] = {}
+            rows: dict[tuple[int, int], Source] = {}
+            for at, (seq, start) in enumerate(zip(seqs, starts, strict=True)):
+                # One token more costs no kind of memory what it would need to come back.
+                marks[seq] = start, None
+                rows[seq, 0] = at
+            with Undoing(self, marks):
                 self._batch.fill_tokens(seqs, starts, tokens)
-                self._run_batch(seqs, starts, alone=False)
+                self._run_batch(seqs, starts, alone=len(seqs) == 1)
                 self._ledger.append_each(seqs, tokens)
-                self._rows.publish({(seq, 0): at for at, seq in enumerate(seqs)}, dict.fromkeys(seqs, 1))
+                self._rows.publish(rows, dict.fromkeys(seqs, 1))
         return True
 
     def logits(self, row: int = -1, seq: int | None = None) -> LogitsView:
@@ -284,7 +257,7 @@ class Context(StateCalls):
                 )
             self._rows.end()
             if length < held:
-                with self._undoing({seq: Mark(length)}):
+                with Undoing(self, {seq: (length, None)}):
                     self._core.remove(seq, length)
                     self._confirm(seq, length)
                     self._ledger.cut(seq, length)
@@ -295,7 +268,7 @@ class Context(StateCalls):
             if src == dst:
                 raise SequenceError(f"sequence {src} cannot be forked into itself")
             self._rows.end()
-            with self._undoing({dst: EMPTY}):
+            with Undoing(self, {dst: EMPTY}):
                 self._core.remove(dst, 0)
                 self._ledger.cut(dst, 0)
                 if length := self._ledger.length(src):
@@ -308,7 +281,7 @@ class Context(StateCalls):
         with self._turn(*(() if seq is None else (seq,))):
             self._rows.end()
             seqs = range(self.n_seq) if seq is None else (seq,)
-            with self._undoing(dict.fromkeys(seqs, EMPTY)):
+            with Undoing(self, dict.fromkeys(seqs, EMPTY)):
                 if seq is None:
                     self._core.clear()
                 else:
@@ -329,7 +302,7 @@ class Context(StateCalls):
                 raise InvalidInputError(f"the scale of {adapter!r} must be a finite number, got {scale!r}")
         with self._turn():
             self._rows.end()
-            with self._undoing(dict.fromkeys(range(self.n_seq), EMPTY)):
+            with Undoing(self, dict.fromkeys(range(self.n_seq), EMPTY)):
                 if accepted := self._core.adapt(adapters):
                     named = sorted(f"{each.digest}*{float(scale)!r}" for each, scale in adapters.items())
                     self._adapters = ",".join(named) or "none"

@@ -66,6 +66,7 @@ class GuardedCore:
     ) -> None:
         self.memory = memory
         self.capabilities = capabilities
+        self.n_vocab = core.n_vocab
         self.n_ctx = n_ctx
         self.n_seq = n_seq
         self.n_batch = n_batch
@@ -80,6 +81,7 @@ class GuardedCore:
         self._rows = StepRows(core, self._lock)
         self._undo = Undo(core, memory, self._ledger, self._rows)
         self._stopping = False
+        self._halted = False
         self._stoppable = True
         self._closing = False
         self._busy = False
@@ -93,10 +95,6 @@ class GuardedCore:
         if self._identity is None:
             self._identity = self._make_identity(self._adapters)
         return self._identity
-
-    @property
-    def n_vocab(self) -> int:
-        return self._core.n_vocab
 
     @property
     def closed(self) -> bool:
@@ -222,10 +220,14 @@ class GuardedCore:
         """Decode what the batch holds, and read back that each sequence ends where it should."""
         # For a step of several sequences a recurrent memory moves states about, also those of others.
         # Cut short, it loses them.
-        self._stoppable = self.memory.cuts or alone
+        self._stoppable = alone or self.memory.cuts
         if self._stopping or self._closing:
             raise Failure(Outcome.ABORTED)
-        outcome = self._decode_batch()
+        if self._batch.size <= _DIRECT:
+            outcome = self._core.decode(self._batch)
+        else:
+            with stopped_by_ctrl_c(self._halt):
+                outcome = self._core.decode(self._batch)
         if outcome is not Outcome.DONE:
             raise self._failure(outcome)
         if list(map(self._core.newest, seqs)) != list(ends):
@@ -237,27 +239,6 @@ class GuardedCore:
             self._undo.doubt(others=not self._stoppable)
         return Failure(outcome)
 
-    def _decode_batch(self) -> Outcome:
-        if self._batch.size <= _DIRECT:
-            return self._core.decode(self._batch)
-        with stopped_by_ctrl_c(self._halt):
-            return self._core.decode(self._batch)
-
-    def _undoing(self, marks: Mapping[int, Mark]) -> _Undoing:
-        """Change the cache and the ledger; on any failure take every sequence to its mark, and say so.
-
-        Ctrl-C can strike anywhere, even here. What it leaves unfinished, the next call undoes.
-        """
-        return _Undoing(self, marks)
-
-    def _begin(self, marks: Mapping[int, Mark]) -> None:
-        # A cancel that came late was not meant for this call.
-        self._stopping = False
-        if not self._closing:
-            self._core.rearm()
-        self._undo.marks = marks
-        self._busy = True
-
     def _fail(self, error: BaseException) -> None:
         """Undo what is unfinished; a failure of the engine is raised with what was kept."""
         before = self._undo.lengths()
@@ -265,14 +246,10 @@ class GuardedCore:
         if isinstance(error, Failure):
             raise self._explain(error.outcome, before, kept) from None
 
-    def _end(self) -> None:
-        self._busy = self._stopping = False
-        if not self._closing:
-            self._core.rearm()
-
     def _halt(self) -> None:
         """Stop the native step in flight, where that harms no sequence but its own."""
         if self._stoppable:
+            self._halted = True
             self._core.stop()
 
     def _explain(self, outcome: Outcome, before: Mapping[int, int], kept: dict[int, int]) -> Exception:
@@ -291,9 +268,13 @@ class GuardedCore:
         return DecodeError(f"the engine failed to decode ({outcome.value}); {left}", kept=kept)
 
 
-class _Undoing:
-    """One change that is made whole, or undone. There is one at every token, where a generator would be felt
-    (`python -m bench.decode`)."""
+class Undoing:
+    """One change of the cache and the ledger. On any failure every sequence is taken to its mark, and the
+    error says so.
+
+    Ctrl-C can strike anywhere, even here. What it leaves unfinished, the next call undoes. There is one at
+    every token, where a generator, or a call more, would be felt (`python -m bench.decode`).
+    """
 
     __slots__ = ("_guarded", "_marks")
 
@@ -302,7 +283,13 @@ class _Undoing:
         self._marks = marks
 
     def __enter__(self) -> None:
-        self._guarded._begin(self._marks)
+        guarded = self._guarded
+        # A cancel that came late was not meant for this call.
+        guarded._stopping = guarded._halted = False
+        if not guarded._closing:
+            guarded._core.rearm()
+        guarded._undo.marks = self._marks
+        guarded._busy = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -314,7 +301,9 @@ class _Undoing:
             else:
                 guarded._fail(error)
         finally:
-            guarded._end()
+            guarded._busy = guarded._stopping = False
+            if guarded._halted and not guarded._closing:
+                guarded._core.rearm()
 
 
 def overflow(needed: int, fits: int, why: str) -> ContextOverflow:

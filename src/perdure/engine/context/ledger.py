@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +33,7 @@ class Ledger:
         return list(map(len, self._tokens))
 
     def lengths_of(self, seqs: Iterable[int]) -> list[int]:
-        held = self._tokens
-        return [len(held[seq]) for seq in seqs]
+        return list(map(len, map(self._tokens.__getitem__, seqs)))
 
     def tokens(self, seq: int) -> list[int]:
         return self._tokens[seq].tolist()
@@ -55,9 +54,6 @@ class Ledger:
     def append(self, seq: int, tokens: NDArray[np.int32]) -> None:
         self._tokens[seq].frombytes(tokens.tobytes())
 
-    def append_one(self, seq: int, token: int) -> None:
-        self._tokens[seq].append(token)
-
     def append_each(self, seqs: Iterable[int], tokens: Iterable[int]) -> None:
         """Append one token to each of several sequences."""
         held = self._tokens
@@ -74,14 +70,10 @@ class Ledger:
         self._tokens[dst] = self._tokens[src][:]
 
 
-class Mark(NamedTuple):
-    """Where to take a sequence if a call fails, with the state for it where it cannot be cut."""
+Mark: TypeAlias = tuple[int, "NDArray[np.uint8] | None"]
+"""Where to take a sequence if a call fails: its length, and the state for it where it cannot be cut."""
 
-    length: int
-    state: NDArray[np.uint8] | None = None
-
-
-EMPTY = Mark(0)
+EMPTY: Mark = (0, None)
 
 
 class Undo:
@@ -102,8 +94,8 @@ class Undo:
         """Where `seq` stands, with what it takes to come back after `count` tokens went wrong."""
         length = self._ledger.length(seq)
         if not length or not self._memory.loses(count, steps):
-            return Mark(length)
-        return Mark(length, self._core.read(seq, partial=True))
+            return length, None
+        return length, self._core.read(seq, partial=True)
 
     def doubt(self, *, others: bool) -> None:
         """After a step that was cut short, or ended elsewhere than it should: plan to empty what it may have
@@ -113,7 +105,7 @@ class Undo:
         have any position. `others`: the step can have hit sequences that were not in it.
         """
         if not self._memory.cuts:
-            sure = {seq: mark for seq, mark in self.marks.items() if mark.state is not None}
+            sure = {seq: mark for seq, mark in self.marks.items() if mark[1] is not None}
             seqs = range(len(self._ledger)) if others else self.marks
             self.marks = {**dict.fromkeys(seqs, EMPTY), **sure}
 
@@ -126,7 +118,7 @@ class Undo:
         kept: dict[int, int] = {}
         while self.marks:
             try:
-                self._rows.withdraw()
+                self._rows.publish({}, {})
                 for seq, mark in self.marks.items():
                     length = self.return_to(seq, mark)
                     self._ledger.cut(seq, length)
@@ -139,10 +131,10 @@ class Undo:
 
     def return_to(self, seq: int, mark: Mark) -> int:
         """Bring the cache of `seq` to `mark`, or empty it where that is impossible. The length kept."""
-        core, length = self._core, mark.length
-        if mark.state is not None:
+        core, (length, state) = self._core, mark
+        if state is not None:
             # First the part that cannot be cut: the engine refuses to cut the rest before it.
-            good = core.write(seq, mark.state, partial=True)
+            good = core.write(seq, state, partial=True)
             core.remove(seq, length)
         else:
             untouched = core.newest(seq) == length - 1

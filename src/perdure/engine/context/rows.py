@@ -46,9 +46,6 @@ class StepRows:
     def end(self) -> None:
         """Offer nothing more, unless memory is borrowed: then PinnedError, and all is as before."""
         self.renew()
-        self.withdraw()
-
-    def withdraw(self) -> None:
         self._sources = {}
         self._lengths = {}
 
@@ -85,14 +82,12 @@ class StepRows:
 
     def all_live(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """The entries of several rows, each named by (row, sequence)."""
-        sources = self._sources
-        try:
-            found = [sources[seq, row] for row, seq in places]
-        except KeyError:
-            found = []
-        # What is refused, and rows that are counted from the end, are for the long way.
-        entries = [each for each in found if type(each) is int]
-        return entries if len(entries) == len(places) else [self.live(row, seq) for row, seq in places]
+        entries: list[int] = []
+        for row, seq in places:
+            source = self._sources.get((seq, row))
+            # What is refused, and rows that are counted from the end, are for the long way.
+            entries.append(source if type(source) is int else self.live(row, seq))
+        return entries
 
     def _key(self, row: int, seq: int | None) -> tuple[int, int]:
         if not self._lengths:

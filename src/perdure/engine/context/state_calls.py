@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine import state as saved
-from perdure.engine.context.guarded_core import GuardedCore, overflow
-from perdure.engine.context.ledger import EMPTY, Mark
+from perdure.engine.context.guarded_core import GuardedCore, Undoing, overflow
+from perdure.engine.context.ledger import EMPTY
 from perdure.engine.contract import (
     Capture,
     Tokens,
@@ -40,7 +40,7 @@ class StateCalls(GuardedCore):
                 raise overflow(len(tokens), self.n_ctx, "so the saved state says")
             self._check_tokens(tokens)
             self._rows.end()
-            with self._undoing({seq: EMPTY}):
+            with Undoing(self, {seq: EMPTY}):
                 # Emptied first: the engine may refuse and keep a part of what was there.
                 self._core.remove(seq, 0)
                 self._ledger.cut(seq, 0)
@@ -77,8 +77,8 @@ class StateCalls(GuardedCore):
                 )
             self._check_tokens(checkpoint.tokens)
             self._rows.end()
-            with self._undoing({seq: EMPTY}):
-                if not self._undo.return_to(seq, Mark(checkpoint.length, checkpoint.state)):
+            with Undoing(self, {seq: EMPTY}):
+                if not self._undo.return_to(seq, (checkpoint.length, checkpoint.state)):
                     raise EngineError(f"the engine refused a checkpoint; sequence {seq} is now empty")
                 self._ledger.replace(seq, checkpoint.tokens)
 
@@ -124,7 +124,7 @@ class StateCalls(GuardedCore):
                 )
         with self._turn(seq):
             self._rows.end()
-            with self._undoing({seq: EMPTY}):
+            with Undoing(self, {seq: EMPTY}):
                 self._core.remove(seq, 0)
                 self._ledger.cut(seq, 0)
                 if not self._core.assemble(seq, pieces, rest):

@@ -99,7 +99,8 @@ class LlamaCore:
         if not self.reads_on and not self._embeds:
             # The library would take it for a text to encode, and end the process where that is long.
             raise InvalidInputError("this model reads whole texts and writes none; use it for embeddings")
-        native = self._bind(batch)
+        bound = self._native
+        native = bound[1] if bound is not None and bound[0] is batch else self._bind(batch)
         native.n_tokens = batch.size
         if self._always_gives_rows and not batch.outputs[: batch.size].any():
             batch.outputs[batch.size - 1] = 1
@@ -116,22 +117,18 @@ class LlamaCore:
     def rows(self, indices: Sequence[int]) -> Floats:
         count, size = len(indices), 4 * self.n_vocab
         first = self._address(indices[0])
-        if count == 1:
-            return self._table(first, 1)
-        # Rows lie in the order of the batch: if so many lie between the first and the last of rising ones,
-        # nothing else does.
-        rising = all(map(operator.lt, indices, indices[1:]))
-        if not rising or self._address(indices[-1]) != first + (count - 1) * size:
-            return np.array([self.row(index) for index in indices])
-        return self._table(first, count)
-
-    def _table(self, address: int, count: int) -> Floats:
-        """Rows that lie there side by side. They mostly lie where those of the last step did, and to make an
-        array anew takes as long as to draw from it (`python -m bench.decode`)."""
-        if self._last_table[0] != (address, count):
-            memory = (ctypes.c_float * (count * self.n_vocab)).from_address(address)
+        if count > 1:
+            # Rows lie in the order of the batch: if so many lie between the first and the last of rising
+            # ones, nothing else does.
+            rising = all(map(operator.lt, indices, indices[1:]))
+            if not rising or self._address(indices[-1]) != first + (count - 1) * size:
+                return np.array([self.row(index) for index in indices])
+        # They mostly lie where those of the last step did, and to make an array anew takes as long as to draw
+        # from it (`python -m bench.decode`).
+        if self._last_table[0] != (first, count):
+            memory = (ctypes.c_float * (count * self.n_vocab)).from_address(first)
             table = np.frombuffer(memoryview(memory), np.float32).reshape(count, self.n_vocab)
-            self._last_table = ((address, count), table)
+            self._last_table = ((first, count), table)
         return self._last_table[1]
 
     def _address(self, index: int) -> int:
@@ -325,9 +322,7 @@ class LlamaCore:
             self.close()
 
     def _bind(self, batch: Batch) -> Any:
-        """The native struct over the arrays of `batch`, made once for each batch."""
-        if self._native is not None and self._native[0] is batch:
-            return self._native[1]
+        """The native struct over the arrays of `batch`, kept until another one comes."""
         if not self._context:
             raise ClosedError("this context is closed")
         starts = batch.seqs.ctypes.data + 4 * np.arange(batch.capacity, dtype=np.uint64)

@@ -130,7 +130,8 @@ class _Job:
             while not _drawn(job):
                 # Somebody has begun with a row, and lost the processor.
                 time.sleep(0)
-        _raise(memory[_FIELDS - 1])
+        if outcome := memory[_FIELDS - 1]:
+            _raise(outcome)
         return memory[drawn_at : drawn_at + count]
 
 
