@@ -618,6 +618,21 @@ def test_the_clock_of_deadlines_is_the_engine_loops_own(monkeypatch: pytest.Monk
         assert 0 < len(outcome(job)[0].tokens) < 30
 
 
+def test_each_request_ends_at_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    gate = Turnstile()
+    with open_toy(gate=gate, slots=2) as rt:
+        late, early = (rt.submit("a", max_tokens=200, timeout=each, **GREEDY) for each in (50.0, 5.0))
+        gate.pass_through(10)
+        clock.now += 6
+        gate.pass_through(10)
+        assert (outcome(early)[0].finish_reason, late.done) == ("cancelled", False)
+        clock.now += 45
+        gate.open()
+        assert outcome(late)[0].finish_reason == "cancelled"
+
+
 def test_an_engine_loop_works_on_a_bare_context_without_a_cache() -> None:
     model = ToyModel()
     with model.context(n_ctx=64, n_seq=2) as context:

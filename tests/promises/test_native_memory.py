@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -445,6 +446,23 @@ def test_b6_a_cancel_without_a_decode_in_flight_means_nothing(llama: Model) -> N
         ctx._core.stop()
         ctx.decode(prompt(40))
         assert ctx.length() == 80
+
+
+def test_the_library_is_heard_again_once_a_cancelled_decode_has_ended(
+    llama: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FULL.open(llama) as ctx:
+        decode = ctx._core.decode
+
+        def cancelled(batch: Batch) -> Outcome:
+            ctx.cancel()
+            return decode(batch)
+
+        monkeypatch.setattr(ctx._core, "decode", cancelled)
+        with pytest.raises(DecodeCancelled):
+            ctx.decode(prompt(40))
+        with caplog.at_level(logging.DEBUG, "perdure.llama"), FULL.open(llama):
+            assert caplog.records
 
 
 @pytest.mark.model
