@@ -150,17 +150,14 @@ class OutputQueue:
                 return self._ready(finish)
         return True
 
-    def async_wait(self, *, finish: bool = False) -> asyncio.Future[None] | None:
-        """What a task awaits until there is something to take, or the end; None: there is already.
-
-        Another reader may be faster: what was to be taken may be gone by then.
-        """
+    def async_end(self) -> asyncio.Future[None] | None:
+        """What a task awaits until the end; None: it is there already."""
         with self.lock:
-            if self._ready(finish):
+            if self.finished:
                 return None
             loop = asyncio.get_running_loop()
             waiter = loop.create_future()
-            self.listen(AsyncioListener.of(loop), functools.partial(_resolve, waiter), finish=finish)
+            self.listen(AsyncioListener.of(loop), functools.partial(_resolve, waiter), finish=True)
         return waiter
 
     @contextlib.contextmanager
@@ -291,7 +288,7 @@ class Job:
 
     async def areplies(self) -> list[Reply]:
         """Like `replies`, for asyncio."""
-        if (waiter := self.output.async_wait(finish=True)) is not None:
+        if (waiter := self.output.async_end()) is not None:
             try:
                 await waiter
             except asyncio.CancelledError:
@@ -337,22 +334,27 @@ class Job:
         self._result()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        output = self.output
+        output, loop = self.output, asyncio.get_running_loop()
+        listener = AsyncioListener.of(loop)
         while True:
             # At every token: nothing is called that need not be.
-            if (waiter := output.async_wait()) is not None:
+            waiter = None
+            with output.lock:
+                delta = output.deltas.popleft() if output.deltas else None
+                if delta is None and not output.finished:
+                    waiter = loop.create_future()
+                    output.listen(listener, functools.partial(_resolve, waiter))
+            if delta is not None:
+                yield delta
+            elif waiter is None:
+                break
+            else:
+                # Another reader of the same job may be faster.
                 try:
                     await waiter
                 except asyncio.CancelledError:
                     self.cancel()
                     raise
-            with output.lock:
-                delta = output.deltas.popleft() if output.deltas else None
-                over = output.finished
-            if delta is not None:
-                yield delta
-            elif over:
-                break
         self._result()
 
     def _result(self) -> list[Reply]:
