@@ -7,9 +7,6 @@ small one of 135M. On a machine without a GPU the small one alone is measured, o
 from __future__ import annotations
 
 import functools
-import os
-import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,14 +16,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import urlopen
 
 from bench.child import Child
 from bench.harness import Bench, Figure, Gauge, Pairs, Run, Target, at_least, at_most, tokens_a_second
 from bench.machine import Machine, Watch
 from bench.processes.device import tokens
 from bench.processes.random_model import EIGHT_BILLION, SMALL, Shape, write
-from bench.processes.servers import _Clients
+from bench.processes.servers import _Clients, built_llama_server, built_url
 
 N_CTX = 512
 THREADS = 4
@@ -155,8 +151,10 @@ def served(run: Run) -> Iterator[Figure]:
         for clients in (1, 64):
             with ExitStack() as held, Watch() as watch:
                 ours = _heard(_perdure(held, path, clients), clients, count, run.pick(3, 2))
-                there = _llama_server(held, path, clients)
-                peer = _heard(there, clients, count, run.pick(3, 2)) if there else None
+                peer = None
+                if built := built_llama_server():
+                    there = built_url(held, built, str(path), clients, "-ngl", "999", n_ctx=N_CTX)
+                    peer = _heard(there, clients, count, run.pick(3, 2))
             yield _figure(
                 f"{name} over HTTP, {clients} clients",
                 "llama-server" if peer else "itself",
@@ -205,30 +203,6 @@ def _perdure(held: ExitStack, path: Path, clients: int) -> str:
         if line.startswith("address"):
             return line.split()[1]
     raise RuntimeError("perdure serve did not start")
-
-
-def _llama_server(held: ExitStack, path: Path, clients: int) -> str | None:
-    """llama-server out of the folder of the library in use, or of the PATH."""
-    from perdure.config import settings
-
-    folder = settings().llama
-    found = shutil.which("llama-server", path=f"{folder or ''}{os.pathsep}{os.environ.get('PATH', '')}")
-    if found is None:
-        return None
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    _started(
-        held, found, "-m", str(path), "--port", str(port), "-ngl", "999",
-        *("-c", str(N_CTX * clients), "-np", str(clients)),
-    )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    for _ in range(600):
-        try:
-            with urlopen(f"{url}/health"):
-                return url
-        except OSError:
-            time.sleep(0.1)
-    raise RuntimeError("llama-server did not start")
 
 
 def _started(held: ExitStack, *command: str) -> subprocess.Popen[str]:

@@ -4,6 +4,9 @@ One client speaks to all of them through OpenAI's chat route. Their builds of ll
 factor: what a batch costs, and how fast prompts are read, is each build's own. So a figure is divided by what
 the server's own build does with nothing around it: writing, by a bare loop of as many streams that are as
 long; first tokens, by a bare reading of a prompt.
+
+llama-server is the one that `tools/compile_engine.py DIR --server` compiled with the library in use
+(PERDURE_LLAMA=DIR), or else the one out of `xllamacpp`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 The source is the one inside of llama-cpp-python's source package, so that it is the version that perdure is
 written for. Afterwards `PERDURE_LLAMA=DIR` uses it. More CMake options may follow, such as -DGGML_CUDA=ON.
+With --server there is a llama-server of the same build beside it, which `bench.serve` and `bench.gpu` then take.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ ALWAYS = (
     *("-DCMAKE_INSTALL_RPATH=$ORIGIN;@loader_path", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF"),
     *("-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_TOOLS=OFF", "-DLLAMA_BUILD_SERVER=OFF"),
     *("-DLLAMA_BUILD_COMMON=OFF", "-DGGML_CCACHE=OFF"),
+)
+SERVER = (
+    *("-DLLAMA_BUILD_COMMON=ON", "-DLLAMA_BUILD_TOOLS=ON", "-DLLAMA_BUILD_SERVER=ON"),
+    *("-DLLAMA_BUILD_APP=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"),
+    "-DLLAMA_OPENSSL=OFF",
 )
 # What ggml calls a feature, and the kernel's flags that say a processor has it.
 X86 = {
@@ -79,11 +85,13 @@ def fetch_source(folder: Path) -> Path:
     return found
 
 
-def main(target: Path, more: list[str]) -> None:
+def main(target: Path, more: list[str], *, server: bool = False) -> None:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         sys.exit("there is no C++ compiler: install g++ or clang, or use `perdure engine install`")
-    options = [*flags(system.cpu_flags(), gcc_version(compiler)), *more]
+    # Of two that contradict each other, CMake takes the later one.
+    options = [*flags(system.cpu_flags(), gcc_version(compiler)), *(SERVER if server else ()), *more]
+    wanted = "llama-server" if server else "llama"
     with tempfile.TemporaryDirectory(prefix="perdure-llama-") as place:
         folder = Path(place)
         tools = folder / "tools"
@@ -97,7 +105,7 @@ def main(target: Path, more: list[str]) -> None:
         built = folder / "build"
         print("cmake", *options, flush=True)
         subprocess.run(["cmake", "-G", "Ninja", "-S", source, "-B", built, *options], check=True, env=env)
-        subprocess.run(["cmake", "--build", built, "--target", "llama"], check=True, env=env)
+        subprocess.run(["cmake", "--build", built, "--target", wanted], check=True, env=env)
         _install(built / "bin", source, target)
     print(
         f"use it with PERDURE_LLAMA={target.absolute()}, or keep it: perdure engine install --from {target}"
@@ -121,4 +129,5 @@ def _pip(*arguments: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    main(Path(sys.argv[1]), sys.argv[2:])
+    given = [each for each in sys.argv[2:] if each != "--server"]
+    main(Path(sys.argv[1]), given, server="--server" in sys.argv)

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -193,13 +194,47 @@ def launched(held: ExitStack, complaints: IO[str], path: str, *options: str) -> 
 
 
 def _llama_server(held: ExitStack, path: str, complaints: IO[str]) -> str:
-    """llama-server out of `xllamacpp`."""
-    return llama_server_url(held, path)
+    """The one that was compiled with the library in use, or else the one out of `xllamacpp`."""
+    built = built_llama_server()
+    return built_url(held, built, path, SLOTS, "-t", str(THREADS)) if built else llama_server_url(held, path)
 
 
 def llama_server_url(held: ExitStack, path: str) -> str:
-    """Where llama-server listens."""
+    """Where llama-server out of `xllamacpp` listens."""
     return str(held.enter_context(Child("bench.processes.servers", "llama-server")).ask("open", path=path))
+
+
+def built_llama_server() -> str | None:
+    """llama-server out of the folder that PERDURE_LLAMA names."""
+    from perdure.config import settings
+
+    folder = settings().llama
+    return shutil.which("llama-server", path=folder) if folder else None
+
+
+def built_url(held: ExitStack, program: str, path: str, slots: int, *options: str, n_ctx: int = N_CTX) -> str:
+    """Where a llama-server that was compiled listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [program, "-m", path, "--port", str(port), "-c", str(n_ctx * slots), "-np", str(slots), *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    held.callback(process.wait)
+    held.callback(process.terminate)
+    return _answering(process, f"http://127.0.0.1:{port}", "/health")
+
+
+def _answering(process: subprocess.Popen[Any], url: str, route: str) -> str:
+    """That address, once something answers there."""
+    while process.poll() is None:
+        try:
+            httpx.get(f"{url}{route}", trust_env=False).raise_for_status()
+            return url
+        except httpx.HTTPError:
+            threading.Event().wait(0.1)
+    raise RuntimeError(f"{process.args!r} did not start")
 
 
 def _llama_cpp_python(held: ExitStack, path: str, complaints: IO[str]) -> str:
@@ -214,15 +249,11 @@ def _llama_cpp_python(held: ExitStack, path: str, complaints: IO[str]) -> str:
         *("--n_ctx", str(N_CTX), "--n_threads", str(THREADS), "--n_threads_batch", str(THREADS)),
         *("--interrupt_requests", "false", "--verbose", "false"),
     )
-    url = f"http://127.0.0.1:{port}"
-    while process.poll() is None:
-        try:
-            httpx.get(f"{url}/v1/models", trust_env=False).raise_for_status()
-            return url
-        except httpx.HTTPError:
-            threading.Event().wait(0.1)
-    complaints.seek(0)
-    raise RuntimeError(f"llama_cpp.server did not start:\n{complaints.read()[-4000:]}")
+    try:
+        return _answering(process, f"http://127.0.0.1:{port}", "/v1/models")
+    except RuntimeError as error:
+        complaints.seek(0)
+        raise RuntimeError(f"{error}:\n{complaints.read()[-4000:]}") from None
 
 
 def _started(held: ExitStack, complaints: IO[str], *arguments: str) -> subprocess.Popen[str]:
@@ -290,7 +321,10 @@ class Bare:
     what else the machine does changes it."""
 
     def __init__(self, held: ExitStack, kind: str) -> None:
-        self._child = held.enter_context(Child("bench.processes.streams", _BARE.get(kind, "bare")))
+        foreign = kind == "llama-server" and not built_llama_server()
+        self._child = held.enter_context(
+            Child("bench.processes.streams", "bare-xllamacpp" if foreign else "bare")
+        )
         self._numbers: dict[int, int] = {}
 
     def writing(self, streams: int, count: int) -> float:
@@ -310,9 +344,6 @@ class Bare:
             # The first run warms up.
             self.writing(streams, len(_PROMPT))
         return self._numbers[streams]
-
-
-_BARE = {"llama-server": "bare-xllamacpp"}
 
 
 if __name__ == "__main__":
