@@ -34,10 +34,13 @@ from perdure import (
     LogitsView,
     Runtime,
     TokenError,
+    system,
 )
 from perdure.decode import engine_loop as module
+from perdure.decode import executor
 from perdure.decode.engine_loop import CHUNK, EngineLoop
 from perdure.decode.request import MAX_SAMPLES, Request
+from perdure.decode.scheduler import admit
 from perdure.decode.sequence import TokenSequence
 from perdure.engine.contract import Outcome
 from perdure.engine.toy import Faults, Mishap, ToyCore, ToyModel
@@ -278,6 +281,23 @@ def test_rows_are_drawn_from_in_the_order_of_the_engines_memory(monkeypatch: pyt
 def test_what_was_drawn_is_delivered_while_the_next_step_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that computes in the background does not wait for text, and readers get all of it, whatever
     becomes of that step."""
+    order = _noted(monkeypatch)
+    with open_toy() as rt:
+        context = inside(rt).context
+        context.capabilities = dataclasses.replace(context.capabilities, asynchronous=True)
+        reply = rt.generate("hello", max_tokens=6, **GREEDY)
+        assert order == ["step", *["step", "text"] * 5]
+        trouble(rt).fail_decode(ahead=4)
+        job = rt.submit("hello", max_tokens=6, **GREEDY)
+        seen = read(job)
+        assert seen.reasons == ["error"]
+        check_delivery(seen.deltas, outcome(job), rt.model)
+    assert outcome(job)[0].tokens == reply.tokens[:3]
+    assert reply.tokens == alone(FullAttention, "hello", max_tokens=6, **GREEDY)[0].tokens
+
+
+def _noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The steps from now on, and when text is delivered."""
     order: list[str] = []
     decode, deliver = ToyCore.decode, TokenSequence.deliver
 
@@ -292,11 +312,28 @@ def test_what_was_drawn_is_delivered_while_the_next_step_is_computed(monkeypatch
 
     monkeypatch.setattr(ToyCore, "decode", decoding)
     monkeypatch.setattr(TokenSequence, "deliver", delivering)
+    return order
+
+
+@pytest.mark.parametrize(
+    ("cores", "frame", "expected"),
+    [
+        (1, 60.0, ["step", "text", "step", *["step", "text"] * 4]),
+        (1, 0.0, ["step", *["text", "step"] * 5]),
+        (2, 60.0, ["step", *["text", "step"] * 5]),
+    ],
+    ids=["short", "long", "cores-to-spare"],
+)
+def test_where_steps_need_all_cores_and_are_short_readers_are_told_between_them(
+    monkeypatch: pytest.MonkeyPatch, cores: int, frame: float, expected: list[str]
+) -> None:
+    """First tokens never wait, and the last comes with the end, whatever becomes of the step between."""
+    monkeypatch.setattr(system, "usable_cores", lambda: cores)
+    monkeypatch.setattr(executor, "FRAME", frame)
+    order = _noted(monkeypatch)
     with open_toy() as rt:
-        context = inside(rt).context
-        context.capabilities = dataclasses.replace(context.capabilities, asynchronous=True)
         reply = rt.generate("hello", max_tokens=6, **GREEDY)
-        assert order == ["step", *["step", "text"] * 5]
+        assert order == expected
         trouble(rt).fail_decode(ahead=4)
         job = rt.submit("hello", max_tokens=6, **GREEDY)
         seen = read(job)
@@ -304,6 +341,42 @@ def test_what_was_drawn_is_delivered_while_the_next_step_is_computed(monkeypatch
         check_delivery(seen.deltas, outcome(job), rt.model)
     assert outcome(job)[0].tokens == reply.tokens[:3]
     assert reply.tokens == alone(FullAttention, "hello", max_tokens=6, **GREEDY)[0].tokens
+
+
+def test_what_was_drawn_waits_for_no_call_no_other_request_and_no_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(system, "usable_cores", lambda: 1)
+    monkeypatch.setattr(executor, "FRAME", 60.0)
+    order = _noted(monkeypatch)
+    decode = ToyCore.decode
+    came: list[Any] = []
+
+    def interrupted(core: ToyCore, batch: Any) -> Any:
+        found = decode(core, batch)
+        steps = order.count("step")
+        if steps == 3:
+            came.append(inside(rt).engine_loop.post(lambda: order.append("call")))
+        if steps == 5:
+            # Longer than a chunk, so that it is read in two steps.
+            came.append(rt.submit([1] * (CHUNK + 30), max_tokens=1, **GREEDY))
+        return found
+
+    def admitting(*args: Any) -> Any:
+        order.append("admit")
+        return admit(*args)
+
+    monkeypatch.setattr(ToyCore, "decode", interrupted)
+    monkeypatch.setattr(module, "admit", admitting)
+    monkeypatch.setattr(EngineLoop, "check_thread", lambda loop: None)
+    with open_toy() as rt:
+        rt.generate("hello", max_tokens=9, **GREEDY)
+        came[1].reply()
+    told = ["admit", "step", "text", "step"]
+    told += ["step", "text", "text", "call"]
+    told += ["step", "step", "text", "text", "admit"]
+    told += ["step", "text", "step"]
+    assert order[: len(told)] == told
 
 
 # Samples.

@@ -187,6 +187,9 @@ class EngineLoop:
 
     def _round(self) -> None:
         """One round of the loop. Nothing of a request is left in its frame while the loop sleeps."""
+        if self._calls or self._waiting:
+            # Either may take long: what was drawn does not wait for it.
+            self._executor.notify()
         if self._calls:
             self._answer_calls()
         if self._cancelled or time.monotonic() >= self._next_deadline:

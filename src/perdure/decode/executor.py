@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from perdure import system
 from perdure.decode.group import SequenceGroup
 from perdure.decode.output_queue import notify
 from perdure.decode.sampling.candidates import Candidates
@@ -27,6 +28,8 @@ from perdure.errors import DecodeCancelled, InvalidInputError, PerdureError
 
 log = logging.getLogger("perdure.decode")
 
+FRAME = 0.016
+"""Seconds that a screen shows one picture."""
 
 _Draw: TypeAlias = tuple[TokenSequence, Candidates]
 """A sequence that is to draw, and what it can draw."""
@@ -54,6 +57,9 @@ class Executor:
         self._stopped = False
         self._drawn: list[tuple[SequenceGroup, TokenSequence]] = []
         """Those whose readers have not been given what was drawn."""
+        self._fills_cores = context.capabilities.threads >= system.usable_cores()
+        self._seconds = 0.0
+        """How long the last step took."""
 
     # From any thread.
 
@@ -96,13 +102,18 @@ class Executor:
             else:
                 step[0].group.fail(error, step[0].sequence)
         else:
+            # Readers have a core to themselves until the next step begins.
+            self.notify()
             self._draw(step)
-            if not self._context.capabilities.asynchronous:
-                # Another process reads while the next step is planned, when a core is idle.
-                self.notify()
+            if self._can_wait():
+                return
+        if not self._context.capabilities.asynchronous:
+            self.notify()
 
     def notify(self) -> None:
         """Give readers what was drawn for them since the last time."""
+        if not self._drawn:
+            return
         drawn, self._drawn = self._drawn, []
         changed: dict[SequenceGroup, None] = {}
         for group, sequence in drawn:
@@ -114,6 +125,18 @@ class Executor:
             if sequence.finish_reason is None or not group.done:
                 changed[group] = None
         notify(changed)
+
+    def _can_wait(self) -> bool:
+        """Whether readers are told of what was drawn after the next step, and not during it: where a step
+        needs all cores, whoever reads meanwhile holds it up. Nobody sees that by the eye: the steps are
+        shorter than a frame, and first tokens and ends do not wait."""
+        if not self._fills_cores or self._seconds > FRAME:
+            return False
+        # At every step: a generator would take four times as long.
+        for _, sequence in self._drawn:  # noqa: SIM110
+            if sequence.written == 1:
+                return False
+        return True
 
     def collect(self, group: SequenceGroup) -> None:
         """Give the slots of finished samples to those that wait for one, or back."""
@@ -155,18 +178,21 @@ class Executor:
             gone = self._stopped or not waited_for
         try:
             if not gone:
+                asynchronous = self._context.capabilities.asynchronous
+                if prompts and not asynchronous:
+                    # This takes longer than the steps before did.
+                    self.notify()
                 started = time.monotonic()
                 self._context.step(feeds)
-                asynchronous = self._context.capabilities.asynchronous
                 if asynchronous:
                     # While the device computes.
                     self.notify()
-                if prompts >= TIMED:
-                    if asynchronous:
+                    if prompts >= TIMED:
                         self._context.synchronize()
-                    seconds = time.monotonic() - started
-                    self._slots.timed(total, seconds)
-                    self._pace.observe(total, seconds)
+                self._seconds = time.monotonic() - started
+                if prompts >= TIMED:
+                    self._slots.timed(total, self._seconds)
+                    self._pace.observe(total, self._seconds)
         finally:
             with self._lock:
                 self._in_flight = ()
