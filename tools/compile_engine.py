@@ -2,7 +2,7 @@
 
 The source is the one inside of llama-cpp-python's source package, so that it is the version that perdure is
 written for. Afterwards `PERDURE_LLAMA=DIR` uses it. More CMake options may follow, such as -DGGML_CUDA=ON.
-With --server there is a llama-server of the same build beside it, which `bench.serve` and `bench.gpu` then take.
+With --server there is a llama-server of the same build beside it, which bench.serve and bench.gpu then take.
 """
 
 from __future__ import annotations
