@@ -208,3 +208,39 @@ class TestSync:
             patch.setattr(sqlite3, "connect", lambda *a, **k: connect(*a, **k, factory=Traced))
             Index(tmp_path / "index.sqlite", readonly=False).close()
         assert {"PRAGMA fullfsync = ON", "PRAGMA checkpoint_fullfsync = ON"} <= set(seen)
+
+
+def test_memory_that_stays_is_frozen_and_moves_into_large_pages() -> None:
+    script = """
+import gc, mmap, sys
+from perdure import system
+
+def large() -> int:
+    with open("/proc/self/smaps_rollup") as told:
+        return next(int(line.split()[1]) for line in told if line.startswith("AnonHugePages"))
+
+kept = [[number, [number]] for number in range(100_000)]
+if "/proc" in sys.argv:
+    system._proc = lambda name: ""
+probe = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+probe.write(bytes(8 << 20))
+before = large()
+try:
+    probe.madvise(25)
+except OSError:
+    pass
+possible = system.has_large_pages() and large() > before
+before = large()
+system.settle_memory()
+print(possible, gc.get_freeze_count() > 100_000, large() - before > 4 << 10)
+"""
+    if not Path("/proc/self/smaps_rollup").exists():
+        pytest.skip("this system does not tell what pages a process has")
+    run = [sys.executable, "-c", script]
+    possible, frozen, moved = subprocess.check_output(run, text=True).split()
+    assert frozen == "True"
+    if possible != "True":
+        pytest.skip("this system moves nothing into large pages")
+    assert moved == "True"
+    # Where the system does not say what memory there is, none is moved.
+    assert subprocess.check_output([*run, "/proc"], text=True).split()[1:] == ["True", "False"]

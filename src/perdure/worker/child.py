@@ -6,7 +6,6 @@ It talks to its parent over that socket alone, and does not outlive it.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import logging
 import os
@@ -100,8 +99,7 @@ def main(fd: int) -> None:
             connection.send(Failed(portable(error)))
             connection.flush(_FLUSH)
             return
-        # What is there by now stays: the garbage collector need not look through it again and again.
-        gc.freeze()
+        system.settle_memory()
         Child(connection, backend, pulse=setup.pulse).serve()
         connection.flush(_FLUSH)
         return

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from perdure import system
 from perdure.cli.options import shared
 from perdure.cli.options.completion import model_names
 from perdure.cli.options.groups import EngineOptions, SamplingOptions, unfolded
@@ -209,7 +210,6 @@ def _listen(
     *,
     open_page: bool,
 ) -> None:
-    import gc
     import logging
     import sys
 
@@ -245,8 +245,7 @@ def _listen(
         # The socket listens already: the browser's first request waits there.
         open_browser(address(listening[0]))
     server = HttpServer(app_state, read_settings=lambda: reload.into(app_state))
-    # What is there by now stays: the garbage collector would stop all replies to look through it.
-    gc.freeze()
+    system.settle_memory()
     server.run(sockets=list(listening))
 
 
