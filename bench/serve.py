@@ -24,7 +24,7 @@ from bench.child import Child
 from bench.engine import model_path
 from bench.harness import Bench, Figure, Gauge, Pairs, Run, at_least
 from bench.machine import Machine, Watch
-from bench.processes.servers import SLOTS, Server
+from bench.processes.servers import SLOTS, Bare, Server, build_of
 
 PEERS = ("llama-server", "llama-cpp-python")
 TOPICS = ("the tides", "bees", "old maps", "bread", "glaciers", "sailing knots", "the moon", "violins")
@@ -153,7 +153,11 @@ def _sides(quick: bool) -> list[Server]:
     elif not importlib.util.find_spec("starlette_context"):
         kinds.remove("llama-cpp-python")
         _left_out("llama-cpp-python's server: pip install 'perdure[bench]'")
-    return [Server(held, kind) for kind in kinds]
+    bares: dict[str, Bare] = {}
+    for kind in kinds:
+        if build_of(kind) not in bares:
+            bares[build_of(kind)] = Bare(held, build_of(kind))
+    return [Server(held, kind, bares[build_of(kind)]) for kind in kinds]
 
 
 def _left_out(what: str) -> None:

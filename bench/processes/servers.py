@@ -50,12 +50,13 @@ class Heard:
 
 
 class Server:
-    """A server that is asked through OpenAI's chat route, and its build without it."""
+    """A server that is asked through OpenAI's chat route, and its build without it. Those of one build are
+    given one `Bare`: where its memory happens to lie then favours nobody."""
 
-    def __init__(self, held: ExitStack, kind: str) -> None:
+    def __init__(self, held: ExitStack, kind: str, bare: Bare) -> None:
         self.kind = kind
         self._complaints: IO[str] = held.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
-        self.bare = Bare(held, kind)
+        self.bare = bare
         self._url = urlsplit(_KINDS[kind](held, model_path(), self._complaints))
 
     def together(self, bodies: Sequence[Mapping[str, Any]]) -> list[Heard]:
@@ -320,11 +321,8 @@ class Bare:
     """What a server's own build of llama.cpp does with nothing around it. It is measured again each time:
     what else the machine does changes it."""
 
-    def __init__(self, held: ExitStack, kind: str) -> None:
-        foreign = kind == "llama-server" and not built_llama_server()
-        self._child = held.enter_context(
-            Child("bench.processes.streams", "bare-xllamacpp" if foreign else "bare")
-        )
+    def __init__(self, held: ExitStack, build: str) -> None:
+        self._child = held.enter_context(Child("bench.processes.streams", build))
         self._numbers: dict[int, int] = {}
 
     def writing(self, streams: int, count: int) -> float:
@@ -344,6 +342,13 @@ class Bare:
             # The first run warms up.
             self.writing(streams, len(_PROMPT))
         return self._numbers[streams]
+
+
+def build_of(kind: str) -> str:
+    """The bare loop of a server's build."""
+    if kind == "llama-server" and not built_llama_server():
+        return "bare-xllamacpp"
+    return "bare"
 
 
 if __name__ == "__main__":
