@@ -167,7 +167,7 @@ def test_m1_a_gpu_backend_whose_symbols_break_the_tokenizer_is_left_out(
     assert use().startswith("answered")
 
 
-def test_a_verdict_is_remembered_until_the_library_or_the_cpu_changes(
+def test_a_verdict_is_remembered_until_the_library_or_the_cpu_or_what_is_beside_it_changes(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shim(tmp_path / "one")
@@ -184,11 +184,17 @@ def test_a_verdict_is_remembered_until_the_library_or_the_cpu_changes(
     with monkeypatch.context() as other:
         other.setattr(probe, "processor", lambda: "another CPU")
         assert probe.verdict(one) == first
+    with monkeypatch.context() as other:
+        other.setenv("LD_LIBRARY_PATH", str(tmp_path))
+        assert probe.verdict(one) == first
+    with monkeypatch.context() as other:
+        other.setattr(sys, "base_prefix", "another Python")
+        assert probe.verdict(one) == first
     # The same files with other content are another library.
     (folder / "libllama.so").unlink()
     (shim(tmp_path / "two", VERSION='"0.5.7"') / "libllama.so").rename(folder / "libllama.so")
     assert probe.verdict(one).usable
-    assert len(json.loads((home / "verdicts.json").read_bytes())) == 3
+    assert len(json.loads((home / "verdicts.json").read_bytes())) == 5
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b"{", b'{"a": {}}', b'{"a": {"folder": "x", "attempts": 7}}'])

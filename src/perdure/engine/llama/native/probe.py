@@ -1,6 +1,6 @@
 """The probe: whether a library runs on this machine, found out in a child process that may die.
 
-A verdict is remembered under PERDURE_HOME by the library's content and the CPU.
+A verdict is remembered under PERDURE_HOME by the library's content, the CPU and what is loaded beside it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import platform
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -32,6 +33,7 @@ log = logging.getLogger("perdure.engine")
 
 _PROBE = 2
 """Raised when the probe itself changes: older verdicts are then forgotten."""
+_LOADER = ("LD_PRELOAD", "LD_LIBRARY_PATH", "DYLD_INSERT_LIBRARIES", "DYLD_LIBRARY_PATH")
 _SECONDS = 120
 _LIBRARIES = re.compile(r"(?:lib)?(?:llama|ggml)[^/]*\.(?:so|dylib|dll)(?:\.[0-9]+)*")
 
@@ -255,8 +257,14 @@ def processor() -> str:
     return " ".join((system.architecture(), platform.processor(), *sorted(system.cpu_flags())))
 
 
+def surroundings() -> str:
+    """Which Python this is, and what else decides which of the system's libraries are loaded beside one: some
+    die with another C++ library than they were linked with."""
+    return "\0".join((sys.base_prefix, sys.version, *(os.environ.get(name, "") for name in _LOADER)))
+
+
 def _key(source: LibrarySource) -> str:
-    parts = (str(_PROBE), digest(source), processor(), settings().llama_variant or "")
+    parts = (str(_PROBE), digest(source), processor(), surroundings(), settings().llama_variant or "")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
