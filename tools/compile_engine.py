@@ -28,7 +28,7 @@ ALWAYS = (
     *("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON"),
     *("-DCMAKE_INSTALL_RPATH=$ORIGIN;@loader_path", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF"),
     *("-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_TOOLS=OFF", "-DLLAMA_BUILD_SERVER=OFF"),
-    # Threads that are kept between steps, each on a core of its own, are a few percent faster than OpenMP's.
+    # llama.cpp's own threads stay on their cores, and are a little faster than OpenMP's.
     *("-DLLAMA_BUILD_COMMON=OFF", "-DGGML_CCACHE=OFF", "-DGGML_OPENMP=OFF"),
 )
 SERVER = (
