@@ -37,6 +37,8 @@ except perdure.EngineLibraryError as error:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # The library of this process is the one of the usual place, whichever test comes first.
+    library.loaded()
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("PERDURE_LLAMA_VARIANT", raising=False)
     return tmp_path / "home"
