@@ -33,6 +33,15 @@ def test_elsewhere_the_compiler_takes_what_the_processor_has(cpu: frozenset[str]
     assert not any("AMX" in flag for flag in chosen)
 
 
+@pytest.mark.parametrize("gcc", [12, 13])
+def test_a_server_is_compiled_only_where_it_is_asked_for(gcc: int) -> None:
+    for server in (False, True):
+        chosen = flags(XEON, gcc, server=server)
+        last = dict(flag.rsplit("=", 1) for flag in chosen)
+        assert last["-DLLAMA_BUILD_SERVER"] == ("ON" if server else "OFF")
+        assert last["-DGGML_OPENMP"] == "OFF"
+
+
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_the_version_of_gcc_is_read() -> None:
     found = gcc_version("gcc")

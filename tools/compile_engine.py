@@ -52,18 +52,20 @@ X86 = {
 }
 
 
-def flags(cpu: frozenset[str], gcc: int | None) -> list[str]:
+def flags(cpu: frozenset[str], gcc: int | None, *, server: bool = False) -> list[str]:
     """The CMake options for a processor with these flags and this major version of gcc; None is no gcc.
 
     All that the processor has, but for AMX where the compiler gets it wrong.
     """
+    # Of two that contradict each other, CMake takes the later one.
+    always = [*ALWAYS, *SERVER] if server else [*ALWAYS]
     amx = any(flag.startswith("amx") for flag in cpu)
     if gcc is None or gcc >= FIRST_SAFE_GCC or not amx:
-        return [*ALWAYS, "-DGGML_NATIVE=ON"]
+        return [*always, "-DGGML_NATIVE=ON"]
     have = {name: all(flag in cpu for flag in needed) for name, needed in X86.items()}
     named = [f"-DGGML_{name}={'ON' if there else 'OFF'}" for name, there in have.items()]
     without = [f"-DGGML_AMX_{name}=OFF" for name in ("TILE", "INT8", "BF16")]
-    return [*ALWAYS, "-DGGML_NATIVE=OFF", *named, *without]
+    return [*always, "-DGGML_NATIVE=OFF", *named, *without]
 
 
 def gcc_version(compiler: str) -> int | None:
@@ -90,8 +92,7 @@ def main(target: Path, more: list[str], *, server: bool = False) -> None:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         sys.exit("there is no C++ compiler: install g++ or clang, or use `perdure engine install`")
-    # Of two that contradict each other, CMake takes the later one.
-    options = [*flags(system.cpu_flags(), gcc_version(compiler)), *(SERVER if server else ()), *more]
+    options = [*flags(system.cpu_flags(), gcc_version(compiler), server=server), *more]
     wanted = "llama-server" if server else "llama"
     with tempfile.TemporaryDirectory(prefix="perdure-llama-") as place:
         folder = Path(place)
@@ -128,7 +129,7 @@ def _pip(*arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
+    given = [each for each in sys.argv[1:] if each != "--server"]
+    if not given:
         sys.exit(__doc__)
-    given = [each for each in sys.argv[2:] if each != "--server"]
-    main(Path(sys.argv[1]), given, server="--server" in sys.argv)
+    main(Path(given[0]), given[1:], server="--server" in sys.argv)

@@ -76,23 +76,24 @@ def memory_to_share() -> int:
 
 def prefer_large_pages(address: int, size: int) -> None:
     """Have memory that is about to be written made of large pages: it is there sooner, and read faster."""
-    advise, large = c_function("madvise"), getattr(mmap, "MADV_HUGEPAGE", None)
     start = -(-address // page_size()) * page_size()
-    if advise is not None and large is not None and address + size > start:
-        advise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), ctypes.c_int(large))
+    if address + size > start:
+        _advise(start, address + size - start, getattr(mmap, "MADV_HUGEPAGE", None))
 
 
 def settle_memory() -> None:
     """Say that what is there by now stays: the garbage collector does not look through it again and again,
     and it moves into large pages, where it is found sooner after a step has read all weights."""
     gc.freeze()
-    advise = c_function("madvise")
-    if advise is None or not has_large_pages():
-        return
-    for each in own_memory(heap=True):
+    for each in own_memory(heap=True) if has_large_pages() else ():
         # What is larger is weights or state, and was asked for in large pages.
         if len(each) <= _LARGEST_HEAP:
-            advise(ctypes.c_void_p(each.start), ctypes.c_size_t(len(each)), ctypes.c_int(_MADV_COLLAPSE))
+            _advise(each.start, len(each), _MADV_COLLAPSE)
+
+
+def _advise(start: int, size: int, advice: int | None) -> None:
+    if advice is not None and (advise := c_function("madvise")) is not None:
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(advice))
 
 
 def own_memory(*, heap: bool = False) -> set[range]:

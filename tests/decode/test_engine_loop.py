@@ -39,7 +39,7 @@ from perdure import (
 from perdure.decode import engine_loop as module
 from perdure.decode import executor
 from perdure.decode.engine_loop import CHUNK, EngineLoop
-from perdure.decode.request import MAX_SAMPLES, Request
+from perdure.decode.request import MAX_SAMPLES, Reply, Request
 from perdure.decode.scheduler import admit
 from perdure.decode.sequence import TokenSequence
 from perdure.engine.contract import Outcome
@@ -287,13 +287,18 @@ def test_what_was_drawn_is_delivered_while_the_next_step_is_computed(monkeypatch
         context.capabilities = dataclasses.replace(context.capabilities, asynchronous=True)
         reply = rt.generate("hello", max_tokens=6, **GREEDY)
         assert order == ["step", *["step", "text"] * 5]
-        trouble(rt).fail_decode(ahead=4)
-        job = rt.submit("hello", max_tokens=6, **GREEDY)
-        seen = read(job)
-        assert seen.reasons == ["error"]
-        check_delivery(seen.deltas, outcome(job), rt.model)
-    assert outcome(job)[0].tokens == reply.tokens[:3]
+        _check_failing(rt, reply)
+
+
+def _check_failing(rt: Runtime, reply: Reply) -> None:
+    """The same again with a step that fails: readers get all that was drawn before."""
     assert reply.tokens == alone(FullAttention, "hello", max_tokens=6, **GREEDY)[0].tokens
+    trouble(rt).fail_decode(ahead=4)
+    job = rt.submit("hello", max_tokens=6, **GREEDY)
+    seen = read(job)
+    assert seen.reasons == ["error"]
+    check_delivery(seen.deltas, outcome(job), rt.model)
+    assert outcome(job)[0].tokens == reply.tokens[:3]
 
 
 def _noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -334,13 +339,7 @@ def test_where_steps_need_all_cores_and_are_short_readers_are_told_between_them(
     with open_toy() as rt:
         reply = rt.generate("hello", max_tokens=6, **GREEDY)
         assert order == expected
-        trouble(rt).fail_decode(ahead=4)
-        job = rt.submit("hello", max_tokens=6, **GREEDY)
-        seen = read(job)
-        assert seen.reasons == ["error"]
-        check_delivery(seen.deltas, outcome(job), rt.model)
-    assert outcome(job)[0].tokens == reply.tokens[:3]
-    assert reply.tokens == alone(FullAttention, "hello", max_tokens=6, **GREEDY)[0].tokens
+        _check_failing(rt, reply)
 
 
 def test_what_was_drawn_waits_for_no_call_no_other_request_and_no_prompt(
