@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock
@@ -14,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 import subjects
 import zoo
+from perdure.decode.sampling import settings as settings_of_a_draw
 from perdure.engine.llama.native import probe
 from subjects import Subject
 
@@ -41,6 +44,14 @@ def measurements(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is measured of this machine, each worker takes from the one that needed it first."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         subjects.measurements = tmp_path_factory.getbasetemp().parent
+
+
+@pytest.fixture(autouse=True)
+def drawn_seeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process draws without a seed, a test draws alike in every run: one reply in a hundred ends at
+    its first token, and a test that minds has to fail at once."""
+    drawn = random.Random(request.node.nodeid)
+    monkeypatch.setattr(settings_of_a_draw, "secrets", SimpleNamespace(randbelow=drawn.randrange))
 
 
 @pytest.fixture(scope="session")

@@ -486,7 +486,7 @@ def test_a_model_without_a_template_says_so() -> None:
     with perdure.open(Bare(), n_ctx=128, slots=1) as rt:
         with pytest.raises(TemplateError, match="template"):
             rt.chat([user("Hi")])
-        assert rt.generate("Hi", max_tokens=2).tokens
+        assert rt.generate("Hi", max_tokens=2, temperature=0).tokens
     with perdure.open(Bare(), n_ctx=128, slots=1, template="chatml") as rt:
         assert rt.chat([user("Hi")], **ASK).usage.prompt_tokens > 0
     with (

@@ -536,7 +536,7 @@ def test_a_broken_loop_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) ->
     caught: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", caught.append)
     with open_toy(gate=gate, slots=1) as rt:
-        jobs = [rt.submit(f"p{at}", max_tokens=5) for at in range(3)]
+        jobs = [rt.submit(f"p{at}", max_tokens=5, temperature=0) for at in range(3)]
         gate.reached.wait()
 
         def broken(group: Any) -> None:
