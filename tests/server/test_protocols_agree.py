@@ -86,6 +86,15 @@ def test_the_servers_defaults_hold_where_no_protocol_says_otherwise_h8() -> None
         assert whole.json()["eval_count"] > 3
 
 
+def test_the_servers_defaults_hold_for_a_summary_h8() -> None:
+    """H8: where they have every reply end at once, a summary is empty, and that is told."""
+    model = toy()
+    defaults = ReplyDefaults(sampling={"logit_bias": dict.fromkeys(model.ends, 1e6)})
+    with opened(model) as rt, live_server(rt, defaults=defaults) as server, server.client() as client:
+        answer = client.post("/v1/responses/compact", json={"input": SAID})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "empty")
+
+
 def test_one_conversation_through_every_protocol_h8(client: httpx.Client) -> None:
     """H8: text, prompt tokens, tokens written, and the tokens that had to be computed."""
     messages = [{"role": "user", "content": SAID}]

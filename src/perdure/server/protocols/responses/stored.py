@@ -115,6 +115,7 @@ class Responses:
         job = runtime.submit_chat(
             [*instructions, *said, Message(role="user", content=ASK)],
             namespace=self._namespace,
+            **self._app_state.defaults.sampling,
             max_tokens=min(_SUMMARY, runtime.n_ctx // 4),
             overflow="drop_oldest",
             reasoning="hide",
