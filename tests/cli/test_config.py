@@ -40,7 +40,7 @@ def test_a_setting_is_an_option_else_the_environment_else_the_file(
     assert (done.returncode, done.stdout) == (0, f"max_tokens is 5 from now on, by {tmp_path}/config.toml\n")
 
     def written(*options: str, **variables: str) -> int:
-        done = piped(environment | variables, "", "run", "hello", "--json", *options)
+        done = piped(environment | variables, "", "run", "hello", "--json", "--temperature", "0", *options)
         assert done.returncode == 0, done.stderr
         return int(json.loads(done.stdout)["usage"]["completion_tokens"])
 

@@ -138,7 +138,7 @@ def on_a_disk(
 @pytest.mark.parametrize(
     ("arguments", "answers"),
     [
-        (("run", "hello", "-n", "2"), True),
+        (("run", "hello", "-n", "2", "--temperature", "0"), True),
         (("chat", "--session", "a", "-n", "2"), False),
         (("config", "set", "ctx", "999"), False),
         (("keys", "add", "team"), False),
