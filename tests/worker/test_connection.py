@@ -99,6 +99,17 @@ def test_what_is_sent_over_a_wire_that_is_cut_is_dropped(ends: tuple[Connection,
     here.send("nor this")
 
 
+def test_what_no_flush_had_the_time_for_goes_out_all_the_same(ends: tuple[Connection, Connection]) -> None:
+    here, there = ends
+    sent = [b"x" * (4 << 20), "after it"]
+    # As a flush finds it that comes between a sender and the thread which is to wait in its place.
+    with here._sending:
+        for each in sent:
+            here.send(each)
+    here.flush(0)
+    assert [there.receive(60) for _ in sent] == sent
+
+
 def test_flush_returns_when_all_is_out(ends: tuple[Connection, Connection]) -> None:
     here, there = ends
     here.send(b"x" * (4 << 20))

@@ -300,7 +300,7 @@ def test_an_engine_above_its_memory_limit_is_replaced(hold: Hold) -> None:
 
 @dataclass
 class ConcurrentReaders:
-    """Readers of many requests, and a killer that strikes after certain numbers of deltas."""
+    """Readers of many requests, and a killer that strikes after certain numbers of tokens."""
 
     rt: Runtime
     strikes: list[int]
@@ -313,14 +313,14 @@ class ConcurrentReaders:
         try:
             for delta in job:
                 seen.deltas.append(delta)
-                self.count()
+                self.count(len(delta.tokens))
         except Exception as error:
             seen.error = error
         return seen
 
-    def count(self) -> None:
+    def count(self, tokens: int) -> None:
         with self.lock:
-            self.seen += 1
+            self.seen += tokens
             strike = bool(self.strikes) and self.seen >= self.strikes[0]
             if strike:
                 self.strikes.pop(0)

@@ -47,15 +47,7 @@ class Connection:
     def send_packed(self, data: bytes) -> None:
         """Send what `pack` made."""
         self._frames.append(_HEAD.pack(len(data)) + data)
-        # Whoever has the lock sends what all others have left here: another thread, or this one, where
-        # the garbage collector runs a finaliser that sends in the middle of a send.
-        while self._frames and self._sending.acquire(blocking=False):
-            handed_on = False
-            try:
-                handed_on = not self._push() and self._hand_on()
-            finally:
-                if not handed_on:
-                    self._sending.release()
+        self._send_what_is_left()
 
     def receive(self, timeout: float | None = None) -> Any:
         """The next message. EOFError where the other side is gone, TimeoutError where none came in time."""
@@ -94,6 +86,8 @@ class Connection:
                     self._await_room()
             finally:
                 self._sending.release()
+            # What had no room in time, or was left here meanwhile by who found it locked.
+            self._send_what_is_left()
 
     def cut(self) -> None:
         """End the connection from any thread: both sides read its end. Whoever receives closes it."""
@@ -139,6 +133,17 @@ class Connection:
         if not size:
             raise EOFError
         return size
+
+    def _send_what_is_left(self) -> None:
+        """Unless somebody does. Whoever has the lock sends what all others have left here: another thread, or
+        this one, where the garbage collector runs a finaliser that sends in the middle of a send."""
+        while self._frames and self._sending.acquire(blocking=False):
+            handed_on = False
+            try:
+                handed_on = not self._push() and self._hand_on()
+            finally:
+                if not handed_on:
+                    self._sending.release()
 
     def _hand_on(self) -> bool:
         """Have a thread wait in the sender's place: whether it has the lock now."""
