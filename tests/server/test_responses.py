@@ -17,7 +17,7 @@ from perdure.server.keys import Keys, new_key
 from perdure.sessions import sessions as sessions_module
 from perdure.sessions.storage import session_store
 from server.live_server import LiveServer, live_server, opened
-from server.scripted import THINKS, scripted
+from server.scripted import THINKS, scripted, steer
 
 PATH = "/v1/responses"
 SAID = "<think>Hm, the sea.</think>Blue, as ever."
@@ -421,3 +421,18 @@ def test_tools_in_namespaces_are_counted_too(tmp_path: Path) -> None:
             tools = [{"type": "namespace", "name": "n", "tools": many}]
             answer = client.post(PATH, json={"input": "Hi", "tools": tools, "store": store})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+
+def test_a_summary_that_was_empty_is_asked_for_again_and_each_try_is_paid_for() -> None:
+    secret, key = new_key("ada", tokens_per_day=5)
+    with opened(toy(), n_ctx=1024, template=THINKS) as rt:
+        steer(rt, "", "The sea was spoken of.")
+        with live_server(rt, keys=Keys([key])) as server, server.client(secret) as client:
+            answer = client.post(f"{PATH}/compact", json={"input": "The sea is wide."})
+            assert answer.status_code == 200, answer.text
+            usage = answer.json()["usage"]
+            # The second try asks in the same words.
+            used = 2 * usage["input_tokens"] + usage["output_tokens"]
+            refused = client.post(f"{PATH}/compact", json={"input": "Hi"})
+    assert refused.status_code == 429
+    assert f"has used {used} tokens today" in refused.json()["error"]["message"]

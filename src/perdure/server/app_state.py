@@ -143,17 +143,18 @@ class AppState:
         caller: Caller,
         session: str | None = None,
     ) -> None:
-        """Count and note what came of a request."""
+        """Count and note what came of a request, beside what came of it before: it may take several tries."""
         for reply in replies:
             self.metrics.reply(reply)
         self.recent.add(caller.namespace, replies, session)
-        usage = replies[0].usage
-        caller.notes.update(
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            completion_tokens=sum(reply.usage.completion_tokens for reply in replies),
-            finish_reason=replies[0].finish_reason,
-        )
+        usage, notes = replies[0].usage, caller.notes
+        for name, count in (
+            ("prompt_tokens", usage.prompt_tokens),
+            ("cached_tokens", usage.cached_tokens),
+            ("completion_tokens", sum(reply.usage.completion_tokens for reply in replies)),
+        ):
+            notes[name] = notes.get(name, 0) + count
+        notes["finish_reason"] = replies[0].finish_reason
 
     def check_message_count(self, count: int) -> None:
         if count > self.limits.messages:

@@ -20,8 +20,9 @@ from perdure.sessions.turn import Turn, context
 ASK = "Summarise our conversation so far: names, facts, decisions, open questions."
 _SHORTER = "Summarise our conversation so far in one short sentence."
 HEADING = "Summary of the conversation so far:"
-_TRIES = ((ASK, 0.0), (ASK, 0.7), (_SHORTER, 1.0))
-"""A small model may have nothing to say at first, or not come to an end."""
+SUMMARY_TRIES = ((ASK, 0.0), (ASK, 0.7), (_SHORTER, 1.0))
+"""What is asked for, and at which temperature. A small model may have nothing to say at first, or not come to
+an end."""
 
 Steps = Generator[ChatJob, ChatReply, Turn]
 """What a fold waits for: it gives jobs, is sent their replies, and returns the turn."""
@@ -114,7 +115,7 @@ def summarised(
     room = min(192, chat_format.n_ctx // 8)
     wanted = {"max_tokens": room, **settings, "overflow": "drop_oldest", "reasoning": "hide"}
     why = "empty"
-    for words, temperature in _TRIES:
+    for words, temperature in SUMMARY_TRIES:
         job = chat_format.submit(
             [*earlier, Message(role="user", content=words)],
             namespace=namespace,

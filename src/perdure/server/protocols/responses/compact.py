@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -21,9 +22,12 @@ from perdure.server.protocols.responses.requests import PromptRequest
 from perdure.server.protocols.responses.stored import Responses
 from perdure.server.schemas.base import ResponseSchema
 from perdure.server.schemas.openapi import errors
-from perdure.sessions.fold import HEADING
+from perdure.sessions.fold import HEADING, SUMMARY_TRIES
 
 router = APIRouter(tags=["Responses"])
+
+_AT_LEAST = 0.001
+"""Seconds for a try: when they are up, the request has taken too long."""
 
 
 class CompactionAnswer(ResponseSchema):
@@ -42,22 +46,28 @@ async def compact(
     """Have the model sum a conversation up. The summary is sealed: only this server reads it again."""
     app_state.check_model(asked.model or "")
     responses = Responses(app_state, caller.namespace)
-    job, said = await app_state.call(responses.submit_summary, asked)
-
-    def whole(replies: Sequence[ChatReply]) -> CompactionAnswer:
-        return _compacted(replies[0], said, app_state, caller.namespace)
-
-    return await answer(job, request, app_state, caller, timeout=None, whole=whole)
+    ends = time.monotonic() + app_state.seconds(None)
+    for words, temperature in SUMMARY_TRIES:
+        left = max(ends - time.monotonic(), _AT_LEAST)
+        job, said = await app_state.call(
+            responses.submit_summary, asked, words, temperature=temperature, timeout=left
+        )
+        whole = functools.partial(_compacted, said=said, app_state=app_state, namespace=caller.namespace)
+        compacted = await answer(job, request, app_state, caller, timeout=left, whole=whole)
+        if compacted is not None:
+            return compacted
+    raise ApiError(
+        500, "the model's summary was empty; ask again, or send less", kind="server_error", code="empty"
+    )
 
 
 def _compacted(
-    reply: ChatReply, said: Sequence[Message], app_state: AppState, namespace: str
-) -> CompactionAnswer:
-    summary = reply.text.strip()
-    if not summary:
-        raise ApiError(
-            500, "the model's summary was empty; ask again, or send less", kind="server_error", code="empty"
-        )
+    replies: Sequence[ChatReply], *, said: Sequence[Message], app_state: AppState, namespace: str
+) -> CompactionAnswer | None:
+    """The answer, unless the summary is empty."""
+    [reply] = replies
+    if not (summary := reply.text.strip()):
+        return None
     response_id = ids.new_response()
     item: Item = {
         "id": ids.item("cmp", response_id),

@@ -28,7 +28,7 @@ from perdure.server.protocols.responses.requests import (
     tool_set,
 )
 from perdure.server.reply_defaults import ReplyDefaults
-from perdure.sessions.fold import ASK, TurnJob
+from perdure.sessions.fold import TurnJob
 from perdure.sessions.session import Session
 from perdure.sessions.turn import Turn
 from perdure.sessions.turn_transaction import TurnExtra
@@ -104,8 +104,10 @@ class Responses:
         messages = [*instructions, *history, *said]
         return self._app_state.runtime.count_chat(messages, namespace=self._namespace, **options)
 
-    def submit_summary(self, asked: PromptRequest) -> tuple[TurnJob, list[Message]]:
-        """Have all that was said summed up; and what that was."""
+    def submit_summary(
+        self, asked: PromptRequest, words: str, *, temperature: float, timeout: float
+    ) -> tuple[TurnJob, list[Message]]:
+        """Have all that was said summed up, asked for in these words; and what that was."""
         before = self._before(asked)
         instructions, said = self._read(asked)
         said = [*(before.messages() if before is not None else ()), *said]
@@ -113,13 +115,13 @@ class Responses:
             raise ApiError(400, "input: there is nothing to sum up", param="input", code="invalid_value")
         runtime = self._app_state.runtime
         job = runtime.submit_chat(
-            [*instructions, *said, Message(role="user", content=ASK)],
+            [*instructions, *said, Message(role="user", content=words)],
             namespace=self._namespace,
-            **self._app_state.defaults.sampling,
+            **{"temperature": temperature, "seed": 1, **self._app_state.defaults.sampling},
             max_tokens=min(_SUMMARY, runtime.n_ctx // 4),
             overflow="drop_oldest",
             reasoning="hide",
-            timeout=self._app_state.seconds(None),
+            timeout=timeout,
         )
         return job, said
 
