@@ -169,6 +169,19 @@ def test_keys_are_added_listed_and_removed_by_the_command(tmp_path: Path) -> Non
     assert "no key in" in keys("rm", found.id, code=1).stderr
 
 
+def test_all_prompts_of_a_request_are_paid_for_by_its_key() -> None:
+    """And each once, however many samples there are of it."""
+    secret, key = new_key("ada", tokens_per_day=5)
+    with opened(toy()) as rt, live_server(rt, keys=Keys([key])) as server, server.client(secret) as client:
+        body = {"prompt": ["Hello", "Good evening"], "n": 2, "max_tokens": 2}
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        used = answer.json()["usage"]["total_tokens"]
+        refused = client.post(CHAT, json=hello())
+    assert refused.status_code == 429
+    assert f"has used {used} tokens today, 5 are allowed" in refused.json()["error"]["message"]
+
+
 def test_work_in_the_background_is_paid_for_by_its_key() -> None:
     secret, key = new_key("ada", tokens_per_day=5)
     keys = Keys([key])

@@ -147,10 +147,12 @@ class AppState:
         for reply in replies:
             self.metrics.reply(reply)
         self.recent.add(caller.namespace, replies, session)
-        usage, notes = replies[0].usage, caller.notes
+        notes = caller.notes
+        # The samples of a prompt share it.
+        prompts = [reply.usage for reply in replies if reply.index == 0]
         for name, count in (
-            ("prompt_tokens", usage.prompt_tokens),
-            ("cached_tokens", usage.cached_tokens),
+            ("prompt_tokens", sum(usage.prompt_tokens for usage in prompts)),
+            ("cached_tokens", sum(usage.cached_tokens for usage in prompts)),
             ("completion_tokens", sum(reply.usage.completion_tokens for reply in replies)),
         ):
             notes[name] = notes.get(name, 0) + count
