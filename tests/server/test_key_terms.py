@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 from websockets.sync.client import connect
 
-from decode.observed import toy
+from decode.observed import Turnstile, toy
 from perdure import InvalidInputError
 from perdure.server.keys import Key, Keys, KeyUsage, new_key
 from perdure.server.middleware.host_check import AllowedHosts, check_origins
@@ -180,6 +183,50 @@ def test_all_prompts_of_a_request_are_paid_for_by_its_key() -> None:
         refused = client.post(CHAT, json=hello())
     assert refused.status_code == 429
     assert f"has used {used} tokens today, 5 are allowed" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_who_leaves_before_the_end_pays_for_what_was_computed(path: str, streams: bool) -> None:
+    secret, key = new_key("ada", tokens_per_day=5)
+    gate = Turnstile()
+    keys = Keys([key])
+    asked = {"prompt": "Hello"} if path != CHAT else {"messages": [{"role": "user", "content": "Hello"}]}
+    body = {**asked, "stream": streams, "max_tokens": 900, "logit_bias": {"258": -100}}
+    with opened(toy(gate=gate), n_ctx=1024) as rt, live_server(rt, keys=keys) as server:
+        gate.admit(60)
+        with server.client(secret) as client, pytest.raises(httpx.ReadTimeout):
+            client.post(path, json=body, timeout=1.0)
+        # A toy's token is a byte, and the gate let so many be computed.
+        assert 20 < used_by(key, keys) <= 61
+        gate.open()
+
+
+def test_who_leaves_a_websocket_pays_for_what_was_computed() -> None:
+    secret, key = new_key("ada", tokens_per_day=5)
+    gate = Turnstile()
+    keys = Keys([key])
+    with opened(toy(gate=gate), n_ctx=1024) as rt, live_server(rt, keys=keys) as server:
+        gate.admit(60)
+        url = f"ws{server.url.removeprefix('http')}/v1/responses"
+        headers = {"authorization": f"Bearer {secret}"}
+        with connect(url, additional_headers=headers, close_timeout=0.1) as socket:
+            socket.send(json.dumps({"type": "response.create", "input": "Hi", "temperature": 0}))
+            while json.loads(socket.recv(timeout=60))["type"] != "response.output_text.delta":
+                pass
+        assert 20 < used_by(key, keys) <= 61
+        gate.open()
+
+
+def used_by(key: Key, keys: Keys) -> int:
+    """The tokens that were counted for a key, once they are more than it may use."""
+    ends = time.monotonic() + 60
+    while (over := keys.usage.admit(key, time.time())) is None:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    found = re.search(r"has used (\d+) tokens today", over.why)
+    assert found is not None
+    return int(found[1])
 
 
 def test_work_in_the_background_is_paid_for_by_its_key() -> None:

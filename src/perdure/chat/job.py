@@ -118,6 +118,8 @@ class ChatJob:
         self._ended: list[Reply] = []
         """The samples before it."""
         self.prompt_tokens = prompt_tokens
+        self._written_before = 0
+        """Tokens of the jobs before the one at hand."""
         self._tools = tools
         self._dropped = dropped
         self._shifting = False
@@ -139,6 +141,11 @@ class ChatJob:
     def prompt_read(self) -> int:
         """Tokens of the prompt whose state is there."""
         return self._job.prompt_read
+
+    @property
+    def written(self) -> int:
+        """Tokens that have come so far, of all samples."""
+        return self._written_before + self._job.written
 
     def cancel(self) -> None:
         """End the request within one step; its reply says `cancelled`."""
@@ -349,6 +356,7 @@ class ChatJob:
     def _replace(self, job: Job) -> None:
         """Go on in `job`. A cancel that came between the two requests was meant for both."""
         with self._replacing:
+            self._written_before += self._job.written
             self._job, cancelled = job, self.cancelled
         if cancelled:
             job.cancel()

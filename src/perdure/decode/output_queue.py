@@ -83,6 +83,8 @@ class OutputQueue:
         self.finished = False
         self.read = 0
         """Tokens of the prompt whose state is there, for whoever asks while it waits."""
+        self.written = 0
+        """Tokens of all deltas so far."""
         self._on_every_change: list[tuple[Listener, Any]] = []
         self._on_change: list[tuple[Listener, Any]] = []
         self._on_finish: list[tuple[Listener, Any]] = []
@@ -91,6 +93,7 @@ class OutputQueue:
     def put(self, delta: Delta) -> None:
         """Add a delta. Listeners learn of it at the next `notify`."""
         with self.lock:
+            self.written += len(delta.tokens)
             self.deltas.append(delta)
 
     def hand(self, deltas: list[Delta]) -> bool:
@@ -99,6 +102,8 @@ class OutputQueue:
 
         One thread at a time puts and hands.
         """
+        for delta in deltas:
+            self.written += len(delta.tokens)
         if self._taker is not None and not self.deltas and self._taker.takes(deltas):
             return True
         with self.lock:
@@ -271,6 +276,11 @@ class Job:
     def prompt_read(self) -> int:
         """Tokens of the prompt whose state is there."""
         return self.output.read
+
+    @property
+    def written(self) -> int:
+        """Tokens that have come so far, of all samples."""
+        return self.output.written
 
     def cancel(self) -> None:
         """End the request within one step; its reply says `cancelled`."""

@@ -24,7 +24,7 @@ from perdure.decode.request import Reply
 from perdure.errors import TemplateError
 from perdure.runtime import Runtime
 from perdure.server.api_error import ApiError, deadline, stopping
-from perdure.server.client_job import ClientJob, Job, Part, while_connected
+from perdure.server.client_job import ClientJob, Job, Part, note_tokens, while_connected
 from perdure.server.keys import KeyAccount, Keys
 from perdure.server.limits import Limits
 from perdure.server.live_settings import LiveSettings
@@ -101,9 +101,17 @@ class AppState:
         """The same for what takes long by its nature, so that it never keeps quick calls waiting."""
         return await self._in_thread(_SLOW, functools.partial(function, *args, **keywords))
 
-    def client_job(self, job: Job[D, R], request: Request, timeout: float | None) -> ClientJob[D, R]:
+    def client_job(
+        self, job: Job[D, R], request: Request, timeout: float | None, caller: Caller
+    ) -> ClientJob[D, R]:
         """A job for the client of `request`."""
-        client_job = ClientJob(job, request, seconds=self.seconds(timeout), is_stopping=lambda: self.stopping)
+        client_job = ClientJob(
+            job,
+            request,
+            seconds=self.seconds(timeout),
+            is_stopping=lambda: self.stopping,
+            notes=caller.notes,
+        )
         self.client_jobs.add(client_job)
         if self.stopping:
             client_job.cancel()
@@ -150,12 +158,12 @@ class AppState:
         notes = caller.notes
         # The samples of a prompt share it.
         prompts = [reply.usage for reply in replies if reply.index == 0]
-        for name, count in (
-            ("prompt_tokens", sum(usage.prompt_tokens for usage in prompts)),
-            ("cached_tokens", sum(usage.cached_tokens for usage in prompts)),
-            ("completion_tokens", sum(reply.usage.completion_tokens for reply in replies)),
-        ):
-            notes[name] = notes.get(name, 0) + count
+        note_tokens(
+            notes,
+            sum(usage.prompt_tokens for usage in prompts),
+            sum(reply.usage.completion_tokens for reply in replies),
+        )
+        notes["cached_tokens"] = notes.get("cached_tokens", 0) + sum(usage.cached_tokens for usage in prompts)
         notes["finish_reason"] = replies[0].finish_reason
 
     def check_message_count(self, count: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -27,6 +27,12 @@ T = TypeVar("T")
 class Job(Protocol[D, R]):
     """What is common to jobs of prompts and of conversations."""
 
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def prompt_read(self) -> int: ...
+    @property
+    def written(self) -> int: ...
     def cancel(self) -> None: ...
     async def areplies(self) -> Sequence[R]: ...
     async def drain(self, take: Callable[[Sequence[D]], bool]) -> bool: ...
@@ -46,12 +52,24 @@ class PromptProgress(NamedTuple):
 
 
 class ClientJob(Generic[D, R]):
-    """A job that ends when its client leaves, when its time is up, or when the server stops."""
+    """A job that ends when its client leaves, when its time is up, or when the server stops.
+
+    Always holds: what was computed for a client that has left before the end is noted, and paid for.
+    """
 
     def __init__(
-        self, job: Job[D, R], request: Request, *, seconds: float, is_stopping: Callable[[], bool]
+        self,
+        job: Job[D, R],
+        request: Request,
+        *,
+        seconds: float,
+        is_stopping: Callable[[], bool],
+        notes: dict[str, Any],
     ) -> None:
         self._job = job
+        self._notes = notes
+        self._is_told = False
+        """Whether its replies, or an error, say what came of it."""
         self._request = request
         self._seconds = seconds
         self._is_stopping = is_stopping
@@ -62,6 +80,13 @@ class ClientJob(Generic[D, R]):
         self._timer.cancel()
         self._job.cancel()
 
+    def close(self) -> None:
+        """Nobody reads it any more."""
+        self.cancel()
+        if not self._is_told:
+            self._is_told = True
+            note_tokens(self._notes, *tokens_so_far(self._job))
+
     @property
     def progress(self) -> PromptProgress | None:
         return PromptProgress.of(self._job)
@@ -69,18 +94,33 @@ class ClientJob(Generic[D, R]):
     async def replies(self) -> Sequence[R]:
         """All replies, for a client who stays."""
         try:
-            return await while_connected(self._request, self._job.areplies())
+            return await self._told(while_connected(self._request, self._job.areplies()))
         finally:
-            self.cancel()
+            self.close()
 
     async def drain(self, take: Callable[[Sequence[D]], bool]) -> bool:
         """Have `take` called with what is new, as it comes, until it gives False or all was taken: whether it
         was."""
-        return await self._job.drain(take)
+        try:
+            return await self._job.drain(take)
+        except Exception:
+            self._is_told = True
+            raise
 
     async def ended(self) -> Sequence[R]:
         """The replies, once all deltas were read."""
-        return await self._job.areplies()
+        return await self._told(self._job.areplies())
+
+    async def _told(self, work: Awaitable[T]) -> T:
+        try:
+            found = await work
+        except ClientLeft:
+            raise
+        except Exception:
+            self._is_told = True
+            raise
+        self._is_told = True
+        return found
 
     def cut(self, replies: Sequence[Part]) -> ApiError | None:
         """Why replies were cut short, if they were."""
@@ -91,6 +131,18 @@ class ClientJob(Generic[D, R]):
         # For a client who is still there, nothing else ends one. Which clock was first, the engine's or ours,
         # says nothing: on a busy machine they are far apart.
         return stopping() if self._is_stopping() else deadline(self._seconds)
+
+
+def tokens_so_far(job: Job[Any, Any]) -> tuple[int, int]:
+    """Those of its prompt that were read, and those that were written."""
+    # How far a prompt is read is told from time to time; once something is written, all of it was.
+    return job.prompt_tokens if job.written else job.prompt_read, job.written
+
+
+def note_tokens(notes: dict[str, Any], prompt: int, written: int) -> None:
+    """Add to what is noted of a request: its key pays for that."""
+    for name, count in (("prompt_tokens", prompt), ("completion_tokens", written)):
+        notes[name] = notes.get(name, 0) + count
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

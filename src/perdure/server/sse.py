@@ -208,7 +208,7 @@ class JobStream(EventStream, Generic[A, B]):
             media_type=writer.media_type,
             sign_of_life=self._opening_or_sign,
             # A client that leaves before the first event leaves a job that nobody reads.
-            ended=client_job.cancel,
+            ended=client_job.close,
         )
         self._client_job = client_job
         self._writer = writer
@@ -247,8 +247,7 @@ class JobStream(EventStream, Generic[A, B]):
                     yield self._waited_for()
                 replies = await self._client_job.ended()
                 refused = self._client_job.cut(replies)
-                if refused is None or self.begun:
-                    self._settle(replies)
+                self._settle(replies)
                 ending = self._writer.ending(replies) if refused is None else b""
             except Exception as error:
                 if not self.begun:

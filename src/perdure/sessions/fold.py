@@ -46,6 +46,11 @@ class TurnJob(Protocol):
         """Tokens of that prompt whose state is there."""
         ...
 
+    @property
+    def written(self) -> int:
+        """Tokens that have come so far, of that reply or summary."""
+        ...
+
     def cancel(self) -> None: ...
     def stop(self) -> None:
         """Cancel it because no more is wanted: for whoever reads it, that is an end like any other."""
@@ -192,6 +197,10 @@ class FoldingJob:
     @property
     def prompt_read(self) -> int:
         return self._current.prompt_read if self._current is not None else 0
+
+    @property
+    def written(self) -> int:
+        return self._current.written if self._current is not None else 0
 
     def cancel(self) -> None:
         """End it within one step; its reply says `cancelled`."""

@@ -15,6 +15,11 @@ SEED_LIMIT = 2**32 - 1
 """Seeds lie below this: the engine takes the largest for "choose one"."""
 
 
+def draw_seed() -> int:
+    """A new one, for who gives none."""
+    return secrets.randbelow(SEED_LIMIT)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How a token is drawn. Temperature 0 is greedy; a stage at its neutral value is left out.
@@ -99,7 +104,7 @@ class Sampling:
         """The same with its seed settled, `offset` on for a further sample of one prompt."""
         if self.seed is not None and not offset:
             return self
-        seed = secrets.randbelow(SEED_LIMIT) if self.seed is None else self.seed
+        seed = draw_seed() if self.seed is None else self.seed
         return dataclasses.replace(self, seed=(seed + offset) % SEED_LIMIT)
 
     def without(self, tokens: Iterable[int]) -> Sampling:

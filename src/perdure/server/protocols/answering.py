@@ -30,7 +30,7 @@ async def answer(
     said: Sequence[Message] = (),
 ) -> T | Response:
     """With a `writer` a stream, else what `whole` makes of the replies."""
-    client_job = app_state.client_job(job, request, timeout)
+    client_job = app_state.client_job(job, request, timeout, caller)
 
     def settle(replies: Sequence[ChatReply]) -> None:
         app_state.settle(replies, caller, session)

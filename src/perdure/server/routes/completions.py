@@ -53,7 +53,7 @@ async def complete(
     try:
         for prompt in prompts:
             job = await app_state.call(app_state.runtime.submit, prompt, **options)
-            client_jobs.append(app_state.client_job(job, request, timeout))
+            client_jobs.append(app_state.client_job(job, request, timeout, caller))
         # Behind those: what does not fit was refused by now, and is not tokenised for this either.
         echoed = [await app_state.call(_text, app_state, prompt) for prompt in prompts if asked.echo]
     except BaseException:
@@ -78,7 +78,7 @@ async def complete(
         groups = [list(await client_job.replies()) for client_job in client_jobs]
     finally:
         for client_job in client_jobs:
-            client_job.cancel()
+            client_job.close()
     settle([reply for group in groups for reply in group])
     for client_job, group in zip(client_jobs, groups, strict=True):
         if (refused := client_job.cut(group)) is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from perdure.chat.message import Message
+from perdure.decode.sampling.settings import draw_seed
 from perdure.errors import SessionNotFoundError
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState
@@ -38,7 +38,6 @@ _RESPONSE = "response"
 _REFERENCES, _REMOVES = 1024, 16
 """Items that one request may name by their ids, those that they name in turn included, and over how many
 responses that may go: each is looked up."""
-_SEEDS = 2**32 - 1
 _SUMMARY = 1024
 """Tokens of a summary, at most."""
 
@@ -71,7 +70,7 @@ class Responses:
             "session": before.name if before is not None else None,
             "turn": before.turns if before is not None else 0,
             "request": asked.model_dump(mode="json", exclude_none=True, by_alias=True),
-            "seed": seed if seed is not None else secrets.randbelow(_SEEDS),
+            "seed": seed if seed is not None else draw_seed(),
             # Those of now: the settings may change before the reply is made again.
             "defaults": asdict(defaults),
             "created": int(time.time()),

@@ -16,7 +16,7 @@ from perdure.chat.reply import ChatReply
 from perdure.errors import PerdureError
 from perdure.server.api_error import ApiError, rate_limited, to_api_error, validation
 from perdure.server.app_state import AppState
-from perdure.server.client_job import PromptProgress
+from perdure.server.client_job import PromptProgress, tokens_so_far
 from perdure.server.keys import KeyAccount
 from perdure.server.middleware.body_limits import JsonScan
 from perdure.server.protocols.responses.items import Item
@@ -153,6 +153,11 @@ class Connection:
         except PerdureError as error:
             await self._send(writer.broken(to_api_error(error)))
             return
+        except BaseException:
+            # The client has left, and nobody takes what is sent.
+            if self._account is not None:
+                self._account.spend(sum(tokens_so_far(self._job)))
+            raise
         finally:
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
