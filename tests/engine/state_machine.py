@@ -182,7 +182,7 @@ class ContextMachine(RuleBasedStateMachine):
             return
         if kept is not None:
             self.give_up(texts, kept)
-            if self.subject.kind is SlidingWindow and not self.subject.toy and not self.settings["swa_full"]:
+            if self.subject.kind is SlidingWindow and not self.subject.toy:
                 # The engine then looks for a cell elsewhere, and takes that of a token which has left the
                 # window: before its predecessors, so that attention sums in another order.
                 self.bound = max(self.bound, self.subject.rounding.usual)
