@@ -182,10 +182,6 @@ class ContextMachine(RuleBasedStateMachine):
             return
         if kept is not None:
             self.give_up(texts, kept)
-            if self.subject.kind is SlidingWindow and not self.subject.toy:
-                # The engine then looks for a cell elsewhere, and takes that of a token which has left the
-                # window: before its predecessors, so that attention sums in another order.
-                self.bound = max(self.bound, self.subject.rounding.usual)
             return
         for seq, tokens in texts.items():
             self.held[seq] += tokens
