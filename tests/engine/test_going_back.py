@@ -12,14 +12,19 @@ from perdure import (
     Context,
     ContextOverflow,
     CorruptStateError,
+    DecodeError,
     EngineError,
+    Feed,
     IncompatibleStateError,
     InvalidInputError,
     RowError,
     SequenceError,
 )
+from perdure.engine.contract import Outcome
 from perdure.memory import FullAttention, Recurrent, SlidingWindow
 from subjects import NARROW, Row, Subject, check
+
+from .failures import failing_decode
 
 LENGTH = 70
 
@@ -423,3 +428,21 @@ def test_a_refused_write_says_that_the_sequence_is_empty(
                 go_on(subject, ctx, [], seq=0)
         ctx.load(state, 1)
         go_on(subject, ctx, tokens, seq=1)
+
+
+@pytest.mark.parametrize("swa_full", [False, True])
+def test_b6_after_a_step_that_failed_a_window_goes_on_in_its_order(
+    find_subject: Callable[[str], Subject], swa_full: bool
+) -> None:
+    """B6: the engine takes back where it stood in another, longer sequence, and would look from the start."""
+    subject = find_subject("gemma3")
+    held = {seq: subject.tokens(length, 10 + seq) for seq, length in enumerate((53, 46, 46))}
+    with opened(subject, n_ctx=120, n_seq=3, swa_full=swa_full) as ctx:
+        for seq, tokens in held.items():
+            ctx.decode(tokens, seq)
+        with failing_decode(ctx, step=1, after=0, outcome=Outcome.ABORTED), pytest.raises(DecodeError):
+            ctx.step([Feed(2, [65]), Feed(0, [65])])
+        for seq in (2, 0):
+            ctx.decode([65], seq)
+            found = cold(subject, [*held[seq], 65], n_ctx=120, swa_full=swa_full)
+            check(ctx.logits().copy(), found, subject.narrow_bound(fine=False))

@@ -80,7 +80,11 @@ class LlamaCore:
         self._streams = not params.kv_unified and params.n_seq_max > 1
         slides = self._lib.llama_model_n_swa(weights.handle) > 0
         self._sheds = slides and not params.swa_full and not self._streams
-        # A window takes the cells of tokens that it has left behind, wherever the search starts.
+        # A window takes the cells of tokens that it has left behind, wherever the search starts: it keeps its
+        # order by being put back.
+        self._puts_back = bool(self._streams and slides)
+        self._failed = False
+        """Whether the last step failed."""
         self._settles = bool(self._streams and not slides and self._memory and self.can_shift())
         self._n_streams = params.n_seq_max if self._streams else 1
         self._memory_spec = memory
@@ -107,9 +111,12 @@ class LlamaCore:
         if self._asynchronous and threading.get_ident() == _MAIN_THREAD:
             # The backend of a device chatters while it computes: a Ctrl-C in the midst of that is lost.
             with self._log_sink.muted(id(self)), self._threadpool:
-                return _OUTCOMES.get(self._lib.llama_decode(self._context, native), Outcome.FAILED)
-        with self._threadpool:
-            return _OUTCOMES.get(self._lib.llama_decode(self._context, native), Outcome.FAILED)
+                code = self._lib.llama_decode(self._context, native)
+        else:
+            with self._threadpool:
+                code = self._lib.llama_decode(self._context, native)
+        self._failed = code != 0
+        return _OUTCOMES.get(code, Outcome.FAILED)
 
     def row(self, index: int) -> Floats:
         return np.frombuffer(memoryview(self._row.from_address(self._address(index))), np.float32)
@@ -158,6 +165,10 @@ class LlamaCore:
 
     def remove(self, seq: int, start: int) -> None:
         self._lib.llama_memory_seq_rm(self._memory, seq, start, -1)
+        if self._puts_back and self._failed and self.newest(seq) >= 0:
+            # It would look for the next cell from the start, and find that of a token which has left the
+            # window: before its predecessors, so that attention would sum in another order.
+            self.write(seq, self.read(seq, partial=True), partial=True)
         if self._settles:
             # After a step that failed, the engine may look for the next free cell behind the first one (it
             # takes back where it stood in another stream). Moving no cell at all makes it look from the
