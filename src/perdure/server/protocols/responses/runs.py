@@ -12,9 +12,9 @@ from perdure.server.api_error import ApiError, to_api_error
 from perdure.server.app_state import AppState, Caller
 from perdure.server.client_job import PromptProgress
 from perdure.server.keys import KeyAccount
-from perdure.server.protocols.responses.errors import error_detail
+from perdure.server.protocols.responses.errors import error_detail, sent_differs
 from perdure.server.protocols.responses.stored import StoredResponse
-from perdure.server.protocols.responses.stream import ResponseWriter
+from perdure.server.protocols.responses.stream import OPENING, ResponseWriter, SentPart, failed_event
 from perdure.server.sse import EventStream
 from perdure.sessions.fold import TurnJob
 
@@ -61,6 +61,8 @@ class Run:
             replies = await self._job.areplies()
             self._pay(replies[0])
             if replies[0].finish_reason == "cancelled":
+                if not self.cancelled:
+                    await app_state.call(self._response.note_sent, self._writer.sent)
                 await self._end("cancelled" if self.cancelled else "in_progress", None, app_state)
                 return
             app_state.metrics.reply(replies[0])
@@ -80,6 +82,9 @@ class Run:
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
         """Its events behind number `after`, as they come."""
         at = 0
+        if after > OPENING and not await self._came_again():
+            yield failed_event(self._response.head, sent_differs(), number=after + 1)
+            return
         while True:
             async with self._changed:
                 while len(self._events) == at and not self.finished:
@@ -90,6 +95,13 @@ class Run:
                 yield shown
             if over and at == len(self._events):
                 return
+
+    async def _came_again(self) -> bool:
+        """Whether it is the reply of which a part was sent before it was interrupted."""
+        async with self._changed:
+            while self._writer.came_again is None and not self.finished:
+                await self._changed.wait()
+        return bool(self._writer.came_again)
 
     async def _end(self, status: str, error: ApiError | None, app_state: AppState) -> None:
         detail = error_detail(error) if error is not None else None
@@ -110,7 +122,7 @@ class Runs:
 
     def __init__(self) -> None:
         self._background: dict[tuple[str, str], Run] = {}
-        self._reading: dict[tuple[str, str], TurnJob] = {}
+        self._reading: dict[tuple[str, str], tuple[TurnJob, ResponseWriter]] = {}
 
     def background(self, namespace: str, response_id: str) -> Run | None:
         run = self._background.get((namespace, response_id))
@@ -125,7 +137,8 @@ class Runs:
         app_state: AppState,
     ) -> Run:
         """Have a response made in the background. `notes` are those of the job's turn."""
-        run = Run(response, job, ResponseWriter(response.head, notes=notes), caller.account)
+        writer = ResponseWriter(response.head, sent=response.sent, notes=notes)
+        run = Run(response, job, writer, caller.account)
         key = (caller.namespace, response.head.id)
         self._background[key] = run
         app_state.client_jobs.add(run)
@@ -133,21 +146,25 @@ class Runs:
         run.task.add_done_callback(lambda _: self._background.pop(key, None))
         return run
 
-    def read(self, namespace: str, response_id: str, job: TurnJob) -> None:
+    def read(self, namespace: str, response_id: str, job: TurnJob, writer: ResponseWriter) -> None:
         """A response is being made for a client that reads it."""
-        ended = [key for key, each in self._reading.items() if each.done or each.cancelled]
+        ended = [key for key, (each, _) in self._reading.items() if each.done or each.cancelled]
         for key in ended:
             del self._reading[key]
-        self._reading[namespace, response_id] = job
+        self._reading[namespace, response_id] = job, writer
 
     def is_read(self, namespace: str, response_id: str) -> bool:
-        job = self._reading.get((namespace, response_id))
+        job, _ = self._reading.get((namespace, response_id), (None, None))
         return job is not None and not (job.done or job.cancelled)
 
-    def take_over(self, namespace: str, response_id: str) -> None:
-        """End what is made for a client whose connection broke, though nobody has noticed yet."""
-        if (before := self._reading.pop((namespace, response_id), None)) is not None:
-            before.cancel()
+    def take_over(self, namespace: str, response_id: str) -> SentPart | None:
+        """End what is made for a client whose connection broke, though nobody has noticed yet: what it was
+        sent."""
+        job, writer = self._reading.pop((namespace, response_id), (None, None))
+        if job is None or writer is None:
+            return None
+        job.cancel()
+        return writer.sent
 
 
 def followed(run: Run, after: int, app_state: AppState) -> EventStream:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic_core import to_json
@@ -13,13 +15,24 @@ from perdure.server.api_error import ApiError
 from perdure.server.client_job import PromptProgress
 from perdure.server.protocols.call_buffer import CallBuffer
 from perdure.server.protocols.responses.answers import ResponseHead
+from perdure.server.protocols.responses.errors import sent_differs
 from perdure.server.protocols.responses.items import Item, text_part
 from perdure.server.sse import Frame, named_event, waiting
 from perdure.sessions.turn import Turn
 
 Event = dict[str, Any]
+OPENING = 1
+"""The number of the last event that says nothing of the reply."""
 _NUMBER = -7_777_777
 """Stands where a number is to be put."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentPart:
+    """How far the events of a response were sent: the number of the last one, and a digest of their text."""
+
+    number: int
+    digest: str
 
 
 class ResponseWriter:
@@ -27,14 +40,31 @@ class ResponseWriter:
 
     The same tokens make the same events with the same numbers, so that a reader whose stream broke can go on
     behind the last one that it has: in `after` is its number. Calls come last, as they do in the whole.
+
+    Whether the reply that is made again is the same is checked against what was `sent` before: a client that
+    has a part of it gets nothing until the same part has come again, and an error where another one did.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, head: ResponseHead, *, after: int = -1, notes: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        head: ResponseHead,
+        *,
+        after: int = -1,
+        sent: SentPart | None = None,
+        notes: dict[str, Any] | None = None,
+    ) -> None:
         self._head = head
         self._after = after
         self._number = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._before = sent
+        self._waiting = b""
+        """Events for a client that has a part, while that part has not come again."""
+        self.came_again: bool | None = True if sent is None else None
+        """Whether the part that was sent before has come again. None while that is not known."""
+        self.ended = False
         self._notes = notes if notes is not None else {}
         self._part: _OpenPart | None = None
         self._output: list[Item] = []
@@ -72,6 +102,10 @@ class ResponseWriter:
         self._hold(delta)
         return written
 
+    @property
+    def sent(self) -> SentPart:
+        return SentPart(self._number - 1, self._digest.hexdigest())
+
     def ending(self, replies: Sequence[ChatReply]) -> bytes:
         return self._ended(self._head.whole(replies))
 
@@ -80,6 +114,10 @@ class ResponseWriter:
         return self._written([{"type": "response.completed", "response": response}])
 
     def broken(self, error: ApiError) -> bytes:
+        if self._withholds:
+            # The client has a part of another reply, or of one that did not come this far again.
+            self._part, self._before = None, None
+            self._output.clear()
         written = self._left("incomplete")
         return written + self._written(
             [{"type": "response.failed", "response": self._head.failed(error, self._output)}]
@@ -101,6 +139,10 @@ class ResponseWriter:
 
     # Inside.
 
+    @property
+    def _withholds(self) -> bool:
+        return self._before is not None and self._after > OPENING
+
     def _in_progress(self) -> Event:
         return {"type": "response.in_progress", "response": self._head.shown("in_progress")}
 
@@ -115,16 +157,18 @@ class ResponseWriter:
 
     def _delta(self, part: _OpenPart, text: str, logprobs: list[dict[str, Any]] | None = None) -> bytes:
         part.texts.append(text)
+        self._digest.update(f"{part.kind}\0{text}\0".encode("utf-8", "surrogatepass"))
         self._notes.setdefault("deltas", {}).setdefault(part.kind, []).append(len(text))
         number, self._number = self._number, self._number + 1
-        if number <= self._after:
-            if logprobs:
-                part.logprobs += logprobs
-            return b""
         if logprobs:
             part.logprobs += logprobs
-            return named_event({**part.delta(text), "sequence_number": number, "logprobs": logprobs})
-        return part.frame(text).replace(part.blank, b"%d" % number, 1)
+        if number <= self._after:
+            event = b""
+        elif logprobs:
+            event = named_event({**part.delta(text), "sequence_number": number, "logprobs": logprobs})
+        else:
+            event = part.frame(text).replace(part.blank, b"%d" % number, 1)
+        return event if self._before is None else self._checked(event)
 
     def _entered(self, kind: Literal["reasoning", "text"]) -> tuple[_OpenPart, bytes]:
         """Have an item of this kind open."""
@@ -178,6 +222,7 @@ class ResponseWriter:
 
     def _ended(self, response: dict[str, Any]) -> bytes:
         status = response["status"]
+        self.ended = True
         self._take(self._calls.finish())
         if not (self._part or self._output or self._whole_calls):
             # A reply that says nothing is an empty message.
@@ -187,7 +232,10 @@ class ResponseWriter:
         written += self._left("incomplete" if status == "incomplete" else "completed")
         for number, call in enumerate(self._whole_calls):
             written += self._written(self._call(call, number))
-        return written + self._written([{"type": f"response.{status}", "response": response}])
+        written += self._written([{"type": f"response.{status}", "response": response}])
+        if self._withholds:
+            raise sent_differs()
+        return written
 
     def _call(self, call: ToolCall, number: int) -> list[Event]:
         form, index = self._head.form, len(self._output)
@@ -216,7 +264,30 @@ class ResponseWriter:
             number, self._number = self._number, self._number + 1
             if number > self._after:
                 parts.append(named_event({**event, "sequence_number": number}))
-        return b"".join(parts)
+        written = b"".join(parts)
+        return written if self._before is None else self._checked(written)
+
+    def _checked(self, events: bytes) -> bytes:
+        """Events of a response of which a part was sent before: nothing for a client that has of it, until
+        the same part has come again."""
+        assert self._before is not None
+        if self.came_again is None and self._number > self._before.number:
+            # Only text changes the digest, and text is counted event by event: it is of that very number.
+            self.came_again = self._digest.hexdigest() == self._before.digest
+        if not self._withholds:
+            return events
+        self._waiting += events
+        if not self.came_again:
+            return b""
+        self._before = None
+        events, self._waiting = self._waiting, b""
+        return events
+
+
+def failed_event(head: ResponseHead, error: ApiError, *, number: int) -> bytes:
+    """The one event of a stream that says nothing of the reply."""
+    response = head.failed(error)
+    return named_event({"type": "response.failed", "response": response, "sequence_number": number})
 
 
 class _OpenPart:

@@ -21,7 +21,7 @@ from perdure.server.keys import KeyAccount
 from perdure.server.middleware.body_limits import JsonScan
 from perdure.server.protocols.responses.items import Item
 from perdure.server.protocols.responses.requests import ResponseRequest, input_items
-from perdure.server.protocols.responses.stored import Responses
+from perdure.server.protocols.responses.stored import Responses, StoredResponse
 from perdure.server.protocols.responses.stream import ResponseWriter
 from perdure.sessions.fold import TurnJob
 
@@ -134,14 +134,19 @@ class Connection:
         if not generates:
             asked = asked.model_copy(update={"store": False, "max_output_tokens": 1})
         notes: dict[str, Any] = {}
+        stored: StoredResponse | None = None
+        job: TurnJob | ApiError
         if asked.stores:
-            response = await app_state.call(responses.begin, asked)
-            head = response.head
-            self._job = await app_state.call(responses.submit, response, notes)
+            response, job = await app_state.call(responses.start, asked, notes)
+            stored, head = response, response.head
         else:
             head = responses.unstored_head(asked)
-            self._job = await app_state.call(responses.submit_unstored, asked)
+            job = await app_state.call(responses.submit_unstored, asked)
         writer = ResponseWriter(head, notes=notes)
+        if isinstance(job, ApiError):
+            await self._send(writer.opening() + writer.broken(job))
+            return
+        self._job = job
         await self._send(writer.opening())
         waiting = asyncio.ensure_future(self._give_signs_of_life(writer, self._job))
         try:
@@ -157,6 +162,9 @@ class Connection:
             # The client has left, and nobody takes what is sent.
             if self._account is not None:
                 self._account.spend(sum(tokens_so_far(self._job)))
+            if stored is not None:
+                with suppress(PerdureError):
+                    await asyncio.shield(app_state.call(stored.note_sent, writer.sent))
             raise
         finally:
             waiting.cancel()
