@@ -13,8 +13,8 @@ import pytest
 
 from perdure import EngineError, IncompatibleStateError, Model, PerdureError, TokenError
 from perdure.cache.block import Block
-from perdure.engine.toy import Faults, Gate, ToyCore, ToyModel
 from perdure.memory import FullAttention, SlidingWindow
+from perdure.testing.toy import Faults, Gate, ToyCore, ToyModel
 from subjects import NOISE, Subject
 
 from .served import BLOCK, SPACING, Answer, Served

@@ -14,8 +14,8 @@ from perdure.chat.adapter import Adapted, MessageAdapter
 from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.parsing.families import detect
 from perdure.chat.templates.template import UNGUARDED
-from perdure.engine.toy import ToyModel
 from perdure.errors import PerdureError
+from perdure.testing.toy import ToyModel
 
 FOLDER = Path(__file__).parent / "templates"
 ALL = [*sorted(FOLDER.glob("*.jinja")), *sorted((FOLDER / "llama.cpp").glob("*.jinja"))]

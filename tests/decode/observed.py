@@ -14,9 +14,9 @@ from inside import inside
 from perdure import Delta, Job, Reply, Runtime
 from perdure.decode.slots import SlotAssignment
 from perdure.decode.text import TextStream
-from perdure.engine.toy import Faults, Gate, ToyCore, ToyModel
-from perdure.engine.toy.faults import Trouble
 from perdure.memory import FullAttention, MemorySpec
+from perdure.testing.toy import Faults, Gate, ToyCore, ToyModel
+from perdure.testing.toy.faults import Trouble
 
 
 class Turnstile(Gate):

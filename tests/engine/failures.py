@@ -12,7 +12,7 @@ from perdure.engine.contract import Outcome
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.declarations import AbortCallback
-from perdure.engine.toy import ToyCore
+from perdure.testing.toy import ToyCore
 
 
 @contextmanager

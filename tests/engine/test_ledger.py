@@ -10,8 +10,8 @@ import pytest
 
 from perdure import Context, Feed, PerdureError
 from perdure.engine.contract import Outcome
-from perdure.engine.toy import ToyCore, ToyModel
 from perdure.memory import MEMORY_KINDS, MemorySpec
+from perdure.testing.toy import ToyCore, ToyModel
 
 OUTCOMES = [Outcome.DONE, Outcome.FAILED, Outcome.ABORTED, Outcome.FULL]
 WRONG = [(by, range(first, first + count)) for by, first, count in product((-1, 1), (1, 2, 3), (1, 2, 3))]

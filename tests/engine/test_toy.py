@@ -26,8 +26,8 @@ from perdure import (
 from perdure.engine.batch import Batch, Part
 from perdure.engine.contract import Outcome
 from perdure.engine.model import Model
-from perdure.engine.toy import Faults, Gate, Mishap, ToyAbort, ToyCore, ToyModel
 from perdure.memory import MEMORY_KINDS, FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
+from perdure.testing.toy import Faults, Gate, PlannedFault, ToyAbort, ToyCore, ToyModel
 from subjects import Row
 
 every_kind = pytest.mark.parametrize("kind", MEMORY_KINDS)
@@ -175,7 +175,7 @@ def test_no_memory_on_open() -> None:
     ],
 )
 def test_the_planned_decode_goes_wrong_and_no_other(outcome: Outcome, error: type[Exception]) -> None:
-    model = ToyModel(faults=Faults(decodes={2: Mishap(outcome, after=1)}))
+    model = ToyModel(faults=Faults(decodes={2: PlannedFault(outcome, after=1)}))
     with model.context() as ctx:
         ctx.decode([1, 2])
         with pytest.raises(error, match="nothing was changed"):

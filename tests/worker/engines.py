@@ -21,8 +21,8 @@ from perdure import Context, Embedder, Runtime
 from perdure import open as open_runtime
 from perdure.engine.batch import Batch
 from perdure.engine.contract import Outcome
-from perdure.engine.toy import Faults, ToyModel
 from perdure.memory import FullAttention, Hybrid, Recurrent, SlidingWindow
+from perdure.testing.toy import Faults, ToyModel
 from perdure.worker import service
 from perdure.worker.remote import RemoteBackend
 from perdure.worker.restart_policy import RestartPolicy
