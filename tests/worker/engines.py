@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from decode.unexpected import ERRORS, PLACES, plant
+from inside import core_of
 from perdure import Context, Embedder, Runtime
 from perdure import open as open_runtime
 from perdure.engine.batch import Batch
@@ -158,7 +159,7 @@ class Rigged(ToyModel):
 
     def context(self, **settings: Any) -> Context:
         context = super().context(**settings)
-        rig(context._core)
+        rig(core_of(context))
         return context
 
     def embedder(self, **settings: Any) -> Embedder:
