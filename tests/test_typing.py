@@ -16,7 +16,7 @@ from perdure.chat.keywords import ChatKeywords
 from perdure.chat.options import ChatOptions
 from perdure.decode.keywords import RequestKeywords, SamplingKeywords
 from perdure.decode.request import Request
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 ROOT = Path(__file__).parent.parent
 RIGHT = """

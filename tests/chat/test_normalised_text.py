@@ -16,7 +16,7 @@ from perdure.chat.chat_format import ChatFormat
 from perdure.chat.message import parse_messages
 from perdure.chat.options import ChatOptions
 from perdure.chat.template.template import UNGUARDED
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 FOLDER = Path(__file__).parent / "templates"
 ALL = [*sorted(FOLDER.glob("*.jinja")), *sorted((FOLDER / "llama.cpp").glob("*.jinja"))]

@@ -14,8 +14,8 @@ from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.normaliser import MessageNormaliser, Normalised
 from perdure.chat.parsing.families import detect
 from perdure.chat.template.template import UNGUARDED
-from perdure.engine.toy import ToyModel
 from perdure.errors import PerdureError
+from perdure.testing.toy import ToyModel
 
 FOLDER = Path(__file__).parent / "templates"
 ALL = [*sorted(FOLDER.glob("*.jinja")), *sorted((FOLDER / "llama.cpp").glob("*.jinja"))]

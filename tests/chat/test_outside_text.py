@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import perdure
 from perdure import Model, Runtime, Template
 from perdure.chat.transcript import ChatTokenizer
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 SHOWS_ALL = (
     "{{ bos_token }}{{ persona }}{{ style.tone }}{% for t in tools or [] %}<{{ t.function.name }}>"

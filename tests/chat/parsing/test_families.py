@@ -19,7 +19,7 @@ from perdure.chat.parsing.families import Family, detect, family, names, registe
 from perdure.chat.parsing.reply_parser import parse_reply
 from perdure.chat.template.template import Template
 from perdure.decode.sampling.grammar import Grammars, Matcher
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 EXPECTED = {
     "chatml": "chatml",
