@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import perdure
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 from perdure.sessions.storage.backup import back_up, restore
 from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.storage.verify import verify
