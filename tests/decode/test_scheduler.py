@@ -16,7 +16,7 @@ from perdure.decode.sampling.steering import BreakerTable
 from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Step, admit
 from perdure.decode.slots import FreshSlots, Later, Pin, SlotAssignment, Slots
 from perdure.engine.context import Context
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 BUDGET = Budget(tokens=32, rows=8, chunk=10)
 
