@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from perdure.engine.toy import ToyModel
 from perdure.server.direct_write import AnswerTransport
 from perdure.server.follow import SSE, Event, EventResponse, Events, EventTemplate, Sink, event
 from perdure.server.http_server import bind
 from perdure.server.limits import Limits
+from perdure.testing.toy import ToyModel
 from server.live_server import PATIENCE, check_freed, hello, live_server, opened, raw
 
 
