@@ -129,9 +129,9 @@ def test_every_call_of_a_runtime_that_waits_has_a_twin_for_asyncio() -> None:
 
 ANY_NAMES = {
     "cli/options/groups.py": "options by the names of a command's own, which typer has checked",
-    "chat/templates/template.py": "a template's own variables",
-    "chat/templates/sizes.py": "what a template gives to a filter, before the filter itself checks it",
-    "chat/templates/sandbox.py": "what a template gives to any call, as Jinja hands it on",
+    "chat/template/template.py": "a template's own variables",
+    "chat/template/limits.py": "what a template gives to a filter, before the filter itself checks it",
+    "chat/template/sandbox.py": "what a template gives to any call, as Jinja hands it on",
     "engine/logits.py": "NumPy's protocol",
 }
 """Where keywords of any name are taken, and why."""

@@ -18,7 +18,7 @@ from perdure.chat.chat_format import ChatFormat
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.options import ChatOptions
 from perdure.chat.parsing.families import detect
-from perdure.chat.templates.capabilities import capabilities
+from perdure.chat.template.capabilities import capabilities
 from perdure.chat.transcript import shared_length
 from perdure.testing.toy import ToyModel
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Never, cast
 
 from perdure import config
 from perdure.backend import Backend, BackendKeywords, LocalBackend
-from perdure.chat.templates.template import Template
+from perdure.chat.template.template import Template
 from perdure.config import N_CTX, QUEUE, SLOTS
 from perdure.engine import registry
 from perdure.engine.keywords import LoadingKeywords

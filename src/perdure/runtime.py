@@ -22,7 +22,7 @@ from perdure.chat.keywords import ChatKeywords, TurnKeywords
 from perdure.chat.message import Message, parse_messages
 from perdure.chat.options import ChatOptions
 from perdure.chat.reply import ChatDelta, ChatReply
-from perdure.chat.templates.template import Template
+from perdure.chat.template.template import Template
 from perdure.decode.choice import Choice, Normalisation, Options
 from perdure.decode.embedding import Embeddings
 from perdure.decode.keywords import RequestKeywords
