@@ -14,7 +14,7 @@ import pytest
 
 from decode.observed import Turnstile, open_toy, toy
 from perdure import Template
-from perdure.chat.templates import sandbox
+from perdure.chat.template import sandbox
 from perdure.errors import StoreFullError
 from perdure.server.keys import Keys, new_key
 from perdure.sessions import turn_transaction

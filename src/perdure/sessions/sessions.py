@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,7 +34,7 @@ from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.stored_session import StoredSession
 from perdure.sessions.tree import Tree, read_tree
 from perdure.sessions.turn import Turn, transcript, without_tokens
-from perdure.store.durable import explained
+from perdure.store.durable import translate_os_errors
 
 _SAVED_AT_ONCE = 256
 """Tokens that a session has grown by when its state is next written."""
@@ -143,7 +143,7 @@ class Sessions:
     def temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
         """A folder of its own for a file on its way in or out, which only the owner may enter."""
         place = self.store.transfers()
-        with explained(place or Path(tempfile.gettempdir())):
+        with translate_os_errors(place or Path(tempfile.gettempdir())):
             return tempfile.TemporaryDirectory(prefix="session-", dir=place)
 
     def get(self, name: str, namespace: str = "") -> Session:
@@ -270,18 +270,21 @@ class Sessions:
         """A session of another runtime, with all its turns, under a name here; or in the place of the one
         that has that name."""
         _check_name(name)
-        if replace and self.store.has(session.namespace, name):
-            self.get(name, session.namespace).delete()
-        return self._opened(
-            self.store.create(
+        there = replace and self.store.has(session.namespace, name)
+        old = self.get(name, session.namespace) if there else None
+        with old._changing() if old is not None else nullcontext():
+            info = self.store.create(
                 session.namespace,
                 name,
                 session._history.turns,
                 kind=session.kind,
                 settings=session.settings,
                 origin=session.origin,
+                replaces=old.info if old is not None else None,
             )
-        )
+            if old is not None:
+                old._deleted = True
+        return self._opened(info)
 
     # For sessions.
 

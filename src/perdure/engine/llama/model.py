@@ -15,7 +15,7 @@ from perdure import models, system
 from perdure.checks import check_whole, is_whole
 from perdure.config import N_CTX, settings
 from perdure.engine.context import Context
-from perdure.engine.contract import Capabilities
+from perdure.engine.contract import Capabilities, ModelInfo
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.keywords import ContextKeywords
 from perdure.engine.llama.adapter import LlamaAdapter
@@ -33,12 +33,13 @@ from perdure.engine.llama.offload import (
     plan_offload,
 )
 from perdure.engine.llama.preflight import check_header, rope_factors, rope_limit
-from perdure.engine.llama.vocabulary import Vocabulary
+from perdure.engine.llama.tokenizer import Tokenizer
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, InvalidInputError, ModelFileError, ModelLoadError
 from perdure.identity import Identity, content_digest, file_version
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.models.parts import part_names
+from perdure.models.quants import FILE_TYPES
 from perdure.option_names import refuse_unknown
 
 log = logging.getLogger("perdure.engine")
@@ -49,6 +50,9 @@ _ROWS = 64
 """Rows of logits a native step can give: the engine reserves memory for as many."""
 _PLAIN = ("f32", "f16", "bf16")
 _NO_POOLING = 0
+_POOLINGS = {"0": Pooling.MEAN, "1": Pooling.MEAN, "2": Pooling.FIRST, "3": Pooling.LAST}
+_COVERING = ("gpt2", "llama")
+"""Kinds of tokenizers whose tokens cover all of a text. Others collapse white space, or drop characters."""
 _LARGEST = 3.4e38
 """The library's floats end here."""
 
@@ -97,7 +101,7 @@ class Model:
         if not lib.llama_model_has_decoder(weights.handle) or lib.llama_model_has_encoder(weights.handle):
             raise ModelLoadError(f"{self.path.name} has an encoder; only decoder models can keep sessions")
         self._weights: Weights | None = weights
-        self._words: Vocabulary | None = Vocabulary(weights)
+        self._text: Tokenizer | None = Tokenizer(weights)
         self.n_vocab = weights.n_vocab
         self._split = split
         self._memory = _memory(lib, weights)
@@ -138,6 +142,33 @@ class Model:
         return MappingProxyType(self._open().metadata)
 
     @functools.cached_property
+    def info(self) -> ModelInfo:
+        """What the file says of the model: architecture, template, special tokens and the like."""
+        keys = self.metadata
+        file_type = keys.get("general.file_type", "")
+        return ModelInfo(
+            architecture=keys.get("general.architecture", ""),
+            name=keys.get("general.name", ""),
+            size_label=keys.get("general.size_label", ""),
+            quantisation=FILE_TYPES.get(int(file_type), "") if file_type.isdigit() else "",
+            file_format="gguf",
+            nbytes=sum(file.stat().st_size for file in self._files if file.exists()),
+            n_ctx_train=self.n_ctx_train,
+            template=keys.get("tokenizer.chat_template", ""),
+            tool_template=keys.get("tokenizer.chat_template.tool_use", ""),
+            bos=self._named_token("bos"),
+            eos=self._named_token("eos"),
+            covers_text=keys.get("tokenizer.ggml.model", "") in _COVERING,
+        )
+
+    def _named_token(self, name: str) -> str:
+        """The text of the token that the file names so; the library has a guess where it names none."""
+        token = self.metadata.get(f"tokenizer.ggml.{name}_token_id", "")
+        if not token.isdigit() or int(token) >= self.n_vocab:
+            return ""
+        return self.piece(int(token), special=True).decode("utf-8", "replace")
+
+    @functools.cached_property
     def digest(self) -> str:
         """The SHA-256 of the file's content (of all its parts, in order), paid once a file."""
         digest = "+".join(content_digest(file) for file in self._files if file.exists())
@@ -151,11 +182,11 @@ class Model:
 
     @property
     def bos(self) -> int | None:
-        return self._vocabulary().special("bos")
+        return self._tokenizer().special("bos")
 
     @property
     def eos(self) -> int | None:
-        return self._vocabulary().special("eos")
+        return self._tokenizer().special("eos")
 
     @property
     def closed(self) -> bool:
@@ -169,35 +200,35 @@ class Model:
         `bos` adds the marks around the text that the model's file asks for, and none where it asks for
         none; `special` reads the likes of `<|im_end|>` as the tokens they name.
         """
-        return self._vocabulary().tokenize(text, special=special, bos=bos)
+        return self._tokenizer().tokenize(text, special=special, bos=bos)
 
     def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """The text of `tokens`; `special` writes control tokens out."""
-        return self._vocabulary().detokenize(tokens, special=special)
+        return self._tokenizer().detokenize(tokens, special=special)
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes of one token, which may be a part of a character."""
-        return self._vocabulary().piece(token, special=special)
+        return self._tokenizer().piece(token, special=special)
 
     def is_end(self, token: int) -> bool:
         """Whether the model says with `token` that it is done."""
-        vocabulary = self._vocabulary()
-        return vocabulary.check(token) in vocabulary.ends
+        tokenizer = self._tokenizer()
+        return tokenizer.check(token) in tokenizer.ends
 
     def is_control(self, token: int) -> bool:
         """Whether `token` is a mark for the model, never text."""
-        vocabulary = self._vocabulary()
-        return vocabulary.check(token) in vocabulary.controls
+        tokenizer = self._tokenizer()
+        return tokenizer.check(token) in tokenizer.controls
 
     @property
     def ends(self) -> frozenset[int]:
         """The tokens with which the model says that it is done."""
-        return self._vocabulary().ends
+        return self._tokenizer().ends
 
     @property
     def controls(self) -> frozenset[int]:
         """The tokens that are marks for the model, never text."""
-        return self._vocabulary().controls
+        return self._tokenizer().controls
 
     # Contexts.
 
@@ -308,7 +339,7 @@ class Model:
         than it was trained for.
         """
         weights = self._open()
-        pooling = Pooling.of(weights.metadata)
+        pooling = _pooling(weights.metadata)
         check_whole("n_ctx", n_ctx, 1, (1 << 31) - 256)
         self._cache_size().check(n_ctx, "f16", "f16")
         params = _params(self._threads(threads), flash, rope_freq_base, rope_freq_scale)
@@ -330,7 +361,7 @@ class Model:
 
     def close(self) -> None:
         """Take no more calls. The weights stay until the last context is closed."""
-        self._weights = self._words = None
+        self._weights = self._text = None
 
     def __enter__(self) -> Model:
         return self
@@ -348,10 +379,10 @@ class Model:
             raise ClosedError(f"the model {self.path.name} is closed")
         return self._weights
 
-    def _vocabulary(self) -> Vocabulary:
+    def _tokenizer(self) -> Tokenizer:
         self._open()
-        assert self._words is not None
-        return self._words
+        assert self._text is not None
+        return self._text
 
     def _threads(self, wanted: int | None) -> int:
         """Threads of a context. With all layers and the cache on a GPU, the CPU only looks up embeddings.
@@ -406,6 +437,18 @@ def _params(threads: int, flash: bool, rope_freq_base: float, rope_freq_scale: f
     params.rope_freq_scale = rope_freq_scale
     params.no_perf = True
     return params
+
+
+def _pooling(metadata: Mapping[str, str]) -> Pooling:
+    """As the model's file says; the mean where it says nothing."""
+    architecture = metadata.get("general.architecture", "")
+    named = metadata.get(f"{architecture}.pooling_type", "0")
+    if named not in _POOLINGS:
+        raise InvalidInputError(
+            f"this model scores pairs of texts and has no vector for one (pooling type {named}); "
+            "use a model with pooling type 0 to 3"
+        )
+    return _POOLINGS[named]
 
 
 def _memory(lib: Any, weights: Weights) -> MemorySpec:

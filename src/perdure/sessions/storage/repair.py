@@ -29,8 +29,8 @@ from perdure.sessions.storage.schema import (
 )
 from perdure.sessions.storage.session_folder import FILE, MENDED, SessionFolder
 from perdure.sessions.turn import FIRST, Turn
-from perdure.store.durable import explained, make_private, sync_folder
-from perdure.store.index import APPLICATION, Index
+from perdure.store.durable import make_private, sync_folder, translate_os_errors
+from perdure.store.index import APPLICATION, Index, unopened
 from perdure.store.locks import UseLock
 
 FOUND = "lost+found"
@@ -75,7 +75,7 @@ def repair(folder: Path) -> Repair:
             found.write(new)
             if known:
                 new.run("UPDATE register SET id = ?", known)
-        with explained(folder):
+        with translate_os_errors(folder):
             os.replace(temporary, folder / MENDED)
         sync_folder(folder)
         _exchange(folder, aside)
@@ -93,7 +93,7 @@ def repair(folder: Path) -> Repair:
 
 def _exchange(folder: Path, aside: Path) -> None:
     """From here on the new database counts: whoever is interrupted goes on at the same place."""
-    with explained(folder):
+    with translate_os_errors(folder):
         # The log before what it belongs to, and both before the new one comes: it would be taken for its own.
         for suffix in ("-shm", "-wal", ""):
             with suppress(FileNotFoundError):
@@ -112,7 +112,7 @@ def _copied(folder: Path) -> Iterator[sqlite3.Connection]:
     """A copy to read from, with a header such as ours have: little else is needed to reach the rows."""
     copy = folder / "sessions.repair"
     try:
-        with explained(folder):
+        with translate_os_errors(folder), unopened(folder / FILE):
             for suffix in ("", "-wal"):
                 if (folder / f"{FILE}{suffix}").exists():
                     make_private(folder / f"{copy.name}{suffix}")
@@ -140,7 +140,7 @@ def _copied(folder: Path) -> Iterator[sqlite3.Connection]:
 
 def _remove(path: Path) -> None:
     for suffix in ("", "-wal", "-shm", "-journal"):
-        with explained(path):
+        with translate_os_errors(path):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
@@ -228,24 +228,22 @@ class _Found:
             self.turns[number], self.depths[number] = turn, depth
 
     def _session(self, row: dict[str, Any]) -> None:
-        name, head = row["name"], row["head"]
+        what, head = f"session {row['name']!r}{_of(row['namespace'])}", row["head"]
         if head in self.turns:
             stands: tuple[Any, Any] = self.depths[head], self.turns[head].digest
         else:
             raw = self._raw.get(head, {})
             stands = raw.get("depth"), raw.get("digest")
         if seal(*(row[column] for column in SESSION_SEAL), *stands) != row["seal"]:
-            self.cut.append(f"session {name!r}: its entry is damaged")
+            self.cut.append(f"{what}: its entry is damaged")
             return
         last = self._last(head)
         if last is None:
-            self.cut.append(f"session {name!r}: its turns are damaged")
+            self.cut.append(f"{what}: its turns are damaged")
             return
         if last != head:
             depth = self.depths[last]
-            self.cut.append(
-                f"session {name!r}: turn {depth + 1} is damaged, so that it stands after turn {depth} now"
-            )
+            self.cut.append(f"{what}: turn {depth + 1} is damaged, so that it stands after turn {depth} now")
         self.sessions.append({**row, "head": last})
 
     def _memory(self, row: dict[str, Any]) -> None:
@@ -254,7 +252,8 @@ class _Found:
         if whole and turn is not None and turn.digest == row["digest"]:
             self.memories.append(row)
         else:
-            self.cut.append(f"memory {row['label']!r} of session {row['session']!r}: it is damaged")
+            what = f"memory {row['label']!r} of session {row['session']!r}{_of(row['namespace'])}"
+            self.cut.append(f"{what}: it is damaged")
 
     def _last(self, number: int) -> int | None:
         """The last turn up to `number` that is proved, if the way there can be trusted."""
@@ -291,6 +290,10 @@ class _Found:
                 led.add(parent)
         for number in [number for number in self.turns if number not in led]:
             del self.turns[number]
+
+
+def _of(namespace: object) -> str:
+    return f" of namespace {namespace!r}" if namespace else ""
 
 
 def _names(turn: int) -> Iterator[str]:
