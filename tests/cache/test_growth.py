@@ -124,7 +124,7 @@ def test_a_page_of_records_looks_at_a_page(monkeypatch: pytest.MonkeyPatch) -> N
                 break
             found += page
         assert found == [warmed(number) for number in range(size)]
-        with pytest.raises(perdure.InvalidInputError, match="no record"):
+        with pytest.raises(perdure.InvalidInputError, match="no warmed prefix"):
             index.page(None, "other", after=found[0].id)
 
 
