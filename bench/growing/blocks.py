@@ -19,8 +19,8 @@ from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.tiered import Tiers
 from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.decode.slots import KeptPrefix, SlotAssignment
-from perdure.engine.toy import ToyModel
 from perdure.memory import FullAttention, MemorySpec, Recurrent, SlidingWindow
+from perdure.testing.toy import ToyModel
 
 
 def looking_up(tiers: Tiers) -> Operation:

@@ -16,9 +16,9 @@ from bench.growing.measure import SIZE, new_folder
 from bench.growing.sessions import ASK, chain, fill
 from bench.harness import Figure, Gauge, Run, at_most
 from perdure.cache.tiers.disk import DiskTier
-from perdure.engine.toy import ToyModel
 from perdure.memory import FullAttention
 from perdure.sessions.storage.session_store import SessionStore
+from perdure.testing.toy import ToyModel
 
 _LENGTH = 10
 """Blocks one after the other in a chain."""
@@ -135,8 +135,7 @@ def enter_blocks(folder: Path, number: int) -> None:
             parent = name
 
     with disk.table.writing():
-        writer = disk.index._writer
-        assert writer is not None
-        writer.executemany("INSERT INTO block VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows())
+        for row in rows():
+            disk.index.run("INSERT INTO block VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *row)
         disk.table._count, disk.table.nbytes = number, 1000 * number
     disk.close()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from inside import core_of
 from perdure import Context, Job, LogitsView, Reply, Sampling
 from perdure.cache.prefix_cache import PrefixCache
 from perdure.cache.slots.cache import SlotCache
@@ -171,7 +172,7 @@ class Served:
     @contextmanager
     def counting(self) -> Iterator[Callable[[], int]]:
         """How many tokens the engine computes within the block."""
-        core, count = self.context._core, 0
+        core, count = core_of(self.context), 0
         decode = core.decode
 
         def counted(batch: Any) -> Any:

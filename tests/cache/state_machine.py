@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from inside import core_of
 from perdure import Job, PerdureError, Reply
 from perdure.engine.contract import Outcome
 from subjects import NARROW, Row, Subject, check
@@ -90,7 +91,7 @@ class RuntimeMachine(RuleBasedStateMachine):
             nbytes, ends, lengths = served.engine_loop.call(
                 lambda: (
                     served.slot_cache.nbytes,
-                    [served.context._core.newest(seq) + 1 for seq in range(served.context.n_seq)],
+                    [core_of(served.context).newest(seq) + 1 for seq in range(served.context.n_seq)],
                     [served.context.length(seq) for seq in range(served.context.n_seq)],
                 )
             )
@@ -275,7 +276,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     @contextmanager
     def disturbed(self, step: int, act: Callable[[], None], *, fails: bool) -> Iterator[None]:
         """Do something at the `step`-th native step within the block."""
-        core = self.served.context._core
+        core = core_of(self.served.context)
         decode, steps = core.decode, iter(range(1, 1 << 30))
 
         def disturb(batch: Any) -> Outcome:

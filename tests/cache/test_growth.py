@@ -27,8 +27,8 @@ from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.tiered import Tiers
 from perdure.decode.slots import KeptPrefix, SlotAssignment
 from perdure.engine.context import Context
-from perdure.engine.toy import ToyModel
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
+from perdure.testing.toy import ToyModel
 
 SIZE = 16
 ROOT = BlockId(bytes(32))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from perdure.cache.slots.checkpoints import CheckpointList, Point, PrefixHash
 from perdure.cache.slots.table import SlotTable
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 TEXT = st.lists(st.integers(0, 2), max_size=8)
 CHANGES = st.lists(st.tuples(st.integers(0, 5), st.sampled_from("ab"), TEXT), max_size=30)

@@ -16,7 +16,7 @@ from perdure.chat.job import ChatJob, ContextShift
 from perdure.decode import engine_loop as loop_module
 from perdure.decode import request as request_module
 from perdure.decode.output_queue import Job
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 SAID = [{"role": "user", "content": "Hi"}]
 ENDLESS: dict[str, Any] = {"overflow": "shift", "max_tokens": 400, "temperature": 0, "ignore_eos": True}

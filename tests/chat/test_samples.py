@@ -15,7 +15,7 @@ import perdure
 from perdure import ChatReply, Runtime, Template
 from perdure.chat.reply import ChatDelta
 from perdure.engine.logits import LogitsView
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 THINKS = Template(
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 import perdure
-from inside import inside
+from inside import core_of, inside
 from perdure import Delta, Job, Reply, Runtime
 from perdure.decode.slots import SlotAssignment
 from perdure.decode.text import TextStream
-from perdure.engine.toy import Faults, Gate, ToyCore, ToyModel
-from perdure.engine.toy.faults import Trouble
 from perdure.memory import FullAttention, MemorySpec
+from perdure.testing.toy import Faults, Gate, ToyCore, ToyModel
+from perdure.testing.toy.faults import Trouble
 
 
 class Turnstile(Gate):
@@ -77,7 +77,7 @@ def open_toy(
 
 
 def core(rt: Runtime) -> ToyCore:
-    found = inside(rt).context._core
+    found = core_of(inside(rt).context)
     assert isinstance(found, ToyCore)
     return found
 
@@ -166,7 +166,7 @@ def check_idle(rt: Runtime) -> None:
 
 def check_ledger(rt: Runtime) -> None:
     """B6: what the ledger says is what the engine holds, on the toy engine cell by cell."""
-    native = inside(rt).context._core
+    native = core_of(inside(rt).context)
     for seq in range(rt.slots):
         tokens = inside(rt).context.tokens(seq)
         assert native.newest(seq) == len(tokens) - 1

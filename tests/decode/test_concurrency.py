@@ -25,7 +25,7 @@ from perdure.decode.keywords import Processor
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.sampling.sampler import Sampler
 from perdure.decode.sequence import TokenSequence
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 Row = NDArray[np.float32]
 

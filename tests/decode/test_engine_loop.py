@@ -43,8 +43,8 @@ from perdure.decode.request import MAX_SAMPLES, Reply, Request
 from perdure.decode.scheduler import admit
 from perdure.decode.sequence import TokenSequence
 from perdure.engine.contract import Outcome
-from perdure.engine.toy import Faults, Mishap, ToyCore, ToyModel
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
+from perdure.testing.toy import Faults, PlannedFault, ToyCore, ToyModel
 
 KINDS = MEMORY_KINDS
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -471,7 +471,7 @@ def test_a_fault_that_persists_ends_the_one_it_hits_and_no_other(kind: type[Memo
 @every_kind
 @both_modes
 def test_an_error_while_the_prompt_is_read_ends_all_its_samples(kind: type[MemorySpec], exact: bool) -> None:
-    faults = Faults(decodes={2: Mishap(Outcome.FAILED, 1)})
+    faults = Faults(decodes={2: PlannedFault(Outcome.FAILED, 1)})
     with open_toy(kind, faults=faults, slots=2, exact=exact, n_batch=8, cache=0) as rt:
         job = rt.submit([1] * 20, n=4, max_tokens=3, **GREEDY)
         seen = read(job)

@@ -10,7 +10,7 @@ from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
 from perdure.decode.sampling.settings import Sampling
 from perdure.decode.scheduler import Pace
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 
 def settled(

@@ -12,8 +12,8 @@ import pytest
 
 from decode.observed import Turnstile
 from perdure import Session, SessionBusyError, SessionError
-from perdure.engine.toy import Faults
 from perdure.sessions.fold import FoldingJob
+from perdure.testing.toy import Faults
 from sessions.talking import Hold, Talk, said, talking, terse
 
 TEXT = "This is message number {}, and it is of some length"

@@ -32,7 +32,6 @@ from perdure.cache.tiers import block_file
 from perdure.cache.tiers.block_file import BlockFolder
 from perdure.cache.tiers.disk import DiskTier
 from perdure.decode.slots import KeptPrefix
-from perdure.engine.toy import ToyModel
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 from perdure.sessions.storage.repair import repair
 from perdure.sessions.storage.schema import MIGRATIONS as SESSION_MIGRATIONS
@@ -41,6 +40,7 @@ from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.storage.verify import verify
 from perdure.sessions.turn import Turn
 from perdure.store.index import APPLICATION, MIGRATIONS
+from perdure.testing.toy import ToyModel
 from store.chains import block, chain, file_of, files, root, same, size
 
 PLENTY = 1 << 30

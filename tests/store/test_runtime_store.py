@@ -498,7 +498,7 @@ def test_a_runtime_that_cannot_open_keeps_no_lock(
 
 WRITE = """
 import sys
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 from perdure.errors import StoreLockedError
 import perdure
 try:

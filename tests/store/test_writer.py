@@ -14,9 +14,9 @@ import perdure
 from perdure.cache.block import Block, BlockId, BlockMeta
 from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.write_behind import WriteBehind
-from perdure.engine.toy import ToyModel
 from perdure.errors import StoreError, StoreFullError
 from perdure.runtime import Runtime
+from perdure.testing.toy import ToyModel
 from store import children
 from store.chains import block, chain, file_of, files, same
 
@@ -329,7 +329,7 @@ def test_warming_says_when_it_could_not_be_kept(
 
 FULL = """
 import logging, resource, sys
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 import perdure
 logging.disable()
 prompt = sys.argv[2]

@@ -32,8 +32,8 @@ from perdure import (
 )
 from perdure.cache.prefix_cache import PrefixCache
 from perdure.cache.tiers.disk import DiskTier
-from perdure.engine.toy import ToyModel
 from perdure.memory import MEMORY_KINDS, MemorySpec
+from perdure.testing.toy import ToyModel
 from perdure.worker import remote as module
 from perdure.worker.proxies.prefix_cache import RemotePrefixCache
 from perdure.worker.restart_policy import RestartPolicy

@@ -247,7 +247,9 @@ class KeptPrefixes:
         prefixes: SortedKeys[KeptPrefix] = self._spaces.get(namespace, SortedKeys())
         place = b"" if after is None else self._places.get(after, b"")
         if after is not None and prefixes.get(place) is None:
-            raise InvalidInputError(f"there is no warmed prefix {after!r}, or none any more: list from the first on")
+            raise InvalidInputError(
+                f"there is no warmed prefix {after!r}, or none any more: list from the first on"
+            )
         fitting = (each for each in prefixes.walk(place + b"\0") if each.carries(labels, namespace))
         return list(islice(fitting, limit))
 

@@ -21,8 +21,8 @@ from perdure.chat.parsing.reasoned import Thought, reasoned
 from perdure.chat.parsing.reply_parser import ReplyParser
 from perdure.chat.prompt_builder import Prompt, PromptBuilder
 from perdure.chat.reply import ChatReply
-from perdure.chat.templates.renderer import Rendering
-from perdure.chat.templates.template import Template
+from perdure.chat.template.renderer import Rendering
+from perdure.chat.template.template import Template
 from perdure.chat.transcript import ChatTokenizer, Transcript
 from perdure.config import ReasoningMode
 from perdure.decode.output_queue import Job

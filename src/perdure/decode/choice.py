@@ -10,7 +10,7 @@ import numpy as np
 
 from perdure.decode.request import Reply, Request
 from perdure.decode.sampling.settings import Sampling
-from perdure.engine.contract import Vocabulary
+from perdure.engine.contract import Tokenizer
 from perdure.errors import InvalidInputError, TokenError
 
 Normalisation = Literal["total", "token"]
@@ -40,7 +40,7 @@ class Options:
 
     def __init__(
         self,
-        model: Vocabulary,
+        model: Tokenizer,
         prompt: str | Sequence[int],
         options: Sequence[str | Sequence[int]],
         *,

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from perdure import system
-from perdure.atomic import open_private
+from perdure.atomic import PRIVATE, open_private
 from perdure.errors import CorruptStateError, InvalidInputError, StoreError
 from perdure.sessions.storage.session_folder import FILE, KEY, MARK
 from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.storage.verify import verify
-from perdure.store.durable import explained, make_folder, sync_folder
+from perdure.store.durable import make_folder, sync_folder, translate_os_errors
 
 FORMAT = "perdure-backup/1"
 _MANIFEST = "manifest.json"
@@ -56,7 +56,7 @@ def back_up(folder: Path, file: Path, *, state: bool = False, progress: Progress
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     snapshot = file.with_name(f"{file.name}.{os.getpid()}.sqlite.tmp")
     try:
-        with explained(file):
+        with translate_os_errors(file):
             sessions, turns = _snapshot(folder, snapshot)
             members = {FILE: snapshot}
             members |= {name: folder / name for name in (MARK, KEY) if (folder / name).is_file()}
@@ -119,7 +119,7 @@ def restore(file: Path, folder: Path, *, progress: Progress | None = None) -> Ba
             raise CorruptStateError(f"{file} holds sessions that are damaged: {found.plain()}")
         for path in (new, *(path for path in new.rglob("*") if path.is_dir())):
             sync_folder(path)
-        with explained(folder):
+        with translate_os_errors(folder):
             if folder.exists():
                 folder.rmdir()
             os.rename(new, folder)
@@ -140,22 +140,19 @@ def restore(file: Path, folder: Path, *, progress: Progress | None = None) -> Ba
 def _snapshot(folder: Path, into: Path) -> tuple[int, int]:
     """The database as it is between two changes, by SQLite's own means: its sessions and turns, counted."""
     # What is no store of ours, or damaged, is told here.
-    SessionStore(folder, readonly=True).close()
-    os.close(os.open(into, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    try:
-        with (
-            closing(
-                sqlite3.connect(f"{(folder / FILE).absolute().as_uri()}?mode=ro", uri=True, timeout=30)
-            ) as db,
-            closing(sqlite3.connect(into)) as copy,
-        ):
-            db.backup(copy)
-            copy.execute("PRAGMA journal_mode = DELETE")
-            [(sessions,)] = copy.execute("SELECT count(*) FROM session")
-            [(turns,)] = copy.execute("SELECT count(*) FROM turn WHERE kind != 'start'")
-            return int(sessions), int(turns)
-    except sqlite3.Error as error:
-        raise StoreError(f"the sessions in {folder} could not be copied: {error}") from error
+    with closing(SessionStore(folder, readonly=True)) as store:
+        os.close(os.open(into, os.O_CREAT | os.O_EXCL | os.O_WRONLY | system.BINARY, PRIVATE))
+        reader = store.index.connect_reader()
+        assert reader is not None
+        try:
+            with closing(reader) as db, closing(sqlite3.connect(into)) as copy:
+                db.backup(copy)
+                copy.execute("PRAGMA journal_mode = DELETE")
+                [(sessions,)] = copy.execute("SELECT count(*) FROM session")
+                [(turns,)] = copy.execute("SELECT count(*) FROM turn WHERE kind != 'start'")
+                return int(sessions), int(turns)
+        except sqlite3.Error as error:
+            raise StoreError(f"the sessions in {folder} could not be copied: {error}") from error
 
 
 def _blocks(folder: Path) -> Iterator[Path]:
@@ -200,10 +197,10 @@ def _unpacked(file: Path, new: Path, progress: Progress | None) -> dict[str, Any
     about: Any = None
     digests: dict[str, str] = {}
     done, size = 0, 0
-    with explained(file):
+    with translate_os_errors(file):
         size = file.stat().st_size
     try:
-        with explained(new), tarfile.open(file, "r:") as archive:
+        with translate_os_errors(new), tarfile.open(file, "r:") as archive:
             for entry in archive:
                 # A sparse file would be read as long as it says it is.
                 plain = entry.isreg() and not entry.issparse()
