@@ -19,7 +19,7 @@ from perdure.decode.group import SequenceGroup, make_group
 from perdure.decode.output_queue import Job
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
-from perdure.decode.sampling.repetition import BreakerTable
+from perdure.decode.sampling.steering import BreakerTable
 from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Pace, Scheduler, admit
 from perdure.decode.slots import FreshSlots, Slots
 from perdure.engine.context import Context

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars, Matcher
-from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.sampling.sampler import Sampler
+from perdure.decode.sampling.steering import BreakerTable
 from perdure.decode.sequence import TokenSequence
 from perdure.decode.slots import Later, SlotAssignment
 from perdure.engine.context import Context
@@ -112,12 +112,10 @@ def make_group(
     if request.ignore_eos:
         settled = settled.without(sorted(model.ends))
     settled.check(context.n_vocab)
-    found = breakers.find(settled.dry_breakers) if settled.dry_multiplier else None
-    back = settled.looks_back
     group = SequenceGroup(deadline)
     for index in range(request.n):
-        sampler = Sampler(settled.seeded(index), n_ctx=context.n_ctx, breakers=found)
-        sampler.prime(request.prompt if back < 0 else request.prompt[max(0, len(ids) - back) :])
+        sampler = Sampler(settled.seeded(index), n_ctx=context.n_ctx, breakers=breakers.find)
+        sampler.prime(request.prompt)
         group.sequences.append(
             TokenSequence(
                 request,

@@ -16,7 +16,7 @@ from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings,
 from perdure.decode.sampling.candidates import Candidates
 from perdure.decode.sampling.grammar import Matcher
 from perdure.decode.sampling.sampler import Sampler
-from perdure.decode.sampling.together import Shown, TopK
+from perdure.decode.sampling.together import CompiledChain, Shown
 from perdure.decode.slots import ReuseReport
 from perdure.decode.text import TextStream
 from perdure.engine.context import Context
@@ -94,8 +94,8 @@ class TokenSequence:
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
         self._end: int | None = None
-        self.top_k = None if self.steered else TopK.of(sampler, request.logprobs)
-        """How it draws where that depends on nothing but the largest of its row."""
+        self.compiled = None if self.steered else CompiledChain.of(sampler, request.logprobs)
+        """Its chain, where the compiled path can run it."""
         self.scoring = request.prompt_logprobs is not None and index == 0 and self.prompt_length > 1
         """Whether rows of the prompt are wanted of the next tokens."""
         self._view: LogitsView | None = None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from perdure import system
-from perdure.atomic import open_private
+from perdure.atomic import PRIVATE, open_private
 from perdure.errors import CorruptStateError, InvalidInputError, StoreError
 from perdure.sessions.storage.session_folder import FILE, KEY, MARK
 from perdure.sessions.storage.session_store import SessionStore
@@ -140,22 +140,19 @@ def restore(file: Path, folder: Path, *, progress: Progress | None = None) -> Ba
 def _snapshot(folder: Path, into: Path) -> tuple[int, int]:
     """The database as it is between two changes, by SQLite's own means: its sessions and turns, counted."""
     # What is no store of ours, or damaged, is told here.
-    SessionStore(folder, readonly=True).close()
-    os.close(os.open(into, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    try:
-        with (
-            closing(
-                sqlite3.connect(f"{(folder / FILE).absolute().as_uri()}?mode=ro", uri=True, timeout=30)
-            ) as db,
-            closing(sqlite3.connect(into)) as copy,
-        ):
-            db.backup(copy)
-            copy.execute("PRAGMA journal_mode = DELETE")
-            [(sessions,)] = copy.execute("SELECT count(*) FROM session")
-            [(turns,)] = copy.execute("SELECT count(*) FROM turn WHERE kind != 'start'")
-            return int(sessions), int(turns)
-    except sqlite3.Error as error:
-        raise StoreError(f"the sessions in {folder} could not be copied: {error}") from error
+    with closing(SessionStore(folder, readonly=True)) as store:
+        os.close(os.open(into, os.O_CREAT | os.O_EXCL | os.O_WRONLY | system.BINARY, PRIVATE))
+        reader = store.index.connect_reader()
+        assert reader is not None
+        try:
+            with closing(reader) as db, closing(sqlite3.connect(into)) as copy:
+                db.backup(copy)
+                copy.execute("PRAGMA journal_mode = DELETE")
+                [(sessions,)] = copy.execute("SELECT count(*) FROM session")
+                [(turns,)] = copy.execute("SELECT count(*) FROM turn WHERE kind != 'start'")
+                return int(sessions), int(turns)
+        except sqlite3.Error as error:
+            raise StoreError(f"the sessions in {folder} could not be copied: {error}") from error
 
 
 def _blocks(folder: Path) -> Iterator[Path]:

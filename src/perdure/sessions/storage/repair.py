@@ -30,7 +30,7 @@ from perdure.sessions.storage.schema import (
 from perdure.sessions.storage.session_folder import FILE, MENDED, SessionFolder
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store.durable import make_private, sync_folder, translate_os_errors
-from perdure.store.index import APPLICATION, Index
+from perdure.store.index import APPLICATION, Index, unopened
 from perdure.store.locks import UseLock
 
 FOUND = "lost+found"
@@ -112,7 +112,7 @@ def _copied(folder: Path) -> Iterator[sqlite3.Connection]:
     """A copy to read from, with a header such as ours have: little else is needed to reach the rows."""
     copy = folder / "sessions.repair"
     try:
-        with translate_os_errors(folder):
+        with translate_os_errors(folder), unopened(folder / FILE):
             for suffix in ("", "-wal"):
                 if (folder / f"{FILE}{suffix}").exists():
                     make_private(folder / f"{copy.name}{suffix}")
