@@ -233,9 +233,13 @@ class _CallObject:
 
 
 def _decoded(text: Sequence[str]) -> str:
-    joined = "".join(text)
-    value = json.loads(joined)
+    value = json.loads("".join(text))
     assert isinstance(value, str)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        # Half a surrogate pair is no text: nobody could store it or send it on.
+        raise Malformed from None
     return value
 
 
