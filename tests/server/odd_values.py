@@ -53,11 +53,8 @@ BODIES: dict[str, dict[str, Any]] = {
         "top_logprobs": 1,
         "tools": [{"type": "function", "function": _FUNCTION}],
         "tool_choice": {"type": "function", "function": {"name": "f"}},
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "n", "schema": {"type": "object"}},
-        },
-        "stream_options": {"include_usage": True},
+        "response_format": {"type": "text", "json_schema": {"name": "n", "schema": {}}},
+        "stream_options": None,
         "metadata": {"a": "b"},
         "prompt_cache_key": "k",
         "reasoning_effort": "low",
@@ -175,10 +172,10 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/generate": {"model": "toy", "prompt": "Hi", "stream": False, "options": {"num_predict": 1}},
     "/api/embed": {"model": "toy", "input": ["Hi"], "options": {"num_ctx": 5}},
     "/api/embeddings": {"model": "toy", "prompt": "Hi"},
-    "/v1/embeddings": {"input": ["Hi"], "encoding_format": "float", "dimensions": 4},
+    "/v1/embeddings": {"input": ["Hi"], "encoding_format": "float", "user": "u"},
     "/v1/rerank": {"query": "Hi", "documents": ["a", {"text": "b"}], "top_n": 1},
     "/v1/sessions": {"name": "odd", "system": "s", "settings": {"temperature": 1.0, "stop": ["z"]}},
-    "/v1/cache/warm": {"messages": [{"role": "user", "content": "Hi"}], "label": "l"},
+    "/v1/cache/warm": {"prompt": "Hi"},
     "/tokenize": {"content": "Hi"},
 }
 

@@ -158,10 +158,10 @@ class Responses:
     def get(self, response_id: str) -> StoredResponse:
         return self._opened(self._find(response_id, "response"))
 
-    def new_conversation(self, metadata: Mapping[str, str]) -> Session:
+    def new_conversation(self, metadata: Mapping[str, str], said: Sequence[Message]) -> Session:
         about = {"how": CONVERSATION, "metadata": dict(metadata), "created": int(time.time())}
         return self._sessions.respond(
-            ids.new_conversation(), about, kind=CONVERSATION, namespace=self._namespace
+            ids.new_conversation(), about, kind=CONVERSATION, namespace=self._namespace, said=said
         )
 
     def messages(self, items: Sequence[Item]) -> list[Message]:
