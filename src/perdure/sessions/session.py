@@ -20,7 +20,7 @@ from perdure.decode.slots import Held, Plan, ReuseReport
 from perdure.errors import InvalidInputError, PerdureError, SessionError
 from perdure.sessions.export import write_export
 from perdure.sessions.fold import TurnJob, fold_turn, foldable, summarised, written
-from perdure.sessions.history import History, Place
+from perdure.sessions.history import History, TurnReference
 from perdure.sessions.info import SessionInfo
 from perdure.sessions.stored_session import StoredSession
 from perdure.sessions.turn import Said, Turn, said_messages
@@ -39,7 +39,7 @@ class Host(TurnHost, Protocol):
         self,
         session: Session,
         name: str,
-        place: Place,
+        place: TurnReference,
         *,
         how: str,
         turns: Sequence[Turn] = (),
