@@ -35,7 +35,7 @@ class Job(Protocol[D, R]):
     def written(self) -> int: ...
     def cancel(self) -> None: ...
     async def areplies(self) -> Sequence[R]: ...
-    async def drain(self, take: Callable[[Sequence[D]], bool]) -> bool: ...
+    async def consume(self, push: Callable[[Sequence[D]], bool]) -> bool: ...
 
 
 class PromptProgress(NamedTuple):
@@ -98,11 +98,11 @@ class ClientJob(Generic[D, R]):
         finally:
             self.close()
 
-    async def drain(self, take: Callable[[Sequence[D]], bool]) -> bool:
-        """Have `take` called with what is new, as it comes, until it gives False or all was taken: whether it
-        was."""
+    async def consume(self, push: Callable[[Sequence[D]], bool]) -> bool:
+        """Have `push` called with what is new, as it comes, until it gives False or all was pushed:
+        whether it was."""
         try:
-            return await self._job.drain(take)
+            return await self._job.consume(push)
         except Exception:
             self._is_told = True
             raise

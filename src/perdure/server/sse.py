@@ -224,7 +224,7 @@ class JobStream(EventStream, Generic[A, B]):
         waiting, self._waiting = self._waiting, b""
         return waiting
 
-    def _take(self, deltas: Sequence[A]) -> bool:
+    def _push(self, deltas: Sequence[A]) -> bool:
         """Send what is new: every token comes here, straight from who reads what the engine says."""
         piece = self._writer.piece
         # A step mostly brings one.
@@ -243,7 +243,7 @@ class JobStream(EventStream, Generic[A, B]):
     async def _follow(self) -> AsyncGenerator[bytes]:
         try:
             try:
-                while not await self._client_job.drain(self._take):
+                while not await self._client_job.consume(self._push):
                     yield self._waited_for()
                 replies = await self._client_job.ended()
                 refused = self._client_job.cut(replies)

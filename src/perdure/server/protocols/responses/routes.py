@@ -29,7 +29,7 @@ from perdure.server.protocols.responses.stream import ResponseWriter
 from perdure.server.schemas.base import PAGE, Limit
 from perdure.server.schemas.openapi import NO_BODY, errors, streamed
 from perdure.server.sse import EventStream
-from perdure.sessions.fold import TurnJob
+from perdure.sessions.fold import TurnStream
 
 router = APIRouter(tags=["Responses"])
 
@@ -104,7 +104,7 @@ async def _stored(
 
 
 async def _answered(
-    job: TurnJob,
+    job: TurnStream,
     head: ResponseHead,
     asked: ResponseRequest,
     request: Request,

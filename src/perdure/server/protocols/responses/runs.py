@@ -16,7 +16,7 @@ from perdure.server.protocols.responses.errors import error_detail
 from perdure.server.protocols.responses.stored import StoredResponse
 from perdure.server.protocols.responses.stream import ResponseWriter
 from perdure.server.sse import EventStream
-from perdure.sessions.fold import TurnJob
+from perdure.sessions.fold import TurnStream
 
 
 class Run:
@@ -25,7 +25,7 @@ class Run:
     def __init__(
         self,
         response: StoredResponse,
-        job: TurnJob,
+        job: TurnStream,
         writer: ResponseWriter,
         account: KeyAccount | None = None,
     ) -> None:
@@ -110,7 +110,7 @@ class Runs:
 
     def __init__(self) -> None:
         self._background: dict[tuple[str, str], Run] = {}
-        self._reading: dict[tuple[str, str], TurnJob] = {}
+        self._reading: dict[tuple[str, str], TurnStream] = {}
 
     def background(self, namespace: str, response_id: str) -> Run | None:
         run = self._background.get((namespace, response_id))
@@ -120,7 +120,7 @@ class Runs:
         self,
         caller: Caller,
         response: StoredResponse,
-        job: TurnJob,
+        job: TurnStream,
         notes: dict[str, Any],
         app_state: AppState,
     ) -> Run:
@@ -133,7 +133,7 @@ class Runs:
         run.task.add_done_callback(lambda _: self._background.pop(key, None))
         return run
 
-    def read(self, namespace: str, response_id: str, job: TurnJob) -> None:
+    def read(self, namespace: str, response_id: str, job: TurnStream) -> None:
         """A response is being made for a client that reads it."""
         ended = [key for key, each in self._reading.items() if each.done or each.cancelled]
         for key in ended:

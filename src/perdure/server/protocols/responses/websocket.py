@@ -23,7 +23,7 @@ from perdure.server.protocols.responses.items import Item
 from perdure.server.protocols.responses.requests import ResponseRequest, input_items
 from perdure.server.protocols.responses.stored import Responses
 from perdure.server.protocols.responses.stream import ResponseWriter
-from perdure.sessions.fold import TurnJob
+from perdure.sessions.fold import TurnStream
 
 router = APIRouter(tags=["Responses"])
 
@@ -56,7 +56,7 @@ class Connection:
         self._kept: OrderedDict[str, list[Item]] = OrderedDict()
         """All items of the latest responses that are not stored, by id."""
         self._asked: asyncio.Queue[str | None] = asyncio.Queue(maxsize=4)
-        self._job: TurnJob | None = None
+        self._job: TurnStream | None = None
         self._stirred = 0.0
         """When something was last sent."""
 
@@ -175,7 +175,7 @@ class Connection:
             while len(self._kept) > _REMEMBERED:
                 self._kept.popitem(last=False)
 
-    async def _give_signs_of_life(self, writer: ResponseWriter, job: TurnJob) -> None:
+    async def _give_signs_of_life(self, writer: ResponseWriter, job: TurnStream) -> None:
         """While a prompt is read, or nothing comes for another reason."""
         clock, silent = asyncio.get_running_loop().time, self._app_state.limits.silent_seconds
         while True:
