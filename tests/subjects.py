@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 import zoo
 from perdure import Context, Model
-from perdure.engine.toy import ToyModel
 from perdure.memory import MEMORY_KINDS, MemorySpec
+from perdure.testing.toy import ToyModel
 
 Row = NDArray[np.float32]
 

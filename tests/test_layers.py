@@ -25,6 +25,7 @@ LAYERS = (
     "models",
     "libraries",
     "engine",
+    "testing",
     "decode",
     "cache",
     "store",

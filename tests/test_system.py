@@ -62,7 +62,7 @@ system.POSIX = False
 
 TOY = """
 import perdure, tempfile
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 with tempfile.TemporaryDirectory() as folder:
     with perdure.open(ToyModel(), store=folder, n_ctx=512) as rt:
         session = rt.session("a")

@@ -16,7 +16,7 @@ from perdure.chat.keywords import ChatKeywords
 from perdure.chat.options import ChatOptions
 from perdure.decode.keywords import RequestKeywords, SamplingKeywords
 from perdure.decode.request import Request
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 ROOT = Path(__file__).parent.parent
 RIGHT = """
@@ -129,9 +129,9 @@ def test_every_call_of_a_runtime_that_waits_has_a_twin_for_asyncio() -> None:
 
 ANY_NAMES = {
     "cli/options/groups.py": "options by the names of a command's own, which typer has checked",
-    "chat/templates/template.py": "a template's own variables",
-    "chat/templates/sizes.py": "what a template gives to a filter, before the filter itself checks it",
-    "chat/templates/sandbox.py": "what a template gives to any call, as Jinja hands it on",
+    "chat/template/template.py": "a template's own variables",
+    "chat/template/limits.py": "what a template gives to a filter, before the filter itself checks it",
+    "chat/template/sandbox.py": "what a template gives to any call, as Jinja hands it on",
     "engine/logits.py": "NumPy's protocol",
 }
 """Where keywords of any name are taken, and why."""

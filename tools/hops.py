@@ -27,9 +27,9 @@ from typing import Any
 import httpx
 
 import perdure
-from perdure.engine.toy import ToyModel
 from perdure.server.app import served
 from perdure.server.app_state import AppState
+from perdure.testing.toy import ToyModel
 
 _ENDS = {
     "Template.render",

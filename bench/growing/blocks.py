@@ -17,9 +17,9 @@ from perdure.cache.reuse_rule import ANY_TOKEN
 from perdure.cache.slots.slot_cache import SlotCache
 from perdure.cache.tiers import Tiers
 from perdure.decode.slots import SlotAssignment
-from perdure.engine.toy import ToyModel
 from perdure.memory import FullAttention, MemorySpec, Recurrent, SlidingWindow
 from perdure.store.disk import DiskTier
+from perdure.testing.toy import ToyModel
 
 
 def looking_up(tiers: Tiers) -> Operation:

@@ -15,10 +15,10 @@ import perdure
 from bench.growing.measure import SIZE, new_folder
 from bench.growing.sessions import ASK, chain, fill
 from bench.harness import Figure, Gauge, Run, at_most
-from perdure.engine.toy import ToyModel
 from perdure.memory import FullAttention
 from perdure.sessions.storage.session_store import SessionStore
 from perdure.store.disk import DiskTier
+from perdure.testing.toy import ToyModel
 
 _LENGTH = 10
 """Blocks one after the other in a chain."""

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 import perdure
 from bench.harness import Figure, Gauge, Run, Target, at_most
 from perdure.cache.block import Block, BlockId
-from perdure.engine.toy import ToyModel
 from perdure.memory import FullAttention
+from perdure.testing.toy import ToyModel
 
 Operation = Callable[[], Any]
 Setting = Callable[[int, ExitStack], Operation]

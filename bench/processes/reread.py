@@ -18,9 +18,9 @@ from perdure.chat.chat_format import ChatFormat
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.options import ChatOptions
 from perdure.chat.parsing.families import detect
-from perdure.chat.templates.capabilities import capabilities
+from perdure.chat.template.capabilities import capabilities
 from perdure.chat.transcript import shared_length
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 TOOL = Tool(name="look", description="Looks.", parameters={"type": "object", "properties": {"at": {}}})
 QUESTIONS = ("Is it dry?", "And in Rome?", "Thanks. Who are you?", "And in Oslo?", "Good bye.")

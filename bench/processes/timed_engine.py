@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from perdure.engine.batch import Batch
 from perdure.engine.context import Context
 from perdure.engine.contract import Adapter, Capabilities, Capture, Floats, Outcome
-from perdure.engine.toy.model import ToyModel
 from perdure.identity import Identity
 from perdure.memory import FullAttention
+from perdure.testing.toy.model import ToyModel
 
 
 class TimedCore:

@@ -19,7 +19,7 @@ PRIVATE = 0o600
 
 
 @contextmanager
-def appearing(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[BinaryIO]:
     """Write to a file that becomes `path` when the block ends well. After a crash it is whole, or as it was.
 
     A `private` one only its owner may read. What is not `durable` may be gone after a power cut; the new

@@ -23,7 +23,7 @@ from perdure.decode.request import Request, check_prompt_size
 from perdure.decode.sampling.settings import Sampling
 from perdure.decode.stream import OutputQueue, Stream, one_request
 from perdure.engine.context import Context
-from perdure.engine.contract import Tokens, Vocabulary
+from perdure.engine.contract import Tokenizer, Tokens
 from perdure.engine.keywords import ContextKeywords, LoadingKeywords
 from perdure.engine.llama.model import Model as LlamaModel
 from perdure.engine.model import Model
@@ -80,7 +80,7 @@ class Backend(Protocol):
     """Requests in, replies out, whichever process the engine is in. Safe from any thread."""
 
     @property
-    def model(self) -> Vocabulary: ...
+    def model(self) -> Tokenizer: ...
     @property
     def cache(self) -> PrefixCacheCalls: ...
     @property

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from perdure.atomic import appearing
+from perdure.atomic import atomic_write
 from perdure.config import settings
 from perdure.errors import InvalidInputError
 
@@ -134,5 +134,5 @@ def _write_digests(digests: Path, entries: dict[str, str]) -> None:
     # A file that cannot be written costs a hash next time, nothing else.
     with suppress(OSError):
         digests.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(digests, durable=False) as file:
+        with atomic_write(digests, durable=False) as file:
             file.write(json.dumps(entries, indent=0).encode())

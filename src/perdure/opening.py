@@ -11,7 +11,7 @@ from typing import Any, Literal, Never, cast
 
 from perdure import config, models
 from perdure.backend import Backend, BackendKeywords, LocalBackend, load_model
-from perdure.chat.templates.template import Template
+from perdure.chat.template.template import Template
 from perdure.config import N_CTX, QUEUE, SLOTS
 from perdure.engine.keywords import LoadingKeywords
 from perdure.engine.model import Model as ModelContract

@@ -3,7 +3,7 @@
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.options import CacheMark
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
-from perdure.chat.templates.template import Template
+from perdure.chat.template.template import Template
 from perdure.decode.choice import Choice
 from perdure.decode.embedding import Embeddings
 from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage

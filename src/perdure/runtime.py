@@ -21,13 +21,13 @@ from perdure.chat.keywords import ChatKeywords, TurnKeywords
 from perdure.chat.message import Message, parse_messages
 from perdure.chat.options import ChatOptions
 from perdure.chat.reply import ChatDelta, ChatReply
-from perdure.chat.templates.template import Template
+from perdure.chat.template.template import Template
 from perdure.decode.choice import Choice, Normalisation, OptionScoring
 from perdure.decode.embedding import Embeddings
 from perdure.decode.keywords import RequestKeywords
 from perdure.decode.request import Delta, Reply, Request, check_prompt_size
 from perdure.decode.stream import Stream, one_request, result_of, submitted
-from perdure.engine.contract import Tokens, Vocabulary
+from perdure.engine.contract import Tokenizer, Tokens
 from perdure.errors import InvalidInputError, TokenError
 from perdure.sessions.memories import Memories
 from perdure.sessions.session import Session
@@ -70,7 +70,7 @@ class Runtime:
         self._store_lock = lock
 
     @property
-    def model(self) -> Vocabulary:
+    def model(self) -> Tokenizer:
         return self.backend.model
 
     @property

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from perdure import Job, PerdureError, Reply
+from inside import core_of
+from perdure import PerdureError, Reply, Stream
 from perdure.engine.contract import Outcome
 from subjects import NARROW, Row, Subject, check
 
@@ -90,7 +91,7 @@ class RuntimeMachine(RuleBasedStateMachine):
             nbytes, ends, lengths = served.engine_loop.call(
                 lambda: (
                     served.slot_cache.nbytes,
-                    [served.context._core.newest(seq) + 1 for seq in range(served.context.n_seq)],
+                    [core_of(served.context).newest(seq) + 1 for seq in range(served.context.n_seq)],
                     [served.context.length(seq) for seq in range(served.context.n_seq)],
                 )
             )
@@ -250,9 +251,11 @@ class RuntimeMachine(RuleBasedStateMachine):
         prompt = [*found.tokens[: self.longest - 40], *self.text(text), *self.text((9, 5))]
         self.interrupt(found, prompt, step, None)
 
-    def interrupt(self, talk: Talk, prompt: list[int], step: int, act: Callable[[Job], None] | None) -> None:
+    def interrupt(
+        self, talk: Talk, prompt: list[int], step: int, act: Callable[[Stream[Any, Any]], None] | None
+    ) -> None:
         rows: list[Row] = []
-        submitted: Future[Job] = Future()
+        submitted: Future[Stream[Any, Any]] = Future()
         with self.disturbed(step, lambda: act(submitted.result()) if act else None, fails=act is None):
             job = self.served.submit(prompt, rows, namespace=talk.space)
             submitted.set_result(job)
@@ -275,7 +278,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     @contextmanager
     def disturbed(self, step: int, act: Callable[[], None], *, fails: bool) -> Iterator[None]:
         """Do something at the `step`-th native step within the block."""
-        core = self.served.context._core
+        core = core_of(self.served.context)
         decode, steps = core.decode, iter(range(1, 1 << 30))
 
         def disturb(batch: Any) -> Outcome:

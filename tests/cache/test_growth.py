@@ -27,8 +27,8 @@ from perdure.cache.slots.slot_checkpoints import KeptCheckpoints
 from perdure.cache.tiers import Tiers
 from perdure.decode.slots import SlotAssignment
 from perdure.engine.context import Context
-from perdure.engine.toy import ToyModel
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
+from perdure.testing.toy import ToyModel
 
 SIZE = 16
 ROOT = BlockId(bytes(32))

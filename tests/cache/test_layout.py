@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import zoo
+from inside import core_of
 from perdure import Context
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.native.layout import Layout, discover
@@ -54,13 +55,14 @@ class Sample:
         return layout.build(seq, pieces, self.tail_state, np.empty(2 * len(self.state), np.uint8))
 
 
-def core_of(ctx: Context) -> LlamaCore:
-    assert isinstance(ctx._core, LlamaCore)
-    return ctx._core
+def llama_core(ctx: Context) -> LlamaCore:
+    core = core_of(ctx)
+    assert isinstance(core, LlamaCore)
+    return core
 
 
 def sample_of(ctx: Context, seq: int) -> Sample:
-    core = core_of(ctx)
+    core = llama_core(ctx)
     rest = None
     if ctx.memory.kind is not FullAttention:
         rest = core.read(seq, partial=True)[OPENING:]

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import core_of
 from perdure import EngineError, IncompatibleStateError, Model, PerdureError, TokenError
 from perdure.cache.block import Block
-from perdure.engine.toy import Faults, Gate, ToyCore, ToyModel
 from perdure.memory import FullAttention, SlidingWindow
+from perdure.testing.toy import Faults, Gate, ToyCore, ToyModel
 from subjects import NOISE, Subject
 
 from .served import BLOCK, SPACING, Answer, Served
@@ -23,7 +24,7 @@ Find = Callable[[str], Subject]
 
 
 def faults(served: Served) -> Any:
-    core = served.context._core
+    core = core_of(served.context)
     assert isinstance(core, ToyCore)
     return core.faults
 
@@ -788,7 +789,7 @@ def test_a_checkpoint_that_fails_costs_going_back_and_nothing_else(toy: Subject)
     if toy.kind in (FullAttention, SlidingWindow):
         pytest.skip("goes back without")
     with Served(toy, slots=1) as served:
-        core = served.context._core
+        core = core_of(served.context)
         read = core.read
         core.read = _failing  # type: ignore[method-assign]
         text = served.say([7], max_tokens=30).tokens
@@ -820,7 +821,7 @@ def test_any_native_call_may_fail_and_the_answer_is_right_or_an_error(toy: Subje
 def test_what_cannot_be_moved_out_keeps_nobody_from_moving_in(toy: Subject) -> None:
     with Served(toy, slots=1) as served:
         text = swapped_out(served, toy)
-        core = served.context._core
+        core = core_of(served.context)
         core.capture = _uncapturable  # type: ignore[method-assign]
         answer = served.say([*text, 1])
         assert answer.tiers == {"memory": len(text) - 1}

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import subjects
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 from subjects import Subject
 
 from .state_machine import RuntimeMachine

@@ -22,8 +22,8 @@ from perdure import (
     TemplateError,
 )
 from perdure.config import Overflow
-from perdure.engine.toy import ToyModel
 from perdure.memory import MEMORY_KINDS, MemorySpec
+from perdure.testing.toy import ToyModel
 from sessions.talking import TerseModel
 from subjects import Subject
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import perdure
 from perdure import Model, Runtime, Template
 from perdure.chat.transcript import ChatTokenizer
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 SHOWS_ALL = (
     "{{ bos_token }}{{ persona }}{{ style.tone }}{% for t in tools or [] %}<{{ t.function.name }}>"
@@ -155,7 +155,7 @@ def test_arguments_that_are_no_json_bring_in_none_either_i6(rt: Runtime) -> None
     for mark in chat_format.tokenizer.marks.values():
         call = {"id": "1", "function": {"name": "f", "arguments": "{" + mark}}
         message = perdure.Message.parse({"role": "assistant", "tool_calls": [call]})
-        from perdure.chat.templates.template import Guard
+        from perdure.chat.template.template import Guard
 
         guard = Guard(chat_format.tokenizer.guard_field, chat_format.tokenizer.guard_name)
         written = chat_format.tokenizer.encode(rendered.render([message], guard=guard))

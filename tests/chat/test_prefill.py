@@ -14,8 +14,8 @@ from perdure.chat.message import Message
 from perdure.chat.options import ChatOptions
 from perdure.chat.parsing.families import detect
 from perdure.chat.prefill import Prefill
-from perdure.engine.toy import ToyModel
 from perdure.errors import InvalidInputError
+from perdure.testing.toy import ToyModel
 
 FOLDER = Path(__file__).parent / "templates"
 ALL = [*sorted(FOLDER.glob("*.jinja")), *sorted((FOLDER / "llama.cpp").glob("*.jinja"))]

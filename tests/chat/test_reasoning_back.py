@@ -15,9 +15,9 @@ from perdure import Runtime, Template
 from perdure.chat.message import Message, ToolCall
 from perdure.chat.options import ChatOptions
 from perdure.chat.prompt_builder import ReasoningCache
-from perdure.engine.toy import ToyModel
 from perdure.errors import InvalidInputError
 from perdure.sessions import turn_transaction as module
+from perdure.testing.toy import ToyModel
 
 SHOWS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>"

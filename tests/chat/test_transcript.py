@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import subjects
 from perdure.chat.transcript import ChatTokenizer, Transcript, TranscriptCache, _pattern, _tree, shared_length
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 TOY = ChatTokenizer(ToyModel())
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)

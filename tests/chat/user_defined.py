@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 
-from perdure.engine.toy import ToyModel
-from perdure.engine.toy.model import SPECIAL
 from perdure.memory import MemorySpec
+from perdure.testing.toy import ToyModel
+from perdure.testing.toy.model import SPECIAL
 
 
 class UserDefinedModel(ToyModel):

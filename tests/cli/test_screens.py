@@ -146,7 +146,7 @@ import sys
 import perdure
 from decode.observed import Turnstile
 from perdure.cli.output import progress, terminal
-from perdure.engine.toy import Faults, ToyModel
+from perdure.testing.toy import Faults, ToyModel
 
 gate = Turnstile()
 with perdure.open(ToyModel(faults=Faults(gate=gate)), n_ctx=4096, n_batch=512, slots=1) as rt:

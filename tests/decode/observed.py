@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 import perdure
-from inside import inside
-from perdure import Delta, Job, Reply, Runtime
+from inside import core_of, inside
+from perdure import Delta, Reply, Runtime, Stream
 from perdure.decode.slots import SlotAssignment
 from perdure.decode.text import TextStream
-from perdure.engine.toy import Faults, Gate, ToyCore, ToyModel
-from perdure.engine.toy.faults import Trouble
 from perdure.memory import FullAttention, MemorySpec
+from perdure.testing.toy import Faults, Gate, ToyCore, ToyModel
+from perdure.testing.toy.faults import Trouble
 
 
 class Turnstile(Gate):
@@ -77,7 +77,7 @@ def open_toy(
 
 
 def core(rt: Runtime) -> ToyCore:
-    found = inside(rt).context._core
+    found = core_of(inside(rt).context)
     assert isinstance(found, ToyCore)
     return found
 
@@ -105,7 +105,7 @@ class Seen:
         return [delta.finish_reason for delta in self.deltas if delta.finish_reason is not None]
 
 
-def read(job: Job) -> Seen:
+def read(job: Stream[Any, Any]) -> Seen:
     """Everything to the end, and the error where there is one."""
     seen = Seen()
     try:
@@ -116,7 +116,7 @@ def read(job: Job) -> Seen:
     return seen
 
 
-def outcome(job: Job) -> list[Reply]:
+def outcome(job: Stream[Any, Any]) -> list[Reply]:
     """All samples, also where one has an error."""
     job.output.wait(finish=True)
     return job.output.replies
@@ -166,7 +166,7 @@ def check_idle(rt: Runtime) -> None:
 
 def check_ledger(rt: Runtime) -> None:
     """B6: what the ledger says is what the engine holds, on the toy engine cell by cell."""
-    native = inside(rt).context._core
+    native = core_of(inside(rt).context)
     for seq in range(rt.slots):
         tokens = inside(rt).context.tokens(seq)
         assert native.newest(seq) == len(tokens) - 1

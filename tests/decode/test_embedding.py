@@ -28,9 +28,9 @@ from perdure import (
 from perdure.engine.batch import Batch
 from perdure.engine.contract import Outcome
 from perdure.engine.embedder import CHUNK
-from perdure.engine.toy import Faults
-from perdure.engine.toy.faults import Mishap
 from perdure.memory import MEMORY_KINDS, MemorySpec
+from perdure.testing.toy import Faults
+from perdure.testing.toy.faults import PlannedFault
 from zoo import Recipe, attention
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -204,7 +204,7 @@ def test_closing_ends_what_is_being_embedded() -> None:
 
 
 def test_a_failure_costs_one_request() -> None:
-    with open_toy(faults=Faults(decodes={2: Mishap()})) as rt:
+    with open_toy(faults=Faults(decodes={2: PlannedFault()})) as rt:
         expected = rt.embed("one").vectors
         with pytest.raises(DecodeError):
             rt.embed("one")

@@ -42,9 +42,10 @@ from perdure.decode.engine_loop import CHUNK, EngineLoop
 from perdure.decode.request import MAX_SAMPLES, Reply, Request
 from perdure.decode.scheduler import admit
 from perdure.decode.sequence import TokenSequence
+from perdure.decode.stream import Stream, one_request
 from perdure.engine.contract import Outcome
-from perdure.engine.toy import Faults, Mishap, ToyCore, ToyModel
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
+from perdure.testing.toy import Faults, PlannedFault, ToyCore, ToyModel
 
 KINDS = MEMORY_KINDS
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -471,7 +472,7 @@ def test_a_fault_that_persists_ends_the_one_it_hits_and_no_other(kind: type[Memo
 @every_kind
 @both_modes
 def test_an_error_while_the_prompt_is_read_ends_all_its_samples(kind: type[MemorySpec], exact: bool) -> None:
-    faults = Faults(decodes={2: Mishap(Outcome.FAILED, 1)})
+    faults = Faults(decodes={2: PlannedFault(Outcome.FAILED, 1)})
     with open_toy(kind, faults=faults, slots=2, exact=exact, n_batch=8, cache=0) as rt:
         job = rt.submit([1] * 20, n=4, max_tokens=3, **GREEDY)
         seen = read(job)
@@ -709,6 +710,6 @@ def test_an_engine_loop_works_on_a_bare_context_without_a_cache() -> None:
     model = ToyModel()
     with model.context(n_ctx=64, n_seq=2) as context:
         loop = EngineLoop(model, context)
-        job = loop.submit(Request(prompt=[1, 2, 3], max_tokens=4))
+        job = Stream(one_request(Request(prompt=[1, 2, 3], max_tokens=4)), loop.submit)
         assert len(job.reply().tokens) <= 4
         loop.close()

@@ -17,7 +17,7 @@ import perdure
 from decode.observed import check_delivery, outcome, read, trouble
 from perdure import Grammar, GrammarError, InvalidInputError, Model, Reply, Runtime, models
 from perdure.decode.sampling.grammar import Grammars, Matcher
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 SCHEMAS: dict[str, Any] = {
     "person": {

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perdure.decode.group import SequenceGroup, make_group
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Step, admit
+from perdure.decode.sequence import SequenceGroup, make_group
 from perdure.decode.slots import FreshSlots, Later, Pin, SlotAssignment, Slots
 from perdure.engine.context import Context
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 BUDGET = Budget(tokens=32, rows=8, chunk=10)
 

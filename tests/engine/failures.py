@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from inside import core_of
 from perdure import Context
 from perdure.engine.contract import Outcome
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.declarations import AbortCallback
-from perdure.engine.toy import ToyCore
+from perdure.testing.toy import ToyCore
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def failing_decode(
     It ends in its midst: in the toy engine after so many tokens, in llama.cpp (always as if it had been
     stopped) after so many nodes of its graph. A decode that is over sooner succeeds.
     """
-    core = ctx._core
+    core = core_of(ctx)
     if isinstance(core, ToyCore):
         core.faults.fail_decode(outcome, after=after, ahead=step)
         yield
@@ -46,7 +47,7 @@ def failing_decode(
 @contextmanager
 def refused_write(ctx: Context) -> Iterator[None]:
     """Let the engine refuse every state within the block."""
-    with _replaced(ctx._core, "write", lambda seq, state, *, partial: False):
+    with _replaced(core_of(ctx), "write", lambda seq, state, *, partial: False):
         yield
 
 

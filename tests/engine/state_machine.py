@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
+from inside import core_of
 from perdure import (
     CannotRewindError,
     Checkpoint,
@@ -112,7 +113,7 @@ class ContextMachine(RuleBasedStateMachine):
     def the_ledger_is_true(self) -> None:
         for seq, tokens in self.held.items():
             assert self.ctx.tokens(seq) == tokens, f"the ledger of sequence {seq} is wrong"
-            newest = self.ctx._core.newest(seq)
+            newest = core_of(self.ctx).newest(seq)
             assert newest == len(tokens) - 1, f"sequence {seq} ends at {newest}, not {len(tokens) - 1}"
 
     def fill(self, seq: int, length: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import core_of
 from perdure import (
     Context,
     ContextOverflow,
@@ -30,7 +31,7 @@ N_BATCH = 8
 def holds(ctx: Context, *sequences: list[int]) -> bool:
     """The ledger says these tokens, and the engine's own positions agree."""
     return all(
-        ctx.tokens(seq) == tokens and ctx.length(seq) == len(tokens) == ctx._core.newest(seq) + 1
+        ctx.tokens(seq) == tokens and ctx.length(seq) == len(tokens) == core_of(ctx).newest(seq) + 1
         for seq, tokens in enumerate(sequences)
     )
 
@@ -45,7 +46,7 @@ def check_next(subject: Subject, ctx: Context, text: list[int], seq: int) -> Non
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, ctx: Context, number: int) -> None:
     """Let the `number`-th native decode from now on be stopped as it begins."""
-    core, decode = ctx._core, ctx._core.decode
+    core, decode = core_of(ctx), core_of(ctx).decode
     calls = iter(range(1, 1000))
 
     def tripped(batch: Any) -> Any:
@@ -426,13 +427,13 @@ def test_b6_cancelling_a_step_never_costs_a_sequence_that_is_no_part_of_it(
     with subject.context(n_batch=NARROW, **subject.narrow.settings) as ctx:
         for seq in (0, 2, 1):
             ctx.decode(texts[seq], seq)
-        decode = ctx._core.decode
+        decode = core_of(ctx).decode
 
         def cancelled(batch: Any) -> Any:
             ctx.cancel()
             return decode(batch)
 
-        monkeypatch.setattr(ctx._core, "decode", cancelled)
+        monkeypatch.setattr(core_of(ctx), "decode", cancelled)
         for pair in ((0, 1), (1, 2)):
             feeds = [Feed(seq, [1]) for seq in pair]
             if ctx.memory.cuts:

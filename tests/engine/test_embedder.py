@@ -22,8 +22,8 @@ from perdure import (
 )
 from perdure.engine.embedder import CHUNK
 from perdure.engine.llama.native import declarations, library
-from perdure.engine.toy import Faults, ToyModel
-from perdure.engine.toy.faults import Mishap
+from perdure.testing.toy import Faults, ToyModel
+from perdure.testing.toy.faults import PlannedFault
 from subjects import Row, Subject
 from zoo import Recipe, attention
 from zoo.sheet import Sheet
@@ -218,7 +218,7 @@ def test_a_closed_embedder_says_so_and_may_outlive_its_model(zoo_path: Callable[
 
 
 def test_a_step_that_fails_costs_one_text() -> None:
-    model = ToyModel(faults=Faults(decodes={2: Mishap()}))
+    model = ToyModel(faults=Faults(decodes={2: PlannedFault()}))
     with model.embedder(n_ctx=256) as found:
         expected = found.embed([65] * CHUNK)
         with pytest.raises(DecodeError):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from inside import core_of
 from perdure import (
     CannotRewindError,
     Context,
@@ -42,7 +43,7 @@ def cold(subject: Subject, tokens: list[int], **settings: Any) -> Row:
 def go_on(subject: Subject, ctx: Context, tokens: list[int], seq: int = 0) -> None:
     """`seq` holds `tokens`, by its ledger and by the engine's positions, and goes on as if cold."""
     assert ctx.tokens(seq) == tokens
-    assert ctx._core.newest(seq) == len(tokens) - 1
+    assert core_of(ctx).newest(seq) == len(tokens) - 1
     ctx.decode([65], seq)
     check_alike(subject, ctx, [*tokens, 65])
 
@@ -417,7 +418,7 @@ def test_a_refused_write_says_that_the_sequence_is_empty(
         ctx.decode(tokens)
         state, point = ctx.save(), ctx.checkpoint()
         with monkeypatch.context() as patch:
-            patch.setattr(ctx._core, "write", lambda *_, **__: False)
+            patch.setattr(core_of(ctx), "write", lambda *_, **__: False)
             with pytest.raises(EngineError, match="sequence 1 is now empty"):
                 ctx.load(state, 1)
             go_on(subject, ctx, [], seq=1)

@@ -8,10 +8,11 @@ from itertools import product
 
 import pytest
 
+from inside import core_of
 from perdure import Context, Feed, PerdureError
 from perdure.engine.contract import Outcome
-from perdure.engine.toy import ToyCore, ToyModel
 from perdure.memory import MEMORY_KINDS, MemorySpec
+from perdure.testing.toy import ToyCore, ToyModel
 
 OUTCOMES = [Outcome.DONE, Outcome.FAILED, Outcome.ABORTED, Outcome.FULL]
 WRONG = [(by, range(first, first + count)) for by, first, count in product((-1, 1), (1, 2, 3), (1, 2, 3))]
@@ -48,8 +49,8 @@ CALLS = [
 ]
 
 
-def core_of(ctx: Context) -> ToyCore:
-    core = ctx._core
+def toy_core(ctx: Context) -> ToyCore:
+    core = core_of(ctx)
     assert isinstance(core, ToyCore)
     return core
 
@@ -63,14 +64,14 @@ def test_no_answer_about_positions_parts_the_ledger_from_the_cache(kind: type[Me
     """
     model = ToyModel(kind)
     with model.context(n_ctx=16, n_seq=3, n_batch=4) as ctx, model.context(n_ctx=16, n_batch=4) as cold:
-        native = core_of(ctx)
-        computed: dict[tuple[int, ...], bytes] = {(): core_of(cold).read(0, partial=False).tobytes()}
+        native = toy_core(ctx)
+        computed: dict[tuple[int, ...], bytes] = {(): toy_core(cold).read(0, partial=False).tobytes()}
 
         def compute(tokens: list[int]) -> bytes:
             if tuple(tokens) not in computed:
                 cold.clear()
                 cold.decode(tokens)
-                computed[tuple(tokens)] = core_of(cold).read(0, partial=False).tobytes()
+                computed[tuple(tokens)] = toy_core(cold).read(0, partial=False).tobytes()
             return computed[tuple(tokens)]
 
         for (calls, at, outcome), (by, questions) in product(CALLS, WRONG):

@@ -13,8 +13,8 @@ from perdure import EngineError
 from perdure.engine import state
 from perdure.engine.context.ledger import Undo
 from perdure.engine.llama.core import LlamaCore
-from perdure.engine.toy import ToyCore
 from perdure.memory import MEMORY_KINDS
+from perdure.testing.toy import ToyCore
 from subjects import Subject
 
 from .state_machine import ContextMachine

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import perdure
+from inside import core_of
 from perdure import (
     Context,
     ContextOverflow,
@@ -26,23 +27,23 @@ from perdure import (
 from perdure.engine.batch import Batch, Part
 from perdure.engine.contract import Outcome
 from perdure.engine.model import Model
-from perdure.engine.toy import Faults, Gate, Mishap, ToyAbort, ToyCore, ToyModel
 from perdure.memory import MEMORY_KINDS, FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
+from perdure.testing.toy import Faults, Gate, PlannedFault, ToyAbort, ToyCore, ToyModel
 from subjects import Row
 
 every_kind = pytest.mark.parametrize("kind", MEMORY_KINDS)
 rolling = pytest.mark.parametrize("kind", [Recurrent, Hybrid])
 
 
-def core_of(ctx: Context) -> ToyCore:
-    core = ctx._core
+def toy_core(ctx: Context) -> ToyCore:
+    core = core_of(ctx)
     assert isinstance(core, ToyCore)
     return core
 
 
 def bare(kind: type[MemorySpec], **settings: bool) -> ToyCore:
     """A core with nothing between it and the test."""
-    return core_of(ToyModel(kind).context(n_ctx=64, n_seq=3, n_batch=32, **settings))
+    return toy_core(ToyModel(kind).context(n_ctx=64, n_seq=3, n_batch=32, **settings))
 
 
 def feed(core: ToyCore, tokens: list[int], start: int = 0, seq: int = 0) -> Outcome:
@@ -175,7 +176,7 @@ def test_no_memory_on_open() -> None:
     ],
 )
 def test_the_planned_decode_goes_wrong_and_no_other(outcome: Outcome, error: type[Exception]) -> None:
-    model = ToyModel(faults=Faults(decodes={2: Mishap(outcome, after=1)}))
+    model = ToyModel(faults=Faults(decodes={2: PlannedFault(outcome, after=1)}))
     with model.context() as ctx:
         ctx.decode([1, 2])
         with pytest.raises(error, match="nothing was changed"):
@@ -192,7 +193,7 @@ def test_a_refused_write_and_a_lie_are_noticed() -> None:
         with pytest.raises(EngineError, match="refused"):
             ctx.load(state, 1)
         assert ctx.tokens(1) == []
-        core_of(ctx).faults.lie(by=1)
+        toy_core(ctx).faults.lie(by=1)
         with pytest.raises(EngineError, match="emptied"):
             ctx.load(state, 1)
         assert ctx.tokens(1) == []
@@ -238,7 +239,7 @@ def test_b6_whichever_native_call_fails_the_ledger_stays_true(kind: type[MemoryS
     while number < calls:
         number += 1
         with model.context(n_ctx=64, n_seq=3, n_batch=8, shared=shared, swa_full=False) as ctx:
-            core = core_of(ctx)
+            core = toy_core(ctx)
             core.faults.fail_call(number)
             live_through(ctx)
             calls = max(calls, core.faults.n_calls)

@@ -9,7 +9,7 @@ import pytest
 
 import perdure
 from perdure import CannotRewindError, MemorySpec, Runtime
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 TEXT = "a text of which some is read again and again, until it is known by heart. "
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6}

@@ -8,7 +8,7 @@ import perdure
 from decode.observed import trouble
 from page.gates import PatientTurnstile
 from perdure import Runtime
-from perdure.engine.toy import Faults, ToyModel
+from perdure.testing.toy import Faults, ToyModel
 
 REPLY = 24
 """Tokens of a reply, each a small letter or a space."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from inside import core_of
 from perdure import Model
 from perdure.engine.batch import Batch
 from perdure.engine.contract import Outcome
@@ -31,7 +32,7 @@ def main(path: str, count: int, at: int) -> None:
         expected = ctx.logits().copy()
     ctx = model.context(**settings)
     ctx.decode(before)
-    native, stop, calls, now, stopped = ctx._core.decode, ctx._core.stop, 0, threading.Event(), False
+    native, stop, calls, now, stopped = core_of(ctx).decode, core_of(ctx).stop, 0, threading.Event(), False
 
     def decode(batch: Batch) -> Outcome:
         nonlocal calls
@@ -54,8 +55,8 @@ def main(path: str, count: int, at: int) -> None:
     sender = threading.Thread(target=send)
     sender.start()
 
-    ctx._core.decode = decode  # type: ignore[method-assign]
-    ctx._core.stop = note_stop  # type: ignore[method-assign]
+    core_of(ctx).decode = decode  # type: ignore[method-assign]
+    core_of(ctx).stop = note_stop  # type: ignore[method-assign]
     interrupted = False
     try:
         ctx.decode(prompt(count, salt=2))
@@ -63,7 +64,7 @@ def main(path: str, count: int, at: int) -> None:
         interrupted = True
     sender.join()
     kept = ctx.tokens() == before
-    ctx._core.decode = native  # type: ignore[method-assign]
+    core_of(ctx).decode = native  # type: ignore[method-assign]
     ctx.decode(probe)
     right = bool(np.array_equal(ctx.logits(), expected))
     ctx.close()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from inside import core_of
 from perdure import Context, Model
 
 Row = NDArray[np.float32]
@@ -59,4 +60,4 @@ def row_after(kind: Kind, model: Model, pieces: Sequence[Sequence[int]], **setti
 
 def positions(ctx: Context, seq: int) -> int:
     """How many positions the engine itself says that it holds for `seq`."""
-    return ctx._core.newest(seq) + 1
+    return core_of(ctx).newest(seq) + 1

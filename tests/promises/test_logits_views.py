@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import core_of
 from perdure import (
     ClosedError,
     Context,
@@ -67,25 +68,25 @@ def world(llama: Model, zoo_path: ZooPath) -> Iterator[World]:
 
 
 def _fail(world: World) -> None:
-    native = world.ctx._core.decode
+    native = core_of(world.ctx).decode
 
     def break_off(batch: Batch) -> Outcome:
         native(batch)
         return Outcome.FAILED
 
-    world.ctx._core.decode = break_off  # type: ignore[method-assign]
+    core_of(world.ctx).decode = break_off  # type: ignore[method-assign]
     with pytest.raises(DecodeError):
         world.ctx.decode(prompt(20))
 
 
 def _cancel(world: World) -> None:
-    ctx, native = world.ctx, world.ctx._core.decode
+    ctx, native = world.ctx, core_of(world.ctx).decode
 
     def give_up(batch: Batch) -> Outcome:
         ctx.cancel()
         return native(batch)
 
-    ctx._core.decode = give_up  # type: ignore[method-assign]
+    core_of(ctx).decode = give_up  # type: ignore[method-assign]
     with pytest.raises(DecodeCancelled):
         ctx.decode(prompt(20))
 
@@ -765,14 +766,14 @@ def test_l5_the_checks_see_memory_that_is_not_pinned(world: World, monkeypatch: 
 
 def test_l6_a_view_is_refused_while_a_decode_is_in_flight(world: World) -> None:
     inside, go_on = threading.Event(), threading.Event()
-    native = world.ctx._core.decode
+    native = core_of(world.ctx).decode
 
     def slow(batch: Batch) -> Outcome:
         inside.set()
         assert go_on.wait(60)
         return native(batch)
 
-    world.ctx._core.decode = slow  # type: ignore[method-assign]
+    core_of(world.ctx).decode = slow  # type: ignore[method-assign]
     worker = threading.Thread(target=world.ctx.decode, args=([1],))
     worker.start()
     assert inside.wait(60)
@@ -793,7 +794,7 @@ def test_l6_a_view_is_refused_while_a_decode_is_in_flight(world: World) -> None:
 @pytest.mark.parametrize("after", ["before the native call", "after the native call"])
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_l6_a_failed_decode_leaves_no_row_to_read(step: int, after: str, world: World) -> None:
-    native, calls = world.ctx._core.decode, iter(range(9))
+    native, calls = core_of(world.ctx).decode, iter(range(9))
 
     def fail(batch: Batch) -> Outcome:
         if next(calls) < step:
@@ -802,7 +803,7 @@ def test_l6_a_failed_decode_leaves_no_row_to_read(step: int, after: str, world: 
             native(batch)
         return Outcome.FAILED
 
-    world.ctx._core.decode = fail  # type: ignore[method-assign]
+    core_of(world.ctx).decode = fail  # type: ignore[method-assign]
     with pytest.raises(DecodeError) as caught:
         world.ctx.decode(prompt(40), rows="all")
     assert caught.value.kept == {0: 40}
@@ -810,7 +811,7 @@ def test_l6_a_failed_decode_leaves_no_row_to_read(step: int, after: str, world: 
     for row in (-1, 0, 20):
         with pytest.raises(RowError):
             world.ctx.logits(row)
-    world.ctx._core.decode = native  # type: ignore[method-assign]
+    core_of(world.ctx).decode = native  # type: ignore[method-assign]
     world.ctx.decode([1])
     assert world.ctx.logits().argmax() >= 0
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import core_of
 from perdure import (
     ClosedError,
     Context,
@@ -196,8 +197,8 @@ def test_b4_closing_ends_a_decode_in_flight_1000_times(zoo_folder: Path) -> None
 def test_b4_close_waits_until_native_code_has_returned(llama: Model) -> None:
     ctx = FULL.open(llama)
     inside, go_on = threading.Event(), threading.Event()
-    native, order, errors = ctx._core.decode, [], []
-    free = ctx._core.close
+    native, order, errors = core_of(ctx).decode, [], []
+    free = core_of(ctx).close
 
     def slow(batch: Batch) -> Outcome:
         inside.set()
@@ -216,8 +217,8 @@ def test_b4_close_waits_until_native_code_has_returned(llama: Model) -> None:
         except ClosedError as error:
             errors.append(error)
 
-    ctx._core.decode = slow  # type: ignore[method-assign]
-    ctx._core.close = note_free  # type: ignore[method-assign]
+    core_of(ctx).decode = slow  # type: ignore[method-assign]
+    core_of(ctx).close = note_free  # type: ignore[method-assign]
     worker = threading.Thread(target=work)
     closer = threading.Thread(target=ctx.close)
     worker.start()
@@ -316,7 +317,7 @@ FAILURES = ("stopped", "refused", "failed after the work", "raised", "interrupte
 
 def plant(ctx: Context, k: int, failure: str) -> Callable[[], None]:
     """Make the `k`-th native decode from now on fail; gives a call that takes the fault out again."""
-    native, calls = ctx._core.decode, iter(range(1000))
+    native, calls = core_of(ctx).decode, iter(range(1000))
 
     def decode(batch: Batch) -> Outcome:
         if next(calls) != k:
@@ -334,11 +335,11 @@ def plant(ctx: Context, k: int, failure: str) -> Callable[[], None]:
         if failure == "cancelled":
             ctx.cancel()
         else:
-            ctx._core.stop()
+            core_of(ctx).stop()
         return native(batch)
 
-    ctx._core.decode = decode  # type: ignore[method-assign]
-    return lambda: setattr(ctx._core, "decode", native)
+    core_of(ctx).decode = decode  # type: ignore[method-assign]
+    return lambda: setattr(core_of(ctx), "decode", native)
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -443,7 +444,7 @@ def test_b6_a_cancel_without_a_decode_in_flight_means_nothing(llama: Model) -> N
         ctx.decode(prompt(40))
         # As if the other thread had been stopped between seeing the decode and asking it to end.
         ctx._stopping = True
-        ctx._core.stop()
+        core_of(ctx).stop()
         ctx.decode(prompt(40))
         assert ctx.length() == 80
 
@@ -452,13 +453,13 @@ def test_the_library_is_heard_again_once_a_cancelled_decode_has_ended(
     llama: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with FULL.open(llama) as ctx:
-        decode = ctx._core.decode
+        decode = core_of(ctx).decode
 
         def cancelled(batch: Batch) -> Outcome:
             ctx.cancel()
             return decode(batch)
 
-        monkeypatch.setattr(ctx._core, "decode", cancelled)
+        monkeypatch.setattr(core_of(ctx), "decode", cancelled)
         with pytest.raises(DecodeCancelled):
             ctx.decode(prompt(40))
         with caplog.at_level(logging.DEBUG, "perdure.llama"), FULL.open(llama):

@@ -27,8 +27,8 @@ from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.slots import slot_cache
 from perdure.cache.tiers import Tiers
 from perdure.engine.llama.core import LlamaCore
-from perdure.engine.toy import ToyCore, ToyModel
 from perdure.memory import MEMORY_KINDS, FullAttention, Hybrid, MemorySpec, SlidingWindow
+from perdure.testing.toy import ToyCore, ToyModel
 from promises.kinds import FULL, KINDS, WINDOW, Kind, Row, positions, prompt
 from subjects import NARROW, check, compared
 

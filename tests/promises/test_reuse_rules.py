@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import core_of
 from perdure import CannotRewindError, Checkpoint, Context, Feed, Model
 from perdure.memory import FullAttention, SlidingWindow
 from promises.kinds import KINDS, WINDOW, Kind, Row, positions, prompt, row_after
@@ -230,7 +231,7 @@ def _check(ctx: Context, expected: dict[int, list[int]]) -> None:
         assert ctx.length(seq) == len(tokens)
         assert positions(ctx, seq) == len(tokens)
         if ctx.memory.kind is FullAttention:
-            assert ctx._core.oldest(seq) == (0 if tokens else -1)
+            assert core_of(ctx).oldest(seq) == (0 if tokens else -1)
 
 
 def test_k4_every_call_leaves_exactly_the_tokens_that_it_says(kind: Kind, model: Model) -> None:

@@ -18,8 +18,8 @@ from decode.observed import Turnstile, open_toy, toy
 from inside import inside
 from perdure import Runtime
 from perdure.engine.embedder import CHUNK
-from perdure.engine.toy import Faults
-from perdure.engine.toy.faults import Mishap
+from perdure.testing.toy import Faults
+from perdure.testing.toy.faults import PlannedFault
 from server.live_server import LiveServer, check_freed, hello, live_server, opened, raw
 from server.test_deaths import SWIFT, kill
 
@@ -168,7 +168,7 @@ def test_not_finished_in_time_is_504() -> None:
 
 
 def test_a_failure_of_the_engine_is_503() -> None:
-    faults = Faults(decodes={1: Mishap()})
+    faults = Faults(decodes={1: PlannedFault()})
     with opened(toy(faults=faults), slots=1) as rt, live_server(rt) as server, server.client() as client:
         response = client.post(EMBED, json={"input": "one"})
         assert response.status_code == 503

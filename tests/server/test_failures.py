@@ -13,7 +13,6 @@ from decode.observed import Clock, Turnstile, open_toy, toy, trouble
 from perdure import Runtime
 from perdure.decode import engine_loop
 from perdure.decode import request as decode_request
-from perdure.engine.toy import Faults
 from perdure.errors import (
     FetchError,
     ModelError,
@@ -24,6 +23,7 @@ from perdure.errors import (
     UnsupportedSystemError,
 )
 from perdure.server.api_error import to_api_error
+from perdure.testing.toy import Faults
 from server.live_server import LiveServer, check_freed, events, hello, live_server, opened, raw, streamed
 
 CHAT = "/v1/chat/completions"

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from perdure.engine.toy import ToyModel
 from perdure.server.http_server import AnswerTransport, bind
 from perdure.server.sse import EventStream, Frame, events
+from perdure.testing.toy import ToyModel
 from server.live_server import PATIENCE, check_freed, hello, live_server, opened, raw
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import perdure
 from perdure import ChatReply, LogitsView, Runtime, Session
-from perdure.engine.toy import Faults, ToyModel
+from perdure.testing.toy import Faults, ToyModel
 from subjects import NARROW, Noise, Row, Subject, check
 
 SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_batch": NARROW, "threads": 1, "slots": 2}

@@ -15,7 +15,6 @@ import pytest
 
 import perdure
 from perdure import CorruptStateError, SessionError, StateError, StoreDamagedError, StoreError
-from perdure.engine.toy import ToyModel
 from perdure.sessions.info import SessionInfo
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.storage import schema as schema_module
@@ -27,6 +26,7 @@ from perdure.sessions.storage.session_folder import FILE, MARK
 from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.storage.verify import Verification, verify
 from perdure.sessions.turn import Turn
+from perdure.testing.toy import ToyModel
 from sessions.talking import talking
 from store.conftest import folder_in_memory
 from subjects import Subject

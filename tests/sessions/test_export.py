@@ -15,8 +15,8 @@ import pytest
 
 from perdure import CorruptStateError, IncompatibleStateError, SessionExistsError, StateError, StoreError
 from perdure.cache.block import Block
-from perdure.engine.toy import ToyModel
 from perdure.sessions.export import manifest_of, read_export
+from perdure.testing.toy import ToyModel
 from sessions.talking import said, talking
 from subjects import Subject
 

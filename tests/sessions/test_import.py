@@ -18,12 +18,12 @@ import pytest
 
 from perdure import CorruptStateError, InvalidInputError, Message, PerdureError
 from perdure.chat.transcript import Transcript
-from perdure.engine.toy import ToyModel
 from perdure.sessions.export import read_export, write_export
 from perdure.sessions.importing import take_state
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.storage.session_folder import KEY
 from perdure.sessions.turn import FIRST, Turn
+from perdure.testing.toy import ToyModel
 from sessions.talking import said, talking
 from subjects import Subject
 

@@ -32,9 +32,9 @@ from perdure import (
     StoreLockedError,
 )
 from perdure.backend import LocalBackend
-from perdure.engine.toy import Faults, ToyModel
 from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.turn import Turn
+from perdure.testing.toy import Faults, ToyModel
 from sessions.talking import ASK, Hold, said, talking
 from subjects import NARROW, Noise, Subject
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import perdure
 from perdure import PerdureError
-from perdure.engine.toy import Faults, Gate, ToyModel
+from perdure.testing.toy import Faults, Gate, ToyModel
 
 TESTS = Path(__file__).parent.parent
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"

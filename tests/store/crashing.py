@@ -29,7 +29,6 @@ from unittest.mock import patch
 import perdure
 from perdure.cache.block import Block, BlockId
 from perdure.cache.record import Record
-from perdure.engine.toy import ToyModel
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 from perdure.sessions.storage.repair import repair
 from perdure.sessions.storage.schema import MIGRATIONS as SESSION_MIGRATIONS
@@ -42,6 +41,7 @@ from perdure.store.block_file import BlockFolder
 from perdure.store.disk import DiskTier
 from perdure.store.index import APPLICATION, MIGRATIONS
 from perdure.store.records import Records
+from perdure.testing.toy import ToyModel
 from store.chains import block, chain, file_of, files, root, same, size
 
 PLENTY = 1 << 30

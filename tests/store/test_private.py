@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import perdure
-from perdure.engine.toy import ToyModel
 from perdure.store.durable import make_folder, make_private, write_file
+from perdure.testing.toy import ToyModel
 
 
 @pytest.fixture(autouse=True)

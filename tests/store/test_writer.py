@@ -12,11 +12,11 @@ import pytest
 
 import perdure
 from perdure.cache.block import Block, BlockId
-from perdure.engine.toy import ToyModel
 from perdure.errors import StoreError, StoreFullError
 from perdure.runtime import Runtime
 from perdure.store.disk import DiskTier, IndexEntry
 from perdure.store.writer import WriteBehind
+from perdure.testing.toy import ToyModel
 from store import children
 from store.chains import block, chain, file_of, files, same
 
@@ -328,7 +328,7 @@ def test_warming_says_when_it_could_not_be_kept(
 
 FULL = """
 import logging, resource, sys
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 import perdure
 logging.disable()
 prompt = sys.argv[2]

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 
 from decode.unexpected import ERRORS, PLACES, plant
+from inside import core_of
 from perdure import Context, Embedder, Runtime
 from perdure import open as open_runtime
 from perdure.engine.batch import Batch
 from perdure.engine.contract import Outcome
-from perdure.engine.toy import Faults, ToyModel
 from perdure.memory import FullAttention, Hybrid, Recurrent, SlidingWindow
+from perdure.testing.toy import Faults, ToyModel
 from perdure.worker import service
 from perdure.worker.remote import RemoteBackend
 from perdure.worker.restart_policy import RestartPolicy
@@ -158,7 +159,7 @@ class Rigged(ToyModel):
 
     def context(self, **settings: Any) -> Context:
         context = super().context(**settings)
-        rig(context._core)
+        rig(core_of(context))
         return context
 
     def embedder(self, **settings: Any) -> Embedder:

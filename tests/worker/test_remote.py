@@ -31,9 +31,9 @@ from perdure import (
     TokenError,
 )
 from perdure.cache.prefix_cache import PrefixCache
-from perdure.engine.toy import ToyModel
 from perdure.memory import MEMORY_KINDS, MemorySpec
 from perdure.store.disk import DiskTier
+from perdure.testing.toy import ToyModel
 from perdure.worker import remote as module
 from perdure.worker.proxies.prefix_cache import RemotePrefixCache
 from perdure.worker.restart_policy import RestartPolicy

@@ -22,8 +22,8 @@ from perdure.chat.parsing.reply_parser import ReplyParser
 from perdure.chat.plans import ContextWindow, Exchange, ExchangePlan
 from perdure.chat.prompt_builder import Prompt, PromptBuilder
 from perdure.chat.reply import ChatDelta, ChatReply, ReplyReader
-from perdure.chat.templates.renderer import Rendering
-from perdure.chat.templates.template import Template
+from perdure.chat.template.renderer import Rendering
+from perdure.chat.template.template import Template
 from perdure.chat.transcript import ChatTokenizer, Transcript
 from perdure.config import ReasoningMode
 from perdure.decode.request import Request, take_deadline

@@ -11,13 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from perdure.backend import Backend
-from perdure.chat.adapter import Adapted, MessageAdapter
 from perdure.chat.message import Message, ToolCall
+from perdure.chat.normaliser import MessageNormaliser, Normalised
 from perdure.chat.options import ChatOptions
 from perdure.chat.parsing.families import Family
 from perdure.chat.prefill import Prefill
-from perdure.chat.templates.renderer import Rendering, RenderingCache, TemplateRenderer
-from perdure.chat.templates.template import Guard, Template
+from perdure.chat.template.renderer import Rendering, RenderingCache, TemplateRenderer
+from perdure.chat.template.template import Guard, Template
 from perdure.chat.transcript import ChatTokenizer, Transcript, TranscriptCache, shared_length
 from perdure.decode.request import check_prompt_size
 from perdure.decode.slots import Pin
@@ -65,7 +65,7 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._transcript_cache = TranscriptCache(tokenizer)
         guard = Guard(tokenizer.guard_field, tokenizer.guard_name)
-        self._adapter = MessageAdapter(template, family.writer, guard)
+        self._normaliser = MessageNormaliser(template, family.writer, guard)
         self._renderer = TemplateRenderer(template, guard)
         self._rendering_cache = RenderingCache()
         self._reasoning_cache = ReasoningCache()
@@ -88,20 +88,20 @@ class PromptBuilder:
         messages = self._reasoning_cache.put_back(messages, namespace)
         messages = tuple(map(self._with_reasoning_apart, messages))
         prefill = Prefill.of(messages, self._family) if options.continue_final_message else None
-        adapted = self._adapted(messages, options)
+        normalised = self._normalised(messages, options)
         if before is None and known is None:
-            before = self._rendering_cache.lookup(adapted.messages, namespace)
+            before = self._rendering_cache.lookup(normalised.messages, namespace)
             if before is not None:
                 # The very same messages are compared at once.
-                same = before.messages + adapted.messages[len(before.messages) :]
-                adapted = replace(adapted, messages=same)
+                same = before.messages + normalised.messages[len(before.messages) :]
+                normalised = replace(normalised, messages=same)
         rendering = None
         if prefill is not None:
             text = self._continued(messages[:-1], prefill, options)
         elif not options.opens_reply:
-            text = self._whole(adapted, options, reply_follows=False)
+            text = self._whole(normalised, options, reply_follows=False)
         else:
-            text, rendering = self._rendered(adapted, options, before)
+            text, rendering = self._rendered(normalised, options, before)
         if must_fit:
             check_prompt_size(text, self._backend.model, self._backend.n_ctx - 1)
         if rendering is not None and known is None:
@@ -118,7 +118,7 @@ class PromptBuilder:
             pins=pins,
             rendering=rendering,
             prefill=prefill,
-            notes=adapted.notes,
+            notes=normalised.notes,
         )
 
     def remember(self, whole: Transcript, asked: Sequence[Message], reply: Message, namespace: str) -> None:
@@ -128,36 +128,36 @@ class PromptBuilder:
 
     # Text.
 
-    def _adapted(self, messages: Sequence[Message], options: ChatOptions) -> Adapted:
+    def _normalised(self, messages: Sequence[Message], options: ChatOptions) -> Normalised:
         """Messages and tools as the template takes them, and all variables."""
-        adapted = self._adapter.adapt(
+        normalised = self._normaliser.normalise(
             messages, options.tools, keep_reasoning=options.keep_reasoning, now=options.now
         )
-        return replace(adapted, variables={**adapted.variables, **(options.variables or {})})
+        return replace(normalised, variables={**normalised.variables, **(options.variables or {})})
 
-    def _whole(self, adapted: Adapted, options: ChatOptions, *, reply_follows: bool) -> str:
+    def _whole(self, normalised: Normalised, options: ChatOptions, *, reply_follows: bool) -> str:
         return self._renderer.whole(
-            adapted.messages,
-            tools=adapted.tools,
-            variables=adapted.variables,
+            normalised.messages,
+            tools=normalised.tools,
+            variables=normalised.variables,
             reply_follows=reply_follows,
             now=options.now,
         )
 
     def _rendered(
-        self, adapted: Adapted, options: ChatOptions, before: Rendering | None
+        self, normalised: Normalised, options: ChatOptions, before: Rendering | None
     ) -> tuple[str, Rendering | None]:
         return self._renderer.prompt(
-            adapted.messages,
-            tools=adapted.tools,
-            variables=adapted.variables,
+            normalised.messages,
+            tools=normalised.tools,
+            variables=normalised.variables,
             before=before,
             now=options.now,
         )
 
     def _continued(self, earlier: tuple[Message, ...], prefill: Prefill, options: ChatOptions) -> str:
         def render(messages: tuple[Message, ...], reply_follows: bool) -> str:
-            return self._whole(self._adapted(messages, options), options, reply_follows=reply_follows)
+            return self._whole(self._normalised(messages, options), options, reply_follows=reply_follows)
 
         return prefill.text(earlier, render, self._tokenizer.guard_field, self._family)
 
@@ -210,7 +210,7 @@ class PromptBuilder:
         speaks, or speaks last: what all prompts of such a beginning share is then seen by another one."""
         for more in ((), (Message(role="user", content="z"),)):
             with suppress(PerdureError):
-                text = self._whole(self._adapted((*first, *more), options), options, reply_follows=False)
+                text = self._whole(self._normalised((*first, *more), options), options, reply_follows=False)
                 shared = shared_length(text, prompt.text)
                 return max((tokens for chars, tokens in prompt.cuts if chars <= shared), default=0)
         return 0
@@ -240,7 +240,7 @@ class PromptBuilder:
         found = set()
         for more in nexts:
             with suppress(PerdureError):
-                later, _ = self._rendered(self._adapted((*messages, *more), options), options, rendering)
+                later, _ = self._rendered(self._normalised((*messages, *more), options), options, rendering)
                 shared = shared_length(later, prompt.text)
                 if shared < len(prompt.text):
                     found.update([tokens for chars, tokens in prompt.cuts if chars <= shared][-1:])

@@ -9,9 +9,9 @@ from pathlib import Path
 from perdure.chat.message import Message
 from perdure.chat.parsing.families import detect
 from perdure.chat.parsing.learned import CallForm, learn
-from perdure.chat.templates.capabilities import capabilities
-from perdure.chat.templates.renderer import TemplateRenderer
-from perdure.chat.templates.template import Template
+from perdure.chat.template.capabilities import capabilities
+from perdure.chat.template.renderer import TemplateRenderer
+from perdure.chat.template.template import Template
 from perdure.errors import PerdureError
 
 _HEAD = ("template", "family", "reasoning", "calls", "parallel", "forced", "reuse")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     # Sessions are listed and read without an engine, and without the time that it takes to import one.
-    from perdure.engine.contract import Vocabulary
+    from perdure.engine.contract import Tokenizer
 
 _GUARD = "\ue000"
 """Put into what only looks like a control token, so that it stays text. Of Unicode's private use."""
@@ -65,7 +65,7 @@ class ChatTokenizer:
     messages: what is left must not become a mark either.
     """
 
-    def __init__(self, model: Vocabulary, marks: Iterable[str] = (), *, erased: Iterable[str] = ()) -> None:
+    def __init__(self, model: Tokenizer, marks: Iterable[str] = (), *, erased: Iterable[str] = ()) -> None:
         self._model = model
         self._candidates = frozenset(marks)
         self._erased = tuple(erased)

@@ -13,7 +13,7 @@ import numpy as np
 from perdure.decode.request import Delta, Reply, Request
 from perdure.decode.sampling.settings import Sampling
 from perdure.decode.stream import Stream
-from perdure.engine.contract import Vocabulary
+from perdure.engine.contract import Tokenizer
 from perdure.errors import InvalidInputError, TokenError
 
 Normalisation = Literal["total", "token"]
@@ -43,7 +43,7 @@ class OptionScoring:
 
     def __init__(
         self,
-        model: Vocabulary,
+        model: Tokenizer,
         prompt: str | Sequence[int],
         options: Sequence[str | Sequence[int]],
         submit: Callable[[Request], Stream[Delta, Reply]],

@@ -17,7 +17,7 @@ from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import Pin, ReuseReport
 from perdure.decode.text import check_stops
-from perdure.engine.contract import Vocabulary
+from perdure.engine.contract import Tokenizer
 from perdure.engine.logits import Candidate
 from perdure.errors import ContextOverflow, InvalidInputError, TokenError
 from perdure.option_names import unknown_options
@@ -28,7 +28,7 @@ _USUAL = 32
 """Characters a token that no ordinary text has: shorter ones are tokenised to find out."""
 _COVERING = ("gpt2", "llama", "toy")
 """Kinds of tokenizers whose tokens cover all of a text. Others collapse white space, or drop characters."""
-_longest: WeakKeyDictionary[Vocabulary, int] = WeakKeyDictionary()
+_longest: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
 _measuring = threading.Lock()
 
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
@@ -249,7 +249,7 @@ class Reply:
         return float(np.exp(-np.mean(known))) if known else None
 
 
-def check_prompt_size(text: str, model: Vocabulary, n_ctx: int) -> None:
+def check_prompt_size(text: str, model: Tokenizer, n_ctx: int) -> None:
     """Raise ContextOverflow where even the longest tokens are too short for `text` to fit."""
     if len(text) <= _USUAL * n_ctx or model.metadata.get("tokenizer.ggml.model", "toy") not in _COVERING:
         return

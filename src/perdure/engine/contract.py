@@ -179,7 +179,7 @@ class Core(Protocol):
     def close(self) -> None: ...
 
 
-class Vocabulary(Protocol):
+class Tokenizer(Protocol):
     """What a model says about text and about itself, without its weights."""
 
     @property

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Protocol, Unpack
 
 from perdure.engine.context import Context
-from perdure.engine.contract import Vocabulary
+from perdure.engine.contract import Tokenizer
 from perdure.engine.embedder import Embedder
 from perdure.engine.keywords import ContextKeywords
 
 
-class Model(Vocabulary, Protocol):
+class Model(Tokenizer, Protocol):
     """Weights and a vocabulary. It outlives its contexts, whatever the order of deletion."""
 
     @property

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from perdure import system
-from perdure.atomic import appearing
+from perdure.atomic import atomic_write
 from perdure.config import settings
 from perdure.errors import FetchError, LibraryFetchError
 from perdure.libraries import package as packages
 from perdure.libraries.archive import is_library, is_licence, unpack, verify
 from perdure.libraries.client import npm, pack
 from perdure.libraries.package import Package, package_for
-from perdure.models.atomic import alone, require_room
+from perdure.models.atomic import check_free_space, fetch_lock
 from perdure.models.download import Progress
 
 _MANIFEST = "perdure.json"
@@ -65,12 +65,12 @@ def installed() -> list[Installed]:
 def install(backend: str | None = None, progress: Progress | None = None) -> Installed:
     """Fetch the package for this machine and install it. What is here already is not fetched again."""
     package = package_for(backend)
-    with _alone() as engines:
+    with _locked() as engines:
         there = _read(engines / package.folder)
         if there is not None and there.origin == package.spec and not damaged(there):
             return _preferred(there)
         with tempfile.TemporaryDirectory(dir=engines, prefix=_UNFINISHED) as place:
-            _require_room(engines, package.size + package.unpacked)
+            _check_free_space(engines, package.size + package.unpacked)
             download = Path(place, "archive")
             download.mkdir()
             with npm(Path(place), progress) as client:
@@ -84,7 +84,7 @@ def install_file(archive: Path) -> Installed:
     for package in packages.PACKAGES:
         if package.size == size:
             package_for(package.backend)
-            with _alone() as engines:
+            with _locked() as engines:
                 return _install_archive(archive, package, engines)
     known = ", ".join(sorted({f"{package} ({package.size} bytes)" for package in packages.PACKAGES}))
     raise LibraryFetchError(f"{archive} has {size} bytes and is none of the packages that are known: {known}")
@@ -97,9 +97,9 @@ def install_folder(source: Path) -> Installed:
         raise LibraryFetchError(
             f"{source} has no libllama in it: name the folder with libllama and libggml, such as build/bin"
         )
-    with _alone() as engines:
-        _require_room(engines, sum(entry.stat().st_size for entry in files))
-        with _appearing(engines) as folder:
+    with _locked() as engines:
+        _check_free_space(engines, sum(entry.stat().st_size for entry in files))
+        with _new_folder(engines) as folder:
             digests = {entry.name: _copy(entry, folder / entry.name) for entry in files}
             name = f"own-{hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:12]}"
             entry = Installed(
@@ -129,7 +129,7 @@ def find(name: str) -> Installed:
 
 def remove(name: str) -> Installed:
     """Delete an installed library."""
-    with _alone() as engines:
+    with _locked() as engines:
         entry = find(name)
         # Out of sight first: a folder that is half deleted must not be taken for a library.
         gone = engines / f"{_UNFINISHED}{entry.name}-{os.getpid()}"
@@ -145,7 +145,7 @@ def damaged(entry: Installed) -> list[str]:
 
 def _install_archive(archive: Path, package: Package, engines: Path) -> Installed:
     verify(archive, package)
-    with _appearing(engines) as folder:
+    with _new_folder(engines) as folder:
         digests = unpack(archive, package, folder)
         entry = Installed(
             name=package.folder,
@@ -169,11 +169,11 @@ def _preferred(entry: Installed) -> Installed:
 
 
 @contextmanager
-def _alone() -> Iterator[Path]:
+def _locked() -> Iterator[Path]:
     """The folder of libraries, for this process alone. What killed processes left in it is gone."""
     engines = settings().engines
     engines.mkdir(parents=True, exist_ok=True)
-    with alone(engines, "install"):
+    with fetch_lock(engines, "install"):
         for entry in engines.iterdir():
             if entry.name.startswith(_UNFINISHED):
                 shutil.rmtree(entry, ignore_errors=True)
@@ -181,7 +181,7 @@ def _alone() -> Iterator[Path]:
 
 
 @contextmanager
-def _appearing(engines: Path) -> Iterator[Path]:
+def _new_folder(engines: Path) -> Iterator[Path]:
     """A folder to fill; unless `_settle` gives it a name, it is gone."""
     folder = Path(tempfile.mkdtemp(dir=engines, prefix=_UNFINISHED))
     try:
@@ -210,7 +210,7 @@ def _settle(folder: Path, entry: Installed) -> None:
 def _write_manifest(folder: Path, entry: Installed) -> None:
     values = asdict(entry)
     del values["folder"]
-    with appearing(folder / _MANIFEST) as file:
+    with atomic_write(folder / _MANIFEST) as file:
         file.write(json.dumps(values, indent=1).encode())
 
 
@@ -249,8 +249,8 @@ def _sha256(path: Path) -> str:
         return ""
 
 
-def _require_room(engines: Path, needed: int) -> None:
+def _check_free_space(engines: Path, needed: int) -> None:
     try:
-        require_room(engines, needed)
+        check_free_space(engines, needed)
     except FetchError as error:
         raise LibraryFetchError(str(error)) from error

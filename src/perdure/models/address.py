@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from perdure.models.atomic import alone, settle
+from perdure.models.atomic import fetch_lock, publish
 from perdure.models.download import Progress, Remote, download, forget, web
 from perdure.models.parts import part_names
 from perdure.models.registry import UrlSource
@@ -30,13 +30,13 @@ def fetch_url(source: UrlSource, models: Path, progress: Progress | None = None)
     """
     first = url_folder(models) / source.place
     names = part_names(first.name)
-    with alone(models, f"web--{source.place.replace('/', '--')}"), web() as client:
+    with fetch_lock(models, f"web--{source.place.replace('/', '--')}"), web() as client:
         for name in names:
             if (target := first.with_name(name)).is_file():
                 continue
             part = models / ".parts" / "web" / f"{Path(source.place).with_name(name)}.part"
             download(client, Remote(url=_sibling(source.url, name)), part, progress)
-            settle(part, target)
+            publish(part, target)
             forget(part)
     return first.with_name(names[0])
 

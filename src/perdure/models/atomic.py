@@ -17,11 +17,11 @@ from perdure.errors import FetchError
 
 
 @contextmanager
-def appearing(target: Path) -> Iterator[BinaryIO]:
+def atomic_write(target: Path) -> Iterator[BinaryIO]:
     """Write to a temporary file that becomes `target`, on disk for good, when the block ends well."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with atomic.appearing(target) as file:
+        with atomic.atomic_write(target) as file:
             yield file
         system.sync_folder(target.parent)
     except OSError as error:
@@ -30,7 +30,7 @@ def appearing(target: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def settle(temporary: Path, target: Path) -> None:
+def publish(temporary: Path, target: Path) -> None:
     """Rename a file that was synced, and make the new name last."""
     target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(temporary, target)
@@ -38,7 +38,7 @@ def settle(temporary: Path, target: Path) -> None:
 
 
 @contextmanager
-def alone(models: Path, name: str) -> Iterator[None]:
+def fetch_lock(models: Path, name: str) -> Iterator[None]:
     """Be the only process that fetches `name`; others wait here."""
     locks = models / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def alone(models: Path, name: str) -> Iterator[None]:
         yield
 
 
-def require_room(folder: Path, needed: int) -> None:
+def check_free_space(folder: Path, needed: int) -> None:
     """Refuse before the work rather than after it."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free

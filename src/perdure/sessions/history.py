@@ -13,7 +13,7 @@ from perdure.sessions.turn import Turn, context, transcript
 
 if TYPE_CHECKING:
     # Sessions are listed and read without a template.
-    from perdure.chat.templates.renderer import Rendering
+    from perdure.chat.template.renderer import Rendering
 
 _REMEMBERED = 2
 """How many histories before the latest one stay at hand, with their transcripts."""

@@ -16,7 +16,7 @@ from perdure.backend import Backend
 from perdure.chat.options import ChatOptions
 from perdure.chat.transcript import ChatTokenizer
 from perdure.decode.request import Request
-from perdure.engine.contract import Vocabulary
+from perdure.engine.contract import Tokenizer
 from perdure.errors import CorruptStateError, InvalidInputError, PerdureError
 from perdure.sessions.export import Export
 from perdure.sessions.session import Session
@@ -72,7 +72,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def why_not_tokens(
-    turns: Sequence[Turn], tokenizer: ChatTokenizer | None, vocabulary: Vocabulary | None
+    turns: Sequence[Turn], tokenizer: ChatTokenizer | None, vocabulary: Tokenizer | None
 ) -> str:
     """Why the tokens of turns cannot be taken; empty where each stands for the text that people read."""
     if tokenizer is None or vocabulary is None:
@@ -90,7 +90,7 @@ def why_not_tokens(
     return ""
 
 
-def _alike(tokenizer: ChatTokenizer, vocabulary: Vocabulary, turn: Turn) -> bool:
+def _alike(tokenizer: ChatTokenizer, vocabulary: Tokenizer, turn: Turn) -> bool:
     """Whether each piece of a turn's tokens, from cut to cut, is the piece of text there."""
     text, tokens = turn.added.text, turn.added.tokens
     if any(not 0 <= token < vocabulary.n_vocab for token in tokens):
@@ -107,7 +107,7 @@ def _alike(tokenizer: ChatTokenizer, vocabulary: Vocabulary, turn: Turn) -> bool
 
 
 def _stands_for(
-    tokenizer: ChatTokenizer, vocabulary: Vocabulary, tokens: array[int], text: str, *, first: bool
+    tokenizer: ChatTokenizer, vocabulary: Tokenizer, tokens: array[int], text: str, *, first: bool
 ) -> bool:
     opening = tokenizer.start.tokens
     if first and opening and tokens[: len(opening)] == opening:

@@ -34,7 +34,7 @@ from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.stored_session import StoredSession
 from perdure.sessions.tree import Tree, read_tree
 from perdure.sessions.turn import Turn, transcript, without_tokens
-from perdure.store.durable import explained
+from perdure.store.durable import translate_os_errors
 
 _SAVED_AT_ONCE = 256
 """Tokens that a session has grown by when its state is next written."""
@@ -143,7 +143,7 @@ class Sessions:
     def temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
         """A folder of its own for a file on its way in or out, which only the owner may enter."""
         place = self.store.transfers()
-        with explained(place or Path(tempfile.gettempdir())):
+        with translate_os_errors(place or Path(tempfile.gettempdir())):
             return tempfile.TemporaryDirectory(prefix="session-", dir=place)
 
     def get(self, name: str, namespace: str = "") -> Session:

@@ -23,7 +23,7 @@ import xxhash
 from perdure.cache.block import HEADER, MAGIC, NO_TAIL, VERSION, Block, BlockId, block_id
 from perdure.errors import CorruptStateError
 from perdure.store.block_table import IndexEntry
-from perdure.store.durable import explained, make_folder, sync_folder, write_file
+from perdure.store.durable import make_folder, sync_folder, translate_os_errors, write_file
 
 NAME = re.compile("[0-9a-f]{64}")
 _HEAD = HEADER.size + 16
@@ -92,14 +92,14 @@ class BlockFolder:
 
     def files(self) -> Iterator[Path]:
         """Whatever lies where block files are. One that may not be seen is not taken for gone."""
-        with explained(self.folder):
+        with translate_os_errors(self.folder):
             for folder in self.folder.iterdir():
                 if folder.is_dir():
                     yield from folder.iterdir()
 
     def read(self, path: Path) -> Block | None:
         """The block of a file; None where it is gone or damaged. One that may not be read is neither."""
-        with explained(path):
+        with translate_os_errors(path):
             try:
                 return unpack(path.read_bytes(), BlockId(bytes.fromhex(path.name)))
             except (FileNotFoundError, IsADirectoryError, CorruptStateError):
@@ -126,7 +126,7 @@ class BlockFolder:
         """Delete files for good: what was cleared must not come back, not even after a power cut."""
         folders = set()
         for path in paths:
-            with explained(path), suppress(FileNotFoundError):
+            with translate_os_errors(path), suppress(FileNotFoundError):
                 path.unlink()
                 folders.add(path.parent)
         for folder in folders:
@@ -144,6 +144,6 @@ class BlockFolder:
         return IndexEntry(block.id, block.parent, block.start, block.tokens, block.has_tail_state, nbytes)
 
     def quarantine(self, path: Path) -> None:
-        with explained(path), suppress(FileNotFoundError):
+        with translate_os_errors(path), suppress(FileNotFoundError):
             make_folder(self.quarantined, ours=True)
             os.replace(path, self.quarantined / path.name)

@@ -22,7 +22,7 @@ from perdure.errors import (
 from perdure.store import block_file
 from perdure.store.block_file import NAME, BlockFolder
 from perdure.store.block_table import BlockTable, IndexEntry
-from perdure.store.durable import explained, make_folder, sync_folder, write_file
+from perdure.store.durable import make_folder, sync_folder, translate_os_errors, write_file
 from perdure.store.findings import Findings
 from perdure.store.holder import described
 from perdure.store.index import Index
@@ -229,7 +229,7 @@ class DiskTier:
     def _take_lock(self) -> None:
         # The system drops it with the process, however that ends. Any thread may close what another opened.
         lock = FileLock(self.folder / "lock", thread_local=False, mode=0o600)
-        with explained(self.folder / "lock"):
+        with translate_os_errors(self.folder / "lock"):
             try:
                 lock.acquire(timeout=0)
             except Timeout:
@@ -267,7 +267,7 @@ class DiskTier:
 
     def _set_index_aside(self) -> None:
         self._mark_unlisted()
-        with explained(self._index):
+        with translate_os_errors(self._index):
             make_folder(self.files.quarantined, ours=True)
             for path in (self._index, self._log, self.folder / "index.sqlite-shm"):
                 if path.exists():
@@ -316,7 +316,7 @@ class DiskTier:
                     break
                 count += 1
         for name in victims:
-            with explained(self.files.path(name)):
+            with translate_os_errors(self.files.path(name)):
                 self.files.path(name).unlink(missing_ok=True)
         return list(blocks[:count])
 
@@ -327,7 +327,7 @@ class DiskTier:
         files = sorted(self.files.files())
         for number, path in enumerate(files, 1):
             if path.name.endswith(TEMPORARY):
-                with explained(path):
+                with translate_os_errors(path):
                     path.unlink(missing_ok=True)
                 leftovers += 1
             elif (entry := self.files.inspect(path)) is not None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from perdure import system
-from perdure.atomic import PRIVATE, appearing
+from perdure.atomic import PRIVATE, atomic_write
 from perdure.errors import StoreError, StoreFullError, StoreReadOnlyError
 
 _FOLDER = 0o700
@@ -22,7 +22,10 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], *, keep_access: 
     Only its owner may read it; with `keep_access`, those who may read the file that it replaces. The name is
     durable only once `sync_folder` was called for its folder.
     """
-    with explained(path, sum(len(part) for part in parts)), appearing(path, private=True) as file:
+    with (
+        translate_os_errors(path, sum(len(part) for part in parts)),
+        atomic_write(path, private=True) as file,
+    ):
         for part in parts:
             write_all(file.fileno(), part)
         if keep_access:
@@ -31,7 +34,7 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], *, keep_access: 
 
 def make_private(path: Path) -> None:
     """Have a file that only its owner may read; what is in it stays."""
-    with explained(path):
+    with translate_os_errors(path):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | system.BINARY, PRIVATE)
         try:
             system.make_private(handle, PRIVATE)
@@ -41,7 +44,7 @@ def make_private(path: Path) -> None:
 
 def make_folder(path: Path, *, ours: bool = False) -> None:
     """Have a folder. One that is made here, or that is `ours` alone, only its owner may enter."""
-    with explained(path):
+    with translate_os_errors(path):
         if not path.is_dir():
             for missing in reversed([each for each in (path, *path.parents) if not each.exists()]):
                 # Somebody else may have been faster.
@@ -52,12 +55,12 @@ def make_folder(path: Path, *, ours: bool = False) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Make the names in `folder` durable."""
-    with explained(folder):
+    with translate_os_errors(folder):
         system.sync_folder(folder)
 
 
 @contextmanager
-def explained(path: Path, needed: int = 0) -> Iterator[None]:
+def translate_os_errors(path: Path, needed: int = 0) -> Iterator[None]:
     """Say what the system's errors mean for a store."""
     try:
         yield

@@ -14,9 +14,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from perdure import system
-from perdure.atomic import appearing
+from perdure.atomic import atomic_write
 from perdure.errors import StoreLockedError
-from perdure.store.durable import explained, make_folder
+from perdure.store.durable import make_folder, translate_os_errors
 
 _FILE, _LOCK, _SOCKET = "sessions.holder", "sessions.lock", "sessions.socket"
 _TEMPORARY = "perdure-socket-"
@@ -50,7 +50,7 @@ class StoreLock:
         make_folder(folder)
         self.folder = folder
         self._lock = FileLock(folder / _LOCK, thread_local=False, mode=0o600)
-        with explained(folder):
+        with translate_os_errors(folder):
             try:
                 self._lock.acquire(timeout=0)
             except Timeout:
@@ -76,7 +76,7 @@ def write_holder(folder: Path, *, socket: str = "") -> Holder:
     """Say that this process has the store. What others read of it they check for themselves."""
     holder = Holder(pid=os.getpid(), command=_command(sys.argv), since=time.time(), socket=socket)
     path = folder / _FILE
-    with suppress(OSError), appearing(path, private=True, durable=False) as file:
+    with suppress(OSError), atomic_write(path, private=True, durable=False) as file:
         file.write(json.dumps(asdict(holder)).encode())
     return holder
 

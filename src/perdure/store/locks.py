@@ -9,7 +9,7 @@ from pathlib import Path
 
 from perdure import system
 from perdure.errors import StoreLockedError
-from perdure.store.durable import explained
+from perdure.store.durable import translate_os_errors
 from perdure.store.holder import described
 
 USERS, TURNS = "sessions.users", "sessions.turns"
@@ -86,5 +86,5 @@ class TurnLocks:
 
 
 def _opened(path: Path) -> int:
-    with explained(path):
+    with translate_os_errors(path):
         return os.open(path, os.O_RDWR | os.O_CREAT | system.BINARY, 0o600)

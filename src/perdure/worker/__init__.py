@@ -10,7 +10,7 @@ restart_policy    when the process is started again, and when it is given up
 supervisor        keeps one running: restarts, back-off, hangs, memory
 pending_request   one request that is not answered yet, over all its tries
 pending_requests  all requests and calls that are not answered yet
-proxies           vocabulary and prefix cache, asked of the child
+proxies           tokenizer and prefix cache, asked of the child
 remote            all of it behind the protocol of a backend
 listener          serves the engine of a store to other processes that use the store
 attached          the other side of that: a backend on the engine of another process

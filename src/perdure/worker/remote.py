@@ -28,7 +28,7 @@ from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests, packed
 from perdure.worker.protocol import P, Ready, Setup, T, Target
 from perdure.worker.proxies.prefix_cache import RemotePrefixCache
-from perdure.worker.proxies.vocabulary import RemoteVocabulary
+from perdure.worker.proxies.tokenizer import RemoteTokenizer
 from perdure.worker.restart_policy import Health, RestartPolicy
 from perdure.worker.supervisor import Supervisor
 
@@ -59,7 +59,7 @@ class BackendClient:
         """What the engine says about itself."""
         self.n_ctx = about.n_ctx
         self.slots = about.slots
-        self.model = RemoteVocabulary(about, self._ask)
+        self.model = RemoteTokenizer(about, self._ask)
         self.cache = RemotePrefixCache(self._ask)
 
     def _request_start(self) -> None:

@@ -12,7 +12,7 @@ from perdure.backend import Backend
 from perdure.decode.embedding import Embeddings
 from perdure.decode.request import Reply
 from perdure.decode.stream import OutputQueue
-from perdure.engine.contract import Vocabulary
+from perdure.engine.contract import Tokenizer
 from perdure.errors import EngineError, InvalidInputError
 from perdure.worker.connection import Connection, pack
 from perdure.worker.protocol import (
@@ -273,7 +273,7 @@ def _portable_reply(reply: Reply) -> Reply:
     return reply if reply.error is None else replace(reply, error=portable(reply.error))
 
 
-def _tables(model: Vocabulary) -> Tables:
+def _tables(model: Tokenizer) -> Tables:
     pieces = [model.piece(token) for token in range(model.n_vocab)]
     return Tables(
         pieces=pieces,

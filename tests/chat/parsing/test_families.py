@@ -17,9 +17,9 @@ from perdure.chat.message import Tool, ToolCall
 from perdure.chat.parsing.arguments import check_arguments
 from perdure.chat.parsing.families import Family, detect, family, names, register
 from perdure.chat.parsing.reply_parser import parse_reply
-from perdure.chat.templates.template import Template
+from perdure.chat.template.template import Template
 from perdure.decode.sampling.grammar import Grammars, Matcher
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 EXPECTED = {
     "chatml": "chatml",

@@ -13,7 +13,7 @@ from perdure.chat.parsing.families import detect
 from perdure.chat.parsing.learned import CallForm, learn
 from perdure.chat.support import summary, table
 from perdure.decode.sampling.grammar import Grammars
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 FOLDER = Path(__file__).parent.parent / "templates"
 LLAMA_CPP = sorted((FOLDER / "llama.cpp").glob("*.jinja"))

@@ -14,7 +14,7 @@ from perdure.chat.parsing.families import Family, family, names
 from perdure.chat.parsing.reasoned import reasoned
 from perdure.chat.parsing.reply_parser import parse_reply
 from perdure.decode.sampling.grammar import Grammar, Grammars
-from perdure.engine.toy import ToyModel
+from perdure.testing.toy import ToyModel
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TOOL = Tool.parse({"name": "count", "parameters": SCHEMA})

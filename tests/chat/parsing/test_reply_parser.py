@@ -22,7 +22,7 @@ from perdure.chat.parsing import markers as module
 from perdure.chat.parsing.families import Family, detect, family, names
 from perdure.chat.parsing.markers import Markers
 from perdure.chat.parsing.reply_parser import Part, ReplyParser, gather, parse_reply
-from perdure.chat.templates.template import Template
+from perdure.chat.template.template import Template
 from perdure.decode.text import TextStream
 
 

@@ -143,8 +143,8 @@ def stopped(*_: object) -> NoReturn:
 def main() -> None:
     from perdure import TemplateError
     from perdure.chat.message import Message
-    from perdure.chat.templates import limits
-    from perdure.chat.templates.template import Template
+    from perdure.chat.template import limits
+    from perdure.chat.template.template import Template
 
     # Eight of them last until the limit.
     limits._SECONDS = 0.5

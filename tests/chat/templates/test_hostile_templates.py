@@ -13,8 +13,8 @@ import pytest
 from chat.templates.hostile import HOSTILE
 from perdure import TemplateError
 from perdure.chat.message import Message
-from perdure.chat.templates import limits, sandbox
-from perdure.chat.templates.template import Template
+from perdure.chat.template import limits, sandbox
+from perdure.chat.template.template import Template
 
 MESSAGES = [Message(role="user", content="Hi")]
 

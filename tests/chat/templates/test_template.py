@@ -15,8 +15,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from chat.conversations import CONVERSATIONS, TOOLS, user
 from perdure import InvalidInputError, TemplateError
 from perdure.chat.message import Message, Tool, parse_messages
-from perdure.chat.templates import template as module
-from perdure.chat.templates.template import Template
+from perdure.chat.template import template as module
+from perdure.chat.template.template import Template
 
 FOLDER = Path(__file__).parent
 PUBLISHED = {path.stem: path.read_text("utf-8") for path in sorted(FOLDER.glob("*.jinja"))}

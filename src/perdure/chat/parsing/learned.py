@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from perdure.chat.adapter import MessageAdapter
 from perdure.chat.message import Message, Tool, ToolCall
+from perdure.chat.normaliser import MessageNormaliser
 from perdure.chat.parsing.call_writer import ID, INDEX, CallText, CallWriter, TaggedText
 from perdure.chat.parsing.families import Family
 from perdure.chat.parsing.formats.tagged import TaggedCalls
 from perdure.chat.parsing.json_scanner import Malformed
 from perdure.chat.parsing.reply_parser import parse_reply
-from perdure.chat.templates.template import UNGUARDED, Template
+from perdure.chat.template.template import UNGUARDED, Template
 from perdure.chat.transcript import shared_length
 from perdure.errors import PerdureError
 
@@ -88,18 +88,18 @@ class _Probe:
     def __init__(self, template: Template, family: Family) -> None:
         self._template = template
         self._family = family
-        self._adapter = MessageAdapter(template, family.writer, UNGUARDED)
-        shown = self._adapter.capabilities(with_tools=True)
+        self._normaliser = MessageNormaliser(template, family.writer, UNGUARDED)
+        shown = self._normaliser.capabilities(with_tools=True)
         self.shows_calls = shown.calls
         self._most = 2 if shown.two_calls or not shown.calls else 1
 
     def _render(self, *messages: Message, reply_follows: bool = True) -> str:
-        adapted = self._adapter.adapt(messages, _TOOLS)
+        normalised = self._normaliser.normalise(messages, _TOOLS)
         return self._template.render(
-            adapted.messages,
-            tools=adapted.tools,
+            normalised.messages,
+            tools=normalised.tools,
             add_generation_prompt=reply_follows,
-            **adapted.variables,
+            **normalised.variables,
         )
 
     def reply(self, calls: Sequence[ToolCall], text: str = "") -> str | None:

@@ -110,7 +110,7 @@ def paths(as_json: Json = False) -> None:
 def _rewrite(file: Path, name: str, line: str | None) -> None:
     """Replace the line of a setting, and leave every other line as it is."""
     from perdure import system
-    from perdure.atomic import appearing
+    from perdure.atomic import atomic_write
 
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     own = re.compile(rf"""\s*["']?{re.escape(name)}["']?\s*=""")
@@ -119,6 +119,6 @@ def _rewrite(file: Path, name: str, line: str | None) -> None:
     if line is not None:
         kept.insert(place, line)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with appearing(file) as written:
+    with atomic_write(file) as written:
         written.write("".join(f"{each}\n" for each in kept).encode())
     system.sync_folder(file.parent)

@@ -12,7 +12,7 @@ from perdure.cli.options.shared import Json, Yes
 from perdure.cli.output.facts import print_json
 
 if TYPE_CHECKING:
-    from perdure.engine.llama.native.probe import Choice, Verdict
+    from perdure.engine.llama.native.probe import Choice, ProbeResult
     from perdure.engine.llama.native.source import LibrarySource
     from perdure.libraries import Installed
 
@@ -158,7 +158,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _probe(name: str | None) -> Verdict:
+def _probe(name: str | None) -> ProbeResult:
     from perdure.cli.output.progress import fetching
     from perdure.engine.llama.native import probe
     from perdure.engine.llama.native.source import LibrarySource, find_library
@@ -172,7 +172,7 @@ def _probe(name: str | None) -> Verdict:
     return probe.test(LibrarySource(kind="installed", folder=entry.folder, version=entry.name))
 
 
-def _report(verdict: Verdict) -> None:
+def _report(verdict: ProbeResult) -> None:
     for attempt in verdict.attempts:
         typer.echo(str(attempt))
 
@@ -201,7 +201,7 @@ def _rows() -> list[Row]:
     return rows
 
 
-def _row(source: LibrarySource, choice: Choice | None, failed: Verdict | None) -> Row:
+def _row(source: LibrarySource, choice: Choice | None, failed: ProbeResult | None) -> Row:
     from dataclasses import replace
 
     from perdure import libraries

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from perdure import ChatReply, Reply, TokenLogprob
-    from perdure.engine.contract import Vocabulary
+    from perdure.engine.contract import Tokenizer
 
 
-def reply_json(reply: Reply | ChatReply, model: Vocabulary) -> dict[str, Any]:
+def reply_json(reply: Reply | ChatReply, model: Tokenizer) -> dict[str, Any]:
     """Everything about a reply: of a chat also its reasoning and tool calls."""
     from perdure import ChatReply
 
@@ -26,7 +26,7 @@ def reply_json(reply: Reply | ChatReply, model: Vocabulary) -> dict[str, Any]:
     }
 
 
-def logprob_line(entry: TokenLogprob, model: Vocabulary) -> str:
+def logprob_line(entry: TokenLogprob, model: Tokenizer) -> str:
     chances = [(entry.token, entry.logprob), *((each.token, each.logprob) for each in entry.top)]
     first, *rest = (f"{_piece(token, model)!r} {logprob:.3f}" for token, logprob in chances)
     return first + (f"  of  {', '.join(rest)}" if rest else "")
@@ -41,7 +41,7 @@ def timing_line(reply: Reply) -> str:
     )
 
 
-def _raw(reply: Reply, model: Vocabulary) -> dict[str, Any]:
+def _raw(reply: Reply, model: Tokenizer) -> dict[str, Any]:
     usage, timings = reply.usage, reply.timings
     return {
         "text": reply.text,
@@ -71,11 +71,11 @@ def _raw(reply: Reply, model: Vocabulary) -> dict[str, Any]:
     }
 
 
-def _chance(token: int, logprob: float, model: Vocabulary) -> dict[str, Any]:
+def _chance(token: int, logprob: float, model: Tokenizer) -> dict[str, Any]:
     # JSON has no word for infinity.
     known = logprob if math.isfinite(logprob) else None
     return {"token": token, "text": _piece(token, model), "logprob": known}
 
 
-def _piece(token: int, model: Vocabulary) -> str:
+def _piece(token: int, model: Tokenizer) -> str:
     return model.piece(token, special=True).decode("utf-8", "replace")

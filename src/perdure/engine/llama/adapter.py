@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.engine.llama.native import library
-from perdure.engine.llama.native.log_sink import complaints
+from perdure.engine.llama.native.log_sink import captured_errors
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ModelLoadError
 from perdure.identity import content_digest
@@ -20,7 +20,7 @@ class LlamaAdapter:
         self.path = path
         self.digest = content_digest(path)
         self.weights = weights
-        with complaints() as reasons:
+        with captured_errors() as reasons:
             self.handle: Any = library.load().llama_adapter_lora_init(weights.handle, os.fsencode(path))
         if not self.handle:
             raise ModelLoadError(

@@ -16,7 +16,7 @@ from perdure.engine.batch import Batch, Part
 from perdure.engine.contract import Adapter, Capture, Floats, Outcome
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.native import declarations, layout, library
-from perdure.engine.llama.native.log_sink import complaints
+from perdure.engine.llama.native.log_sink import captured_errors
 from perdure.engine.llama.native.scratch import Scratch
 from perdure.engine.llama.threadpool import Threadpool
 from perdure.engine.llama.weights import Weights
@@ -55,7 +55,7 @@ class LlamaCore:
         if strlen is not None:
             params.abort_callback = ctypes.cast(strlen, declarations.AbortCallback)
             params.abort_callback_data = ctypes.cast(self._flag, ctypes.c_void_p)
-        with complaints() as reasons:
+        with captured_errors() as reasons:
             self._context = self._lib.llama_init_from_model(weights.handle, params)
         if not self._context:
             raise OutOfMemoryError(

@@ -33,7 +33,7 @@ from perdure.engine.llama.offload import (
     plan_offload,
 )
 from perdure.engine.llama.preflight import check_header, rope_factors, rope_limit
-from perdure.engine.llama.vocabulary import Vocabulary
+from perdure.engine.llama.tokenizer import Tokenizer
 from perdure.engine.llama.weights import Weights
 from perdure.errors import ClosedError, InvalidInputError, ModelFileError, ModelLoadError
 from perdure.identity import Identity, content_digest, file_version
@@ -97,7 +97,7 @@ class Model:
         if not lib.llama_model_has_decoder(weights.handle) or lib.llama_model_has_encoder(weights.handle):
             raise ModelLoadError(f"{self.path.name} has an encoder; only decoder models can keep sessions")
         self._weights: Weights | None = weights
-        self._words: Vocabulary | None = Vocabulary(weights)
+        self._text: Tokenizer | None = Tokenizer(weights)
         self.n_vocab = weights.n_vocab
         self._split = split
         self._memory = _memory(lib, weights)
@@ -151,11 +151,11 @@ class Model:
 
     @property
     def bos(self) -> int | None:
-        return self._vocabulary().special("bos")
+        return self._tokenizer().special("bos")
 
     @property
     def eos(self) -> int | None:
-        return self._vocabulary().special("eos")
+        return self._tokenizer().special("eos")
 
     @property
     def closed(self) -> bool:
@@ -169,35 +169,35 @@ class Model:
         `bos` adds the marks around the text that the model's file asks for, and none where it asks for
         none; `special` reads the likes of `<|im_end|>` as the tokens they name.
         """
-        return self._vocabulary().tokenize(text, special=special, bos=bos)
+        return self._tokenizer().tokenize(text, special=special, bos=bos)
 
     def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """The text of `tokens`; `special` writes control tokens out."""
-        return self._vocabulary().detokenize(tokens, special=special)
+        return self._tokenizer().detokenize(tokens, special=special)
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes of one token, which may be a part of a character."""
-        return self._vocabulary().piece(token, special=special)
+        return self._tokenizer().piece(token, special=special)
 
     def is_end(self, token: int) -> bool:
         """Whether the model says with `token` that it is done."""
-        vocabulary = self._vocabulary()
-        return vocabulary.check(token) in vocabulary.ends
+        tokenizer = self._tokenizer()
+        return tokenizer.check(token) in tokenizer.ends
 
     def is_control(self, token: int) -> bool:
         """Whether `token` is a mark for the model, never text."""
-        vocabulary = self._vocabulary()
-        return vocabulary.check(token) in vocabulary.controls
+        tokenizer = self._tokenizer()
+        return tokenizer.check(token) in tokenizer.controls
 
     @property
     def ends(self) -> frozenset[int]:
         """The tokens with which the model says that it is done."""
-        return self._vocabulary().ends
+        return self._tokenizer().ends
 
     @property
     def controls(self) -> frozenset[int]:
         """The tokens that are marks for the model, never text."""
-        return self._vocabulary().controls
+        return self._tokenizer().controls
 
     # Contexts.
 
@@ -330,7 +330,7 @@ class Model:
 
     def close(self) -> None:
         """Take no more calls. The weights stay until the last context is closed."""
-        self._weights = self._words = None
+        self._weights = self._text = None
 
     def __enter__(self) -> Model:
         return self
@@ -348,10 +348,10 @@ class Model:
             raise ClosedError(f"the model {self.path.name} is closed")
         return self._weights
 
-    def _vocabulary(self) -> Vocabulary:
+    def _tokenizer(self) -> Tokenizer:
         self._open()
-        assert self._words is not None
-        return self._words
+        assert self._text is not None
+        return self._text
 
     def _threads(self, wanted: int | None) -> int:
         """Threads of a context. With all layers and the cache on a GPU, the CPU only looks up embeddings.

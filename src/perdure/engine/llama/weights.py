@@ -12,7 +12,7 @@ from typing import Any
 from perdure import system
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.declarations import ProgressCallback
-from perdure.engine.llama.native.log_sink import complaints
+from perdure.engine.llama.native.log_sink import captured_errors
 from perdure.engine.llama.offload import Offload
 from perdure.errors import ModelLoadError
 
@@ -84,7 +84,7 @@ class Weights:
 
         callback = ProgressCallback(told)
         params.progress_callback = callback
-        with complaints() as reasons:
+        with captured_errors() as reasons:
             self.handle = lib.llama_model_load_from_file(os.fsencode(path), params)
         if not self.handle:
             raise ModelLoadError(

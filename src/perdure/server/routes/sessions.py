@@ -45,7 +45,7 @@ from perdure.server.schemas.session import (
 )
 from perdure.sessions.export import manifest_of
 from perdure.sessions.session import Session
-from perdure.store.durable import explained, write_all
+from perdure.store.durable import translate_os_errors, write_all
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
@@ -332,7 +332,7 @@ async def _receive(request: Request, path: FilePath, app_state: AppState) -> Non
     end = clock() + limits.upload_seconds
 
     def write(data: bytes) -> None:
-        with explained(path, len(data)):
+        with translate_os_errors(path, len(data)):
             write_all(file.fileno(), data)
         if shutil.disk_usage(path.parent).free < _RESERVE:
             raise StoreFullError(

@@ -23,7 +23,7 @@ from perdure.errors import CorruptStateError, InvalidInputError, StoreError
 from perdure.sessions.storage.session_folder import FILE, KEY, MARK
 from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.storage.verify import verify
-from perdure.store.durable import explained, make_folder, sync_folder
+from perdure.store.durable import make_folder, sync_folder, translate_os_errors
 
 FORMAT = "perdure-backup/1"
 _MANIFEST = "manifest.json"
@@ -56,7 +56,7 @@ def back_up(folder: Path, file: Path, *, state: bool = False, progress: Progress
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     snapshot = file.with_name(f"{file.name}.{os.getpid()}.sqlite.tmp")
     try:
-        with explained(file):
+        with translate_os_errors(file):
             sessions, turns = _snapshot(folder, snapshot)
             members = {FILE: snapshot}
             members |= {name: folder / name for name in (MARK, KEY) if (folder / name).is_file()}
@@ -119,7 +119,7 @@ def restore(file: Path, folder: Path, *, progress: Progress | None = None) -> Ba
             raise CorruptStateError(f"{file} holds sessions that are damaged: {found.plain()}")
         for path in (new, *(path for path in new.rglob("*") if path.is_dir())):
             sync_folder(path)
-        with explained(folder):
+        with translate_os_errors(folder):
             if folder.exists():
                 folder.rmdir()
             os.rename(new, folder)
@@ -200,10 +200,10 @@ def _unpacked(file: Path, new: Path, progress: Progress | None) -> dict[str, Any
     about: Any = None
     digests: dict[str, str] = {}
     done, size = 0, 0
-    with explained(file):
+    with translate_os_errors(file):
         size = file.stat().st_size
     try:
-        with explained(new), tarfile.open(file, "r:") as archive:
+        with translate_os_errors(new), tarfile.open(file, "r:") as archive:
             for entry in archive:
                 # A sparse file would be read as long as it says it is.
                 plain = entry.isreg() and not entry.issparse()

@@ -29,7 +29,7 @@ from perdure.sessions.storage.schema import (
 )
 from perdure.sessions.storage.session_folder import FILE, MENDED, SessionFolder
 from perdure.sessions.turn import FIRST, Turn
-from perdure.store.durable import explained, make_private, sync_folder
+from perdure.store.durable import make_private, sync_folder, translate_os_errors
 from perdure.store.index import APPLICATION, Index
 from perdure.store.locks import UseLock
 
@@ -75,7 +75,7 @@ def repair(folder: Path) -> Repair:
             found.write(new)
             if known:
                 new.run("UPDATE register SET id = ?", known)
-        with explained(folder):
+        with translate_os_errors(folder):
             os.replace(temporary, folder / MENDED)
         sync_folder(folder)
         _exchange(folder, aside)
@@ -93,7 +93,7 @@ def repair(folder: Path) -> Repair:
 
 def _exchange(folder: Path, aside: Path) -> None:
     """From here on the new database counts: whoever is interrupted goes on at the same place."""
-    with explained(folder):
+    with translate_os_errors(folder):
         # The log before what it belongs to, and both before the new one comes: it would be taken for its own.
         for suffix in ("-shm", "-wal", ""):
             with suppress(FileNotFoundError):
@@ -112,7 +112,7 @@ def _copied(folder: Path) -> Iterator[sqlite3.Connection]:
     """A copy to read from, with a header such as ours have: little else is needed to reach the rows."""
     copy = folder / "sessions.repair"
     try:
-        with explained(folder):
+        with translate_os_errors(folder):
             for suffix in ("", "-wal"):
                 if (folder / f"{FILE}{suffix}").exists():
                     make_private(folder / f"{copy.name}{suffix}")
@@ -140,7 +140,7 @@ def _copied(folder: Path) -> Iterator[sqlite3.Connection]:
 
 def _remove(path: Path) -> None:
     for suffix in ("", "-wal", "-shm", "-journal"):
-        with explained(path):
+        with translate_os_errors(path):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 

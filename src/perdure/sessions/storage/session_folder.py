@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perdure.errors import StoreDamagedError
-from perdure.store.durable import explained, make_folder, sync_folder, write_file
+from perdure.store.durable import make_folder, sync_folder, translate_os_errors, write_file
 
 FILE, MARK, MENDED, KEY = "sessions.sqlite", "sessions.id", "sessions.mended", "sessions.key"
 """The database; whose it is; what a repair that was interrupted has left; what seals exports."""
@@ -37,7 +37,7 @@ class SessionFolder:
 
     def mark(self) -> str:
         """Whose the database must be; nothing is known of one that is new."""
-        with explained(self.path / MARK):
+        with translate_os_errors(self.path / MARK):
             try:
                 return (self.path / MARK).read_text("utf-8", "replace").strip()
             except FileNotFoundError:
@@ -49,7 +49,7 @@ class SessionFolder:
             raise StoreDamagedError(
                 f"a repair of the sessions in {self.path} was interrupted: `perdure sessions verify` ends it"
             )
-        with explained(self.database):
+        with translate_os_errors(self.database):
             gone = known and not (self.database.exists() and self.database.stat().st_size)
         if gone:
             raise StoreDamagedError(
@@ -70,7 +70,7 @@ class SessionFolder:
     def key(self, *, readonly: bool) -> bytes | None:
         """The store's own secret: it never leaves the folder."""
         path = self.path / KEY
-        with explained(path):
+        with translate_os_errors(path):
             try:
                 found = path.read_bytes()
             except FileNotFoundError:

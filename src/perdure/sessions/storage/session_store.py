@@ -40,7 +40,7 @@ from perdure.sessions.storage.schema import (
 from perdure.sessions.storage.session_folder import SessionFolder
 from perdure.sessions.storage.turn_table import TurnTable
 from perdure.sessions.turn import FIRST, Turn
-from perdure.store.durable import explained, make_folder
+from perdure.store.durable import make_folder, translate_os_errors
 from perdure.store.index import Index, TableCheck
 from perdure.store.locks import TurnLocks, UseLock
 
@@ -70,7 +70,7 @@ class SessionStore:
                 if not readonly:
                     make_folder(folder)
                     lock = FileLock(folder / _OPENING, timeout=_PATIENCE, thread_local=False, mode=0o600)
-                    with explained(folder):
+                    with translate_os_errors(folder):
                         opening.enter_context(lock)
                     use = UseLock(folder)
                     held.callback(use.release)

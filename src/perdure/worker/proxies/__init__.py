@@ -1,5 +1,5 @@
 """What a backend has, asked of the engine's process call by call.
 
-vocabulary    text and tokens
+tokenizer     text and tokens
 prefix_cache  blocks, tiers and their counts
 """

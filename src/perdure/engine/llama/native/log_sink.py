@@ -1,4 +1,4 @@
-"""The library's log: its lines sent to `logging`, and its complaints kept for error messages."""
+"""The library's log: its lines sent to `logging`, and its errors kept for error messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_REASON = re.compile(r"failed to (?:load model|initialize the context|apply l
 _LONGEST_REASON = 500
 
 
-class Complaints:
+class CapturedErrors:
     """The lines in which the library says why a call failed: it gives its reasons nowhere else."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _LogLines:
     """Puts the library's fragments together into lines."""
 
     def __init__(self) -> None:
-        self.complaints: dict[int, Complaints] = {}
+        self.captured: dict[int, CapturedErrors] = {}
         """Who wants to know why a call fails, by thread."""
         self._level = logging.DEBUG
         self._text = ""
@@ -54,7 +54,7 @@ class _LogLines:
         while "\n" in self._text:
             line, self._text = self._text.split("\n", 1)
             if line.strip():
-                heard = self.complaints.get(threading.get_ident())
+                heard = self.captured.get(threading.get_ident())
                 if self._level == logging.ERROR and heard is not None:
                     heard.lines.append(line.strip())
                 log.log(self._level, "%s", line.rstrip())
@@ -109,12 +109,12 @@ _lines = _LogLines()
 
 
 @contextmanager
-def complaints() -> Iterator[Complaints]:
+def captured_errors() -> Iterator[CapturedErrors]:
     """What the library complains about in this thread, meanwhile."""
-    found = Complaints()
+    found = CapturedErrors()
     thread = threading.get_ident()
-    _lines.complaints[thread] = found
+    _lines.captured[thread] = found
     try:
         yield found
     finally:
-        del _lines.complaints[thread]
+        del _lines.captured[thread]

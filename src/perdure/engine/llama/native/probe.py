@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure import system
-from perdure.atomic import appearing
+from perdure.atomic import atomic_write
 from perdure.config import settings
 from perdure.engine.llama.native.backends import backends
 from perdure.engine.llama.native.source import WAYS, LibrarySource, candidates, fetch_library
@@ -56,7 +56,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ProbeResult:
     """What the probe found out about one library on this machine.
 
     The last attempt is the one that counts: where it went well, the library is used that way.
@@ -95,13 +95,13 @@ class Choice:
     """The library to use, the verdict on it, and the verdicts on those before it that cannot be used."""
 
     source: LibrarySource
-    verdict: Verdict
-    passed: tuple[Verdict, ...] = ()
+    verdict: ProbeResult
+    passed: tuple[ProbeResult, ...] = ()
 
 
 def choose() -> Choice:
     """The first library that runs here. Says in the log what did not, and what is used instead."""
-    passed: list[Verdict] = []
+    passed: list[ProbeResult] = []
     tried: list[str] = []
     try:
         for source in _sources():
@@ -138,7 +138,7 @@ def _said(choice: Choice) -> Choice:
     return choice
 
 
-def verdict(source: LibrarySource) -> Verdict:
+def verdict(source: LibrarySource) -> ProbeResult:
     """The verdict on a library: the remembered one, or that of a probe now."""
     known = _read_verdicts().get(_key(source))
     if known is not None:
@@ -146,7 +146,7 @@ def verdict(source: LibrarySource) -> Verdict:
     return test(source)
 
 
-def test(source: LibrarySource) -> Verdict:
+def test(source: LibrarySource) -> ProbeResult:
     """Probe a library now, whatever is remembered, and remember what came out."""
     with tempfile.TemporaryDirectory(prefix="perdure-probe-") as folder:
         from perdure.engine.llama.native import toy_gguf
@@ -158,7 +158,7 @@ def test(source: LibrarySource) -> Verdict:
             attempts.append(attempt)
             if not attempt.died:
                 break
-    found = Verdict(folder=str(source.folder), attempts=tuple(attempts))
+    found = ProbeResult(folder=str(source.folder), attempts=tuple(attempts))
     verdicts = _read_verdicts()
     verdicts[_key(source)] = found
     _write_verdicts(verdicts)
@@ -272,11 +272,11 @@ def _book() -> Path:
     return settings().home / "verdicts.json"
 
 
-def _read_verdicts() -> dict[str, Verdict]:
+def _read_verdicts() -> dict[str, ProbeResult]:
     try:
         entries = json.loads(_book().read_bytes())
         return {
-            key: Verdict(
+            key: ProbeResult(
                 folder=entry["folder"], attempts=tuple(Attempt(**each) for each in entry["attempts"])
             )
             for key, entry in entries.items()
@@ -286,11 +286,11 @@ def _read_verdicts() -> dict[str, Verdict]:
         return {}
 
 
-def _write_verdicts(verdicts: dict[str, Verdict]) -> None:
+def _write_verdicts(verdicts: dict[str, ProbeResult]) -> None:
     # A verdict that cannot be kept costs another probe, nothing else.
     path = _book()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(path, durable=False) as file:
+        with atomic_write(path, durable=False) as file:
             entries = {key: asdict(entry) for key, entry in verdicts.items()}
             file.write(json.dumps(entries, indent=1).encode())

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from perdure.chat.message import Message, Tool
-from perdure.chat.templates.template import UNGUARDED, Guard, Template
+from perdure.chat.template.template import UNGUARDED, Guard, Template
 from perdure.errors import PerdureError
 
 _ROLES = ("system", "user", "assistant")

@@ -10,7 +10,7 @@ from perdure.engine.contract import Outcome
 
 
 @dataclass(frozen=True, slots=True)
-class Mishap:
+class PlannedFault:
     """How a decode goes wrong: with what outcome, and after how many tokens of its batch.
 
     FULL and REJECTED come before the first token, and change nothing.
@@ -60,7 +60,7 @@ class Faults:
     calls: frozenset[int] = frozenset()
     """These native calls fail, each in its own way: a decode or a read fails, a write or an adapter is
     refused, a removal, a copy or a clear does nothing."""
-    decodes: Mapping[int, Mishap] = field(default_factory=dict)
+    decodes: Mapping[int, PlannedFault] = field(default_factory=dict)
     """These decodes end like this."""
     writes: frozenset[int] = frozenset()
     """These writes are refused."""
@@ -92,7 +92,7 @@ class Trouble:
 
     def fail_decode(self, outcome: Outcome = Outcome.FAILED, *, after: int = 0, ahead: int = 1) -> None:
         """Let the decode that is `ahead` decodes from now end with `outcome` after so many tokens."""
-        self.decodes[self.n_decodes + ahead] = Mishap(outcome, after)
+        self.decodes[self.n_decodes + ahead] = PlannedFault(outcome, after)
 
     def refuse_write(self, ahead: int = 1) -> None:
         self.writes.add(self.n_writes + ahead)
@@ -113,10 +113,10 @@ class Trouble:
         self.n_calls += 1
         return self.n_calls in self.calls
 
-    def decode(self) -> Mishap | None:
+    def decode(self) -> PlannedFault | None:
         struck = self.strikes()
         self.n_decodes += 1
-        return Mishap() if struck else self.decodes.get(self.n_decodes)
+        return PlannedFault() if struck else self.decodes.get(self.n_decodes)
 
     def write(self) -> bool:
         struck = self.strikes()

@@ -25,14 +25,18 @@ from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace, _PassArg, pass_context, pass_eval_context
 
-from perdure.chat.templates import sizes
-from perdure.chat.templates.limits import (
+from perdure.chat.template.limits import (
     CHECKS,
+    FILTER_SIZES,
+    METHOD_SIZES,
     BoundedContext,
     CheckInserter,
     Paced,
     RenderLimits,
+    check_field,
+    check_product,
     finalized,
+    formatted,
     limits_of,
 )
 from perdure.errors import TemplateError
@@ -154,9 +158,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         limits.tick()
         if type(__obj) is BuiltinMethodType:
             owner = __obj.__self__
-            if isinstance(owner, str) and __obj.__name__ in sizes.METHODS:
+            if isinstance(owner, str) and __obj.__name__ in METHOD_SIZES:
                 args = _settled(limits, args)
-                limits.fits(sizes.METHODS[__obj.__name__](limits, owner, *args, **kwargs))
+                limits.fits(METHOD_SIZES[__obj.__name__](limits, owner, *args, **kwargs))
             elif isinstance(owner, list) and __obj.__name__ in ("append", "pop"):
                 if limits.given is None:
                     limits.given = frozenset(_lists(__context.parent))
@@ -190,9 +194,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 return made
         elif operator == "%":
             if isinstance(left, (str, bytes)):
-                limits.fits(sizes.formatted(limits, left, right))
+                limits.fits(formatted(limits, left, right))
         else:
-            sizes.check_product(limits, operator, left, right)
+            check_product(limits, operator, left, right)
         made = super().call_binop(context, operator, left, right)
         if operator != "+":
             limits.take(made)
@@ -225,7 +229,7 @@ def _listed(limits: RenderLimits, items: Iterator[Any]) -> list[Any]:
 
 def _bounded_filter(name: str, made_by: Callable[..., Any]) -> Callable[..., Any]:
     takes = _PassArg.from_obj(made_by)
-    grows = sizes.FILTERS.get(name)
+    grows = FILTER_SIZES.get(name)
 
     @pass_context
     def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -264,7 +268,7 @@ class _Formatter(SandboxedFormatter):
     _most = 4 << 20
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        sizes.check_field(format_spec)
+        check_field(format_spec)
         made: str = string.Formatter.format_field(self, value, format_spec)
         self._most -= len(made)
         if self._most < 0:

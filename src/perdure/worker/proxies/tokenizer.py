@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from perdure.engine.contract import Vocabulary
+from perdure.engine.contract import Tokenizer
 from perdure.engine.token_ids import check_token
 from perdure.memory import MemorySpec
 from perdure.worker.protocol import Ask, Ready, Tables
@@ -20,7 +20,7 @@ class TableCalls(Protocol):
     def all(self) -> Tables: ...
 
 
-class RemoteVocabulary:
+class RemoteTokenizer:
     """What a model says about text and about itself. What is asked token by token comes from tables that
     are fetched once, when they are first needed."""
 
@@ -33,10 +33,10 @@ class RemoteVocabulary:
         self._ask = ask
 
     def tokenize(self, text: str, *, special: bool = False, bos: bool = True) -> list[int]:
-        return self._ask("model", Vocabulary.tokenize, text, special=special, bos=bos)
+        return self._ask("model", Tokenizer.tokenize, text, special=special, bos=bos)
 
     def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
-        return self._ask("model", Vocabulary.detokenize, list(tokens), special=special)
+        return self._ask("model", Tokenizer.detokenize, list(tokens), special=special)
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         tables = self._tables

@@ -16,7 +16,7 @@ from perdure.errors import InvalidInputError
 _TEXT_LIMIT = 1 << 28
 
 
-class Vocabulary:
+class Tokenizer:
     """The tokens of a model. Pieces are bytes, since a token can be part of a character."""
 
     def __init__(self, weights: Weights) -> None:

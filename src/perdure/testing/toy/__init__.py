@@ -5,8 +5,8 @@
 what `Context` is for.
 """
 
-from perdure.engine.toy.core import ToyAbort, ToyAdapter, ToyCore
-from perdure.engine.toy.faults import Faults, Gate, Mishap
-from perdure.engine.toy.model import ToyModel
+from perdure.testing.toy.core import ToyAbort, ToyAdapter, ToyCore
+from perdure.testing.toy.faults import Faults, Gate, PlannedFault
+from perdure.testing.toy.model import ToyModel
 
-__all__ = ["Faults", "Gate", "Mishap", "ToyAbort", "ToyAdapter", "ToyCore", "ToyModel"]
+__all__ = ["Faults", "Gate", "PlannedFault", "ToyAbort", "ToyAdapter", "ToyCore", "ToyModel"]

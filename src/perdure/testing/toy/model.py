@@ -18,11 +18,11 @@ from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.keywords import ContextKeywords
 from perdure.engine.token_ids import check_token
-from perdure.engine.toy.core import Ending, ToyAdapter, ToyCore
-from perdure.engine.toy.faults import Faults
 from perdure.errors import ClosedError, InvalidInputError, OutOfMemoryError
 from perdure.identity import Identity
 from perdure.memory import FullAttention, MemorySpec
+from perdure.testing.toy.core import Ending, ToyAdapter, ToyCore
+from perdure.testing.toy.faults import Faults
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 CHATML = (

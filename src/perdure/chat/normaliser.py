@@ -1,4 +1,4 @@
-"""Message adapter: conversations in the form that a template shows."""
+"""Message normaliser: conversations in the form that a template shows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, TypedDict, Unpack
 
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.parsing.call_writer import CallText, CallWriter
-from perdure.chat.templates.capabilities import Capabilities, capabilities, given_tools
-from perdure.chat.templates.template import AdaptedMessage, Guard, Template, plain, shape_tool
+from perdure.chat.template.capabilities import Capabilities, capabilities, given_tools
+from perdure.chat.template.template import Guard, NormalisedMessage, Template, plain, shape_tool
 from perdure.errors import InvalidInputError
 
 _LEADING = ("system", "developer")
@@ -19,7 +19,7 @@ _EXAMPLE = ToolCall(id="abcdefghi", name="function", arguments='{"argument": "va
 
 
 class _Form(TypedDict, total=False):
-    """What may be another in an adapted message."""
+    """The fields that normalising may change."""
 
     content: str | None
     reasoning: str | None
@@ -32,7 +32,7 @@ class _Form(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Adapted:
+class Normalised:
     """A conversation as a template takes it."""
 
     messages: tuple[Message, ...]
@@ -42,11 +42,11 @@ class Adapted:
     """What the template does not show as it was given, and what it gets instead."""
 
 
-class MessageAdapter:
+class MessageNormaliser:
     """Writes what a template does not show in the nearest form that it shows. Safe from any thread.
 
-    Messages that need nothing are handed on as they are, and the beginning of a conversation is adapted like
-    the whole of it, but for a last message that later ones are joined to.
+    Messages that need nothing stay the same objects. The beginning of a conversation is normalised like the
+    whole of it, except for a last message that later ones are joined to.
     """
 
     def __init__(self, template: Template, writer: CallWriter, guard: Guard) -> None:
@@ -57,16 +57,16 @@ class MessageAdapter:
     def capabilities(self, *, with_tools: bool) -> Capabilities:
         return capabilities(self._template, with_tools=with_tools)
 
-    def adapt(
+    def normalise(
         self,
         messages: Sequence[Message],
         tools: tuple[Tool, ...] = (),
         *,
         keep_reasoning: bool | None = None,
         now: datetime | None = None,
-    ) -> Adapted:
+    ) -> Normalised:
         shown = self.capabilities(with_tools=bool(tools))
-        work = _Adapting(shown, self._writer, self._guard)
+        work = _Normalising(shown, self._writer, self._guard)
         said = work.leading(messages)
         said = work.with_calls(said)
         said = work.with_tools(said, tools)
@@ -74,11 +74,11 @@ class MessageAdapter:
         given, variables = given_tools(shown.tools, work.described(tools), now)
         if keep_reasoning is not None:
             variables |= work.keep_reasoning(said, keep_reasoning)
-        return Adapted(tuple(said), given, variables, tuple(work.notes))
+        return Normalised(tuple(said), given, variables, tuple(work.notes))
 
 
 @dataclass(slots=True)
-class _Adapting:
+class _Normalising:
     """One conversation on its way into a template's form."""
 
     shown: Capabilities
@@ -180,7 +180,7 @@ class _Adapting:
             text = self.writer.write(map(self._guarded, message.tool_calls))
             gap = "\n" if message.content else ""
             # Empty rather than none: such a message is rendered by itself, like any other.
-            return [_adapted(message, content=message.content or "", tool_calls=(), behind=gap + text)]
+            return [_normalised(message, content=message.content or "", tool_calls=(), behind=gap + text)]
         if message.content and not self.shown.text_with_calls:
             if not self.shown.split_text:
                 self.note("text beside calls: not shown by the template")
@@ -196,7 +196,7 @@ class _Adapting:
         null = bool(message.tool_calls) and self.shown.null_content
         if not (part or as_text or null):
             return message
-        return _adapted(message, thinking_part=part, text_arguments=as_text, null_content=null)
+        return _normalised(message, thinking_part=part, text_arguments=as_text, null_content=null)
 
     def _with_arguments(self, call: ToolCall) -> ToolCall:
         """A call with arguments that the template can take apart."""
@@ -235,14 +235,14 @@ class _Adapting:
         text = self._tools_text(tools)
         if has_system:
             self.note("tools: written into the system message")
-            return [_adapted(messages[0], behind=f"\n\n{text}"), *messages[1:]]
+            return [_normalised(messages[0], behind=f"\n\n{text}"), *messages[1:]]
         if self.shown.system:
             self.note("tools: written into a system message")
-            return [AdaptedMessage(role="system", content="", behind=text), *messages]
+            return [NormalisedMessage(role="system", content="", behind=text), *messages]
         for at, message in enumerate(messages):
             if message.role == "user":
                 self.note("tools: written before the first message of the user")
-                return [*messages[:at], _adapted(message, before=f"{text}\n\n"), *messages[at + 1 :]]
+                return [*messages[:at], _normalised(message, before=f"{text}\n\n"), *messages[at + 1 :]]
         raise InvalidInputError(
             "the template shows neither tools nor system messages, and there is no message of a user to "
             "write the tools into: add one, or leave the tools out"
@@ -282,8 +282,8 @@ class _Adapting:
                 found.append(message)
                 continue
             self.note(f"messages of the {last.role} in a row: written as one")
-            form = _adapted(message)
-            found[-1] = _adapted(
+            form = _normalised(message)
+            found[-1] = _normalised(
                 last,
                 content="\n\n".join(each.content for each in (last, message) if each.content),
                 reasoning="\n\n".join(each.reasoning for each in (last, message) if each.reasoning) or None,
@@ -307,11 +307,11 @@ class _Adapting:
         return {}
 
 
-def _adapted(message: Message, **form: Unpack[_Form]) -> AdaptedMessage:
-    if isinstance(message, AdaptedMessage):
+def _normalised(message: Message, **form: Unpack[_Form]) -> NormalisedMessage:
+    if isinstance(message, NormalisedMessage):
         return replace(message, **form)
     fields = {name: getattr(message, name) for name in Message.__dataclass_fields__}
-    return AdaptedMessage(**{**fields, **form})
+    return NormalisedMessage(**{**fields, **form})
 
 
 def _described(schema: dict[str, Any]) -> dict[str, Any]:
@@ -327,4 +327,4 @@ def _described(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _can_join(first: Message, second: Message) -> bool:
     """Whether nothing stands between the texts of two messages."""
-    return not (first.tool_calls or _adapted(first).behind or _adapted(second).before)
+    return not (first.tool_calls or _normalised(first).behind or _normalised(second).before)

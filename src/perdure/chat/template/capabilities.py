@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from perdure.chat.message import Message, Tool, ToolCall
-from perdure.chat.templates.template import AdaptedMessage, Template
+from perdure.chat.template.template import NormalisedMessage, Template
 from perdure.errors import PerdureError
 
 ToolsForm = Literal["tools", "list", "xml_tools", "functions", "with system", "none"]
@@ -190,7 +190,7 @@ class _Trials:
         reasoning: str | None = None,
         thinking_part: bool = False,
     ) -> Message:
-        return AdaptedMessage(
+        return NormalisedMessage(
             role="assistant",
             content=content,
             tool_calls=calls,

@@ -10,12 +10,12 @@ import pytest
 
 import perdure
 from perdure import Template
-from perdure.chat.adapter import Adapted, MessageAdapter
 from perdure.chat.message import Message, Tool, parse_messages
+from perdure.chat.normaliser import MessageNormaliser, Normalised
 from perdure.chat.parsing.families import detect
-from perdure.chat.templates.template import UNGUARDED
-from perdure.engine.toy import ToyModel
+from perdure.chat.template.template import UNGUARDED
 from perdure.errors import PerdureError
+from perdure.testing.toy import ToyModel
 
 FOLDER = Path(__file__).parent / "templates"
 ALL = [*sorted(FOLDER.glob("*.jinja")), *sorted((FOLDER / "llama.cpp").glob("*.jinja"))]
@@ -96,12 +96,12 @@ def template(path: Path) -> Template:
     return Template(path.read_text(), bos="<s>", eos="</s>")
 
 
-def adapted(path: Path, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Adapted:
+def normalised(path: Path, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Normalised:
     found = template(path)
-    return MessageAdapter(found, detect(found.source).writer, UNGUARDED).adapt(messages, tools)
+    return MessageNormaliser(found, detect(found.source).writer, UNGUARDED).normalise(messages, tools)
 
 
-def rendered(path: Path, given: Adapted) -> str:
+def rendered(path: Path, given: Normalised) -> str:
     return template(path).render(given.messages, tools=given.tools, **given.variables)
 
 
@@ -110,7 +110,7 @@ def test_nothing_is_dropped_in_silence(path: Path) -> None:
     """Every word of every shape of conversation is in the text, with tools and without."""
     for name, (conversation, words) in CONVERSATIONS.items():
         for tools in ((TOOL,), ()):
-            given = adapted(path, parse_messages(conversation), tools)
+            given = normalised(path, parse_messages(conversation), tools)
             text = rendered(path, given)
             told = (*words, *(("zqlook", "zqdescribed", "zqwhere") if tools else ()))
             missing = [word for word in told if word not in text]
@@ -160,24 +160,24 @@ def test_broken_arguments_do_not_end_a_conversation(path: Path) -> None:
             calls = [call(number, arguments) for number in range(1, count + 1)]
             results = [result(number) for number in range(1, count + 1)]
             messages = parse_messages([USER, assistant(None, *calls), *results, assistant("zqanswer"), AGAIN])
-            assert "zqanswer" in rendered(path, adapted(path, messages, (TOOL,)))
+            assert "zqanswer" in rendered(path, normalised(path, messages, (TOOL,)))
 
 
 def test_reasoning_goes_back_as_a_part_of_the_content() -> None:
     """Ministral's template takes it in no other way."""
     [path] = [each for each in ALL if "Ministral" in each.stem]
     messages = parse_messages([USER, assistant("zqanswer", reasoning="zqthought"), AGAIN])
-    text = rendered(path, adapted(path, messages, ()))
+    text = rendered(path, normalised(path, messages, ()))
     assert "[THINK]zqthought[/THINK]zqanswer" in text
     called = parse_messages([USER, assistant(None, call(1), reasoning="zqthought"), result(1)])
-    assert "[THINK]zqthought[/THINK][TOOL_CALLS]zqcall1" in rendered(path, adapted(path, called, (TOOL,)))
+    assert "[THINK]zqthought[/THINK][TOOL_CALLS]zqcall1" in rendered(path, normalised(path, called, (TOOL,)))
 
 
 def test_templates_may_take_out_of_lists_of_their_own() -> None:
     """Kimi's templates queue the ids of calls for their results."""
     [path] = [each for each in ALL if each.stem == "Kimi-K2-Instruct"]
     messages, _ = CONVERSATIONS["two calls"]
-    text = rendered(path, adapted(path, parse_messages(messages), (TOOL,)))
+    text = rendered(path, normalised(path, parse_messages(messages), (TOOL,)))
     assert "## Return of functions.zqcall1:0\nzqresult1" in text
     assert "## Return of functions.zqcall2:1\nzqresult2" in text
     with pytest.raises(PerdureError, match="changes what it was given"):
@@ -187,7 +187,7 @@ def test_templates_may_take_out_of_lists_of_their_own() -> None:
 def test_two_calls_are_written_one_after_the_other_where_one_is_allowed() -> None:
     [path] = [each for each in ALL if each.stem == "meta-llama-Llama-3.1-8B-Instruct"]
     messages, _ = CONVERSATIONS["two calls, results the other way"]
-    given = adapted(path, parse_messages(messages), (TOOL,))
+    given = normalised(path, parse_messages(messages), (TOOL,))
     shapes = [(each.role, len(each.tool_calls), each.tool_call_id) for each in given.messages]
     assert shapes[1:5] == [
         ("assistant", 1, None),
@@ -201,7 +201,7 @@ def test_two_calls_are_written_one_after_the_other_where_one_is_allowed() -> Non
 def test_what_has_no_place_is_refused_with_a_way_out() -> None:
     [path] = [each for each in ALL if "gemma-2" in each.stem]
     with pytest.raises(PerdureError, match="leave the tools out"):
-        adapted(path, parse_messages([assistant("zqanswer")]), (TOOL,))
+        normalised(path, parse_messages([assistant("zqanswer")]), (TOOL,))
 
 
 @pytest.mark.parametrize(
@@ -219,12 +219,12 @@ def test_reasoning_of_earlier_turns_is_kept_by_the_templates_own_switch(
     [path] = [each for each in ALL if each.stem == name]
     messages = parse_messages([USER, assistant("zqanswer", reasoning="zqthought"), AGAIN])
     found = template(path)
-    adapter = MessageAdapter(found, detect(found.source).writer, UNGUARDED)
-    kept = adapter.adapt(messages, keep_reasoning=True)
+    normaliser = MessageNormaliser(found, detect(found.source).writer, UNGUARDED)
+    kept = normaliser.normalise(messages, keep_reasoning=True)
     assert kept.variables == switch
     thinking: dict[str, Any] = {"enable_thinking": True}
     assert "zqthought" in found.render(kept.messages, **kept.variables, **thinking)
-    gone = adapter.adapt(messages, keep_reasoning=False)
+    gone = normaliser.normalise(messages, keep_reasoning=False)
     assert "zqthought" not in found.render(gone.messages, **gone.variables, **thinking)
 
 
@@ -232,7 +232,7 @@ def test_a_template_without_a_switch_says_so() -> None:
     [path] = [each for each in ALL if each.stem == "Qwen-Qwen3-0.6B"]
     found = template(path)
     messages = parse_messages([USER, assistant("zqanswer", reasoning="zqthought"), AGAIN])
-    adapter = MessageAdapter(found, detect(found.source).writer, UNGUARDED)
-    assert adapter.adapt(messages, keep_reasoning=True).notes == (
+    normaliser = MessageNormaliser(found, detect(found.source).writer, UNGUARDED)
+    assert normaliser.normalise(messages, keep_reasoning=True).notes == (
         "reasoning of earlier turns: the template has no switch that keeps it",
     )

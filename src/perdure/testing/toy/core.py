@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from perdure.engine.batch import Batch
 from perdure.engine.contract import Adapter, Capture, Floats, Outcome
-from perdure.engine.toy.cells import Held, mix
-from perdure.engine.toy.faults import Faults, Mishap, Trouble
 from perdure.errors import EngineError
 from perdure.memory import MemorySpec
+from perdure.testing.toy.cells import Held, mix
+from perdure.testing.toy.faults import Faults, PlannedFault, Trouble
 
 WIDTH = 16
 """Numbers of a hidden state."""
@@ -176,7 +176,7 @@ class ToyCore:
         self._places = {index: place for place, index in enumerate(outputs)}
         self._values.clear()
 
-    def _interruption(self, mishap: Mishap | None, index: int) -> Outcome:
+    def _interruption(self, mishap: PlannedFault | None, index: int) -> Outcome:
         if mishap and mishap.outcome is not Outcome.DONE and index == mishap.after:
             return mishap.outcome
         if self.faults.gate is not None:

@@ -16,8 +16,8 @@ from typing import Any
 import jinja2
 
 from perdure.chat.message import Message, Tool, ToolCall
-from perdure.chat.templates.limits import BoundedContext, RenderLimits
-from perdure.chat.templates.sandbox import Sandbox
+from perdure.chat.template.limits import BoundedContext, RenderLimits
+from perdure.chat.template.sandbox import Sandbox
 from perdure.errors import InvalidInputError, TemplateError
 
 _LONGEST = 1 << 18
@@ -41,7 +41,7 @@ UNGUARDED = Guard(str, str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptedMessage(Message):
+class NormalisedMessage(Message):
     """A message in the form that a template takes it in."""
 
     before: str = ""
@@ -180,7 +180,7 @@ class Template:
     def _shape(self, message: Message, guard: Guard) -> dict[str, Any]:
         """As templates expect a message: they add texts up, and take arguments apart."""
         shape: dict[str, Any] = {"role": message.role, "content": guard.text(message.content or "")}
-        form = message if isinstance(message, AdaptedMessage) else _AS_GIVEN
+        form = message if isinstance(message, NormalisedMessage) else _AS_GIVEN
         if form.before or form.behind:
             shape["content"] = form.before + shape["content"] + form.behind
         elif form.null_content and not shape["content"]:
@@ -216,7 +216,7 @@ class Template:
         return hashlib.sha256(given.encode()).hexdigest()[:9]
 
 
-_AS_GIVEN = AdaptedMessage(role="user")
+_AS_GIVEN = NormalisedMessage(role="user")
 
 
 @functools.cache
@@ -225,7 +225,7 @@ def _sandbox() -> Sandbox:
 
 
 def _library() -> Any:
-    return importlib.resources.files("perdure.chat.templates") / "library"
+    return importlib.resources.files("perdure.chat.template") / "library"
 
 
 def _size(messages: Sequence[Mapping[str, Any]]) -> int:
