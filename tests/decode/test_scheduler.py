@@ -200,7 +200,7 @@ def test_who_has_no_slot_or_is_done_is_in_no_step(model: ToyModel, context: Cont
     groups = [asked(model, context, 5), asked(model, context, 6)]
     slots = FreshSlots(context)
     admitted(groups[:1], slots)
-    groups[0].cancel()
+    groups[0].end_cancelled()
     assert BatchScheduler().plan(groups, slots, BUDGET, turn=0) == []
 
 
