@@ -23,7 +23,7 @@ from bench.processes.library_sampler import LibrarySampler
 from bench.processes.timed_engine import TimedModel
 from perdure import Sampling
 from perdure.decode.sampling.sampler import Sampler
-from perdure.decode.sampling.together import TopK, draw_together
+from perdure.decode.sampling.together import CompiledChain, draw_together
 
 VOCABULARIES = (49_152, 128_256)
 STREAMS = (1, 64)
@@ -69,8 +69,8 @@ def _figure(run: Run, n_vocab: int, streams: int) -> Figure:
     )
 
 
-def _rule(sampler: Sampler) -> TopK:
-    rule = TopK.of(sampler)
+def _rule(sampler: Sampler) -> CompiledChain:
+    rule = CompiledChain.of(sampler)
     assert rule is not None, "the usual settings look at nothing but the largest of a row"
     return rule
 

@@ -135,8 +135,7 @@ def enter_blocks(folder: Path, number: int) -> None:
             parent = name
 
     with disk.table.writing():
-        writer = disk.index._writer
-        assert writer is not None
-        writer.executemany("INSERT INTO block VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows())
+        for row in rows():
+            disk.index.run("INSERT INTO block VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *row)
         disk.table._count, disk.table.nbytes = number, 1000 * number
     disk.close()

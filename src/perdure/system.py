@@ -270,15 +270,14 @@ def copy_access(source: Path, handle: int) -> None:
         return
 
 
-def make_folder_private(folder: Path, mode: int) -> None:
-    """The same for a folder, which Windows does not open."""
+def make_path_private(path: Path, mode: int) -> None:
+    """The same for a folder, or for a file that must not be opened here: closing a file drops all locks that
+    this process has on it."""
     if not POSIX:
         return
-    handle = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    try:
-        make_private(handle, mode)
-    finally:
-        os.close(handle)
+    found = os.stat(path)
+    if found.st_mode & 0o077 and found.st_uid == os.geteuid():
+        os.chmod(path, mode)
 
 
 # Processes

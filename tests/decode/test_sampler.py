@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from perdure import Model, Sampling
 from perdure.decode.sampling.candidates import masked, top
-from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.sampling.sampler import Sampler, draw, weights
-from perdure.decode.sampling.together import TopK, draw_together
+from perdure.decode.sampling.steering import BreakerTable
+from perdure.decode.sampling.together import CompiledChain, draw_together
 from perdure.engine.logits import LogitsView, Step
 from perdure.engine.row_kernels import NothingToDraw
 from perdure.errors import EngineError
@@ -101,8 +101,7 @@ def accepted(seed: int) -> list[int]:
 
 
 def pair(model: Model, breakers: BreakerTable, sampling: Sampling, before: Sequence[int]) -> tuple[Any, Any]:
-    table = breakers.find(sampling.dry_breakers) if sampling.dry_multiplier else None
-    mine = Sampler(sampling, n_ctx=N_CTX, breakers=table)
+    mine = Sampler(sampling, n_ctx=N_CTX, breakers=breakers.find)
     assert model._weights is not None
     theirs = LibrarySampler(sampling, n_vocab=model.n_vocab, n_ctx=N_CTX, vocab=model._weights.vocab)
     mine.prime(before)
@@ -340,7 +339,7 @@ def test_m6_one_stream_draws_what_the_whole_row_gives(
     row = np.round(row) if rounded else row
     bias = dict.fromkeys(np.argsort(-row)[:banned].tolist(), -math.inf)
     sampler = Certain(Sampling(**chosen, logit_bias=bias, seed=seed), n_ctx=N_CTX)
-    rule = TopK.of(sampler)
+    rule = CompiledChain.of(sampler)
     assert rule is not None
     for sampler.number in (0.0, 0.3, 0.7, 1 - 1e-12):
         alone = draw_together([(sampler, rule, 0)], row[None])[0]
@@ -366,7 +365,7 @@ def test_m6_k5_drawn_together_is_what_each_draws_alone(chosen: dict[str, Any]) -
     for at in range(len(rows)):
         kind = chosen if at % 3 else {"top_k": 3}
         sampler = Sampler(Sampling(seed=at, **kind), n_ctx=N_CTX)
-        rule = TopK.of(sampler)
+        rule = CompiledChain.of(sampler)
         assert rule is not None
         streams.append((sampler, rule, 11 * at))
     together, _ = draw_together(streams, rows)
@@ -393,12 +392,12 @@ def test_m6_k5_drawn_together_is_what_each_draws_alone(chosen: dict[str, Any]) -
     ids=str,
 )
 def test_who_looks_at_more_than_the_largest_draws_alone(chosen: dict[str, Any]) -> None:
-    assert TopK.of(Sampler(Sampling(**chosen), n_ctx=N_CTX)) is None
+    assert CompiledChain.of(Sampler(Sampling(**chosen), n_ctx=N_CTX)) is None
 
 
 def test_rows_that_hold_no_numbers_or_nothing_to_draw_are_errors_together_too() -> None:
     sampler = Sampler(Sampling(seed=1), n_ctx=N_CTX)
-    rule = TopK.of(sampler)
+    rule = CompiledChain.of(sampler)
     assert rule is not None
     rows = rows_of(3, 6000)
     for value, error in ((np.nan, EngineError), (-np.inf, NothingToDraw), (np.inf, EngineError)):
@@ -415,7 +414,7 @@ def test_log_probabilities_come_from_the_same_pass_and_are_the_model_s_own(size:
     streams = []
     for at in range(len(rows)):
         sampler = Sampler(Sampling(seed=at, logit_bias={1: 50.0, 2: -math.inf}), n_ctx=N_CTX)
-        rule = TopK.of(sampler, shown if at % 2 else None)
+        rule = CompiledChain.of(sampler, shown if at % 2 else None)
         assert rule is not None
         streams.append((sampler, rule, at))
     tokens, found = draw_together(streams, rows)
@@ -424,6 +423,7 @@ def test_log_probabilities_come_from_the_same_pass_and_are_the_model_s_own(size:
         view = LogitsView(rows[at], Step(threading.RLock(), rows))
         assert each.logprob == pytest.approx(view.logprobs([tokens[at]])[0], abs=1e-12)
         assert list(each.best) == (view.top(shown) if shown else [])
-    quiet, nothing = draw_together([(sampler, TopK.of(sampler), at) for sampler, _, at in streams], rows)  # type: ignore[misc]
+    unshown = [(sampler, CompiledChain.of(sampler), at) for sampler, _, at in streams]
+    quiet, nothing = draw_together(unshown, rows)  # type: ignore[arg-type]
     assert quiet == tokens
     assert not nothing

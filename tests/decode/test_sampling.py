@@ -26,8 +26,8 @@ from perdure import (
     TokenError,
 )
 from perdure.decode.keywords import Processor
-from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.sampling.sampler import Sampler, draw
+from perdure.decode.sampling.steering import BreakerTable
 
 Row = NDArray[np.float32]
 PLAIN: Mapping[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -62,7 +62,7 @@ class Bowl:
         self, odds: Mapping[int, float], count: int, after: Sequence[int] = (), **settings: Any
     ) -> list[int]:
         sampling = Sampling(**{**PLAIN, "seed": 1, **settings}).seeded()
-        sampler = Sampler(sampling, n_ctx=256, breakers=self._breakers.find(sampling.dry_breakers))
+        sampler = Sampler(sampling, n_ctx=256, breakers=self._breakers.find)
         sampler.prime(after)
         row: Row = np.full(self.n_vocab, -60, np.float32)
         for token, chance in odds.items():
@@ -215,13 +215,13 @@ def test_a_changed_dictionary_does_not_change_settings_that_were_checked() -> No
         ({}, 0),
         ({"repeat_penalty": 1.1}, 64),
         ({"repeat_penalty": 1.1, "penalty_last_n": 10}, 10),
-        ({"presence_penalty": 0.1, "penalty_last_n": -1}, -1),
+        ({"presence_penalty": 0.1, "penalty_last_n": -1}, 256),
         ({"dry_multiplier": 1.0, "dry_last_n": 100, "frequency_penalty": 1.0}, 100),
-        ({"dry_multiplier": 1.0}, -1),
+        ({"dry_multiplier": 1.0}, 256),
     ],
 )
-def test_settings_know_how_far_they_look_back(settings: Mapping[str, Any], expected: int) -> None:
-    assert Sampling(**settings).looks_back == expected
+def test_a_chain_knows_how_far_it_looks_back(settings: Mapping[str, Any], expected: int) -> None:
+    assert Sampler(Sampling(**settings), n_ctx=256).span == expected
 
 
 # What the chain does.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
-from perdure.decode.sampling.repetition import BreakerTable
+from perdure.decode.sampling.steering import BreakerTable
 from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Step, admit
 from perdure.decode.sequence import SequenceGroup, make_group
 from perdure.decode.slots import FreshSlots, Later, Pin, SlotAssignment, Slots

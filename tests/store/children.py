@@ -12,11 +12,12 @@ from typing import Any
 
 TESTS = Path(__file__).parents[1]
 NOBODY = 65534
+_PATH = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def start(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
     """Run `code` in a process of its own, with `arguments` in sys.argv, talking through pipes."""
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": _PATH, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-B", "-c", code, *map(str, arguments)],
         stdin=subprocess.PIPE,

@@ -15,11 +15,13 @@ from perdure.errors import (
     StoreDamagedError,
     StoreError,
     StoreFullError,
+    StoreLockedError,
     StoreReadOnlyError,
     StoreVersionError,
 )
 from perdure.store import index as index_module
-from perdure.store.index import APPLICATION, MIGRATIONS, Index
+from perdure.store.index import APPLICATION, MIGRATIONS, Index, unopened
+from store import children
 
 ADD = "INSERT INTO record (namespace, tokens, root) VALUES ('', ?, X'00')"
 
@@ -249,6 +251,73 @@ def test_use_after_close_is_a_typed_error(path: Path) -> None:
         index.rows("SELECT 1")
     with pytest.raises(StoreError, match="cannot be used"), index.writing():
         pass
+
+
+OPENED_TWICE = f"""
+import sys
+from pathlib import Path
+from perdure.store.index import Index
+
+path = Path(sys.argv[1])
+first = Index(path, readonly=False)
+second = Index(path, readonly=False)
+second.close()
+print("ready", flush=True)
+for line in sys.stdin:
+    with first.writing():
+        first.run({ADD!r}, line.strip().encode())
+    print("written", flush=True)
+"""
+VISIT = """
+import sys
+from pathlib import Path
+from perdure.store.index import Index
+
+Index(Path(sys.argv[1]), readonly=False).close()
+"""
+
+
+def test_x1_a_file_opened_twice_in_one_process_loses_nothing_when_another_leaves(path: Path) -> None:
+    """X1: closing any descriptor of the file would drop SQLite's locks, and whoever leaves next would delete
+    the log that the first process goes on writing to."""
+    Index(path, readonly=False).close()
+    with children.holding(OPENED_TWICE, path) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        for number in range(6):
+            child.stdin.write(f"row {number}\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == "written\n"
+            children.run(VISIT, path)
+        child.kill()
+        child.wait()
+    with closing(Index(path, readonly=False)) as index:
+        index.check()
+        assert tokens(index) == {b"row %d" % number for number in range(6)}
+
+
+def test_x1_indexes_of_one_file_share_their_connections_and_close_apart(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "linked").symlink_to(tmp_path)
+    first = Index(path, readonly=False)
+    second = Index(tmp_path / "linked" / path.name, readonly=False)
+    add(first, b"by the first")
+    assert tokens(second) == {b"by the first"}
+    first.close()
+    with pytest.raises(StoreError, match="cannot be used"):
+        first.rows("SELECT 1")
+    add(second, b"by the second")
+    second.close()
+
+
+def test_x1_a_file_that_this_process_has_open_is_not_read_as_bytes(path: Path) -> None:
+    with (
+        closing(Index(path, readonly=False)),
+        pytest.raises(StoreLockedError, match="in use by this process"),
+        unopened(path),
+    ):
+        pass
+    with unopened(path):
+        assert path.read_bytes()
 
 
 def overwrite(path: Path, change: Callable[[bytearray], None]) -> None:

@@ -14,7 +14,7 @@ from perdure.backend import Backend
 from perdure.chat.message import Message, ToolCall
 from perdure.chat.normaliser import MessageNormaliser, Normalised
 from perdure.chat.options import ChatOptions
-from perdure.chat.parsing.families import Family
+from perdure.chat.parsing.family import Family
 from perdure.chat.prefill import Prefill
 from perdure.chat.template.renderer import Rendering, RenderingCache, TemplateRenderer
 from perdure.chat.template.template import Guard, Template

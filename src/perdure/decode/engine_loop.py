@@ -17,7 +17,7 @@ from perdure.config import QUEUE
 from perdure.decode.executor import Executor
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
-from perdure.decode.sampling.repetition import BreakerTable
+from perdure.decode.sampling.steering import BreakerTable
 from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Pace, Scheduler, admit
 from perdure.decode.sequence import SequenceGroup, make_group
 from perdure.decode.slots import FreshSlots, Slots

@@ -16,7 +16,7 @@ import numpy as np
 from perdure import system
 from perdure.decode.sampling.candidates import Candidates
 from perdure.decode.sampling.sampler import Sampler, draw
-from perdure.decode.sampling.together import TopK, draw_together
+from perdure.decode.sampling.together import CompiledChain, draw_together
 from perdure.decode.scheduler import TIMED, Chunk, Pace, Step
 from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.decode.slots import SlotAssignment, Slots
@@ -34,7 +34,7 @@ _Draw: TypeAlias = tuple[TokenSequence, Candidates]
 """A sequence that is to draw, and what it can draw."""
 
 
-_Row: TypeAlias = tuple[int, int, TokenSequence, TopK]
+_Row: TypeAlias = tuple[int, int, TokenSequence, CompiledChain]
 """A slot, which of its rows to draw from, the sequence that is to draw, and how."""
 _BY_PLACE = operator.itemgetter(0, 1)
 
@@ -239,7 +239,7 @@ class Executor:
             for each in drawing:
                 self._drawn.append((group, each))
                 each.cached, each.report = cached, sequence.report
-                if (rule := each.top_k) is not None:
+                if (rule := each.compiled) is not None:
                     plain.append((seq, count - 1, each, rule))
                     continue
                 with _contained(each):
@@ -261,7 +261,7 @@ class Executor:
         # In the order of their rows in the engine's memory, where they are then one table.
         if len(plain) > 1:
             plain = sorted(plain, key=_BY_PLACE)
-        streams: list[tuple[Sampler, TopK, int]] = []
+        streams: list[tuple[Sampler, CompiledChain, int]] = []
         places: list[tuple[int, int]] = []
         for seq, row, sequence, rule in plain:
             streams.append((sequence.sampler, rule, len(sequence.tokens)))

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
 from perdure.decode.sampling.candidates import Candidates
 from perdure.decode.sampling.grammar import Grammars, Matcher
-from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.sampling.sampler import Sampler
-from perdure.decode.sampling.together import Shown, TopK
+from perdure.decode.sampling.steering import BreakerTable
+from perdure.decode.sampling.together import CompiledChain, Shown
 from perdure.decode.slots import Later, ReuseReport, SlotAssignment
 from perdure.decode.stream import Canceller, OutputQueue
 from perdure.decode.text import TextStream
@@ -99,8 +99,8 @@ class TokenSequence:
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
         self._end: int | None = None
-        self.top_k = None if self.steered else TopK.of(sampler, request.logprobs)
-        """How it draws where that depends on nothing but the largest of its row."""
+        self.compiled = None if self.steered else CompiledChain.of(sampler, request.logprobs)
+        """Its chain, where the compiled path can run it."""
         self.scoring = request.prompt_logprobs is not None and index == 0 and self.prompt_length > 1
         """Whether rows of the prompt are wanted of the next tokens."""
         self._view: LogitsView | None = None
@@ -409,12 +409,10 @@ def make_group(
     if request.ignore_eos:
         sampling = sampling.without(sorted(model.ends))
     sampling.check(context.n_vocab)
-    dry_breakers = breakers.find(sampling.dry_breakers) if sampling.dry_multiplier else None
-    back = sampling.looks_back
     group = SequenceGroup(len(ids), canceller, deadline)
     for index in range(request.n):
-        sampler = Sampler(sampling.seeded(index), n_ctx=context.n_ctx, breakers=dry_breakers)
-        sampler.prime(request.prompt if back < 0 else request.prompt[max(0, len(ids) - back) :])
+        sampler = Sampler(sampling.seeded(index), n_ctx=context.n_ctx, breakers=breakers.find)
+        sampler.prime(request.prompt)
         group.sequences.append(
             TokenSequence(
                 request,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from perdure import system
@@ -33,13 +33,16 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], *, keep_access: 
 
 
 def make_private(path: Path) -> None:
-    """Have a file that only its owner may read; what is in it stays."""
+    """Have a file that only its owner may read; what is in it stays.
+
+    One that is there is not opened: to close it would drop the locks that SQLite has on it in this process.
+    """
     with translate_os_errors(path):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | system.BINARY, PRIVATE)
-        try:
-            system.make_private(handle, PRIVATE)
-        finally:
-            os.close(handle)
+        real = Path(os.path.realpath(path))
+        if not real.exists():
+            with suppress(FileExistsError):
+                os.close(os.open(real, os.O_WRONLY | os.O_CREAT | os.O_EXCL | system.BINARY, PRIVATE))
+        system.make_path_private(real, PRIVATE)
 
 
 def make_folder(path: Path, *, ours: bool = False) -> None:
@@ -50,7 +53,7 @@ def make_folder(path: Path, *, ours: bool = False) -> None:
                 # Somebody else may have been faster.
                 missing.mkdir(_FOLDER, exist_ok=True)
         if ours:
-            system.make_folder_private(path, _FOLDER)
+            system.make_path_private(path, _FOLDER)
 
 
 def sync_folder(folder: Path) -> None:

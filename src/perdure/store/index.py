@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from perdure.errors import (
     StoreDamagedError,
     StoreError,
     StoreFullError,
+    StoreLockedError,
     StoreReadOnlyError,
     StoreVersionError,
 )
@@ -66,11 +69,54 @@ MIGRATIONS: Sequence[str] = (
 _SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
 
 
+class _Key(NamedTuple):
+    """What tells the connections of this process apart. A file that took another's place is another one."""
+
+    process: int
+    path: str
+    device: int
+    inode: int
+    readonly: bool
+    version: int
+
+
+@dataclass(slots=True, eq=False)
+class _Connections:
+    """The connections to one file that all its indexes in this process share."""
+
+    writer: sqlite3.Connection | None
+    reader: sqlite3.Connection
+    key: _Key | None = None
+    changing: threading.RLock = field(default_factory=threading.RLock)
+    reading: threading.RLock = field(default_factory=threading.RLock)
+    changer: int | None = None
+    """The thread whose transaction is open."""
+    users: int = 0
+
+
+_OPEN: dict[_Key, _Connections] = {}
+_OPENING = threading.RLock()
+"""Held while a database is created, opened or closed in this process. POSIX drops all locks that a process
+has on a file as soon as it closes any descriptor of it: nobody may open one beside SQLite."""
+
+
+@contextmanager
+def unopened(path: Path) -> Iterator[None]:
+    """Within it, a database file may be read as plain bytes: `StoreLockedError` where this process has it
+    open, and nobody in it opens it meanwhile."""
+    with _OPENING:
+        real, process = os.path.realpath(path), os.getpid()
+        if any(key.path == real and key.process == process for key in _OPEN):
+            raise StoreLockedError(f"{path} is in use by this process: close what uses it first")
+        yield
+
+
 class Index:
     """The index of one store, for any thread.
 
     A change is on the disk when `writing` ends, or it never happened. Reading waits for no writer: it has a
-    connection of its own, which sees what was there before the change until the change is whole.
+    connection of its own, which sees what was there before the change until the change is whole. All indexes
+    of one file in one process share their connections.
     """
 
     def __init__(
@@ -84,59 +130,55 @@ class Index:
     ) -> None:
         """Without a path, in memory. `functions` are for its SQL, `advice` is for who finds it damaged."""
         self._path = path
-        self._migrations = MIGRATIONS if migrations is None else migrations
+        self._migrations = tuple(MIGRATIONS if migrations is None else migrations)
         self._functions = functions or {}
         self._advice = advice
-        self._changing = threading.RLock()
-        # What is in memory has one connection, where a change must not be seen before it is whole.
-        self._reading = threading.RLock() if path is not None else self._changing
-        self._changer: int | None = None
         self.readonly = readonly
         self.created = False
         """Whether there was no index before."""
-        with self._typed():
-            self._writer = None if readonly else self._open_for_writing()
-            try:
-                self._reader = self._open_for_reading()
-            except BaseException:
-                if self._writer is not None:
-                    self._writer.close()
-                raise
+        self._closed = False
+        with self._typed(), _OPENING:
+            self._connections = self._share()
+            self._connections.users += 1
 
     # Use.
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """A transaction: all of it, or on any error nothing."""
-        if self._writer is None:
+        if self.readonly:
             raise StoreReadOnlyError(f"{self._path} was opened for reading")
-        with self._changing, self._typed():
-            self._writer.execute("BEGIN IMMEDIATE")
-            self._changer = threading.get_ident()
+        shared = self._open_connections()
+        assert shared.writer is not None
+        with shared.changing, self._typed():
+            shared.writer.execute("BEGIN IMMEDIATE")
+            shared.changer = threading.get_ident()
             try:
                 yield
-                self._writer.execute("COMMIT")
+                shared.writer.execute("COMMIT")
             finally:
-                self._changer = None
+                shared.changer = None
                 # Some errors end a transaction by themselves, others leave it open.
-                if self._writer.in_transaction:
+                if shared.writer.in_transaction:
                     with suppress(sqlite3.Error):
-                        self._writer.execute("ROLLBACK")
+                        shared.writer.execute("ROLLBACK")
 
     def run(self, statement: str, *values: Any) -> None:
         """One statement of the transaction that `writing` has open."""
-        if self._writer is None or self._changer != threading.get_ident():
+        shared = self._open_connections()
+        if shared.writer is None or shared.changer != threading.get_ident():
             raise StoreError("a change of the index belongs into a transaction")
         with self._typed():
-            self._writer.execute(statement, values)
+            shared.writer.execute(statement, values)
 
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """What is there; inside a transaction, with its changes so far."""
+        shared = self._open_connections()
         with self._typed():
-            if self._writer is not None and self._changer == threading.get_ident():
-                return self._writer.execute(query, values).fetchall()
-            with self._reading:
-                return self._reader.execute(query, values).fetchall()
+            if shared.writer is not None and shared.changer == threading.get_ident():
+                return shared.writer.execute(query, values).fetchall()
+            with shared.reading:
+                return shared.reader.execute(query, values).fetchall()
 
     def check(self, table: str | None = None, reader: sqlite3.Connection | None = None) -> None:
         """Raise `StoreDamagedError` unless every page of the index, or of one table in it, is sound."""
@@ -163,21 +205,61 @@ class Index:
         """One more connection for reading, of whoever asked for it. None where all is in memory."""
         if self._path is None:
             return None
+        writer = self._open_connections().writer
         with self._typed():
-            return self._open_for_reading()
+            return self._connect("mode=rw") if writer is not None else self._open_for_reading()
 
     def close(self) -> None:
-        with self._changing, self._reading:
-            self._reader.close()
-            if self._writer is not None:
-                self._writer.close()
+        with _OPENING:
+            if self._closed:
+                return
+            self._closed = True
+            shared = self._connections
+            shared.users -= 1
+            if shared.users:
+                return
+            if shared.key is not None:
+                del _OPEN[shared.key]
+            with shared.changing, shared.reading:
+                shared.reader.close()
+                if shared.writer is not None:
+                    shared.writer.close()
 
     # Opening.
 
-    def _open_for_writing(self) -> sqlite3.Connection:
-        if self._path is not None:
+    def _open_connections(self) -> _Connections:
+        if self._closed:
+            raise StoreError(f"the index {self._path} cannot be used: it was closed")
+        return self._connections
+
+    def _share(self) -> _Connections:
+        """The connections of this file in this process, opened where there are none."""
+        if self._path is None:
+            db = self._open_for_writing()
+            # What is in memory has one connection, where a change must not be seen before it is whole.
+            one = threading.RLock()
+            return _Connections(db, db, changing=one, reading=one)
+        if not self.readonly:
             # Its log and the like get the same permissions from SQLite.
             make_private(self._path)
+        if not self._path.exists():
+            raise StoreError(f"there is no store at {self._path.parent}")
+        real = os.path.realpath(self._path)
+        known = os.stat(real)
+        key = _Key(os.getpid(), real, known.st_dev, known.st_ino, self.readonly, len(self._migrations))
+        if key in _OPEN:
+            return _OPEN[key]
+        writer = None if self.readonly else self._open_for_writing()
+        try:
+            reader = self._open_for_reading() if writer is None else self._connect("mode=rw")
+        except BaseException:
+            if writer is not None:
+                writer.close()
+            raise
+        shared = _OPEN[key] = _Connections(writer, reader, key=key)
+        return shared
+
+    def _open_for_writing(self) -> sqlite3.Connection:
         db = self._connect("mode=rwc")
         try:
             # Looked at before anything is changed: it may not be ours.
@@ -197,11 +279,7 @@ class Index:
         return db
 
     def _open_for_reading(self) -> sqlite3.Connection:
-        if self._writer is not None:
-            return self._connect("mode=rw") if self._path is not None else self._writer
         assert self._path is not None, "nobody else writes to what is in memory"
-        if not self._path.exists():
-            raise StoreError(f"there is no store at {self._path.parent}")
         try:
             return self._checked("mode=ro")
         except sqlite3.OperationalError:

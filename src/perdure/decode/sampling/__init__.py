@@ -1,8 +1,12 @@
 """Sampling: rows of logits in, one token each out.
 
 settings    the settings of a draw, checked
-sampler     draws for all sequences of a step at once
+stage       the contract of a stage
+steering    stages that change logits: bias, penalties, DRY
+cuts        stages that choose what can be drawn: top-k, top-p, min-p, …
+mirostat    a stage in place of all cuts
 candidates  the few tokens of a row that can still be drawn
-repetition  penalties on what was said before
+sampler     the chain of a sequence; draws for all sequences of a step
+together    the compiled path: chains of which it knows every stage
 grammar     structured output: schemas, regexes, grammars
 """

@@ -86,16 +86,6 @@ class Sampling:
         return self.temperature == 0
 
     @property
-    def looks_back(self) -> int:
-        """How many of the tokens before a draw matter to it; -1 for all of them."""
-        spans = [0]
-        if (self.repeat_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0):
-            spans.append(self.penalty_last_n)
-        if self.dry_multiplier:
-            spans.append(self.dry_last_n)
-        return -1 if -1 in spans else max(spans)
-
-    @property
     def banned(self) -> list[int]:
         """The tokens that can never be drawn."""
         return [token for token, bias in self.logit_bias.items() if bias == -math.inf]

@@ -1,4 +1,4 @@
-"""Draws for all streams of a step that need nothing but the largest of their rows: a few operations for all.
+"""The compiled path: chains of which it knows every stage, for all streams of a step in a few operations.
 
 What is drawn for a stream is what `Sampler.select` and `draw` would draw, whoever else is there.
 """
@@ -12,7 +12,10 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from perdure.decode.sampling.cuts import Greedy, MinP, Temperature, TopK, TopP
 from perdure.decode.sampling.sampler import Sampler
+from perdure.decode.sampling.stage import Stage
+from perdure.decode.sampling.steering import Bias
 from perdure.engine import row_kernels
 from perdure.engine.contract import Floats
 from perdure.engine.logits import Candidate, log_norm
@@ -23,11 +26,17 @@ _Key: TypeAlias = tuple[int, int | None, bytes, bytes]
 _COMPARED = 1 << 15
 """Tokens with a bias are looked for among the largest of a row; where that takes more comparisons, the row is
 copied."""
+_NO_BIAS = np.empty(0, np.intp), np.empty(0, np.float32)
+
+
+_KNOWN: frozenset[type[Stage]] = frozenset({Bias, Greedy, TopK, TopP, MinP, Temperature})
+"""The stages that `row_kernels.draw` runs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TopK:
-    """How a sampler draws that keeps the `k` largest of a row and cuts those further by top-p and min-p."""
+class CompiledChain:
+    """A chain of which `row_kernels.draw` knows every stage: it keeps the `k` largest of a row, and cuts
+    those further by top-p and min-p."""
 
     k: int
     bias: row_kernels.Bias
@@ -39,26 +48,29 @@ class TopK:
     """Samplers with the same key find their candidates in one pass."""
 
     @classmethod
-    def of(cls, sampler: Sampler, shown: int | None = None) -> TopK | None:
-        """None where a sampler looks at more than that."""
-        sampling = sampler.sampling
-        further = (
-            sampling.typical_p < 1,
-            sampling.xtc_probability > 0,
-            sampling.mirostat,
-            sampling.top_n_sigma,
-        )
-        k = 1 if sampling.greedy else sampling.top_k
-        biased, bias = sampler.biases
-        if not k or any(further) or sampler.looks_back or (k + len(biased)) * len(biased) > _COMPARED:
+    def of(cls, sampler: Sampler, shown: int | None = None) -> CompiledChain | None:
+        """None where a chain has other stages."""
+        stages = {type(stage): stage for stage in sampler.stages}
+        if not stages.keys() <= _KNOWN:
+            return None
+        top_k, top_p, least = stages.get(TopK), stages.get(TopP), stages.get(MinP)
+        if isinstance(top_k, TopK):
+            k = top_k.k
+        elif Greedy in stages:
+            k = 1
+        else:
+            return None
+        biased = stages.get(Bias)
+        ids, values = (biased.ids, biased.values) if isinstance(biased, Bias) else _NO_BIAS
+        if (k + len(ids)) * len(ids) > _COMPARED:
             return None
         numbers = (
-            sampling.top_p if sampling.top_p < 1 else math.inf,
-            math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf,
-            sampling.temperature or 1.0,
+            top_p.p if isinstance(top_p, TopP) else math.inf,
+            least.depth if isinstance(least, MinP) else -math.inf,
+            sampler.sampling.temperature or 1.0,
         )
-        key = (k, shown, biased.tobytes(), bias.tobytes())
-        return cls(k, row_kernels.Bias(biased.astype(np.int64), bias), numbers, shown, key)
+        key = (k, shown, ids.tobytes(), values.tobytes())
+        return cls(k, row_kernels.Bias(ids.astype(np.int64), values), numbers, shown, key)
 
 
 class Shown(NamedTuple):
@@ -70,7 +82,7 @@ class Shown(NamedTuple):
 
 
 def draw_together(
-    streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats
+    streams: Sequence[tuple[Sampler, CompiledChain, int]], rows: Floats
 ) -> tuple[list[int], dict[int, Shown]]:
     """A token for each stream, from its row, at its position; and by its place what is to be shown of it."""
     rule = streams[0][1]
@@ -87,7 +99,7 @@ def draw_together(
 
 
 def _draw_by_key(
-    streams: Sequence[tuple[Sampler, TopK, int]], rows: Floats
+    streams: Sequence[tuple[Sampler, CompiledChain, int]], rows: Floats
 ) -> tuple[list[int], dict[int, Shown]]:
     """What `draw_together` gives, with a pass for each key that the rules have."""
     places: dict[_Key, list[int]] = {}
@@ -96,8 +108,8 @@ def _draw_by_key(
     tokens = [0] * len(streams)
     shown: dict[int, Shown] = {}
     for chosen in places.values():
-        found, best = draw_together([streams[at] for at in chosen], rows[chosen])
-        for at, token in zip(chosen, found, strict=True):
+        drawn, best = draw_together([streams[at] for at in chosen], rows[chosen])
+        for at, token in zip(chosen, drawn, strict=True):
             tokens[at] = token
         shown |= {chosen[at]: each for at, each in best.items()}
     return tokens, shown

@@ -15,7 +15,7 @@ from perdure.chat.plans import SUMMARY_TRIES
 from perdure.chat.reply import ChatReply
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState, AppStateDep, CallerDep
-from perdure.server.protocols.answering import answer
+from perdure.server.follow import answer
 from perdure.server.protocols.responses import ids
 from perdure.server.protocols.responses.answers import usage
 from perdure.server.protocols.responses.items import Item, said_items

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from perdure.errors import PerdureError
 from perdure.server.api_error import ApiError, to_api_error
 from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
-from perdure.server.protocols.answering import answer
+from perdure.server.follow import SSE, Event, EventResponse, Recorded, answer
 from perdure.server.protocols.responses.answers import (
     DeletedResponse,
     InputTokensAnswer,
@@ -28,7 +28,6 @@ from perdure.server.protocols.responses.stored import Responses, StoredResponse
 from perdure.server.protocols.responses.stream import ResponseWriter
 from perdure.server.schemas.base import PAGE, Limit
 from perdure.server.schemas.openapi import NO_BODY, errors, streamed
-from perdure.server.sse import EventStream
 from perdure.sessions.fold import TurnStream
 
 router = APIRouter(tags=["Responses"])
@@ -120,9 +119,8 @@ async def _answered(
         request,
         app_state,
         caller,
-        timeout=None,
         whole=lambda replies: _json(head.whole(replies)),
-        writer=(lambda: writer) if streams else None,
+        writer=writer if streams else None,
     )
 
 
@@ -238,9 +236,8 @@ def page(items: list[dict[str, Any]], limit: int, order: str, after: str | None)
 async def _stop(runs: Runs, namespace: str, response_id: str) -> None:
     runs.take_over(namespace, response_id)
     run = runs.background(namespace, response_id)
-    if run is not None and run.task is not None:
-        run.stop()
-        await asyncio.wait((run.task,))
+    if run is not None:
+        await run.cancel()
 
 
 def _refused(
@@ -251,27 +248,22 @@ def _refused(
     if not asked.stream or refused.code != _TOO_LONG:
         raise refused
     writer = ResponseWriter(head)
-    return _stream([writer.opening, lambda: writer.broken(refused)], app_state)
+    return _recorded([*writer.start(), *writer.error(refused)], app_state)
 
 
 def _replayed(response: StoredResponse, after: int, app_state: AppState) -> Response:
     writer = ResponseWriter(response.head, after=after)
     turn, failure = response.turn, response.failure
     if turn is not None:
-        events = list(writer.replay(turn))
-        return _stream([lambda: b"".join(events)], app_state)
+        return _recorded(writer.replay(turn), app_state)
     assert failure is not None
     error = failure["error"] or {"code": failure["status"], "message": "it was cancelled"}
     told = ApiError(400, error["message"], code=error["code"])
-    return _stream([writer.opening, lambda: writer.broken(told)], app_state)
+    return _recorded([*writer.start(), *writer.error(told)], app_state)
 
 
-def _stream(parts: Iterable[Callable[[], bytes]], app_state: AppState) -> EventStream:
-    async def events() -> AsyncGenerator[bytes]:
-        for part in parts:
-            yield part()
-
-    return EventStream(events(), send_seconds=app_state.limits.send_seconds)
+def _recorded(events: Iterable[Event], app_state: AppState) -> EventResponse:
+    return EventResponse(Recorded(list(events)), SSE, app_state.limits)
 
 
 def _json(shown: dict[str, Any]) -> Response:

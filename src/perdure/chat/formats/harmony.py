@@ -1,27 +1,29 @@
-"""Harmony, gpt-oss's format: messages in channels, each with a header."""
+"""Harmony, gpt-oss's format: messages in channels, each with a header.
+
+    <|channel|>analysis<|message|>I need the weather.<|end|><|start|>assistant
+    <|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
+
+(without the line break).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from perdure.chat.message import Tool
-from perdure.chat.parsing.call_format import CallFormat
-from perdure.chat.parsing.call_parser import LONGEST_HEADER, CallParser
-from perdure.chat.parsing.call_writer import CallText, CallWriter
+from perdure.chat.parsing.call_format import LONGEST_HEADER, CallFormat, CallParser
+from perdure.chat.parsing.call_writer import CallText
+from perdure.chat.parsing.family import Family, Markers
 from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HarmonyCalls(CallFormat):
     """Harmony's messages to a function. Its channels also tell reasoning and answer apart."""
 
-    writer: CallWriter
-    openers: tuple[str, ...] = ("<|channel|>", "<|start|>")
-    leads: str = "t"
-    marks: tuple[str, ...] = ("<|message|>", "<|constrain|>")
-    opener_is_text: bool = False
+    def __init__(self, writer: CallText) -> None:
+        openers, marks = ("<|channel|>", "<|start|>"), ("<|message|>", "<|constrain|>")
+        super().__init__(writer, openers=openers, marks=marks, leads="t")
 
     def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
         return HarmonyParser(opener, tools)
@@ -84,11 +86,20 @@ class HarmonyParser(CallParser):
         self.done = True
 
 
-HARMONY = HarmonyCalls(
-    writer=CallText(
-        head="<|channel|>commentary to=functions.",
-        middle=" <|constrain|>json<|message|>",
-        between="<|call|><|start|>assistant",
-    )
+HARMONY = Family(
+    "harmony",
+    Markers(open="<|channel|>analysis<|message|>", close="<|end|>"),
+    # A call ends the turn, so its end is not part of what is asked for.
+    HarmonyCalls(
+        CallText(
+            head="<|channel|>commentary to=functions.",
+            middle=" <|constrain|>json<|message|>",
+            between="<|call|><|start|>assistant",
+        )
+    ),
+    ("<|channel|>",),
+    ("gpt-oss",),
+    ends=("<|end|>", "<|return|>", "<|call|>"),
+    restart="<|start|>assistant",
+    answer_open="<|channel|>final<|message|>",
 )
-"""gpt-oss. A call ends the turn, so its end is not part of what is asked for."""

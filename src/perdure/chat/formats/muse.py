@@ -1,4 +1,12 @@
-"""Messages with a recipient: to the user, to the model itself, or to a tool."""
+"""Muse: messages with a recipient, the user, the model itself, or a tool; a tool gets its call in tags.
+
+<|start|>assistant to=self<|message|>I need the weather.<|eom|>
+<|start|>assistant to=get_weather<|message|><atem:function_calls>
+<atem:invoke name="get_weather">
+<atem:parameter name="city">Paris</atem:parameter>
+</atem:invoke>
+</atem:function_calls>
+"""
 
 from __future__ import annotations
 
@@ -7,11 +15,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perdure.chat.message import Tool, ToolCall
-from perdure.chat.parsing.call_format import CallFormat
-from perdure.chat.parsing.call_parser import LONGEST_HEADER, CallParser
-from perdure.chat.parsing.call_writer import CallText, CallWriter, Rules
-from perdure.chat.parsing.formats.tagged import ATEM, TaggedParser
-from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
+from perdure.chat.parsing.call_format import LONGEST_HEADER, CallFormat, CallParser
+from perdure.chat.parsing.call_writer import CallWriter, Rules, TaggedText
+from perdure.chat.parsing.family import Family, Markers
+from perdure.chat.parsing.json_scanner import Malformed
+from perdure.chat.parsing.tagged import TaggedCalls, TaggedParser
+
+ATEM = TaggedCalls(
+    TaggedText(
+        start="<atem:function_calls>\n",
+        head='<atem:invoke name="',
+        name_end='">\n',
+        key_head='<atem:parameter name="',
+        key_end='">',
+        value_end="</atem:parameter>\n",
+        tail="</atem:invoke>\n",
+        end="</atem:function_calls>",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,18 +48,11 @@ class _MuseText(CallWriter):
         return f"{head} {start} {ATEM.writer.call_rule(rules, tool)} {end}"
 
 
-_MUSE_TEXT = _MuseText(between="<|eom|><|start|>assistant")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MuseCalls(CallFormat):
-    """Muse: ` to=NAME<|message|>`, and for a tool its call in tags."""
+    """` to=NAME<|message|>`, and for a tool its call in tags."""
 
-    openers: tuple[str, ...] = ("<|start|>",)
-    leads: str = ""
-    marks: tuple[str, ...] = ("<|message|>",)
-    writer: CallWriter = _MUSE_TEXT
-    opener_is_text: bool = False
+    def __init__(self, writer: CallWriter) -> None:
+        super().__init__(writer, openers=("<|start|>",), marks=("<|message|>",))
 
     def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
         return _MuseParser(tools)
@@ -109,56 +123,13 @@ class _MuseParser(CallParser):
         return at + self._body.position - start
 
 
-_FUNCTIONARY_TEXT = CallText(head="", middle="\n", between="\n>>>")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionaryCalls(CallFormat):
-    """Functionary 3.2: `>>>NAME`, a line break, and the arguments; `all` is the user. The prompt ends with
-    the first `>>>`."""
-
-    openers: tuple[str, ...] = (">>>",)
-    leads: str = ""
-    marks: tuple[str, ...] = ()
-    writer: CallWriter = _FUNCTIONARY_TEXT
-    opener_is_text: bool = True
-
-    def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
-        return _FunctionaryParser(tools)
-
-
-class _FunctionaryParser(CallParser):
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        super().__init__()
-        self._names = frozenset(tool.name for tool in tools)
-        self._header = ""
-        self._arguments: JsonScanner | None = None
-
-    def finish(self) -> None:
-        if self._arguments is not None and not self.safe:
-            raise Malformed
-        super().finish()
-
-    def _read(self, text: str, at: int) -> int:
-        if self._arguments is not None:
-            end = self._read_arguments(self._arguments, text, at)
-            self.done = self._arguments.done
-            return end
-        if text[at] != "\n":
-            self._header += text[at]
-            if not any(name.startswith(self._header) for name in ("all", *self._names)):
-                raise Malformed
-            return at + 1
-        if self._header == "all":
-            self.events.append(("channel", "text"))
-            self.safe, self.done = self.position + 1, True
-        elif self._header in self._names:
-            self.events.append(("name", self._header))
-            self._arguments = JsonScanner()
-        else:
-            raise Malformed
-        return at + 1
-
-
-MUSE = MuseCalls()
-FUNCTIONARY = FunctionaryCalls()
+MUSE = Family(
+    "muse",
+    Markers(open="<|start|>assistant to=self<|message|>", close="<|eom|>"),
+    MuseCalls(_MuseText(between="<|eom|><|start|>assistant")),
+    ("<atem:function_calls>",),
+    ends=("<|eot|>", "<|eom|>"),
+    prompt_opener="<|start|>assistant",
+    restart="<|start|>assistant",
+    answer_open=" to=user<|message|>",
+)

@@ -1,4 +1,8 @@
-"""Gemma 4's own format: `call:name{key:value,…}`, where strings stand between marks."""
+"""Gemma 4: `call:name{key:value,…}`, where strings stand between marks.
+
+<|channel>thought
+I need the weather.<channel|><|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from perdure.chat.message import Tool, ToolCall
-from perdure.chat.parsing.call_format import CallFormat
-from perdure.chat.parsing.call_parser import LONGEST_HEADER, SPACE, CallParser
+from perdure.chat.parsing.arguments import kinds_of, properties_of, resolved
+from perdure.chat.parsing.call_format import LONGEST_HEADER, SPACE, CallFormat, CallParser
 from perdure.chat.parsing.call_writer import CallWriter, Rules, value_rule, within
+from perdure.chat.parsing.family import Family, Markers
 from perdure.chat.parsing.json_scanner import BoundedText, Malformed
-from perdure.chat.parsing.values import kinds_of, properties_of, resolved
 
 _QUOTE = '<|"|>'
-_CLOSE = "<tool_call|>"
+_OPEN, _CLOSE = "<|tool_call>", "<tool_call|>"
 _LONGEST = 1_000_000
 _DEEPEST = 100
 _DEEPEST_RULE = 8
@@ -31,10 +35,10 @@ class _Gemma4Text(CallWriter):
     """`call:name{key:value,…}`."""
 
     def call_text(self, call: ToolCall, number: int) -> str:
-        return f"<|tool_call>call:{call.name}{_written(call.parsed)}{_CLOSE}"
+        return f"{_OPEN}call:{call.name}{_written(call.parsed)}{_CLOSE}"
 
     def call_rule(self, rules: Rules, tool: Tool) -> str:
-        head = f"{rules.literal('<|tool_call>')} {rules.words('call:')} {rules.words(tool.name)}"
+        head = f"{rules.literal(_OPEN)} {rules.words('call:')} {rules.words(tool.name)}"
         return f"{head} {_object_rule(rules, tool.parameters, tool.parameters, 0)} {rules.literal(_CLOSE)}"
 
 
@@ -74,21 +78,14 @@ def _value_rule(rules: Rules, schema: Any, root: Mapping[str, Any], depth: int) 
     return rules.json(within(schema, root))
 
 
-_TEXT = _Gemma4Text()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Calls(CallFormat):
     """Calls, and the channel in which the model thinks."""
 
-    openers: tuple[str, ...] = ("<|tool_call>", "<|channel>")
-    leads: str = ""
-    marks: tuple[str, ...] = (_CLOSE, _QUOTE)
-    writer: CallWriter = _TEXT
-    opener_is_text: bool = False
+    def __init__(self, writer: CallWriter) -> None:
+        super().__init__(writer, openers=(_OPEN, "<|channel>"), marks=(_CLOSE, _QUOTE))
 
     def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
-        return _CallParser() if opener == "<|tool_call>" else _ChannelParser()
+        return _CallParser() if opener == _OPEN else _ChannelParser()
 
 
 class _ChannelParser(CallParser):
@@ -264,4 +261,11 @@ class _Value:
             self.at += 1
 
 
-GEMMA4 = Gemma4Calls()
+GEMMA4 = Family(
+    "gemma4",
+    Markers(open="<|channel>thought\n", close="<channel|>"),
+    Gemma4Calls(_Gemma4Text()),
+    (_OPEN, "<|turn>"),
+    ("gemma4",),
+    ends=("<|turn>", "<turn|>", "<channel|>", "<|tool_response>"),
+)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from perdure.chat.message import Tool
-from perdure.chat.parsing.call_format import CallFormat
-from perdure.chat.parsing.call_parser import SPACE, CallParser, Event
-from perdure.chat.parsing.call_writer import CallText, CallWriter
+from perdure.chat.parsing.call_format import SPACE, CallFormat, CallParser, Event, marks_in
+from perdure.chat.parsing.call_writer import CallText
 from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
 
 _NAME_KEYS = frozenset(("name", "tool_name"))
@@ -23,25 +21,38 @@ _ROLES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCalls(CallFormat):
-    """Objects such as `{"name": …, "arguments": {…}}`, behind a marker or, for known tools, without one."""
+    """Objects such as `{"name": …, "arguments": {…}}`, behind a marker or, for known tools, without one.
 
-    writer: CallWriter
-    openers: tuple[str, ...] = ()
-    leads: str = ""
-    marks: tuple[str, ...] = ()
-    opener_is_text: bool = False
-    id_last: bool = False
-    """Whether an object's id stands behind its arguments, so that these have to wait for it."""
-    closing: str = ""
-    """What may stand behind the objects."""
-    known_only: bool = False
-    """Whether only known tools count, also behind an opener: plain text may hold it."""
+    The opener is what the writer puts before the first object, the close what it puts behind the last.
+    """
+
+    def __init__(
+        self,
+        writer: CallText,
+        *,
+        openers: Sequence[str] = (),
+        leads: str = "",
+        opener_is_text: bool = False,
+        known_only: bool = False,
+        id_last: bool = False,
+    ) -> None:
+        """`openers` are others that models write. With `opener_is_text`, plain text may hold the opener;
+        with `known_only`, only known tools count behind it, too. `id_last` says that an object's id stands
+        behind its arguments, so that these have to wait for it."""
+        opener = (writer.start + writer.head).partition("{")[0].rstrip("[ \n")
+        close = (writer.tail + writer.end).strip("]} \n")
+        openers = openers or ((opener,) if opener else ())
+        marks = marks_in(close)
+        text_openers = openers if opener_is_text else ()
+        super().__init__(writer, openers=openers, marks=marks, leads=leads, text_openers=text_openers)
+        self._known_only = known_only
+        self._id_last = id_last
+        self._closing = "" if marks else close
 
     def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
-        known = frozenset(tool.name for tool in tools) if not opener or self.known_only else None
-        return JsonObjectsParser(known, id_last=self.id_last, closing=self.closing)
+        known = frozenset(tool.name for tool in tools) if not opener or self._known_only else None
+        return JsonObjectsParser(known, id_last=self._id_last, closing=self._closing)
 
 
 class JsonObjectsParser(CallParser):
@@ -222,9 +233,13 @@ class _CallObject:
 
 
 def _decoded(text: Sequence[str]) -> str:
-    joined = "".join(text)
-    value = json.loads(joined)
+    value = json.loads("".join(text))
     assert isinstance(value, str)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        # Half a surrogate pair is no text: nobody could store it or send it on.
+        raise Malformed from None
     return value
 
 
@@ -286,119 +301,29 @@ class KeyedObjectsParser(CallParser):
         return end
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KeyedCalls(CallFormat):
-    """Objects whose key is the name."""
+    """Objects whose only key is the tool's name: `[{"get_weather": {"city": "Paris"}}, …]` between marks."""
 
-    writer: CallWriter
-    openers: tuple[str, ...]
-    leads: str = ""
-    marks: tuple[str, ...] = ()
-    opener_is_text: bool = False
+    def __init__(self, writer: CallText) -> None:
+        super().__init__(writer, openers=marks_in(writer.start), marks=marks_in(writer.end))
 
     def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
         return KeyedObjectsParser()
 
 
-def _listed(opener: str, close: str, *, is_text: bool = False) -> JsonCalls:
-    """A list of objects between two marks; where the first is plain text, too, of known tools."""
-    writer = CallText(
-        start=f"{opener}[",
-        head='{"name": "',
+def json_object(
+    *, start: str = "", head: str = "", tail: str = "", between: str = "", end: str = ""
+) -> CallText:
+    """Writes `{"name": …, "arguments": {…}}`, with texts around each object and around them all."""
+    return CallText(
+        start=start,
+        head=head + '{"name": "',
         middle='", "arguments": ',
-        tail="}",
-        between=", ",
-        end=f"]{close}",
-    )
-    return JsonCalls(
-        openers=(opener,),
-        marks=(close,) if close else (),
-        writer=writer,
-        known_only=is_text,
-        opener_is_text=is_text,
+        tail="}" + tail,
+        between=between,
+        end=end,
     )
 
 
-HERMES = JsonCalls(
-    openers=("<tool_call>",),
-    marks=("</tool_call>",),
-    writer=CallText(
-        head='<tool_call>\n{"name": "',
-        middle='", "arguments": ',
-        tail="}\n</tool_call>",
-        between="\n",
-    ),
-)
-"""Hermes, Qwen, SmolLM3 and many others: an object between tags."""
-
-LLAMA = JsonCalls(
-    openers=("<|python_tag|>",),
-    leads="{",
-    writer=CallText(head='{"name": "', middle='", "parameters": ', tail="}", between="; "),
-)
-"""Llama 3: an object, bare or behind a tag."""
-
-GRANITE = _listed("<|tool_call|>", "")
-PHI = _listed("<|tool_call|>", "<|/tool_call|>")
-NEMOTRON_V2 = _listed("<TOOLCALL>", "</TOOLCALL>")
-APRIEL = _listed("<tool_calls>", "</tool_calls>")
-MINIMAX_M1 = JsonCalls(
-    openers=("<tool_calls>",),
-    marks=("</tool_calls>",),
-    writer=CallText(
-        start="<tool_calls>\n",
-        head='{"name": "',
-        middle='", "arguments": ',
-        tail="}\n",
-        end="</tool_calls>",
-    ),
-)
-FIREFUNCTION = _listed("functools", "", is_text=True)
-
-COMMAND = JsonCalls(
-    openers=("<|START_ACTION|>",),
-    marks=("<|END_ACTION|>",),
-    writer=CallText(
-        start="<|START_ACTION|>[\n    ",
-        head='{"tool_call_id": "0", "tool_name": "',
-        middle='", "parameters": ',
-        tail="}",
-        between=",\n    ",
-        end="\n]<|END_ACTION|>",
-    ),
-)
-
-COMMAND_R_PLUS = JsonCalls(
-    openers=("Action:\n```json\n", "Action: ```json\n"),
-    writer=CallText(
-        start="Action:\n```json\n[\n    ",
-        head='{\n        "tool_name": "',
-        middle='",\n        "parameters": ',
-        tail="\n    }",
-        between=",\n    ",
-        end="\n]```",
-    ),
-    opener_is_text=True,
-    closing="```",
-)
-
-GIGACHAT = JsonCalls(
-    openers=("<|message_sep|>\n\nfunction call<|role_sep|>\n", "<|function_call|>"),
-    writer=CallText(
-        head='<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "', middle='", "arguments": ', tail="}"
-    ),
-)
-
-APERTUS = KeyedCalls(
-    openers=("<|tools_prefix|>",),
-    marks=("<|tools_suffix|>",),
-    writer=CallText(
-        start="<|tools_prefix|>[", head='{"', middle='": ', tail="}", between=", ", end="]<|tools_suffix|>"
-    ),
-)
-
-JSON = JsonCalls(
-    leads="{[",
-    writer=CallText(head='{"name": "', middle='", "arguments": ', tail="}", between="\n"),
-)
+JSON = JsonCalls(json_object(between="\n"), leads="{[")
 """For models of no known format: a bare object of a known tool."""

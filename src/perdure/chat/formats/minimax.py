@@ -1,4 +1,23 @@
-"""MiniMax M3's format: a tag for every value, nested as the values are, each behind a mark of its own."""
+"""MiniMax M2: a section of calls, with a tag for each call and each argument.
+
+    <minimax:tool_call>
+    <invoke name="get_weather">
+    <parameter name="city">Paris</parameter>
+    </invoke>
+    </minimax:tool_call>
+
+M3 has a tag for every value, nested as the values are, each behind a mark, here written `¤`:
+
+    ¤<tool_call>
+    ¤<invoke name="get_weather">¤<city>Paris¤</city>¤<days>¤<item>1¤</item>¤</days>¤</invoke>
+    ¤</tool_call>
+
+M1 writes lines of JSON:
+
+    <tool_calls>
+    {"name": "get_weather", "arguments": {"city": "Paris"}}
+    </tool_calls>
+"""
 
 from __future__ import annotations
 
@@ -9,11 +28,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from perdure.chat.message import Tool, ToolCall
-from perdure.chat.parsing.call_format import CallFormat
-from perdure.chat.parsing.call_parser import LONGEST_HEADER, CallParser
-from perdure.chat.parsing.call_writer import CallWriter, Rules, value_rule, within
+from perdure.chat.parsing.arguments import kinds_of, properties_of, resolved, typed
+from perdure.chat.parsing.call_format import LONGEST_HEADER, CallFormat, CallParser
+from perdure.chat.parsing.call_writer import CallWriter, Rules, TaggedText, value_rule, within
+from perdure.chat.parsing.family import THINK, Family, Markers
+from perdure.chat.parsing.json_objects import JsonCalls, json_object
 from perdure.chat.parsing.json_scanner import Malformed
-from perdure.chat.parsing.values import kinds_of, properties_of, resolved, typed
+from perdure.chat.parsing.tagged import TaggedCalls
 from perdure.decode.sampling.grammar import Grammar
 
 _MARK = "]<]minimax[>["
@@ -85,16 +106,12 @@ def _member_rule(rules: Rules, key: str, schema: Any, root: Mapping[str, Any], d
     return rules.rule(f"{head} {inner} {rules.literal(_MARK)} {rules.words(f'</{key}>')}")
 
 
-_TEXT = _MiniMaxText(start=f"{_MARK}<tool_call>\n", end=f"{_MARK}</tool_call>")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MiniMaxM3Calls(CallFormat):
-    openers: tuple[str, ...] = (_MARK + "<tool_call>",)
-    leads: str = ""
-    marks: tuple[str, ...] = (_MARK + "</tool_call>", _MARK)
-    writer: CallWriter = _TEXT
-    opener_is_text: bool = False
+    """A section of calls behind the mark."""
+
+    def __init__(self, writer: CallWriter) -> None:
+        opener, close = writer.start.strip(), writer.end.strip()
+        super().__init__(writer, openers=(opener,), marks=(close, _MARK))
 
     def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
         return _SectionParser(tools)
@@ -244,4 +261,36 @@ def _branch(schema: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     return {}
 
 
-MINIMAX_M3 = MiniMaxM3Calls()
+MINIMAX_M1 = Family(
+    "minimax-m1",
+    None,
+    JsonCalls(json_object(start="<tool_calls>\n", tail="\n", end="</tool_calls>")),
+    ("<tool_calls>", "<beginning_of_sentence>"),
+    ends=("<end_of_sentence>", "<beginning_of_sentence>"),
+)
+MINIMAX = Family(
+    "minimax",
+    THINK,
+    TaggedCalls(
+        TaggedText(
+            start="<minimax:tool_call>\n",
+            head='<invoke name="',
+            name_end='">\n',
+            key_head='<parameter name="',
+            key_end='">',
+            value_end="</parameter>\n",
+            tail="</invoke>\n",
+            end="</minimax:tool_call>",
+        )
+    ),
+    ("<minimax:tool_call>",),
+    ("minimax",),
+    ends=("[e~[",),
+)
+MINIMAX_M3 = Family(
+    "minimax-m3",
+    Markers(open="<mm:think>", close="</mm:think>"),
+    MiniMaxM3Calls(_MiniMaxText(start=f"{_MARK}<tool_call>\n", end=f"{_MARK}</tool_call>")),
+    (_MARK,),
+    ends=("[e~[",),
+)

@@ -1,42 +1,66 @@
-"""Repetition: penalties on tokens that were there before, and DRY on phrases that were."""
+"""Steering: a bias on tokens, penalties on tokens that were there before, and DRY on phrases that were."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable
+from typing import Self
 
 import numpy as np
 
 from perdure.decode.sampling.settings import Sampling
+from perdure.decode.sampling.stage import Breakers, Scope, Steering
 from perdure.engine.contract import Floats
 from perdure.engine.model import Model
-
-Breakers: TypeAlias = Mapping[int, Sequence[tuple[int, ...]]]
-"""For each token that may begin a breaker, the tokens that have to follow it for the breaker to be whole."""
 
 _LONGEST_BREAKER = 40
 _LONGEST_TAIL = 20
 _LOG_FLOAT_MAX = 88.7228391
 
 
-class Penalties:
+class Bias(Steering):
+    """Adds to the logits of some tokens; minus infinity rules one out."""
+
+    settings = ("logit_bias",)
+
+    def __init__(self, sampling: Sampling) -> None:
+        biases = sorted(sampling.logit_bias.items())
+        self.ids = np.array([token for token, _ in biases], np.intp)
+        self.values = np.array([value for _, value in biases], np.float32)
+
+    @classmethod
+    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
+        return cls(sampling) if sampling.logit_bias else None
+
+    def apply(self, row: Floats) -> None:
+        row[self.ids] += self.values
+
+
+class Penalties(Steering):
     """Repeat, frequency and presence penalties over the last tokens. Its state is those tokens' counts."""
+
+    settings = ("repeat_penalty", "frequency_penalty", "presence_penalty", "penalty_last_n")
 
     def __init__(self, sampling: Sampling, span: int) -> None:
         self._repeat = np.float32(sampling.repeat_penalty)
         self._frequency = np.float32(sampling.frequency_penalty)
         self._presence = np.float32(sampling.presence_penalty)
         self._last: deque[int] = deque()
-        self._span = span
+        self.span = span
         self._counts: Counter[int] = Counter()
+
+    @classmethod
+    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
+        penalties = (sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+        chosen = penalties != (1, 0, 0) and sampling.penalty_last_n
+        return cls(sampling, scope.span(sampling.penalty_last_n)) if chosen else None
 
     def accept(self, token: int) -> None:
         self._last.append(token)
         self._counts[token] += 1
-        if len(self._last) > self._span:
+        if len(self._last) > self.span:
             oldest = self._last.popleft()
             self._counts[oldest] -= 1
             if not self._counts[oldest]:
@@ -46,28 +70,36 @@ class Penalties:
         size = len(self._counts)
         ids = np.fromiter(self._counts.keys(), np.intp, size)
         counts = np.fromiter(self._counts.values(), np.float32, size)
-        found = row[ids]
+        logits = row[ids]
         # Dividing would make a token with a negative logit likelier.
-        found = np.where(found <= 0, found * self._repeat, found / self._repeat)
-        row[ids] = found - (counts * self._frequency + self._presence)
+        logits = np.where(logits <= 0, logits * self._repeat, logits / self._repeat)
+        row[ids] = logits - (counts * self._frequency + self._presence)
 
 
-class Dry:
+class Dry(Steering):
     """DRY: a token that would go on with a phrase that was there before is the less likely the longer it is.
 
     Its state is the last tokens and, for each of them, how many tokens up to it equal the latest ones.
     """
 
+    settings = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_last_n", "dry_breakers")
+
     def __init__(self, sampling: Sampling, span: int, breakers: Breakers) -> None:
         self._multiplier = sampling.dry_multiplier
         self._base = sampling.dry_base
         self._allowed = sampling.dry_allowed_length
-        self._span = span
+        self.span = span
         self._breakers = breakers
         self._tokens = np.zeros(1024, np.int32)
         self._repeats = np.zeros(1024, np.int32)
         self._heads: list[int] = []
         self._size = 0
+
+    @classmethod
+    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
+        if not sampling.dry_multiplier or not sampling.dry_last_n:
+            return None
+        return cls(sampling, scope.span(sampling.dry_last_n), scope.breakers(sampling.dry_breakers))
 
     def accept(self, token: int) -> None:
         size = self._size
@@ -87,7 +119,7 @@ class Dry:
 
     def apply(self, row: Floats) -> None:
         """Make less likely what would go on with a phrase."""
-        count = min(self._size, self._span)
+        count = min(self._size, self.span)
         if count <= self._allowed:
             return
         limit = self._limit(count)
