@@ -1,7 +1,6 @@
 """Every public name, from where it is defined. `import perdure` has them all."""
 
 from perdure.chat.message import Message, Tool, ToolCall
-from perdure.chat.options import CacheMark
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.chat.template.template import Template
 from perdure.decode.choice import Choice
@@ -9,7 +8,9 @@ from perdure.decode.embedding import Embeddings
 from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
 from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.sampling.settings import Sampling
-from perdure.decode.slots import Pin, Plan, ReuseReport
+from perdure.decode.slots import KeptPrefix, Plan, ReuseReport
+from perdure.decode.slots import KeptPrefix as CacheMark
+from perdure.decode.slots import KeptPrefix as Pin
 from perdure.decode.stream import Stream
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Capabilities
@@ -103,6 +104,7 @@ __all__ = [
     "ImportResult",
     "IncompatibleStateError",
     "InvalidInputError",
+    "KeptPrefix",
     "LibraryFetchError",
     "LogitsView",
     "MemorySpec",

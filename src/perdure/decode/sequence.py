@@ -18,7 +18,7 @@ from perdure.decode.sampling.grammar import Grammars, Matcher
 from perdure.decode.sampling.sampler import Sampler
 from perdure.decode.sampling.steering import BreakerTable
 from perdure.decode.sampling.together import CompiledChain, Shown
-from perdure.decode.slots import Later, ReuseReport, SlotAssignment
+from perdure.decode.slots import PendingPrefix, ReuseReport, SlotAssignment
 from perdure.decode.stream import Canceller, OutputQueue
 from perdure.decode.text import TextStream
 from perdure.engine.context import Context
@@ -329,7 +329,7 @@ class SequenceGroup(OutputQueue):
         super().__init__(prompt_tokens, canceller)
         self.sequences: list[TokenSequence] = []
         self.deadline = deadline
-        self.later: Later | None = None
+        self.pending_prefix: PendingPrefix | None = None
         """What it waits for though there is room, if it does."""
         self.checkpoint: Checkpoint | None = None
 
