@@ -374,6 +374,9 @@ class Session(StoredSession):
             pending, history = self._begin()
             try:
                 base, said = choose(history)
+                # Before any work: a turn that cannot be kept is not made.
+                if extra.follower is not None:
+                    extra.follower._lend(pending)
             except BaseException:
                 self._end(pending)
                 raise
@@ -392,10 +395,15 @@ class Session(StoredSession):
         except BaseException:
             self._end(pending)
             raise
+<<<<<<< HEAD
         pending.stream = weakref.ref(stream)
         if extra.follower is not None:
             extra.follower._lend(pending)
         return stream
+=======
+        pending.job = weakref.ref(job, lambda _: pending.release())
+        return job
+>>>>>>> main
 
 
 def _only(plan: FoldPlan) -> StreamPlan[ChatDelta, Turn]:
