@@ -395,15 +395,8 @@ class Session(StoredSession):
         except BaseException:
             self._end(pending)
             raise
-<<<<<<< HEAD
         pending.stream = weakref.ref(stream)
-        if extra.follower is not None:
-            extra.follower._lend(pending)
         return stream
-=======
-        pending.job = weakref.ref(job, lambda _: pending.release())
-        return job
->>>>>>> main
 
 
 def _only(plan: FoldPlan) -> StreamPlan[ChatDelta, Turn]:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import time
-<<<<<<< HEAD
 from collections.abc import Mapping, Sequence
-=======
-from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
->>>>>>> main
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Protocol
@@ -88,8 +84,7 @@ class TurnTransaction:
     def _turn(self, settings: dict[str, Any]) -> StreamPlan[ChatDelta, ChatReply]:
         """A turn as it happens: a summary first where the context is full, the reply, and its commit."""
         if settings.get("date") is None and self.host.chat_format.asks_date:
-<<<<<<< HEAD
-            settings["date"] = _date(self.base)
+            settings["date"] = _date(self.base) or self.extra.date or today()
         try:
             fold = (yield from self._folded(settings)) if self._is_full(settings) else None
             messages = self.base.messages if fold is None else fold.messages
@@ -107,10 +102,6 @@ class TurnTransaction:
             return [cut_short(cut.reply)]
         finally:
             self.pending.release()
-=======
-            settings["date"] = _date(self.base) or self.extra.date or today()
-        return FoldingJob(self._folding(settings)) if self._is_full(settings) else self._ask(settings)
->>>>>>> main
 
     def _commit(
         self,

@@ -12,13 +12,8 @@ from perdure.server.app_state import AppState, Caller
 from perdure.server.follow import SSE, Event, EventResponse, Events, Follower, Sink
 from perdure.server.protocols.responses.errors import error_detail, sent_differs
 from perdure.server.protocols.responses.stored import StoredResponse
-<<<<<<< HEAD
-from perdure.server.protocols.responses.stream import ResponseWriter
-from perdure.sessions.fold import TurnStream
-=======
 from perdure.server.protocols.responses.stream import OPENING, ResponseWriter, SentPart, failed_event
 from perdure.sessions.fold import TurnStream
->>>>>>> main
 
 
 class Run(Sink):
@@ -129,11 +124,7 @@ class Runs:
 
     def __init__(self) -> None:
         self._background: dict[tuple[str, str], Run] = {}
-<<<<<<< HEAD
-        self._reading: dict[tuple[str, str], TurnStream] = {}
-=======
         self._reading: dict[tuple[str, str], tuple[TurnStream, ResponseWriter]] = {}
->>>>>>> main
 
     def background(self, namespace: str, response_id: str) -> Run | None:
         run = self._background.get((namespace, response_id))
@@ -155,11 +146,7 @@ class Runs:
         run.task.add_done_callback(lambda _: self._background.pop(key, None))
         return run
 
-<<<<<<< HEAD
-    def read(self, namespace: str, response_id: str, stream: TurnStream) -> None:
-=======
     def read(self, namespace: str, response_id: str, stream: TurnStream, writer: ResponseWriter) -> None:
->>>>>>> main
         """A response is being made for a client that reads it."""
         ended = [key for key, (each, _) in self._reading.items() if each.done or each.cancelled]
         for key in ended:

@@ -143,14 +143,8 @@ class Connection:
         stored: StoredResponse | None = None
         stream: TurnStream | ApiError
         if asked.stores:
-<<<<<<< HEAD
-            response = await app_state.call(responses.begin, asked)
-            head = response.head
-            stream: TurnStream = await app_state.call(responses.submit, response, notes)
-=======
             response, stream = await app_state.call(responses.start, asked, notes)
             stored, head = response, response.head
->>>>>>> main
         else:
             head = responses.unstored_head(asked)
             stream = await app_state.call(responses.submit_unstored, asked)
