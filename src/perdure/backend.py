@@ -24,8 +24,7 @@ from perdure.decode.request import Request, check_prompt_size
 from perdure.decode.sampling.settings import Sampling
 from perdure.engine.context import Context
 from perdure.engine.contract import Tokenizer, Tokens
-from perdure.engine.keywords import ContextKeywords, LoadingKeywords
-from perdure.engine.llama.model import Model as LlamaModel
+from perdure.engine.keywords import ContextKeywords
 from perdure.engine.model import Model
 from perdure.errors import InvalidInputError
 from perdure.store.disk import DiskTier
@@ -38,14 +37,6 @@ _SWAP_SLOTS = 4
 """Sequences on a device without a slot, unless it is said how many: to wait in, and one to change places."""
 _ALIKE = ("threads", "flash", "rope_freq_base", "rope_freq_scale")
 """Settings of the context that embeddings are computed with too."""
-
-
-def load_model(
-    source: str | os.PathLike[str] | None, loading: LoadingKeywords, *, n_ctx: int, slots: int
-) -> LlamaModel:
-    """A model file, loaded so that a context of so many requests fits beside it on the device."""
-    cells = n_ctx * slots if isinstance(n_ctx, int) and isinstance(slots, int) else 0
-    return LlamaModel(source, cells=max(0, cells), **loading)
 
 
 def _opened(

@@ -26,8 +26,6 @@ MAX_SAMPLES = 1024
 """Of one prompt. Each takes memory from the start."""
 _USUAL = 32
 """Characters a token that no ordinary text has: shorter ones are tokenised to find out."""
-_COVERING = ("gpt2", "llama", "toy")
-"""Kinds of tokenizers whose tokens cover all of a text. Others collapse white space, or drop characters."""
 _longest: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
 _measuring = threading.Lock()
 
@@ -251,7 +249,7 @@ class Reply:
 
 def check_prompt_size(text: str, model: Tokenizer, n_ctx: int) -> None:
     """Raise ContextOverflow where even the longest tokens are too short for `text` to fit."""
-    if len(text) <= _USUAL * n_ctx or model.metadata.get("tokenizer.ggml.model", "toy") not in _COVERING:
+    if len(text) <= _USUAL * n_ctx or not model.info.covers_text:
         return
     with _measuring:
         if (longest := _longest.get(model)) is None:
