@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from perdure.backend import Backend
+from perdure.chat.formats.registry import detect
 from perdure.chat.job import ChatJob, ContextShift, ReasoningBudget, SampleRequest
 from perdure.chat.keywords import TurnKeywords
 from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.options import ChatOptions
 from perdure.chat.overflow import drop_oldest, overflow
-from perdure.chat.parsing.families import Family, detect
+from perdure.chat.parsing.family import Family, Thought, reasoned
 from perdure.chat.parsing.learned import CallForm, learn
-from perdure.chat.parsing.reasoned import Thought, reasoned
 from perdure.chat.parsing.reply_parser import ReplyParser
 from perdure.chat.prompt_builder import Prompt, PromptBuilder
 from perdure.chat.reply import ChatReply

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -263,18 +263,21 @@ class Sessions:
         """A session of another runtime, with all its turns, under a name here; or in the place of the one
         that has that name."""
         _check_name(name)
-        if replace and self.store.has(session.namespace, name):
-            self.get(name, session.namespace).delete()
-        return self._opened(
-            self.store.create(
+        there = replace and self.store.has(session.namespace, name)
+        old = self.get(name, session.namespace) if there else None
+        with old._changing() if old is not None else nullcontext():
+            info = self.store.create(
                 session.namespace,
                 name,
                 session._history.turns,
                 kind=session.kind,
                 settings=session.settings,
                 origin=session.origin,
+                replaces=old.info if old is not None else None,
             )
-        )
+            if old is not None:
+                old._deleted = True
+        return self._opened(info)
 
     # For sessions.
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Protocol
@@ -28,7 +26,7 @@ from perdure.errors import (
 from perdure.sessions.fold import FoldingJob, TurnJob, foldable, summarised
 from perdure.sessions.history import History
 from perdure.sessions.stored_session import PendingTurn, StoredSession, StoreHost
-from perdure.sessions.turn import Turn, added
+from perdure.sessions.turn import Turn, added, plain_settings
 
 
 class TurnHost(StoreHost, Protocol):
@@ -156,7 +154,7 @@ class TurnTransaction:
             reply=reply.whole,
             keep=keep,
             added=more,
-            settings=_plain({**settings, **self.extra.notes}),
+            settings=plain_settings({**settings, **self.extra.notes}),
             seed=reply.seed,
             finish_reason=reply.finish_reason,
             usage=_usage(reply),
@@ -217,15 +215,6 @@ def _date(history: History) -> str:
         if isinstance(found := turn.settings.get("date"), str):
             return found
     return datetime.now().isoformat(timespec="seconds")
-
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that can be written down."""
-    found = {}
-    for name, value in settings.items():
-        with suppress(TypeError, ValueError):
-            found[name] = json.loads(json.dumps(value))
-    return found
 
 
 def _usage(reply: ChatReply) -> dict[str, int | str]:

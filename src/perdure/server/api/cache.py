@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 
 from perdure.cache.prefix_cache import CacheStats
-from perdure.cache.record import Record
+from perdure.decode.slots import KeptPrefix
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.schemas import (
@@ -165,7 +165,7 @@ async def clear(
     )
 
 
-def _record(record: Record) -> RecordAnswer:
+def _record(record: KeptPrefix) -> RecordAnswer:
     return RecordAnswer(
         id=record.id, tokens=len(record.tokens), kept=record.kept, labels=sorted(record.labels)
     )
