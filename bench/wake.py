@@ -160,8 +160,8 @@ def _woken(kind: str, store: Path, text: str, *, cold: bool) -> float:
 
 
 def _found(store: Path, name: str) -> float:
+    from perdure.cache.tiers.disk import DiskTier
     from perdure.sessions.store.sqlite.store import SqliteStore
-    from perdure.store.disk import DiskTier
 
     started = time.perf_counter()
     with closing(DiskTier(store, budget=1 << 40)), closing(SqliteStore(store)) as sessions:

@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from perdure import InvalidInputError, Message, PerdureError, SessionError, StoreFullError, Turn
+from perdure.chat.formats.registry import family
 from perdure.chat.message import Tool, ToolCall
-from perdure.chat.parsing.formats.json_objects import APERTUS, COMMAND, HERMES
 from perdure.chat.parsing.json_scanner import Malformed
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.store.sqlite.backup import back_up, restore
@@ -266,16 +266,22 @@ def test_x2_a_backup_with_a_turn_that_cannot_be_read_brings_the_others_back(
 
 
 @pytest.mark.parametrize(
-    ("calls", "opener", "text"),
+    ("name", "opener", "text"),
     [
-        (HERMES, "<tool_call>", '{"name": "look\\ud83d", "arguments": {}}'),
-        (HERMES, "<tool_call>", '{"id": "\\udc00", "name": "look", "arguments": {}}'),
-        (HERMES, "<tool_call>", '{"name": "look", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}'),
-        (COMMAND, "<|START_ACTION|>", '[{"tool_call_id": "\\ud83d", "tool_name": "look", "parameters": {}}]'),
-        (APERTUS, "<|tools_prefix|>", '[{"look\\ud83d": {}}]'),
+        ("hermes", "<tool_call>", '{"name": "look\\ud83d", "arguments": {}}'),
+        ("hermes", "<tool_call>", '{"id": "\\udc00", "name": "look", "arguments": {}}'),
+        ("hermes", "<tool_call>", '{"name": "look", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}'),
+        (
+            "command",
+            "<|START_ACTION|>",
+            '[{"tool_call_id": "\\ud83d", "tool_name": "look", "parameters": {}}]',
+        ),
+        ("apertus", "<|tools_prefix|>", '[{"look\\ud83d": {}}]'),
     ],
 )
-def test_x3_a_call_whose_name_or_id_does_not_encode_is_malformed(calls: Any, opener: str, text: str) -> None:
+def test_x3_a_call_whose_name_or_id_does_not_encode_is_malformed(name: str, opener: str, text: str) -> None:
+    calls = family(name).calls
+    assert calls is not None
     parser = calls.parser(opener, [Tool(name="look")])
     with pytest.raises(Malformed):
         parser.push(text)

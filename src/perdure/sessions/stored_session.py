@@ -23,7 +23,7 @@ from perdure.errors import (
     SessionNotFoundError,
     StoreError,
 )
-from perdure.sessions.fold import TurnJob
+from perdure.sessions.fold import TurnStream
 from perdure.sessions.history import History, Read, TurnPage, TurnReference
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.store.base import SessionStore
@@ -40,13 +40,13 @@ class StoreHost(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PendingTurn:
-    """A turn on its way, or a fold. A job that nobody holds any more is cancelled, so it must not be held
-    here."""
+    """A turn on its way, or a fold. A stream that nobody holds any more is cancelled, so it must not be
+    held here."""
 
     head: int
     """The turn at which the session stood when it began."""
     let_go: Callable[[], None]
-    job: weakref.ref[Any] | None = None
+    stream: weakref.ref[TurnStream] | None = None
     """None while it is being prepared."""
     ended: bool = False
 
@@ -183,10 +183,10 @@ class StoredSession:
             self._history = base.then(numbers, [turn])
 
     def note(self, origin: Mapping[str, Any]) -> None:
-        """Write down something else of where it comes from."""
+        """Add to what is written down of its origin. Entries that are not named here stay."""
         with self._lock:
             self._check_there()
-            self._info = self._host.store.note(self._info, origin)
+            self._info = self._host.store.note(self._info, {**self._info.origin, **origin})
 
     def rewind(self, turns: int = 1, *, to: int | None = None) -> None:
         """Go back by a number of turns, or to after turn number `to`."""
@@ -304,7 +304,7 @@ class StoredSession:
     # One at a time.
 
     def _begin(self) -> tuple[PendingTurn, History]:
-        """Have the session for a turn or a fold; nobody else gets it before `_end`, or the job's end."""
+        """Have the session for a turn or a fold; nobody else gets it before `_end`, or the stream's end."""
         with self._lock:
             self._take()
             try:
@@ -317,9 +317,16 @@ class StoredSession:
             return pending, history
 
     def _lend(self, pending: PendingTurn) -> None:
-        """Have nobody else change the session while a turn that it is to follow is on its way."""
+        """Have nobody else change the session while a turn that it is to follow is on its way. Refused where
+        the session does not stand where that turn began: the turn could not become part of it."""
         with self._lock:
             self._take()
+            if self._history.head != pending.head:
+                self._host.store.release(self._info)
+                raise SessionError(
+                    f"session {self.name!r} has moved on since this turn was asked for, so it cannot become "
+                    "part of it: ask again"
+                )
             info, store, first = self._info, self._host.store, pending.let_go
 
             def let_go() -> None:
@@ -369,10 +376,10 @@ class StoredSession:
 
     def _check_free(self) -> None:
         pending = self._pending
-        if pending is None:
+        if pending is None or pending.ended:
             return
-        job: TurnJob | None = pending.job() if pending.job is not None else None
-        if pending.job is None or (job is not None and not (job.done or job.cancelled)):
+        stream = pending.stream() if pending.stream is not None else None
+        if pending.stream is None or (stream is not None and not (stream.done or stream.cancelled)):
             raise SessionBusyError(
                 f"session {self.name!r} is answering another turn: wait for it, cancel it, or fork it"
             )
