@@ -21,13 +21,13 @@ from perdure.decode.embedding import EmbeddingQueue, Embeddings
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.output_queue import Job
 from perdure.decode.request import Request, check_prompt_size
-from perdure.decode.sampling.settings import Sampling
 from perdure.engine.context import Context
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.engine.keywords import ContextKeywords, LoadingKeywords
 from perdure.engine.llama.model import Model as LlamaModel
 from perdure.engine.model import Model
 from perdure.errors import InvalidInputError
+from perdure.sampling import Sampling
 from perdure.store.disk import DiskTier
 from perdure.store.records import Records
 from perdure.store.writer import WriteBehind

@@ -18,7 +18,7 @@ from perdure.engine.model import Model as ModelContract
 from perdure.errors import InvalidInputError, ModelError, StoreLockedError
 from perdure.identity import content_digest
 from perdure.models.local_models import locate
-from perdure.option_names import refuse_unknown
+from perdure.options import refuse_unknown
 from perdure.runtime import Runtime
 from perdure.store.holder import StoreLock
 from perdure.worker.attached import Link, check_settings, hold_or_attach

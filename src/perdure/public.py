@@ -10,7 +10,6 @@ from perdure.decode.embedding import Embeddings
 from perdure.decode.output_queue import Job
 from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
 from perdure.decode.sampling.grammar import Grammar
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import Pin, Plan, ReuseReport
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Capabilities
@@ -65,6 +64,7 @@ from perdure.identity import Identity
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.opening import open  # noqa: A004
 from perdure.runtime import Runtime
+from perdure.sampling import Sampling
 from perdure.sessions.fold import TurnJob
 from perdure.sessions.importing import ImportResult
 from perdure.sessions.info import SessionInfo, SessionMemory

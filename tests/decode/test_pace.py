@@ -8,8 +8,8 @@ import pytest
 
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.scheduler import Pace
+from perdure.sampling import Sampling
 from perdure.testing.toy import ToyModel
 
 

@@ -17,7 +17,6 @@ from perdure.cache.record import LABEL_LENGTH
 from perdure.cache.slots.slot_cache import SlotCache
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
-from perdure.decode.sampling.settings import Sampling
 from perdure.engine.batch import Batch
 from perdure.engine.contract import Outcome
 from perdure.engine.llama.core import LlamaCore
@@ -26,6 +25,7 @@ from perdure.errors import (
     StoreDamagedError,
 )
 from perdure.memory import FullAttention
+from perdure.sampling import Sampling
 from perdure.store.disk import DiskTier
 from perdure.store.writer import WriteBehind
 from store import children

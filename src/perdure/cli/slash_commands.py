@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perdure.cli.output import terminal, words
-from perdure.decode.sampling.settings import Sampling
 from perdure.errors import InvalidInputError, PerdureError, SessionError
+from perdure.sampling import Sampling
 
 if TYPE_CHECKING:
     from perdure.cli.conversation import Conversation

@@ -14,13 +14,13 @@ import numpy as np
 from perdure.checks import is_whole
 from perdure.decode.keywords import Processor, RequestKeywords
 from perdure.decode.sampling.grammar import Grammar
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import Pin, ReuseReport
 from perdure.decode.text import check_stops
 from perdure.engine.contract import Tokenizer
 from perdure.engine.logits import Candidate
 from perdure.errors import ContextOverflow, InvalidInputError, TokenError
-from perdure.option_names import unknown_options
+from perdure.options import unknown_options
+from perdure.sampling import Sampling
 
 MAX_SAMPLES = 1024
 """Of one prompt. Each takes memory from the start."""

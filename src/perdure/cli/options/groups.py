@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from perdure.cli.options import offload, shared
-from perdure.decode.sampling.settings import Sampling
+from perdure.sampling import Sampling
 
 if TYPE_CHECKING:
     from perdure.engine.keywords import LoadingKeywords

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from perdure.cli.options.completion import first_word, model_names, session_names
-from perdure.decode.sampling.settings import Sampling
+from perdure.sampling import Sampling
 
 _DEFAULT = Sampling()
 _Talk = "The conversation"

@@ -10,10 +10,10 @@ from typing import Self
 
 import numpy as np
 
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.sampling.stage import Breakers, Scope, Steering
 from perdure.engine.contract import Floats
 from perdure.engine.model import Model
+from perdure.sampling import Sampling
 
 _LONGEST_BREAKER = 40
 _LONGEST_TAIL = 20

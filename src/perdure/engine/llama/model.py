@@ -39,7 +39,7 @@ from perdure.errors import ClosedError, InvalidInputError, ModelFileError, Model
 from perdure.identity import Identity, content_digest, file_version
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.models.parts import part_names
-from perdure.option_names import refuse_unknown
+from perdure.options import refuse_unknown
 
 log = logging.getLogger("perdure.engine")
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from perdure.chat.message import Message
-from perdure.decode.sampling.settings import draw_seed
 from perdure.errors import SessionNotFoundError
+from perdure.sampling import draw_seed
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState
 from perdure.server.protocols.cache_marks import MARKS, cache_marks, has_breakpoint
