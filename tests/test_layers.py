@@ -17,7 +17,7 @@ LAYERS = (
     "errors",
     "checks",
     "options",
-    "sampling",
+    "request_options",
     "system",
     "atomic",
     "config",

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.llama.native import library
-from perdure.sampling import Sampling
+from perdure.request_options import Sampling
 
 
 class ChainParams(ctypes.Structure):

@@ -27,7 +27,7 @@ from perdure.engine.keywords import ContextKeywords, LoadingKeywords
 from perdure.engine.llama.model import Model as LlamaModel
 from perdure.engine.model import Model
 from perdure.errors import InvalidInputError
-from perdure.sampling import Sampling
+from perdure.request_options import Sampling
 from perdure.store.disk import DiskTier
 from perdure.store.records import Records
 from perdure.store.writer import WriteBehind

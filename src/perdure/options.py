@@ -108,14 +108,15 @@ class Option:
         return value
 
     def gather(self, texts: Iterable[str]) -> Any:
-        """The value that several texts make: a tuple of them, or a mapping of TOKEN=NUMBER."""
+        """The value that several texts make: a tuple of them, or a mapping of TOKEN=NUMBER to biases."""
         if self.kind is not dict:
             return tuple(text.encode().decode("unicode_escape") if "\\" in text else text for text in texts)
         pairs = {}
         for text in texts:
             token, _, number = text.partition("=")
             try:
-                pairs[int(token)] = float(number)
+                bias = float(number)
+                pairs[int(token)] = bias if bias > -100 else -math.inf
             except ValueError:
                 raise InvalidInputError(f"{self.name} is TOKEN=NUMBER, got {text!r}") from None
         return pairs
@@ -165,6 +166,7 @@ def option(
     default: Any = MISSING,
     *,
     help: str,  # noqa: A002 - what the other surfaces call it
+    name: str = "",
     factory: Callable[[], Any] | None = None,
     low: float | None = None,
     high: float | None = None,
@@ -175,8 +177,9 @@ def option(
     flags: tuple[str, ...] = (),
     ollama: str = "",
 ) -> Any:
-    """A field of a dataclass that is an option on every surface."""
+    """A field of a dataclass that is an option on every surface, there under `name` if that is another."""
     said = {
+        "name": name,
         "help": help,
         "low": low,
         "high": high,
@@ -193,8 +196,14 @@ def option(
 
 
 def options_of(kind: type) -> Mapping[str, Option]:
-    """The options among the fields of a dataclass, by name."""
+    """The options among the fields of a dataclass, by field."""
     return _read(kind)
+
+
+def check_options(options: Any) -> None:
+    """Refuse an instance with an option that is out of its range."""
+    for field_name, each in options_of(type(options)).items():
+        each.check(getattr(options, field_name))
 
 
 @functools.cache
@@ -207,9 +216,9 @@ def _read(kind: type) -> Mapping[str, Option]:
         plain, choices, optional = _plain(hints[each.name])
         default = each.default if each.default_factory is MISSING else each.default_factory()
         high = WHOLE if plain is int and said["high"] is None else said["high"]
+        name = said["name"] or each.name
         options[each.name] = Option(
-            **{**said, "ollama": said["ollama"] or each.name, "high": high},
-            name=each.name,
+            **{**said, "name": name, "ollama": said["ollama"] or name, "high": high},
             kind=plain,
             default=default,
             optional=optional,

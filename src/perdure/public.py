@@ -63,8 +63,8 @@ from perdure.errors import (
 from perdure.identity import Identity
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.opening import open  # noqa: A004
+from perdure.request_options import Sampling
 from perdure.runtime import Runtime
-from perdure.sampling import Sampling
 from perdure.sessions.fold import TurnJob
 from perdure.sessions.importing import ImportResult
 from perdure.sessions.info import SessionInfo, SessionMemory

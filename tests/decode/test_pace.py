@@ -9,7 +9,7 @@ import pytest
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
 from perdure.decode.scheduler import Pace
-from perdure.sampling import Sampling
+from perdure.request_options import Sampling
 from perdure.testing.toy import ToyModel
 
 

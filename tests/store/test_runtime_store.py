@@ -25,7 +25,7 @@ from perdure.errors import (
     StoreDamagedError,
 )
 from perdure.memory import FullAttention
-from perdure.sampling import Sampling
+from perdure.request_options import Sampling
 from perdure.store.disk import DiskTier
 from perdure.store.writer import WriteBehind
 from store import children

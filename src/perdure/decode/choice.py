@@ -11,7 +11,7 @@ import numpy as np
 from perdure.decode.request import Reply, Request
 from perdure.engine.contract import Tokenizer
 from perdure.errors import InvalidInputError, TokenError
-from perdure.sampling import Sampling
+from perdure.request_options import Sampling
 
 Normalisation = Literal["total", "token"]
 """Compare options by their whole log probability, or by that of a token of theirs on average."""

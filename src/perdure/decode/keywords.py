@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.slots import Pin
 from perdure.engine.logits import LogitsView
-from perdure.sampling import Sampling
+from perdure.request_options import Sampling
 
 Processor: TypeAlias = Callable[[Sequence[int], LogitsView], NDArray[np.float32]]
 """Called with the tokens so far and the live logits; returns the logits to draw from."""

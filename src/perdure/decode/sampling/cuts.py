@@ -17,7 +17,7 @@ from perdure.decode.sampling.candidates import (
 )
 from perdure.decode.sampling.stage import Cut, Mask, Scope, Table, Weights, column
 from perdure.engine.contract import Floats
-from perdure.sampling import Sampling
+from perdure.request_options import Sampling
 
 
 class Greedy(Cut):

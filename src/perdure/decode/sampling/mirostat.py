@@ -10,7 +10,7 @@ import numpy as np
 from perdure.decode.sampling.candidates import Candidates, at_least, top, total_mass
 from perdure.decode.sampling.stage import Cut, Scope
 from perdure.engine.contract import Floats
-from perdure.sampling import Sampling
+from perdure.request_options import Sampling
 
 _TOKENS = 100
 """The likeliest tokens that a curve is fitted through."""

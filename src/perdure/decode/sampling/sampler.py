@@ -16,7 +16,7 @@ from perdure.decode.sampling.steering import Bias, Dry, Penalties
 from perdure.engine.contract import Floats
 from perdure.engine.row_kernels import NothingToDraw
 from perdure.errors import EngineError
-from perdure.sampling import Sampling
+from perdure.request_options import Sampling
 
 STAGES: tuple[type[Stage], ...] = (
     Bias,

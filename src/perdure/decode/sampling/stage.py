@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from perdure.decode.sampling.candidates import Candidates
 from perdure.engine.contract import Floats
-from perdure.sampling import Sampling
+from perdure.request_options import Sampling
 
 Weights = NDArray[np.float64]
 Mask = NDArray[np.uint8]

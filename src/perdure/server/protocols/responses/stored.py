@@ -9,7 +9,7 @@ from typing import Any
 
 from perdure.chat.message import Message
 from perdure.errors import SessionNotFoundError
-from perdure.sampling import draw_seed
+from perdure.request_options import draw_seed
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState
 from perdure.server.protocols.cache_marks import MARKS, cache_marks, has_breakpoint

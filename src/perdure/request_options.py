@@ -1,17 +1,22 @@
-"""The settings of a draw, checked once. `perdure.decode.sampling` has a stage for each."""
+"""What can be asked of a reply, each option said once: the settings of a draw, and those of a request.
+
+`perdure.decode.sampling` has a stage for each setting of a draw; `perdure.decode.request` adds a prompt.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import secrets
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from perdure.checks import is_number, is_whole
 from perdure.errors import InvalidInputError, SamplingError, TokenError
-from perdure.options import option, options_of
+from perdure.options import check_options, option
 
+MAX_SAMPLES = 1024
+"""Of one prompt. Each takes memory from the start."""
 SEED_LIMIT = 2**32 - 1
 """Seeds lie below this: the engine takes the largest for "choose one"."""
 
@@ -96,11 +101,10 @@ class Sampling:
     )
 
     def __post_init__(self) -> None:
-        for each in options_of(type(self)).values():
-            try:
-                each.check(getattr(self, each.name))
-            except InvalidInputError as error:
-                raise SamplingError(str(error)) from None
+        try:
+            check_options(self)
+        except InvalidInputError as error:
+            raise SamplingError(str(error)) from None
         if 0 < self.temperature < _COLDEST:
             raise SamplingError(f"temperature is 0 or at least {_COLDEST:g}, got {self.temperature!r}")
         if not isinstance(self.dry_breakers, tuple) or not all(map(_is_breaker, self.dry_breakers)):
@@ -143,6 +147,40 @@ class Sampling:
                 raise TokenError(f"logit_bias names token {token}; ids run from 0 to {n_vocab - 1}")
         if len(self.banned) == n_vocab:
             raise SamplingError("logit_bias rules out every token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """How a reply is made, whatever its prompt is."""
+
+    max_tokens: int | None = option(
+        None,
+        low=1,
+        help="most tokens of a reply",
+        unset="until the model stops",
+        common=True,
+        flags=("-n",),
+        ollama="num_predict",
+    )
+    """None: until the model stops or the context is full."""
+    sampling: Sampling = field(default_factory=Sampling)
+    stops: Sequence[str] = option(
+        (),
+        name="stop",
+        items=64,
+        characters=1024,
+        help="end the reply before any of these texts",
+        common=True,
+    )
+    n: int = option(1, low=1, high=MAX_SAMPLES, help="replies to one prompt, which is read once")
+    logprobs: int | None = option(
+        None, low=0, help="log probabilities of the reply, with the K likeliest tokens beside each"
+    )
+    """None: none; 0: of the tokens drawn; k: with the k likeliest beside each."""
+    prompt_logprobs: int | None = option(
+        None, low=0, help="log probabilities of the prompt, with the K likeliest tokens beside each"
+    )
+    ignore_eos: bool = option(False, help="never end a reply at the model's own end")
 
 
 # Beyond these a logit may leave the range of a float, and infinity less infinity is no number.
