@@ -9,20 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Never, cast
 
-from perdure import config, models
-from perdure.backend import Backend, BackendKeywords, LocalBackend, load_model
+from perdure import config
+from perdure.backend import Backend, BackendKeywords, LocalBackend
 from perdure.chat.template.template import Template
 from perdure.config import N_CTX, QUEUE, SLOTS
+from perdure.engine import registry
 from perdure.engine.keywords import LoadingKeywords
 from perdure.engine.model import Model as ModelContract
-from perdure.errors import InvalidInputError, ModelError, StoreLockedError
-from perdure.identity import content_digest
-from perdure.models.local_models import locate
+from perdure.errors import InvalidInputError, StoreLockedError
 from perdure.options import refuse_unknown
 from perdure.runtime import Runtime
 from perdure.store.holder import StoreLock
 from perdure.worker.attached import Link, check_settings, hold_or_attach
-from perdure.worker.remote import RemoteBackend, is_factory
+from perdure.worker.remote import RemoteBackend
 from perdure.worker.restart_policy import RestartPolicy
 
 _RESOURCES = frozenset(
@@ -67,7 +66,7 @@ class BackendOptions:
             )
         if self.loaded:
             return LocalBackend(cast(ModelContract, self.model), store=self.store, **settings)
-        own = load_model(
+        own = registry.open_model(
             cast("str | None", self.model), self.loading, n_ctx=n_ctx, slots=self.settings.get("slots", SLOTS)
         )
         try:
@@ -92,24 +91,8 @@ class BackendOptions:
         ready = link.welcome.ready
         if self.loaded:
             return cast(ModelContract, self.model).digest == ready.digest
-        if is_factory(self.model):
-            return ready.path is None
-        name = self.model or config.settings().model
-        if name is None:
-            return True
-        if ready.path is None:
-            return False
-        try:
-            found = locate(models.resolve(cast(str, name)))
-            files = [part.path for part in models.read_parts(found)] if found is not None else []
-        except ModelError:
-            return False
-        if not files or files[0].samefile(ready.path):
-            return bool(files)
-        # The same bytes in another place. Hashing takes a while, so only where the size agrees.
-        if files[0].stat().st_size != Path(ready.path).stat().st_size:
-            return False
-        return "+".join(content_digest(file) for file in files) == ready.digest
+        source = cast("str | None", self.model)
+        return registry.engine_for(source).is_same(source, ready.path, ready.digest)
 
     def _model_name(self) -> str:
         if self.loaded:

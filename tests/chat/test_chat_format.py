@@ -22,6 +22,7 @@ from perdure import (
     TemplateError,
 )
 from perdure.config import Overflow
+from perdure.engine.contract import ModelInfo
 from perdure.memory import MEMORY_KINDS, MemorySpec
 from perdure.testing.toy import ToyModel
 from sessions.talking import TerseModel
@@ -480,8 +481,8 @@ def test_chats_and_raw_calls_do_not_disturb_each_other(subject: Subject) -> None
 def test_a_model_without_a_template_says_so() -> None:
     class Bare(ToyModel):
         @property
-        def metadata(self) -> dict[str, str]:
-            return {"general.architecture": "toy"}
+        def info(self) -> ModelInfo:
+            return ModelInfo(architecture="toy")
 
     with perdure.open(Bare(), n_ctx=128, slots=1) as rt:
         with pytest.raises(TemplateError, match="template"):

@@ -15,6 +15,7 @@ from perdure import Runtime, Template
 from perdure.chat.message import Message, ToolCall
 from perdure.chat.options import ChatOptions
 from perdure.chat.prompt_builder import ReasoningCache
+from perdure.engine.contract import ModelInfo
 from perdure.errors import InvalidInputError
 from perdure.sessions import turn_transaction as module
 from perdure.testing.toy import ToyModel
@@ -170,9 +171,9 @@ class WithToolUse(ToyModel):
     """A file that brings a second template, for tools."""
 
     @property
-    def metadata(self) -> Any:
+    def info(self) -> ModelInfo:
         own = "{% for t in tools %}[{{ t.function | tojson }}]{% endfor %}" + SHOWS
-        return {**super().metadata, "tokenizer.chat_template.tool_use": own}
+        return replace(super().info, tool_template=own)
 
 
 def test_the_files_template_for_tools_is_taken_where_there_are_some() -> None:

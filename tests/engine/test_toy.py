@@ -286,7 +286,7 @@ def live_through(ctx: Context) -> None:
 def test_it_is_a_model_by_the_contract() -> None:
     model: Model = ToyModel()
     assert model.memory.kind is FullAttention
-    assert "im_start" in model.metadata["tokenizer.chat_template"]
+    assert "im_start" in model.info.template
     assert model.digest != ToyModel(seed=1).digest != ToyModel(SlidingWindow, seed=1).digest
 
 

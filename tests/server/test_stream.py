@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import h11
@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from perdure.server.http_server import AnswerTransport, bind
-from perdure.server.sse import EventStream, Frame, events
+from perdure.server.direct_write import AnswerTransport
+from perdure.server.follow import SSE, Event, EventResponse, Events, EventTemplate, Sink, event
+from perdure.server.http_server import bind
+from perdure.server.limits import Limits
 from perdure.testing.toy import ToyModel
 from server.live_server import PATIENCE, check_freed, hello, live_server, opened, raw
 
@@ -43,52 +45,65 @@ class Line:
             await asyncio.wait_for(self.came.wait_for(lambda: ready(self.sent)), PATIENCE)
 
 
+class Told:
+    """A source of events that a test wrote."""
+
+    def __init__(self, work: Callable[[Sink], Awaitable[None]]) -> None:
+        self._work = work
+        self.ended: list[str] = []
+
+    async def write_to(self, sink: Sink) -> None:
+        try:
+            await self._work(sink)
+        finally:
+            self.ended.append("events")
+
+    def keep_alive(self) -> Events:
+        return [Event(b"", b"{}")]
+
+    def close(self) -> None:
+        self.ended.append("closed")
+
+
+async def answered(source: Told, line: Line, **limits: float) -> None:
+    response = EventResponse(source, SSE, Limits(**limits))  # type: ignore[arg-type]
+    await asyncio.wait_for(response({"type": "http", "method": "POST"}, line.receive, line.send), PATIENCE)
+
+
 def test_silence_is_filled_and_a_client_that_leaves_ends_the_events() -> None:
     """H2."""
-    ended: list[str] = []
 
-    async def events() -> AsyncGenerator[bytes]:
-        try:
-            yield b"data: 1\n\n"
-            await asyncio.Event().wait()
-        finally:
-            ended.append("events")
+    async def work(sink: Sink) -> None:
+        await sink.send([Event(b"", b"1")])
+        await asyncio.Event().wait()
 
     async def run() -> list[bytes]:
         line = Line()
-        response = EventStream(
-            events(),
-            send_seconds=60,
-            silent_seconds=0.01,
-            ended=lambda: ended.append("ended"),
-        )
-        answering = asyncio.ensure_future(
-            response({"type": "http", "method": "POST"}, line.receive, line.send)
-        )
+        answering = asyncio.ensure_future(answered(source, line, silent_seconds=0.01))
         await line.until(lambda sent: len(sent) >= 4)
         line.gone.set()
-        await asyncio.wait_for(answering, PATIENCE)
+        await answering
         return line.sent
 
+    source = Told(work)
     head, first, *pings = asyncio.run(run())
     assert (head, first) == (b"", b"data: 1\n\n")
-    # Lines that start with a colon are comments, which clients skip.
-    assert all(ping.startswith(b":") and ping.endswith(b"\n\n") for ping in pings)
-    assert ended == ["events", "ended"]
+    assert set(pings) == {b"data: {}\n\n"}
+    assert source.ended == ["events", "closed"]
 
 
 def test_an_error_between_events_is_raised_once_everything_has_ended() -> None:
-    async def events() -> AsyncGenerator[bytes]:
-        yield b"data: 1\n\n"
+    async def work(sink: Sink) -> None:
+        await sink.send([Event(b"", b"1")])
         raise ValueError("broken")
 
     async def run() -> None:
-        line = Line()
-        response = EventStream(events(), send_seconds=60)
-        await response({"type": "http", "method": "POST"}, line.receive, line.send)
+        await answered(source, Line())
 
+    source = Told(work)
     with pytest.raises(ValueError, match="broken"):
         asyncio.run(run())
+    assert source.ended == ["events", "closed"]
 
 
 def test_a_client_that_takes_nothing_is_left_h3(zoo_path: Callable[[str], Path]) -> None:
@@ -117,41 +132,32 @@ def test_a_client_that_takes_nothing_is_left_h3(zoo_path: Callable[[str], Path])
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_an_event_out_of_a_frame_is_the_event(text: str) -> None:
+def test_an_event_out_of_a_template_is_the_event(text: str) -> None:
     def chunk(content: str) -> dict[str, object]:
         return {"id": "chatcmpl-1", "choices": [{"delta": {"content": content}, "logprobs": None}]}
 
-    framed = Frame(chunk)(text)
-    assert framed == events([chunk(text)])
-    assert json.loads(framed.removeprefix(b"data: ")) == chunk(text)
+    filled = EventTemplate(chunk)(text)
+    assert filled == event(chunk(text))
+    assert json.loads(filled.data) == chunk(text)
 
 
 def test_a_client_that_stopped_reading_is_left_also_while_nothing_is_said() -> None:
-    """Nothing is computed for it, and the sign that the answer goes on is not taken either."""
-    left: list[bool] = []
+    """Nothing is computed for it, and the keep-alive is not taken either."""
 
-    async def silence() -> AsyncGenerator[bytes]:
-        try:
-            await asyncio.Event().wait()
-            yield b""
-        finally:
-            left.append(True)
-
-    async def receive() -> Message:
+    async def silence(sink: Sink) -> None:
         await asyncio.Event().wait()
-        raise AssertionError
 
-    async def send(message: Message) -> None:
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
+    class Stuck(Line):
+        async def send(self, message: Message) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
 
-    async def serve() -> None:
-        answer = EventStream(silence(), send_seconds=0.05, silent_seconds=0.01)
-        async with asyncio.timeout(PATIENCE):
-            await answer({"type": "http"}, receive, send)
+    async def run() -> None:
+        await answered(source, Stuck(), send_seconds=0.05, silent_seconds=0.01)
 
-    asyncio.run(serve())
-    assert left == [True]
+    source = Told(silence)
+    asyncio.run(run())
+    assert source.ended == ["events", "closed"]
 
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
@@ -189,7 +195,7 @@ def test_an_answer_goes_out_in_no_more_pieces_than_tokens(monkeypatch: pytest.Mo
     send = AnswerTransport.send
 
     def noting(transport: AnswerTransport, data: bytes) -> None:
-        pieces.append(transport._held + data)
+        pieces.append(transport.buffer + data)
         send(transport, data)
 
     monkeypatch.setattr(AnswerTransport, "send", noting)
@@ -209,19 +215,17 @@ def test_an_answer_goes_out_in_no_more_pieces_than_tokens(monkeypatch: pytest.Mo
 def test_what_goes_wrong_before_the_first_event_is_raised_without_a_head() -> None:
     """So it has a status of its own."""
 
-    async def events(broken: bool) -> AsyncGenerator[bytes]:
+    async def work(sink: Sink) -> None:
         await asyncio.sleep(0)
-        if broken:
-            raise ValueError("broken")
-        yield b""
+        raise ValueError("broken")
 
-    async def run(line: Line) -> None:
-        await EventStream(events(True), send_seconds=60)({"type": "http"}, line.receive, line.send)
+    async def run() -> Line:
+        line = Line()
+        with pytest.raises(ValueError, match="broken"):
+            await answered(Told(work), line)
+        return line
 
-    line = Line()
-    with pytest.raises(ValueError, match="broken"):
-        asyncio.run(run(line))
-    assert line.sent == []
+    assert asyncio.run(run()).sent == []
 
 
 def test_a_client_that_reads_late_gets_every_token_in_order_h3(monkeypatch: pytest.MonkeyPatch) -> None:

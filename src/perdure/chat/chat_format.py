@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from perdure.backend import Backend
+from perdure.chat.formats.registry import detect
 from perdure.chat.job import ChatJob, ContextShift, ReasoningBudget, SampleRequest
 from perdure.chat.keywords import TurnKeywords
 from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.options import ChatOptions
 from perdure.chat.overflow import drop_oldest, overflow
-from perdure.chat.parsing.families import Family, detect
+from perdure.chat.parsing.family import Family, Thought, reasoned
 from perdure.chat.parsing.learned import CallForm, learn
-from perdure.chat.parsing.reasoned import Thought, reasoned
 from perdure.chat.parsing.reply_parser import ReplyParser
 from perdure.chat.prompt_builder import Prompt, PromptBuilder
 from perdure.chat.reply import ChatReply
@@ -28,8 +28,6 @@ from perdure.config import ReasoningMode
 from perdure.decode.output_queue import Job
 from perdure.decode.request import Request, take_deadline
 from perdure.errors import ContextOverflow, InvalidInputError
-
-_TOOL_USE = "tokenizer.chat_template.tool_use"
 
 
 class ChatFormat:
@@ -63,14 +61,14 @@ class ChatFormat:
         """For the model's own template, or for another: one that is named, or in a file. A file may bring a
         second one for conversations with tools."""
         template = _template(backend, chosen)
-        architecture = backend.model.metadata.get("general.architecture", "")
+        info = backend.model.info
         tool_use = None
-        if chosen is None and (source := backend.model.metadata.get(_TOOL_USE, "")).strip():
+        if chosen is None and (source := info.tool_template).strip():
             with_tools = Template(
                 source, bos=template.bos, eos=template.eos, name="the model's tool_use template"
             )
-            tool_use = cls(backend, with_tools, detect(source, architecture))
-        return cls(backend, template, detect(template.source, architecture), tool_use=tool_use)
+            tool_use = cls(backend, with_tools, detect(source, info.architecture))
+        return cls(backend, template, detect(template.source, info.architecture), tool_use=tool_use)
 
     def _for(self, options: ChatOptions) -> ChatFormat:
         """The chat format of a request: the file's own for tools, where there are some."""
@@ -388,16 +386,10 @@ def reply_room(settings: Mapping[str, Any], n_ctx: int) -> int:
 def _template(backend: Backend, chosen: str | os.PathLike[str] | Template | None) -> Template:
     if isinstance(chosen, Template):
         return chosen
-    bos, eos = (_special(backend, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
+    info = backend.model.info
+    bos, eos = info.bos, info.eos
     if chosen is None:
-        return Template.of_model(backend.model.metadata.get("tokenizer.chat_template"), bos, eos)
+        return Template.of_model(info.template, bos, eos)
     if isinstance(chosen, str) and chosen in Template.names():
         return Template.named(chosen, bos=bos, eos=eos)
     return Template.from_file(Path(chosen), bos=bos, eos=eos)
-
-
-def _special(backend: Backend, field: str) -> str:
-    token = backend.model.metadata.get(field, "")
-    if not token.isdigit() or int(token) >= backend.model.n_vocab:
-        return ""
-    return backend.model.piece(int(token), special=True).decode("utf-8", "replace")

@@ -124,7 +124,7 @@ class Asking:
 
 def has_no_template(runtime: Runtime, *, needed: bool) -> bool:
     """Whether a model can only complete text; that is told, and an error where more is `needed`."""
-    if runtime.model.metadata.get("tokenizer.chat_template", "").strip():
+    if runtime.model.info.template.strip():
         return False
     name = model_path(runtime).name
     if needed:

@@ -17,8 +17,9 @@ from perdure.cli.runtime import model_path, opened
 from perdure.errors import ContextOverflow, PerdureError, SessionError, SessionNotFoundError
 
 if TYPE_CHECKING:
-    from perdure import ChatReply, Model, Runtime, Session, Turn, TurnJob
+    from perdure import ChatReply, Runtime, Session, Turn, TurnJob
     from perdure.engine.keywords import LoadingKeywords
+    from perdure.engine.model import Model
     from perdure.sessions.sessions import Sessions
 
 NAME = "chat"
@@ -302,9 +303,10 @@ class Conversation:
                 f"the model is that of {holder}: `perdure chat {name}` starts another chat with that one"
             )
         model = terminal.load(name)
-        if not self._template and not model.metadata.get("tokenizer.chat_template", "").strip():
+        file = Path(str(getattr(model, "path", name))).name
+        if not self._template and not model.info.template.strip():
             model.close()
-            raise SessionError(f"{model.path.name} has no chat template, so it cannot chat")
+            raise SessionError(f"{file} has no chat template, so it cannot chat")
         if self._extra is not None:
             raise SessionError(
                 f"this chat has begun to keep sessions: start again with "
@@ -326,7 +328,7 @@ class Conversation:
             raise
         self._bring(held, here)
         self._model = name
-        terminal.tell(f"Now with {model.path.name}. It reads the conversation with the next message.")
+        terminal.tell(f"Now with {file}. It reads the conversation with the next message.")
 
     def _bring(self, held: list[Session], here: str) -> None:
         for session in held:

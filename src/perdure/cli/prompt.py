@@ -8,8 +8,8 @@ from pathlib import Path
 
 import typer
 
+from perdure.engine.registry import names_model
 from perdure.errors import InvalidInputError, ModelNotFoundError
-from perdure.models import names_model
 
 
 def split_model(words: Sequence[str] | None, model: str | None) -> tuple[str | None, list[str]]:
@@ -19,12 +19,12 @@ def split_model(words: Sequence[str] | None, model: str | None) -> tuple[str | N
     `--model` every word belongs to the prompt.
     """
     found = list(words or ())
-    if model is not None and found and _is_gguf(found[0]):
+    if model is not None and found and Path(found[0]).expanduser().is_file() and names_model(found[0]):
         raise typer.BadParameter(f"name the model once: {model} or {found[0]}", param_hint="MODEL")
     if model is not None or not found:
         return model, found
     first, *rest = found
-    if names_model(first) or _is_gguf(first):
+    if names_model(first):
         return first, rest
     if first.startswith(("./", "../", "/", "~/")) and Path(first).expanduser().is_file():
         raise ModelNotFoundError(f"{first} is not a model; `-f {first}` attaches it to the prompt")
@@ -80,12 +80,3 @@ def _standard_input() -> str:
         raise InvalidInputError(f"standard input is not UTF-8 text (byte {error.start})") from None
     # The one newline that every pipe ends with is nobody's wish.
     return text.removesuffix("\n").removesuffix("\r")
-
-
-def _is_gguf(word: str) -> bool:
-    """Whether a word is the path of a model file, whatever its name ends in."""
-    try:
-        with open(Path(word).expanduser(), "rb") as file:
-            return file.read(4) == b"GGUF"
-    except (OSError, ValueError, RuntimeError):
-        return False

@@ -10,9 +10,10 @@ from perdure.config import N_CTX
 from perdure.errors import StoreLockedError
 
 if TYPE_CHECKING:
-    from perdure import Model, Runtime
+    from perdure import Runtime
     from perdure.backend import Backend, BackendKeywords
     from perdure.engine.keywords import LoadingKeywords
+    from perdure.engine.model import Model
 
 
 def opened(

@@ -14,7 +14,7 @@ import numpy as np
 from perdure.checks import is_whole
 from perdure.decode.keywords import Processor, RequestKeywords
 from perdure.decode.sampling.grammar import Grammar
-from perdure.decode.slots import Pin, ReuseReport
+from perdure.decode.slots import KeptPrefix, ReuseReport
 from perdure.engine.contract import Tokenizer
 from perdure.engine.logits import Candidate
 from perdure.errors import ContextOverflow, InvalidInputError, TokenError
@@ -23,8 +23,6 @@ from perdure.request_options import RequestOptions, Sampling
 
 _USUAL = 32
 """Characters a token that no ordinary text has: shorter ones are tokenised to find out."""
-_COVERING = ("gpt2", "llama", "toy")
-"""Kinds of tokenizers whose tokens cover all of a text. Others collapse white space, or drop characters."""
 _longest: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
 _measuring = threading.Lock()
 
@@ -49,7 +47,7 @@ class Request(RequestOptions):
     """Whose prompt it is: kept state is never shared between namespaces."""
     keep_at: Sequence[int] = ()
     """Lengths of the prompt that a later one is likely to go on from: their state is kept too."""
-    pins: Sequence[Pin] = ()
+    pins: Sequence[KeptPrefix] = ()
     """Beginnings of the prompt that are to be kept for a time."""
     shown: frozenset[int] = frozenset()
     """Control tokens whose text belongs to the reply; that of others is dropped."""
@@ -73,8 +71,8 @@ class Request(RequestOptions):
             raise InvalidInputError("processors are functions of the tokens and the logits")
         if not all(is_whole(length) and length >= 0 for length in self.keep_at):
             raise InvalidInputError(f"keep_at are lengths of the prompt, got {self.keep_at!r}")
-        if not all(isinstance(pin, Pin) for pin in self.pins):
-            raise InvalidInputError(f"pins are of type Pin, got {self.pins!r}")
+        if not all(isinstance(pin, KeptPrefix) and pin.seconds is not None for pin in self.pins):
+            raise InvalidInputError(f"pins are of type Pin and have an end, got {self.pins!r}")
 
     def ends_at(self, now: float) -> float | None:
         """The instant at which it ends if it is submitted `now`."""
@@ -229,7 +227,7 @@ class Reply:
 
 def check_prompt_size(text: str, model: Tokenizer, n_ctx: int) -> None:
     """Raise ContextOverflow where even the longest tokens are too short for `text` to fit."""
-    if len(text) <= _USUAL * n_ctx or model.metadata.get("tokenizer.ggml.model", "toy") not in _COVERING:
+    if len(text) <= _USUAL * n_ctx or not model.info.covers_text:
         return
     with _measuring:
         if (longest := _longest.get(model)) is None:

@@ -179,6 +179,31 @@ class Core(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a model says of itself, whichever engine and file format it is of. Empty or 0: it does not say."""
+
+    architecture: str = ""
+    name: str = ""
+    size_label: str = ""
+    """Parameters in words, such as 135M."""
+    quantisation: str = ""
+    file_format: str = ""
+    nbytes: int = 0
+    """Size of its files."""
+    n_ctx_train: int = 0
+    """Tokens of the longest texts that it was trained on."""
+    template: str = ""
+    """Its chat template."""
+    tool_template: str = ""
+    """A second one, for conversations with tools."""
+    bos: str = ""
+    """The text of the token that opens every prompt."""
+    eos: str = ""
+    covers_text: bool = True
+    """Every character of a text is in one of its tokens. Some tokenizers collapse or drop characters."""
+
+
 class Tokenizer(Protocol):
     """What a model says about text and about itself, without its weights."""
 
@@ -187,7 +212,12 @@ class Tokenizer(Protocol):
     @property
     def memory(self) -> MemorySpec: ...
     @property
-    def metadata(self) -> Mapping[str, str]: ...
+    def info(self) -> ModelInfo: ...
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The file's own description, to be shown; nothing is decided by it."""
+        ...
+
     @property
     def digest(self) -> str: ...
 

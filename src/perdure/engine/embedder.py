@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Mapping
 from types import TracebackType
 
 import numpy as np
@@ -36,21 +35,6 @@ class Pooling(enum.Enum):
     MEAN = "the mean of all"
     FIRST = "that of the first token"
     LAST = "that of the last token"
-
-    @classmethod
-    def of(cls, metadata: Mapping[str, str]) -> Pooling:
-        """As the model's file says; the mean where it says nothing."""
-        architecture = metadata.get("general.architecture", "")
-        named = metadata.get(f"{architecture}.pooling_type", "0")
-        if named not in _POOLINGS:
-            raise InvalidInputError(
-                f"this model scores pairs of texts and has no vector for one (pooling type {named}); "
-                "use a model with pooling type 0 to 3"
-            )
-        return _POOLINGS[named]
-
-
-_POOLINGS = {"0": Pooling.MEAN, "1": Pooling.MEAN, "2": Pooling.FIRST, "3": Pooling.LAST}
 
 
 class Reading:

@@ -91,29 +91,29 @@ class TypeShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A model's figures, as its file gives them. What the file does not say is None."""
+    """A model's figures, as it gives them. What it does not say is None."""
 
     path: Path
-    files: int
+    files: int = 1
     file_bytes: int
-    architecture: str | None
-    name: str | None
-    quantisation: str | None
-    parameters: int
-    context_length: int | None
-    embedding_length: int | None
-    layers: int | None
-    heads: int | None
-    kv_heads: int | None
-    experts: int | None
-    vocabulary: int | None
-    tokenizer: str | None
+    architecture: str | None = None
+    name: str | None = None
+    quantisation: str | None = None
+    parameters: int = 0
+    context_length: int | None = None
+    embedding_length: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    experts: int | None = None
+    vocabulary: int | None = None
+    tokenizer: str | None = None
     memory: type[MemorySpec]
-    window: int | None
-    kv_bytes_per_token: int | None
+    window: int | None = None
+    kv_bytes_per_token: int | None = None
     """Bytes that one token adds to the K/V cache in f16; 0 for a recurrent model."""
-    chat_template: str | None
-    types: tuple[TypeShare, ...]
+    chat_template: str | None = None
+    types: tuple[TypeShare, ...] = ()
 
 
 def read_card(path: str | os.PathLike[str]) -> Card:

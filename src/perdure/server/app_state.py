@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -23,8 +21,7 @@ from perdure.chat.reply import ChatReply
 from perdure.decode.request import Reply
 from perdure.errors import TemplateError
 from perdure.runtime import Runtime
-from perdure.server.api_error import ApiError, deadline, stopping
-from perdure.server.client_job import ClientJob, Job, Part, note_tokens, while_connected
+from perdure.server.api_error import ApiError
 from perdure.server.keys import KeyAccount, Keys
 from perdure.server.limits import Limits
 from perdure.server.live_settings import LiveSettings
@@ -36,8 +33,6 @@ from perdure.server.reply_defaults import ReplyDefaults
 
 P = ParamSpec("P")
 T = TypeVar("T")
-D = TypeVar("D", bound=Part)
-R = TypeVar("R", bound=Part)
 
 _PRODUCT = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 _AGENT = 64
@@ -91,7 +86,8 @@ class AppState:
         self.seal = Seal(key, limit=self.limits.body_bytes)
         self.names: dict[str, dict[str, None]] = {}
         """Names that clients gave the model, by namespace."""
-        self.client_jobs: WeakSet[Cancellable] = WeakSet()
+        self.running: WeakSet[Cancellable] = WeakSet()
+        """What is being computed for clients."""
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
         """What `function` gives, called in a thread."""
@@ -100,40 +96,6 @@ class AppState:
     async def work(self, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
         """The same for what takes long by its nature, so that it never keeps quick calls waiting."""
         return await self._in_thread(_SLOW, functools.partial(function, *args, **keywords))
-
-    def client_job(
-        self, job: Job[D, R], request: Request, timeout: float | None, caller: Caller
-    ) -> ClientJob[D, R]:
-        """A job for the client of `request`."""
-        client_job = ClientJob(
-            job,
-            request,
-            seconds=self.seconds(timeout),
-            is_stopping=lambda: self.stopping,
-            notes=caller.notes,
-        )
-        self.client_jobs.add(client_job)
-        if self.stopping:
-            client_job.cancel()
-        return client_job
-
-    async def outcome(self, work: Future[T], request: Request) -> T:
-        """What comes of work for the client of `request`, unless that leaves or takes too long."""
-        self.client_jobs.add(work)
-        if self.stopping:
-            work.cancel()
-        seconds = self.limits.request_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                return await while_connected(request, asyncio.wrap_future(work))
-        except TimeoutError:
-            raise deadline(seconds) from None
-        except asyncio.CancelledError:
-            if self.stopping:
-                raise stopping() from None
-            raise
-        finally:
-            work.cancel()
 
     def seconds(self, asked: float | None) -> float:
         """How long a request may take."""
@@ -145,24 +107,27 @@ class AppState:
             setattr(self, each.name, getattr(settings, each.name))
         self.seal.limit = self.limits.body_bytes
 
-    def settle(
+    def record(
         self,
         replies: Sequence[Reply] | Sequence[ChatReply],
         caller: Caller,
         session: str | None = None,
+        *,
+        listed: bool = True,
     ) -> None:
-        """Count and note what came of a request, beside what came of it before: it may take several tries."""
+        """Count what came of a stream, and have its caller pay. A request may have several streams: one of
+        them is `listed` among the latest requests."""
         for reply in replies:
             self.metrics.reply(reply)
-        self.recent.add(caller.namespace, replies, session)
-        notes = caller.notes
+        if listed:
+            self.recent.add(caller.namespace, replies, session)
         # The samples of a prompt share it.
         prompts = [reply.usage for reply in replies if reply.index == 0]
-        note_tokens(
-            notes,
+        caller.charge(
             sum(usage.prompt_tokens for usage in prompts),
             sum(reply.usage.completion_tokens for reply in replies),
         )
+        notes = caller.notes
         notes["cached_tokens"] = notes.get("cached_tokens", 0) + sum(usage.cached_tokens for usage in prompts)
         notes["finish_reason"] = replies[0].finish_reason
 
@@ -198,8 +163,8 @@ class AppState:
     def end(self) -> None:
         """End everything that is still being computed for somebody."""
         self.stopping = True
-        for client_job in list(self.client_jobs):
-            client_job.cancel()
+        for work in list(self.running):
+            work.cancel()
 
     async def _in_thread(self, threads: int, function: Callable[[], T]) -> T:
         # A limiter belongs to the event loop that it is made in.
@@ -217,6 +182,14 @@ class Caller:
     """The program that asks, by the first word of its User-Agent."""
     account: KeyAccount | None = None
     """What its key may still use, where it has one."""
+
+    def charge(self, prompt_tokens: int, completion_tokens: int = 0) -> None:
+        """Have its key pay for what was computed, and note it for the log."""
+        notes = self.notes
+        notes["prompt_tokens"] = notes.get("prompt_tokens", 0) + prompt_tokens
+        notes["completion_tokens"] = notes.get("completion_tokens", 0) + completion_tokens
+        if self.account is not None:
+            self.account.spend(prompt_tokens + completion_tokens)
 
 
 # Not plain functions, which FastAPI would call in a thread each.

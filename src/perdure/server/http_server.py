@@ -11,20 +11,19 @@ import socket
 import threading
 from collections.abc import Callable, Generator
 from types import FrameType
-from typing import Any
 
 import anyio.to_thread
 import uvicorn
-from h11._writers import ChunkedWriter
+from h11 import Request
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from perdure import system
 from perdure.errors import InvalidInputError
+from perdure.server import direct_write
 from perdure.server.app import served, turned_away
 from perdure.server.app_state import AppState
 from perdure.server.limits import Limits
-from perdure.server.sse import WRITE
 from perdure.worker.remote import BackendClient
 
 log = logging.getLogger("perdure.server")
@@ -172,15 +171,17 @@ class HttpServer(uvicorn.Server):
 
 
 def _protocol(limits: Limits, turned_away: ASGIApp) -> type[H11Protocol]:
-    """HTTP for clients that have to send their headers within a time: who only connects is shown out. Who
-    comes when all connections are taken is told so; those who were there before go on."""
+    """HTTP for clients that have to send their headers within a time: a connection that stays silent is
+    closed. One that comes when all connections are taken is answered by `turned_away`; those that were there
+    before go on."""
 
     class Protocol(H11Protocol):
-        _waiting: asyncio.TimerHandle | None = None
+        _idle_timer: asyncio.TimerHandle | None = None
+        """Closes the connection, unless a request's headers come first."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._waiting = self.loop.call_later(limits.head_seconds, self._show_out)
+            self._idle_timer = self.loop.call_later(limits.head_seconds, self._close_idle)
             if len(self.connections) > limits.connections:
                 self.app = turned_away
 
@@ -189,113 +190,37 @@ def _protocol(limits: Limits, turned_away: ASGIApp) -> type[H11Protocol]:
             super().handle_events()
             if self.cycle is not before and self.cycle is not None:
                 # Before the application has it: its task begins later.
-                sender = ChunkSender(self.cycle, self.loop)
-                self.cycle.send = sender  # type: ignore[method-assign]
-                self.cycle.scope.setdefault("extensions", {})[WRITE] = sender.write  # type: ignore[assignment]
-                if self._waiting is not None:
-                    self._waiting.cancel()
-                    self._waiting = None
+                direct_write.attach(self.cycle, self.loop)
+                self._stop_timer()
+
+        def handle_websocket_upgrade(self, event: Request) -> None:
+            # The headers are there, and from now on the connection is another protocol's.
+            self._stop_timer()
+            super().handle_websocket_upgrade(event)
 
         def on_response_complete(self) -> None:
             before = self.cycle
-            # Whatever is written next is not of this answer.
-            self.cycle.transport.flush()  # type: ignore[attr-defined]
+            direct_write.flush(self.cycle)
             super().on_response_complete()
             # A next request that was sent ahead is being served already.
-            if self.cycle is before and self._waiting is None:
-                self._waiting = self.loop.call_later(_IDLE + limits.head_seconds, self._show_out)
+            if self.cycle is before and self._idle_timer is None:
+                self._idle_timer = self.loop.call_later(_IDLE + limits.head_seconds, self._close_idle)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            if self._waiting is not None:
-                self._waiting.cancel()
-                self._waiting = None
+            self._stop_timer()
             super().connection_lost(exc)
 
-        def _show_out(self) -> None:
-            self._waiting = None
+        def _stop_timer(self) -> None:
+            if self._idle_timer is not None:
+                self._idle_timer.cancel()
+                self._idle_timer = None
+
+        def _close_idle(self) -> None:
+            self._idle_timer = None
             if not self.transport.is_closing():
                 self.transport.close()
 
     return Protocol
-
-
-class AnswerTransport:
-    """The transport of one answer: while it `holds`, what is written waits, to go out at once with what
-    follows. Each time that something goes out wakes the client, on cores that have other work."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self.is_closing = transport.is_closing
-        self.holds = False
-        self._held = b""
-
-    def write(self, data: bytes) -> None:
-        self._held += data
-        if not self.holds:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._held:
-            self.send(b"")
-        self.holds = False
-
-    def send(self, data: bytes) -> None:
-        """Write at once, with what waits."""
-        self.holds = False
-        if self._held:
-            data, self._held = self._held + data, b""
-        self._transport.write(data)
-
-    def close(self) -> None:
-        self.flush()
-        self._transport.close()
-
-
-class ChunkSender:
-    """The `send` of one answer: the events of a stream go to the socket as chunks at once, the first with the
-    head, the last with the end.
-
-    All else takes the server's own way, which checks far more than an event needs.
-    """
-
-    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
-        self._cycle = cycle
-        self._send = cycle.send
-        self._chunked: bool | None = None
-        self._loop = loop
-        self._transport = AnswerTransport(cycle.transport)
-        cycle.transport = self._transport  # type: ignore[assignment]
-
-    async def __call__(self, message: Any) -> None:
-        if message.get("more_body") and self.write(message["body"]):
-            return
-        self._transport.holds = True
-        try:
-            await self._send(message)
-        finally:
-            if message["type"] == "http.response.start":
-                # Its body mostly follows in the same turn of the loop.
-                self._loop.call_soon(self._transport.flush)
-            else:
-                self._transport.flush()
-
-    def write(self, data: bytes) -> bool:
-        """Send an event at once. False where it has to take the server's own way."""
-        cycle = self._cycle
-        if (
-            # An empty chunk would be the end of all of them.
-            not data
-            or not cycle.response_started
-            or cycle.response_complete
-            or cycle.disconnected
-            or cycle.flow.write_paused
-        ):
-            return False
-        if self._chunked is None:
-            self._chunked = cycle.scope["method"] != "HEAD" and isinstance(cycle.conn._writer, ChunkedWriter)
-        if self._chunked:
-            self._transport.send(b"%x\r\n%b\r\n" % (len(data), data))
-        return self._chunked
 
 
 def _is_loopback(host: str) -> bool:

@@ -25,11 +25,11 @@ from typing import IO, Any
 
 from perdure.atomic import atomic_write
 from perdure.cache.block import Block
+from perdure.cache.tiers import block_file
 from perdure.checks import is_whole
 from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.identity import Identity
 from perdure.sessions.turn import FIRST, Turn
-from perdure.store import block_file
 from perdure.store.durable import sync_folder, translate_os_errors
 
 FORMAT = 1
@@ -101,8 +101,10 @@ def write_export(
 ) -> Path:
     """Write a session to `path`: whole, or not at all. `key` is that of the store, which seals it."""
     identity, blocks = packed if packed is not None else (None, [])
-    said = "".join(json.dumps(turn.to_json(), ensure_ascii=False) + "\n" for turn in turns).encode()
-    contents: list[Callable[[], Sequence[bytes | memoryview]]] = [lambda: [said]]
+    said = "".join(json.dumps(turn.to_json(), ensure_ascii=False) + "\n" for turn in turns)
+    # Older versions stored settings with halves of surrogate pairs.
+    encoded = said.encode("utf-8", "surrogatepass")
+    contents: list[Callable[[], Sequence[bytes | memoryview]]] = [lambda: [encoded]]
     contents += [lambda block=block: block_file.pack(block) for block in blocks]  # type: ignore[misc]
     names = [_TURNS, *(_BLOCK.format(number) for number in range(len(blocks)))]
     parts = [_part(name, content()) for name, content in zip(names, contents, strict=True)]

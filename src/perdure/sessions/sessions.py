@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -181,14 +181,21 @@ class Sessions:
         namespace: str = "",
         kind: str = RESPONSE,
     ) -> Session:
-        """A session for one response: it starts where `after` stands, and its next turn is the response."""
+        """A session for one response: it starts where `after` stands, and its next turn is the response.
+
+        Its origin says where that is. History and number of turns are of one moment: `after` may go on
+        meanwhile.
+        """
         _check_name(name)
         if after is None:
+            origin = {"session": None, "turn": 0, **origin}
             with self._lock:
                 start = Turn(kind="start", messages=())
                 info = self.store.create(namespace, name, [start], kind=kind, origin=origin)
                 return self._opened(info)
+        after._refresh()
         history, saved = after._history, after._saved
+        origin = {"session": after.name, "turn": len(history), **origin}
         with self._lock:
             info = self.store.create(
                 namespace, name, head=history.head, digest=history.place.digest, kind=kind, origin=origin
@@ -263,18 +270,21 @@ class Sessions:
         """A session of another runtime, with all its turns, under a name here; or in the place of the one
         that has that name."""
         _check_name(name)
-        if replace and self.store.has(session.namespace, name):
-            self.get(name, session.namespace).delete()
-        return self._opened(
-            self.store.create(
+        there = replace and self.store.has(session.namespace, name)
+        old = self.get(name, session.namespace) if there else None
+        with old._changing() if old is not None else nullcontext():
+            info = self.store.create(
                 session.namespace,
                 name,
                 session._history.turns,
                 kind=session.kind,
                 settings=session.settings,
                 origin=session.origin,
+                replaces=old.info if old is not None else None,
             )
-        )
+            if old is not None:
+                old._deleted = True
+        return self._opened(info)
 
     # For sessions.
 

@@ -6,20 +6,18 @@ It talks to its parent over that socket alone, and does not outlive it.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from typing import cast
 
 from perdure import system
-from perdure.backend import LocalBackend, load_model
+from perdure.backend import LocalBackend
 from perdure.config import N_CTX, SLOTS
-from perdure.engine.model import Model as ModelContract
-from perdure.errors import ClosedError, InvalidInputError
+from perdure.engine import registry
+from perdure.errors import ClosedError
 from perdure.worker.connection import Connection
 from perdure.worker.protocol import Close, Failed, Line, Pulse, Setup
 from perdure.worker.service import RequestService, portable
@@ -108,28 +106,14 @@ def main(fd: int) -> None:
 
 
 def _build(setup: Setup) -> LocalBackend:
-    model: ModelContract
-    if setup.factory:
-        model = _made(setup.model)
-    else:
-        room = {
-            name: setup.settings.get(name, default) for name, default in (("n_ctx", N_CTX), ("slots", SLOTS))
-        }
-        model = load_model(setup.model, setup.loading, **room)
+    cells = registry.cells(setup.settings.get("n_ctx", N_CTX), setup.settings.get("slots", SLOTS))
+    engine: registry.Engine = registry.imported(setup.engine)
+    model = engine.open(setup.model, cells=cells, **setup.loading)
     try:
         return LocalBackend(model, own_model=True, **setup.settings)
     except BaseException:
         model.close()
         raise
-
-
-def _made(factory: str) -> ModelContract:
-    module, _, function = factory.partition(":")
-    try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise InvalidInputError(f"{factory} names no function that makes a model: {error}") from None
-    return cast(ModelContract, make())
 
 
 def _log_to(connection: Connection, level: int) -> None:

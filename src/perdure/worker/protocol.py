@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Literal, NewType, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from perdure.decode.request import FinishReason, Reply, Request, TokenLogprob
+from perdure.engine.contract import ModelInfo
 from perdure.engine.keywords import LoadingKeywords
 from perdure.memory import MemorySpec
 
@@ -46,15 +47,17 @@ that is a list: every step sends one, and half of reading an object is to find i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The first message: which engine to build. `model` is a file, or a factory as "module:function"."""
+    """The first message: which engine opens which model."""
 
+    engine: str
+    """Where it can be imported from, as "module:attribute"."""
     model: str
-    factory: bool
+    """What its `fetch` returned."""
     settings: Mapping[str, Any]
     loading: LoadingKeywords
-    """How the file is loaded: layers on a GPU, and which."""
+    """How the model is loaded: layers on a GPU, and which."""
     paths: Sequence[str]
-    """Where the parent finds its modules: a factory may be in any of them."""
+    """Where the parent finds its modules: an engine may be in any of them."""
     pulse: float
     """Seconds between two signs of life."""
     log_level: int
@@ -112,6 +115,7 @@ class Ready:
     slots: int
     n_vocab: int
     memory: MemorySpec
+    info: ModelInfo
     metadata: Mapping[str, str]
     digest: str
     path: str | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -15,12 +14,13 @@ from typing import Any, Concatenate, Unpack
 
 import numpy as np
 
-from perdure import models, system
+from perdure import system
 from perdure.backend import Backend, BackendKeywords
 from perdure.config import QUEUE
 from perdure.decode.embedding import Embeddings
 from perdure.decode.output_queue import Job, result_of
 from perdure.decode.request import Request
+from perdure.engine import registry
 from perdure.engine.contract import Tokens
 from perdure.engine.keywords import LoadingKeywords
 from perdure.errors import InvalidInputError
@@ -32,7 +32,6 @@ from perdure.worker.proxies.tokenizer import RemoteTokenizer
 from perdure.worker.restart_policy import Health, RestartPolicy
 from perdure.worker.supervisor import Supervisor
 
-_FACTORY = re.compile(r"(?!hf:)[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
 _PATIENCE = 5.0
 """Seconds that `submit` waits to hear that a request was taken. After that, a refusal ends the job."""
 
@@ -130,12 +129,11 @@ class RemoteBackend(BackendClient):
         **settings: Unpack[BackendKeywords],
     ) -> None:
         system.require_child_pipes("an engine in a process of its own")
-        factory = is_factory(source)
-        # Fetched here, where a progress bar can be seen, and absolute: this process may go elsewhere.
-        model = str(source) if factory else str(models.path(source).absolute())
+        engine = registry.find(source)
         setup = Setup(
-            model=model,
-            factory=factory,
+            engine=engine,
+            # Fetched here, where a progress bar can be seen.
+            model=registry.imported(engine).fetch(source),
             settings={**settings, "store": None if store is None else os.path.abspath(store)},
             loading=loading or {},
             paths=tuple(sys.path),
@@ -164,8 +162,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (str, bytes, list, tuple, set, frozenset, dict, array, np.ndarray)):
         return value
     return list(value) if isinstance(value, Iterable) else value
-
-
-def is_factory(source: object) -> bool:
-    """Whether a model is named by the function that makes it: "module:function"."""
-    return isinstance(source, str) and _FACTORY.fullmatch(source) is not None

@@ -140,6 +140,7 @@ class RequestService:
             slots=self._backend.slots,
             n_vocab=model.n_vocab,
             memory=model.memory,
+            info=model.info,
             metadata=dict(model.metadata),
             digest=model.digest,
             path=None if path is None else str(path),

@@ -44,13 +44,19 @@ def restore(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="A folder that is new or empty.")],
     as_json: Json = False,
 ) -> None:
-    """Make a store from a backup. All of it is checked first; it is restored whole or not at all."""
+    """Make a store from a backup. What cannot be proved is left out and named, and the exit code is 1."""
     from perdure.cli.output.progress import working
     from perdure.sessions.storage.backup import restore as restore_store
 
     with working(f"Reading {file.name}") as progress:
         found = restore_store(file, store, progress=progress)
     _tell(found, f"{store} has", as_json)
+    if found.left_out:
+        if not as_json:
+            typer.echo(f"{file} holds what cannot be proved. Left out:", err=True)
+            for what in found.left_out:
+                typer.echo(f"  {what}", err=True)
+        raise typer.Exit(1)
 
 
 def _tell(made: Backup, what: str, as_json: bool) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -18,35 +17,14 @@ from perdure.cli.options.completion import model_names
 from perdure.cli.options.shared import Json, StoreFolder
 from perdure.cli.output.facts import print_json
 from perdure.config import STORE_BYTES
+from perdure.engine import registry
+from perdure.engine.registry import Finding
 
 _WRITTEN = 64 << 20
 _SLOW_DISK = 50
 """MiB a second below which waking from disk is slower than it should be."""
 _SAMPLE = 200
 """Blocks of a store that are read."""
-_SLOWER = "it works, perhaps slower; `perdure engine install` or a build of your own may do better"
-_WANTED = ("AVX2", "FMA", "F16C", "AVX512", "NEON", "DOTPROD", "SVE")
-"""What llama.cpp gains most from, where a processor has it."""
-_FLAGS = {
-    "AVX2": "avx2",
-    "FMA": "fma",
-    "F16C": "f16c",
-    "AVX512": "avx512f",
-    "NEON": "asimd",
-    "DOTPROD": "asimddp",
-    "SVE": "sve",
-}
-"""The same, as the kernel calls it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at. `advice` says what to do where it is not all right."""
-
-    name: str
-    state: Literal["ok", "warn", "bad"]
-    found: str
-    advice: str = ""
 
 
 def doctor(
@@ -74,7 +52,7 @@ def doctor(
     from perdure.config import settings
 
     folder = store or settings().store
-    findings = [*_library(), *_threads(), *_memory(model), *_disk(folder), *_store(folder)]
+    findings = [*_engines(), *_threads(), *_memory(model), *_disk(folder), *_store(folder)]
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
@@ -86,51 +64,9 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _library() -> Iterator[Finding]:
-    """Which library is used and why, and what died on the way to it. Nothing is fetched by looking."""
-    from perdure import libraries
-    from perdure.engine.llama.native import library, probe
-    from perdure.engine.llama.native.source import candidates
-    from perdure.errors import EngineLibraryError
-
-    try:
-        if not any(candidates()):
-            package = libraries.package_for()
-            found = f"there is no llama.cpp library yet; {package} is fetched when it is first needed"
-            yield Finding("engine", "ok", found)
-            return
-        choice = probe.choose()
-        lib = library.load()
-    except EngineLibraryError as error:
-        yield Finding("engine", "bad", str(error), "`perdure engine install` fetches one that was tested")
-        return
-    for failed in choice.passed:
-        yield Finding("engine", "warn", f"a library cannot run here: {failed}", "`perdure engine ls`")
-    deaths = "; ".join(map(str, choice.verdict.deaths))
-    if deaths:
-        used = f"used instead: {choice.verdict.attempts[-1]}"
-        yield Finding("engine", "warn", f"{library.build()}. {deaths}; {used}", _SLOWER)
-    else:
-        yield Finding("engine", "ok", f"{library.build()} at {choice.source.folder}")
-    yield _features(lib.llama_print_system_info().decode(), system.cpu_flags())
-    for device in library.loaded().device_list:
-        yield Finding("device", "ok", device.shown)
-
-
-def _features(text: str, processor: frozenset[str]) -> Finding:
-    """What the library was compiled for, against what the processor can do."""
-    compiled = {name for name, value in re.findall(r"(\w+) = (\d)", text) if value == "1"}
-    able = [name for name in _WANTED if _FLAGS[name] in processor]
-    missing = [name for name in able if name not in compiled]
-    shown = ", ".join(sorted(compiled)) or "none"
-    if missing:
-        return Finding(
-            "features",
-            "warn",
-            f"compiled for {shown}; this processor also has {', '.join(missing)}",
-            "`perdure engine install` fetches a library with a variant for this processor",
-        )
-    return Finding("features", "ok", shown)
+def _engines() -> Iterator[Finding]:
+    for name in registry.engines():
+        yield from registry.imported(name).findings()
 
 
 def _threads() -> Iterator[Finding]:
@@ -206,8 +142,8 @@ def _disk(folder: Path) -> Iterator[Finding]:
 
 
 def _store(folder: Path) -> Iterator[Finding]:
+    from perdure.cache.tiers.disk import DiskTier
     from perdure.errors import PerdureError
-    from perdure.store.disk import DiskTier
 
     if not (folder / "blocks").is_dir():
         yield Finding("store", "ok", f"no blocks are kept at {folder} yet")

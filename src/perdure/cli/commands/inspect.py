@@ -13,7 +13,7 @@ from perdure.cli.options.completion import model_names
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from perdure.models import Card, Header
+    from perdure.models import Card
     from perdure.models.header import Value
 
 _SHOWN_ITEMS = 8
@@ -33,24 +33,21 @@ def inspect(
     metadata: Annotated[bool, typer.Option("--metadata", help="Show all metadata too.")] = False,
 ) -> None:
     """Show what a model is. Architecture, size, context, types of its tensors and chat template."""
-    from perdure import models
     from perdure.cli.output.progress import fetching
+    from perdure.engine.registry import engine_for
 
-    with fetching(model) as progress:
-        path = models.path(model, progress)
-    headers = models.read_parts(path)
-    card = models.card_of(headers)
+    card, keys = engine_for(model).card(model, fetching)
     if as_json:
-        typer.echo(json.dumps(_plain(card, headers[0]), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(_plain(card, keys), indent=2, ensure_ascii=False))
     else:
-        _show(card, headers[0].metadata if metadata else {})
+        _show(card, keys if metadata else {})
 
 
-def _plain(card: Card, header: Header) -> dict[str, Any]:
+def _plain(card: Card, metadata: Mapping[str, Any]) -> dict[str, Any]:
     plain = dataclasses.asdict(card)
     plain["path"] = str(card.path)
     plain["memory"] = card.memory.name
-    plain["metadata"] = {key: _json(value) for key, value in header.metadata.items()}
+    plain["metadata"] = {key: _json(value) for key, value in metadata.items()}
     return plain
 
 

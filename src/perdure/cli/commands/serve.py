@@ -141,11 +141,12 @@ def serve(
     told to stop.
     """
     import perdure
-    from perdure import InvalidInputError, models
+    from perdure import InvalidInputError
     from perdure.cli.output.progress import fetching
-    from perdure.cli.output.terminal import have_library, note
+    from perdure.cli.output.terminal import note
     from perdure.cli.settings_reload import SettingsReload, live_settings, set_log_level
     from perdure.config import settings
+    from perdure.engine import registry
 
     if new_key is not None:
         _print_key(new_key)
@@ -170,14 +171,10 @@ def serve(
         note(str(error))
         raise typer.Exit(2) from None
     folder = None if no_store else store or settings().store
-    if models.is_here(model):
-        # What is wrong with a file is told before a library is fetched for it.
-        models.path(model)
-    have_library()
-    with fetching(model or "the default model") as progress:
-        path = models.path(model, progress)
+    opener = registry.engine_for(model)
+    source = opener.fetch(model, fetching)
     with perdure.open(
-        path,
+        source,
         n_ctx=engine.ctx,
         slots=slots,
         queue=queue,
@@ -190,8 +187,8 @@ def serve(
     ) as runtime:
         app_state = AppState(
             runtime=runtime,
-            name=name or path.stem,
-            model_bytes=path.stat().st_size,
+            name=name or opener.label(source),
+            model_bytes=runtime.model.info.nbytes,
             keys=known,
             page=page,
         )

@@ -23,8 +23,8 @@ from perdure.config import N_CTX
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from perdure import Model
     from perdure.engine.keywords import LoadingKeywords
+    from perdure.engine.model import Model
 
 _PATIENCE = 0.5
 """Seconds of loading that need no bar."""
@@ -41,34 +41,25 @@ class Cancellable(Protocol):
 
 def load(name: str | None, *, cells: int = N_CTX, **loading: Unpack[LoadingKeywords]) -> Model:
     """The model of that name, or the default one: fetched if need be, with bars for whoever watches."""
-    from perdure import Model, models
     from perdure.cli.output.progress import fetching
+    from perdure.engine.registry import engine_for
 
-    if models.is_here(name):
-        # What is wrong with a file is told before a library is fetched for it.
-        models.path(name)
-    have_library()
-    with fetching(name or "the default model") as progress:
-        path = models.path(name, progress)
+    engine = engine_for(name)
+    source = engine.fetch(name, fetching)
     left = threading.Event()
-    with _loading(path) as report, ThreadPoolExecutor(1) as loader:
+    with _loading(Path(source)) as report, ThreadPoolExecutor(1) as loader:
         # Native code in the main thread would hold Ctrl-C back until it returns.
         loaded = loader.submit(
-            Model, path, progress=lambda done: report(done) and not left.is_set(), cells=cells, **loading
+            engine.open,
+            source,
+            progress=lambda done: report(done) and not left.is_set(),
+            cells=cells,
+            **loading,
         )
         try:
             return loaded.result()
         finally:
             left.set()
-
-
-def have_library() -> None:
-    """Fetch the llama.cpp library if there is none yet, with a bar for whoever watches."""
-    from perdure.cli.output.progress import fetching
-    from perdure.engine.llama.native.source import find_library
-
-    with fetching("the engine") as progress:
-        find_library(progress)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from perdure import models, system
 from perdure.checks import check_whole, is_whole
 from perdure.config import N_CTX, settings
 from perdure.engine.context import Context
-from perdure.engine.contract import Capabilities
+from perdure.engine.contract import Capabilities, ModelInfo
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.keywords import ContextKeywords
 from perdure.engine.llama.adapter import LlamaAdapter
@@ -39,6 +39,7 @@ from perdure.errors import ClosedError, InvalidInputError, ModelFileError, Model
 from perdure.identity import Identity, content_digest, file_version
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.models.parts import part_names
+from perdure.models.quants import FILE_TYPES
 from perdure.options import refuse_unknown
 
 log = logging.getLogger("perdure.engine")
@@ -49,6 +50,9 @@ _ROWS = 64
 """Rows of logits a native step can give: the engine reserves memory for as many."""
 _PLAIN = ("f32", "f16", "bf16")
 _NO_POOLING = 0
+_POOLINGS = {"0": Pooling.MEAN, "1": Pooling.MEAN, "2": Pooling.FIRST, "3": Pooling.LAST}
+_COVERING = ("gpt2", "llama")
+"""Kinds of tokenizers whose tokens cover all of a text. Others collapse white space, or drop characters."""
 _LARGEST = 3.4e38
 """The library's floats end here."""
 
@@ -136,6 +140,33 @@ class Model:
     def metadata(self) -> Mapping[str, str]:
         """The file's own description, values as text; long lists are cut short by the library."""
         return MappingProxyType(self._open().metadata)
+
+    @functools.cached_property
+    def info(self) -> ModelInfo:
+        """What the file says of the model: architecture, template, special tokens and the like."""
+        keys = self.metadata
+        file_type = keys.get("general.file_type", "")
+        return ModelInfo(
+            architecture=keys.get("general.architecture", ""),
+            name=keys.get("general.name", ""),
+            size_label=keys.get("general.size_label", ""),
+            quantisation=FILE_TYPES.get(int(file_type), "") if file_type.isdigit() else "",
+            file_format="gguf",
+            nbytes=sum(file.stat().st_size for file in self._files if file.exists()),
+            n_ctx_train=self.n_ctx_train,
+            template=keys.get("tokenizer.chat_template", ""),
+            tool_template=keys.get("tokenizer.chat_template.tool_use", ""),
+            bos=self._named_token("bos"),
+            eos=self._named_token("eos"),
+            covers_text=keys.get("tokenizer.ggml.model", "") in _COVERING,
+        )
+
+    def _named_token(self, name: str) -> str:
+        """The text of the token that the file names so; the library has a guess where it names none."""
+        token = self.metadata.get(f"tokenizer.ggml.{name}_token_id", "")
+        if not token.isdigit() or int(token) >= self.n_vocab:
+            return ""
+        return self.piece(int(token), special=True).decode("utf-8", "replace")
 
     @functools.cached_property
     def digest(self) -> str:
@@ -308,7 +339,7 @@ class Model:
         than it was trained for.
         """
         weights = self._open()
-        pooling = Pooling.of(weights.metadata)
+        pooling = _pooling(weights.metadata)
         check_whole("n_ctx", n_ctx, 1, (1 << 31) - 256)
         self._cache_size().check(n_ctx, "f16", "f16")
         params = _params(self._threads(threads), flash, rope_freq_base, rope_freq_scale)
@@ -406,6 +437,18 @@ def _params(threads: int, flash: bool, rope_freq_base: float, rope_freq_scale: f
     params.rope_freq_scale = rope_freq_scale
     params.no_perf = True
     return params
+
+
+def _pooling(metadata: Mapping[str, str]) -> Pooling:
+    """As the model's file says; the mean where it says nothing."""
+    architecture = metadata.get("general.architecture", "")
+    named = metadata.get(f"{architecture}.pooling_type", "0")
+    if named not in _POOLINGS:
+        raise InvalidInputError(
+            f"this model scores pairs of texts and has no vector for one (pooling type {named}); "
+            "use a model with pooling type 0 to 3"
+        )
+    return _POOLINGS[named]
 
 
 def _memory(lib: Any, weights: Weights) -> MemorySpec:

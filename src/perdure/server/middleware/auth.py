@@ -38,14 +38,9 @@ class Auth:
             return
         account = KeyAccount(key, self._keys.usage) if key is not None else None
         scope["state"].update(namespace=key.namespace if key is not None else "", account=account)
-        if key is None or account is None:
-            await self._app(scope, receive, send)
-            return
-        notes["namespace"] = key.namespace
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            account.spend(notes.get("prompt_tokens", 0) + notes.get("completion_tokens", 0))
+        if key is not None:
+            notes["namespace"] = key.namespace
+        await self._app(scope, receive, send)
 
     def _refused(self, path: str, secret: str | None, key: Key | None) -> ApiError | None:
         if not len(self._keys):

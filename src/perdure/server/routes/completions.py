@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from perdure.decode.request import Delta, Reply, TokenLogprob
-from perdure.server import sse
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState, AppStateDep, CallerDep
-from perdure.server.client_job import ClientJob
+from perdure.server.follow import DONE, SSE, EventResponse, Events, EventTemplate, Follower, event
 from perdure.server.routes.answer_head import AnswerHead, finite
 from perdure.server.schemas.base import ReuseAnswer, TimingsAnswer, UsageAnswer, refuse_fields
 from perdure.server.schemas.completion import (
@@ -49,40 +48,31 @@ async def complete(
         "timeout": app_state.seconds(timeout),
         "namespace": caller.namespace,
     }
-    client_jobs: list[ClientJob[Delta, Reply]] = []
+    if app_state.log_text:
+        caller.notes["prompt"] = asked.prompt
+    head = CompletionHead(app_state, asked)
+    writer = CompletionWriter(head, asked) if asked.stream else None
+    followers: list[Follower[Delta, Reply]] = []
     try:
         for prompt in prompts:
-            job = await app_state.call(app_state.runtime.submit, prompt, **options)
-            client_jobs.append(app_state.client_job(job, request, timeout, caller))
+            stream = await app_state.call(app_state.runtime.submit, prompt, **options)
+            listed = not followers
+            followers.append(
+                Follower(stream, app_state, caller, writer=writer, timeout=timeout, listed=listed)
+            )
         # Behind those: what does not fit was refused by now, and is not tokenised for this either.
-        echoed = [await app_state.call(_text, app_state, prompt) for prompt in prompts if asked.echo]
-    except BaseException:
-        # Nobody waits for those that were queued before one was refused.
-        for client_job in client_jobs:
-            client_job.cancel()
-        raise
-    head = CompletionHead(app_state, asked, echoed)
-
-    def settle(replies: Sequence[Reply]) -> None:
-        app_state.settle(replies, caller)
-        if app_state.log_text:
-            caller.notes["prompt"] = asked.prompt
-            caller.notes["replies"] = [reply.text for reply in replies]
-
-    if asked.stream:
-        writer = CompletionWriter(head, asked)
-        return sse.JobStream(
-            client_jobs[0], writer, limits=app_state.limits, notes=caller.notes, settle=settle
-        )
-    try:
-        groups = [list(await client_job.replies()) for client_job in client_jobs]
+        if asked.echo:
+            head.echoed = [await app_state.call(_text, app_state, prompt) for prompt in prompts]
+        if writer is not None:
+            return EventResponse(followers.pop(), SSE, app_state.limits)
+        groups = [list(await follower.whole(request)) for follower in followers]
     finally:
-        for client_job in client_jobs:
-            client_job.close()
-    settle([reply for group in groups for reply in group])
-    for client_job, group in zip(client_jobs, groups, strict=True):
-        if (refused := client_job.cut(group)) is not None:
-            raise refused
+        # Nobody waits for those that were queued before one was refused.
+        for follower in followers:
+            follower.close()
+    for follower, group in zip(followers, groups, strict=True):
+        if (error := follower.cut(group)) is not None:
+            raise error
     return await asyncio.to_thread(head.whole, groups)
 
 
@@ -149,13 +139,12 @@ class CompletionHead(AnswerHead):
     prefix = "cmpl"
     chunk_object = "text_completion"
 
-    def __init__(
-        self, app_state: AppState, asked: CompletionRequest, echoed: Sequence[tuple[str, list[int]]]
-    ) -> None:
+    def __init__(self, app_state: AppState, asked: CompletionRequest) -> None:
         super().__init__(app_state)
         self._logprobs = asked.logprobs
         self._n = asked.n or 1
-        self.echoed = echoed
+        self.echoed: Sequence[tuple[str, list[int]]] = ()
+        """The prompts, as text and as tokens, where they stand before their replies."""
 
     def whole(self, groups: Sequence[Sequence[Reply]]) -> CompletionAnswer:
         return CompletionAnswer(
@@ -207,7 +196,7 @@ class CompletionHead(AnswerHead):
         return self.piece(token).decode("utf-8", "replace")
 
 
-class CompletionWriter(sse.ChunkWriter):
+class CompletionWriter:
     """Chunks in OpenAI's older shape. Every sample ends once."""
 
     def __init__(self, head: CompletionHead, asked: CompletionRequest) -> None:
@@ -216,40 +205,46 @@ class CompletionWriter(sse.ChunkWriter):
         self._offsets = dict.fromkeys(self._open, 0)
         include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
-        self._frames = [sse.Frame(functools.partial(self._piece, index)) for index in sorted(self._open)]
+        self._templates = [
+            EventTemplate(functools.partial(self._chunk, index)) for index in sorted(self._open)
+        ]
 
-    def waiting_chunk(self, told: dict[str, Any]) -> sse.Chunk:
-        return self._piece(min(self._open, default=0), "", more=told)
+    def keep_alive(self, progress: dict[str, Any]) -> Events:
+        return [event(self._chunk(min(self._open, default=0), "", more=progress))]
 
-    def opening_chunks(self) -> Iterable[sse.Chunk]:
+    def start(self) -> Events:
+        events = []
         for text, _ in self._head.echoed:
             for index in sorted(self._open):
                 self._offsets[index] = len(text)
-                yield self._piece(index, text)
+                events.append(event(self._chunk(index, text)))
+        return events
 
-    def piece(self, delta: Delta) -> bytes:
+    def delta(self, delta: Delta) -> Events:
         logprobs = None
         if delta.logprobs:
             logprobs = self._head.logprobs(delta.logprobs, offset=self._offsets[delta.index])
         if logprobs is None:
-            return self._frames[delta.index](delta.text) if delta.text else b""
+            return (self._templates[delta.index](delta.text),) if delta.text else ()
         self._offsets[delta.index] += sum(map(len, logprobs.tokens))
-        return sse.events([self._piece(delta.index, delta.text, logprobs=logprobs.model_dump())])
+        return [event(self._chunk(delta.index, delta.text, logprobs=logprobs.model_dump()))]
 
-    def ending_chunks(self, replies: Sequence[Reply]) -> Iterable[sse.Chunk]:
+    def end(self, replies: Sequence[Reply]) -> Events:
+        chunks = []
         for reply in replies:
             self._open.discard(reply.index)
             extension = self._head.extension(reply).model_dump()
-            yield self._piece(reply.index, "", reply.finish_reason, more={"perdure": extension})
+            chunks.append(self._chunk(reply.index, "", reply.finish_reason, more={"perdure": extension}))
         if self._usage:
             usage = UsageAnswer.of([reply.usage for reply in replies])
-            yield self._head.chunk([], {"usage": usage.model_dump()})
+            chunks.append(self._head.chunk([], {"usage": usage.model_dump()}))
+        return [*map(event, chunks), DONE]
 
-    def broken_chunks(self) -> Iterable[sse.Chunk]:
-        for index in sorted(self._open):
-            yield self._piece(index, "", "error")
+    def error(self, error: ApiError) -> Events:
+        ends = [self._chunk(index, "", "error") for index in sorted(self._open)]
+        return [event(error.body), *map(event, ends), DONE]
 
-    def _piece(
+    def _chunk(
         self,
         index: int,
         text: str,

@@ -14,6 +14,7 @@ from perdure.engine.contract import Floats
 from perdure.errors import InvalidInputError
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppStateDep, CallerDep
+from perdure.server.follow import outcome
 from perdure.server.schemas.base import refuse_fields
 from perdure.server.schemas.embedding import EmbeddingAnswer, EmbeddingRequest
 from perdure.server.schemas.openapi import errors
@@ -36,11 +37,11 @@ async def embed(
     if asked.dimensions is not None:
         _check_width(asked.dimensions, await app_state.call(lambda: app_state.runtime.embedding_width))
     try:
-        found = await app_state.outcome(await app_state.call(app_state.runtime.submit_embed, texts), request)
+        found = await outcome(await app_state.call(app_state.runtime.submit_embed, texts), request, app_state)
     except InvalidInputError as error:
         raise ApiError(400, f"input: {error}", param="input", code=_BAD) from None
     app_state.metrics.embedded(sum(found.tokens))
-    caller.notes["prompt_tokens"] = sum(found.tokens)
+    caller.charge(sum(found.tokens))
     if app_state.log_text:
         caller.notes["input"] = asked.input
     # In a thread: a thousand vectors are a million numbers to write out.

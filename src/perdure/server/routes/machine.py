@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from perdure.cache.prefix_tree import SlotState
+from perdure.cache.cache_view import SlotState
 from perdure.errors import PerdureError
 from perdure.server.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.schemas.base import PAGE, Limit
@@ -67,8 +67,8 @@ def _model(app_state: AppState, namespace: str) -> MachineModel:
         id=app_state.name,
         state=state,
         restarts=restarts,
-        architecture=runtime.model.metadata.get("general.architecture", ""),
-        size=runtime.model.metadata.get("general.size_label", ""),
+        architecture=runtime.model.info.architecture,
+        size=runtime.model.info.size_label,
         nbytes=app_state.model_bytes or None,
         n_ctx=runtime.n_ctx,
         devices=devices,

@@ -66,6 +66,6 @@ def _model(app_state: AppState) -> ModelAnswer:
         owned_by="perdure",
         n_ctx=app_state.runtime.n_ctx,
         n_vocab=model.n_vocab,
-        architecture=model.metadata.get("general.architecture", ""),
+        architecture=model.info.architecture,
         digest=model.digest,
     )

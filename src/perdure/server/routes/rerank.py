@@ -9,6 +9,7 @@ from perdure.decode.embedding import Embeddings
 from perdure.errors import InvalidInputError
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppStateDep, CallerDep
+from perdure.server.follow import outcome
 from perdure.server.schemas.base import refuse_fields
 from perdure.server.schemas.embedding import EmbeddingUsage
 from perdure.server.schemas.openapi import errors
@@ -32,11 +33,11 @@ async def rerank(
     texts = _documents(asked)
     work = await app_state.call(app_state.runtime.submit_embed, [asked.query, *texts])
     try:
-        found = await app_state.outcome(work, request)
+        found = await outcome(work, request, app_state)
     except InvalidInputError as error:
         raise ApiError(400, f"documents: {error}", param="documents", code=_BAD) from None
     app_state.metrics.embedded(sum(found.tokens))
-    caller.notes["prompt_tokens"] = sum(found.tokens)
+    caller.charge(sum(found.tokens))
     usage = EmbeddingUsage(prompt_tokens=sum(found.tokens), total_tokens=sum(found.tokens))
     return RerankAnswer(model=app_state.name, results=_ranked(found, texts, asked), usage=usage)
 

@@ -155,8 +155,8 @@ async def say(
     """Say something. The turn is kept once its reply is whole; `perdure.kept` says so."""
     check_chat_options(asked, app_state)
     said, options = _said(asked, app_state), chat_options(asked, app_state)
-    job = await app_state.call(lambda: _session(app_state, caller, name).submit(said, **options))
-    return await chat_answer(job, asked, request, app_state, caller, session=name, said=said)
+    stream = await app_state.call(lambda: _session(app_state, caller, name).submit(said, **options))
+    return await chat_answer(stream, asked, request, app_state, caller, session=name, messages=said)
 
 
 @router.post("/{name}/edit", responses=streamed(404, 409, 507), response_model=ChatAnswer)
@@ -166,10 +166,10 @@ async def edit(
     """Say something else in an earlier turn, and go on from its new reply."""
     check_chat_options(asked, app_state)
     said, options = _said(asked, app_state), chat_options(asked, app_state)
-    job = await app_state.call(
+    stream = await app_state.call(
         lambda: _session(app_state, caller, name).submit_edit(asked.turn, said, **options)
     )
-    return await chat_answer(job, asked, request, app_state, caller, session=name, said=said)
+    return await chat_answer(stream, asked, request, app_state, caller, session=name, messages=said)
 
 
 @router.post("/{name}/regenerate", responses=streamed(404, 409, 507), response_model=ChatAnswer)
@@ -179,8 +179,8 @@ async def regenerate(
     """Another reply to the last message, in the place of the one there is."""
     check_chat_options(asked, app_state)
     options = chat_options(asked, app_state)
-    job = await app_state.call(lambda: _session(app_state, caller, name).submit_regenerate(**options))
-    return await chat_answer(job, asked, request, app_state, caller, session=name)
+    stream = await app_state.call(lambda: _session(app_state, caller, name).submit_regenerate(**options))
+    return await chat_answer(stream, asked, request, app_state, caller, session=name)
 
 
 @router.post("/{name}/fork", status_code=201, responses=errors(404, 409, 507))

@@ -15,7 +15,7 @@ from perdure.sessions.importing import ImportResult
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.session import Session
 from perdure.sessions.tree import Tree, TreeTurn, turn_id
-from perdure.sessions.turn import Turn
+from perdure.sessions.turn import Turn, plain_settings
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -150,7 +150,7 @@ class TurnAnswer(ResponseSchema):
             dropped=turn.dropped,
             seed=turn.seed,
             created=turn.created,
-            settings=dict(turn.settings),
+            settings=plain_settings(turn.settings),
         )
 
 

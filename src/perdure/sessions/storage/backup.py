@@ -22,7 +22,7 @@ from perdure.atomic import PRIVATE, open_private
 from perdure.errors import CorruptStateError, InvalidInputError, StoreError
 from perdure.sessions.storage.session_folder import FILE, KEY, MARK
 from perdure.sessions.storage.session_store import SessionStore
-from perdure.sessions.storage.verify import verify
+from perdure.sessions.storage.verify import Verification, verify
 from perdure.store.durable import make_folder, sync_folder, translate_os_errors
 
 FORMAT = "perdure-backup/1"
@@ -44,6 +44,8 @@ class Backup:
     turns: int
     blocks: int
     nbytes: int
+    left_out: tuple[str, ...] = ()
+    """What a restore could not prove, and so left out."""
 
 
 def back_up(folder: Path, file: Path, *, state: bool = False, progress: Progress | None = None) -> Backup:
@@ -85,8 +87,7 @@ def back_up(folder: Path, file: Path, *, state: bool = False, progress: Progress
                 archive.addfile(entry, io.BytesIO(data))
                 archive.close()
                 system.sync(raw.fileno())
-            # Whole under its name, or not there.
-            os.link(temporary, file)
+            _name(temporary, file)
         sync_folder(file.absolute().parent)
     finally:
         for path in (temporary, *_database(snapshot)):
@@ -102,8 +103,23 @@ def back_up(folder: Path, file: Path, *, state: bool = False, progress: Progress
     )
 
 
+def _name(temporary: Path, file: Path) -> None:
+    """Give a file its name, unless another has it: whole under its name, or not there."""
+    try:
+        os.link(temporary, file)
+    except FileExistsError:
+        raise
+    except OSError:
+        # FAT, exFAT and most network mounts have no hard links.
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | system.BINARY, PRIVATE))
+        os.replace(temporary, file)
+
+
 def restore(file: Path, folder: Path, *, progress: Progress | None = None) -> Backup:
-    """Make a store of a backup, after proving all of it. The folder must not be there, or be empty."""
+    """Make a store of a backup, all that can be proved of it. The folder must not be there, or be empty.
+
+    The rest is named in `left_out`, and the database with it lies in the new folder beside the other.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidInputError(
             f"{folder} is not empty: restore into a new folder, and move it when it is whole"
@@ -115,8 +131,8 @@ def restore(file: Path, folder: Path, *, progress: Progress | None = None) -> Ba
         make_folder(new, ours=True)
         about = _unpacked(file, new, progress)
         found = verify(new, lambda done, total: None)
-        if not found.sound:
-            raise CorruptStateError(f"{file} holds sessions that are damaged: {found.plain()}")
+        if found.not_repaired:
+            raise CorruptStateError(f"{file} holds no sessions that can be proved: {found.not_repaired}")
         for path in (new, *(path for path in new.rglob("*") if path.is_dir())):
             sync_folder(path)
         with translate_os_errors(folder):
@@ -130,11 +146,19 @@ def restore(file: Path, folder: Path, *, progress: Progress | None = None) -> Ba
     return Backup(
         path=file,
         created=about["created"],
-        sessions=found.sessions,
-        turns=found.turns,
+        sessions=found.sessions if found.repair is None else found.repair.sessions,
+        turns=found.turns if found.repair is None else found.repair.turns,
         blocks=sum(name.startswith("blocks/") for name in files),
         nbytes=file.stat().st_size,
+        left_out=_left_out(found),
     )
+
+
+def _left_out(found: Verification) -> tuple[str, ...]:
+    lost = list(found.repair.cut) if found.repair is not None else []
+    if found.blocks is not None and found.blocks.quarantined:
+        lost.append(f"{found.blocks.quarantined} damaged blocks of state, which the next turns compute again")
+    return tuple(lost)
 
 
 def _snapshot(folder: Path, into: Path) -> tuple[int, int]:

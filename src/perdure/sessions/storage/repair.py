@@ -228,24 +228,22 @@ class _Found:
             self.turns[number], self.depths[number] = turn, depth
 
     def _session(self, row: dict[str, Any]) -> None:
-        name, head = row["name"], row["head"]
+        what, head = f"session {row['name']!r}{_of(row['namespace'])}", row["head"]
         if head in self.turns:
             stands: tuple[Any, Any] = self.depths[head], self.turns[head].digest
         else:
             raw = self._raw.get(head, {})
             stands = raw.get("depth"), raw.get("digest")
         if seal(*(row[column] for column in SESSION_SEAL), *stands) != row["seal"]:
-            self.cut.append(f"session {name!r}: its entry is damaged")
+            self.cut.append(f"{what}: its entry is damaged")
             return
         last = self._last(head)
         if last is None:
-            self.cut.append(f"session {name!r}: its turns are damaged")
+            self.cut.append(f"{what}: its turns are damaged")
             return
         if last != head:
             depth = self.depths[last]
-            self.cut.append(
-                f"session {name!r}: turn {depth + 1} is damaged, so that it stands after turn {depth} now"
-            )
+            self.cut.append(f"{what}: turn {depth + 1} is damaged, so that it stands after turn {depth} now")
         self.sessions.append({**row, "head": last})
 
     def _memory(self, row: dict[str, Any]) -> None:
@@ -254,7 +252,8 @@ class _Found:
         if whole and turn is not None and turn.digest == row["digest"]:
             self.memories.append(row)
         else:
-            self.cut.append(f"memory {row['label']!r} of session {row['session']!r}: it is damaged")
+            what = f"memory {row['label']!r} of session {row['session']!r}{_of(row['namespace'])}"
+            self.cut.append(f"{what}: it is damaged")
 
     def _last(self, number: int) -> int | None:
         """The last turn up to `number` that is proved, if the way there can be trusted."""
@@ -291,6 +290,10 @@ class _Found:
                 led.add(parent)
         for number in [number for number in self.turns if number not in led]:
             del self.turns[number]
+
+
+def _of(namespace: object) -> str:
+    return f" of namespace {namespace!r}" if namespace else ""
 
 
 def _names(turn: int) -> Iterator[str]:

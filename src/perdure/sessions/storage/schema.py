@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -285,6 +285,29 @@ def parse_turn(row: Sequence[Any], before: bytes) -> Turn:
     except (TypeError, ValueError, AttributeError, RecursionError, InvalidInputError) as error:
         raise CorruptStateError(f"is damaged ({error})") from error
     return turn
+
+
+def json_text(value: Mapping[str, Any]) -> str:
+    """A column of JSON that anybody can be shown; `InvalidInputError` where it could not be."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        return json.dumps(value)
+    except UnicodeEncodeError:
+        raise
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInputError(f"this cannot be written as JSON: {error}") from None
+
+
+def check_readable(values: Sequence[Value], turn: Turn) -> None:
+    """Raise `InvalidInputError` unless a row of `INSERT_TURN` reads as the turn again, here and in an
+    export: what is refused when it is read must not be stored."""
+    try:
+        read = read_turn([values[0], *values[3:-1]], turn.before)
+        Turn.from_json(read.to_json(), turn.before)
+    except CorruptStateError as error:
+        raise InvalidInputError(
+            f"this turn could not be read again, so it was not stored: {error}"
+        ) from error
 
 
 def turn_values(number: int, parent: int | None, depth: int, turn: Turn) -> list[Value]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from perdure.sessions.storage.schema import (
     SESSION_SEAL,
     Counters,
     Value,
+    json_text,
     read_session,
     row_limit,
     seal,
@@ -127,11 +127,15 @@ class SessionStore:
         kind: str = "session",
         settings: Mapping[str, Any] | None = None,
         origin: Mapping[str, Any] | None = None,
+        replaces: SessionInfo | None = None,
     ) -> SessionInfo:
-        """A new session: at a turn that is there and has that digest, followed by turns that are not yet."""
+        """A new session: at a turn that is there and has that digest, followed by turns that are not yet.
+        With `replaces`, that session goes in the same moment."""
         # Before the transaction: a name that is missed would be given away twice.
         self._check.wait()
         with self._writing():
+            if replaces is not None:
+                self._delete(replaces)
             return self._create(
                 namespace,
                 name,
@@ -172,8 +176,8 @@ class SessionStore:
             name,
             kind,
             head,
-            json.dumps(dict(settings)),
-            json.dumps(dict(origin)),
+            json_text(dict(settings)),
+            json_text(dict(origin)),
             now,
             now,
         )
@@ -262,7 +266,7 @@ class SessionStore:
         """Write down something else of where a session comes from."""
         with self._writing():
             number = self._standing(session).number
-            self.index.run("UPDATE session SET origin = ? WHERE number = ?", json.dumps(dict(origin)), number)
+            self.index.run("UPDATE session SET origin = ? WHERE number = ?", json_text(dict(origin)), number)
             self._seal(number)
             return self._standing(session)
 
@@ -275,9 +279,7 @@ class SessionStore:
 
     def delete(self, session: SessionInfo) -> None:
         with self._writing():
-            found = self._standing(session)
-            self.index.run("DELETE FROM session WHERE number = ?", found.number)
-            self._prune(found.head)
+            self._delete(session)
 
     def head(self, session: SessionInfo) -> int:
         """The number of the turn at which a session stands now, whoever moved it."""
@@ -377,6 +379,11 @@ class SessionStore:
         if expected is not None and now.head != expected:
             raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
         return now
+
+    def _delete(self, session: SessionInfo) -> None:
+        found = self._standing(session)
+        self.index.run("DELETE FROM session WHERE number = ?", found.number)
+        self._prune(found.head)
 
     def _move(self, session: SessionInfo, head: int) -> None:
         # Later than before, whatever the clock says: lists are in this order.

@@ -12,6 +12,7 @@ from perdure.sessions.storage.schema import (
     TURN,
     TURN_SEAL,
     Counters,
+    check_readable,
     read_turn,
     seal,
     turn_seal,
@@ -79,10 +80,12 @@ class TurnTable:
         return int(found[0][2])
 
     def add(self, parent: int | None, turn: Turn) -> int:
-        """Write a turn behind turn number `parent`; its own number."""
+        """Write a turn behind turn number `parent`; its own number. The only way into the table."""
         depth = 0 if parent is None else self.check(parent, turn.before) + 1
         number = self._counters.next("turn")
-        self._index.run(INSERT_TURN, *turn_values(number, parent, depth, turn))
+        values = turn_values(number, parent, depth, turn)
+        check_readable(values, turn)
+        self._index.run(INSERT_TURN, *values)
         return number
 
     def _chunk(self, head: int, place: Place | None, count: int, name: str) -> Chunk:

@@ -14,7 +14,7 @@ import numpy as np
 from perdure.checks import check_whole
 from perdure.config import N_CTX
 from perdure.engine.context import Context
-from perdure.engine.contract import Capabilities
+from perdure.engine.contract import Capabilities, ModelInfo
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.keywords import ContextKeywords
 from perdure.engine.token_ids import check_token
@@ -91,15 +91,19 @@ class ToyModel:
         return self._memory
 
     @property
+    def info(self) -> ModelInfo:
+        self._check_open()
+        return ModelInfo(
+            architecture="toy",
+            name=f"toy {self._memory.name}",
+            n_ctx_train=self.n_ctx_train,
+            template=CHATML,
+        )
+
+    @property
     def metadata(self) -> Mapping[str, str]:
         self._check_open()
-        return MappingProxyType(
-            {
-                "general.architecture": "toy",
-                "general.name": f"toy {self._memory.name}",
-                "tokenizer.chat_template": CHATML,
-            }
-        )
+        return MappingProxyType({"toy.memory": self._memory.name})
 
     @property
     def digest(self) -> str:
@@ -225,7 +229,7 @@ class ToyModel:
         _check_counts(n_ctx=n_ctx)
         chunk = min(CHUNK, n_ctx)
         core = self._core(self._memory, n_seq=1, n_batch=chunk, cells=n_ctx, max_outputs=chunk, shared=False)
-        return Embedder(core, pooling=Pooling.of(self.metadata), n_ctx=n_ctx, chunk=chunk)
+        return Embedder(core, pooling=Pooling.MEAN, n_ctx=n_ctx, chunk=chunk)
 
     def close(self) -> None:
         """Take no more calls. Open contexts go on."""

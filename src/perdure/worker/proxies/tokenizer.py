@@ -27,6 +27,7 @@ class RemoteTokenizer:
     def __init__(self, about: Ready, ask: Ask) -> None:
         self.n_vocab = about.n_vocab
         self.memory: MemorySpec = about.memory
+        self.info = about.info
         self.metadata: Mapping[str, str] = MappingProxyType(dict(about.metadata))
         self.digest = about.digest
         self.path = None if about.path is None else Path(about.path)

@@ -11,8 +11,7 @@ from starlette.responses import Response
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
-from perdure.server.client_job import Job
-from perdure.server.protocols.answering import answer
+from perdure.server.follow import Stream, answer
 from perdure.server.protocols.chat.answers import ChatAnswer, ChatHead
 from perdure.server.protocols.chat.requests import ChatOptionsSchema, ChatRequest, reply_request
 from perdure.server.protocols.chat.stream import ChatWriter
@@ -27,34 +26,34 @@ async def chat(
 ) -> ChatAnswer | Response:
     """A reply to a conversation, in OpenAI's shape."""
     wanted = reply_request(asked, app_state)
-    job = await app_state.call(wanted.submit, app_state.runtime, caller.namespace, caller.agent)
+    stream = await app_state.call(wanted.submit, app_state.runtime, caller.namespace, caller.agent)
     return await chat_answer(
-        job, asked, request, app_state, caller, session=wanted.session, said=wanted.messages
+        stream, asked, request, app_state, caller, session=wanted.session, messages=wanted.messages
     )
 
 
 async def chat_answer(
-    job: Job[ChatDelta, ChatReply],
+    stream: Stream[ChatDelta, ChatReply],
     asked: ChatOptionsSchema,
     request: Request,
     app_state: AppState,
     caller: Caller,
     *,
     session: str | None = None,
-    said: Sequence[Message] = (),
+    messages: Sequence[Message] = (),
 ) -> ChatAnswer | Response:
-    """What comes of a job, whole or as a stream of chunks."""
+    """What comes of a stream, whole or as a stream of chunks."""
     head = ChatHead(app_state, session, with_logprobs=bool(asked.logprobs))
     n: Any = getattr(asked, "n", None) or 1
     include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
     return await answer(
-        job,
+        stream,
         request,
         app_state,
         caller,
         timeout=asked.perdure.timeout if asked.perdure else None,
         whole=head.whole,
-        writer=(lambda: ChatWriter(head, n, include_usage=include_usage)) if asked.stream else None,
+        writer=ChatWriter(head, n, include_usage=include_usage) if asked.stream else None,
         session=session,
-        said=said,
+        messages=messages,
     )

@@ -1,36 +1,38 @@
-"""Chat answers piece by piece: chunks in OpenAI's shape."""
+"""Chat answers as a stream: chunks in OpenAI's shape, and `[DONE]` at the end."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
-from perdure.server import sse
+from perdure.server.api_error import ApiError
+from perdure.server.follow import DONE, Events, EventTemplate, event
 from perdure.server.protocols.chat.answers import ChatHead
 from perdure.server.schemas.base import UsageAnswer
 
 
-class ChatWriter(sse.ChunkWriter):
+class ChatWriter:
     """Chunks in OpenAI's shape. Every sample opens once and ends once, whatever happens in between."""
 
     def __init__(self, head: ChatHead, n: int, *, include_usage: bool) -> None:
         self._head = head
         self._open = set(range(n))
         self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
-        self._frames = [sse.Frame(functools.partial(self._text, index)) for index in range(n)]
+        self._templates = [EventTemplate(functools.partial(self._text, index)) for index in range(n)]
 
-    def waiting_chunk(self, told: dict[str, Any]) -> sse.Chunk:
-        return self._piece(min(self._open, default=0), {}, more=told)
+    def keep_alive(self, progress: dict[str, Any]) -> Events:
+        return [event(self._chunk(min(self._open, default=0), {}, more=progress))]
 
-    def opening_chunks(self) -> Iterable[sse.Chunk]:
-        for index in sorted(self._open):
-            yield self._piece(index, {"role": "assistant", "content": ""})
+    def start(self) -> Events:
+        return [
+            event(self._chunk(index, {"role": "assistant", "content": ""})) for index in sorted(self._open)
+        ]
 
-    def piece(self, delta: ChatDelta) -> bytes:
+    def delta(self, delta: ChatDelta) -> Events:
         if delta.text and not (delta.reasoning or delta.tool_calls or delta.logprobs):
-            return self._frames[delta.index](delta.text)
+            return (self._templates[delta.index](delta.text),)
         new: dict[str, Any] = {}
         if delta.text:
             new["content"] = delta.text
@@ -40,27 +42,28 @@ class ChatWriter(sse.ChunkWriter):
             new["tool_calls"] = [_call(call) for call in delta.tool_calls]
         logprobs = self._head.logprobs(delta.logprobs) if delta.logprobs else None
         if not new and not logprobs:
-            return b""
-        shown = logprobs.model_dump() if logprobs else None
-        return sse.events([self._piece(delta.index, new, logprobs=shown)])
+            return ()
+        return [event(self._chunk(delta.index, new, logprobs=logprobs.model_dump() if logprobs else None))]
 
-    def ending_chunks(self, replies: Sequence[ChatReply]) -> Iterable[sse.Chunk]:
+    def end(self, replies: Sequence[ChatReply]) -> Events:
+        chunks = []
         for reply in replies:
             self._open.discard(reply.index)
             extension = self._head.extension(reply).model_dump()
-            yield self._piece(reply.index, {}, reply.finish_reason, more={"perdure": extension})
+            chunks.append(self._chunk(reply.index, {}, reply.finish_reason, more={"perdure": extension}))
         if self._usage:
             usage = UsageAnswer.of([reply.usage for reply in replies])
-            yield self._head.chunk([], {"usage": usage.model_dump()})
+            chunks.append(self._head.chunk([], {"usage": usage.model_dump()}))
+        return [*map(event, chunks), DONE]
 
-    def broken_chunks(self) -> Iterable[sse.Chunk]:
-        for index in sorted(self._open):
-            yield self._piece(index, {}, "error")
+    def error(self, error: ApiError) -> Events:
+        ends = [self._chunk(index, {}, "error") for index in sorted(self._open)]
+        return [event(error.body), *map(event, ends), DONE]
 
     def _text(self, index: int, text: str) -> dict[str, Any]:
-        return self._piece(index, {"content": text})
+        return self._chunk(index, {"content": text})
 
-    def _piece(
+    def _chunk(
         self,
         index: int,
         delta: dict[str, Any],

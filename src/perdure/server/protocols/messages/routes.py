@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from perdure.errors import ContextOverflow
 from perdure.server.app_state import AppState, AppStateDep, CallerDep
-from perdure.server.protocols.answering import answer
+from perdure.server.follow import answer
 from perdure.server.protocols.messages.answers import CountAnswer, MessagesAnswer, MessagesHead
 from perdure.server.protocols.messages.requests import (
     Conversation,
@@ -29,17 +29,16 @@ async def messages(
     asked: MessagesRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> MessagesAnswer | Response:
     """A reply to a conversation, in the shape of Anthropic's Messages. Any `model` is served by this one."""
-    wanted, job = await app_state.call(_submit, asked, app_state, caller.namespace)
+    wanted, stream = await app_state.call(_submit, asked, app_state, caller.namespace)
     head = MessagesHead(asked, app_state, caller.namespace)
     return await answer(
-        job,
+        stream,
         request,
         app_state,
         caller,
-        timeout=None,
         whole=head.whole,
-        writer=(lambda: MessagesWriter(head, job.prompt_tokens)) if asked.stream else None,
-        said=wanted.messages,
+        writer=MessagesWriter(head, stream.prompt_tokens) if asked.stream else None,
+        messages=wanted.messages,
     )
 
 

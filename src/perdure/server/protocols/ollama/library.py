@@ -11,15 +11,6 @@ from perdure.server.protocols.ollama.stream import rfc3339
 
 VERSION = "0.13.5"
 """Of Ollama's API: clients ask for one that they can work with."""
-_FILE_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 15: "Q4_K_M"} | {
-    10: "Q2_K",
-    12: "Q3_K_M",
-    14: "Q4_K_S",
-    16: "Q5_K_S",
-    17: "Q5_K_M",
-    18: "Q6_K",
-    32: "BF16",
-}
 _FOR_EVER = timedelta(days=36500)
 
 
@@ -29,7 +20,7 @@ class Library:
     def __init__(self, app_state: AppState) -> None:
         self._app_state = app_state
         self._model = app_state.runtime.model
-        self._metadata = self._model.metadata
+        self._info = self._model.info
 
     @property
     def _started(self) -> datetime:
@@ -56,11 +47,12 @@ class Library:
 
     def shown(self) -> dict[str, Any]:
         n_ctx = self._app_state.runtime.n_ctx
-        architecture = self._metadata.get("general.architecture", "")
+        architecture = self._info.architecture
         info: dict[str, Any] = {
-            name: _plain(value) for name, value in self._metadata.items() if len(value) < 1000
+            name: _plain(value)
+            for name, value in self._model.metadata.items()
+            if len(value) < 1000 and value != self._info.template
         }
-        info.pop("tokenizer.chat_template", None)
         info["general.architecture"] = architecture
         # What can be used here, whatever the model was trained for: clients plan by it.
         info[f"{architecture}.context_length"] = n_ctx
@@ -87,15 +79,14 @@ class Library:
         ]
 
     def _details(self) -> dict[str, Any]:
-        architecture = self._metadata.get("general.architecture", "")
-        kind = self._metadata.get("general.file_type", "")
+        info = self._info
         return {
             "parent_model": "",
-            "format": "gguf",
-            "family": architecture,
-            "families": [architecture],
-            "parameter_size": self._metadata.get("general.size_label", ""),
-            "quantization_level": _FILE_TYPES.get(int(kind), "unknown") if kind.isdigit() else "unknown",
+            "format": info.file_format or "gguf",
+            "family": info.architecture,
+            "families": [info.architecture],
+            "parameter_size": info.size_label,
+            "quantization_level": info.quantisation or "unknown",
             "context_length": self._app_state.runtime.n_ctx,
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from perdure.decode.embedding import Embeddings
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
-from perdure.server.protocols.answering import answer
+from perdure.server.follow import JSON_LINES, answer, event, outcome
 from perdure.server.protocols.ollama.library import VERSION, Library, tagged
 from perdure.server.protocols.ollama.requests import (
     CopyRequest,
@@ -27,16 +28,18 @@ from perdure.server.protocols.ollama.requests import (
     generate_request,
     is_unload,
 )
-from perdure.server.protocols.ollama.stream import NDJSON, OllamaWriter, idle, nanoseconds
+from perdure.server.protocols.ollama.stream import OllamaWriter, idle, nanoseconds
 from perdure.server.schemas.openapi import errors
-from perdure.server.sse import line
 
 router = APIRouter(tags=["Ollama"])
 
 
 def _lines(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {
-        200: {"description": "Lines of JSON, or with `stream` false one object", "content": {NDJSON: {}}},
+        200: {
+            "description": "Lines of JSON, or with `stream` false one object",
+            "content": {JSON_LINES.media_type: {}},
+        },
         **errors(504, *statuses),
     }
 
@@ -92,15 +95,20 @@ async def _answered(
         request,
         app_state,
         caller,
-        timeout=None,
         whole=writer.whole,
-        writer=(lambda: writer) if asked.streams else None,
+        writer=writer if asked.streams else None,
+        framing=JSON_LINES,
     )
 
 
 def _idle(asked: OptionsRequest, app_state: AppState, kind: Any) -> dict[str, Any] | Response:
     shown = idle(app_state.name, kind, "unload" if is_unload(asked.keep_alive) else "load")
-    return Response(line(shown), media_type=NDJSON) if asked.streams else shown
+    return _all_lines([shown]) if asked.streams else shown
+
+
+def _all_lines(lines: Sequence[dict[str, Any]]) -> Response:
+    body = b"".join(JSON_LINES.frame(event(each)) for each in lines)
+    return Response(body, media_type=JSON_LINES.media_type)
 
 
 @router.post("/api/embed", responses=errors(504), response_model=dict[str, Any])
@@ -118,7 +126,7 @@ async def embed(asked: EmbedRequest, request: Request, app_state: AppStateDep, c
             param="dimensions",
             code="invalid_value",
         )
-    caller.notes["prompt_tokens"] = sum(found.tokens)
+    caller.charge(sum(found.tokens))
 
     def body() -> bytes:
         shown = {
@@ -140,7 +148,7 @@ async def embeddings(
     """An older route for one text."""
     check_keep_alive(asked.keep_alive)
     found = await _embedded([asked.prompt], request, app_state)
-    caller.notes["prompt_tokens"] = sum(found.tokens)
+    caller.charge(sum(found.tokens))
     return {"embedding": found.vectors[0].tolist()}
 
 
@@ -149,7 +157,7 @@ async def _embedded(texts: list[str], request: Request, app_state: AppState) -> 
         raise ApiError(
             400, "input: give at least one text, and none that is empty", param="input", code="invalid_value"
         )
-    found = await app_state.outcome(await app_state.call(app_state.runtime.submit_embed, texts), request)
+    found = await outcome(await app_state.call(app_state.runtime.submit_embed, texts), request, app_state)
     app_state.metrics.embedded(sum(found.tokens))
     return found
 
@@ -182,10 +190,10 @@ async def version(app_state: AppStateDep) -> dict[str, str]:
 @router.post("/api/pull", responses=_lines(), response_model=dict[str, Any])
 async def pull(asked: OptionsRequest, app_state: AppStateDep) -> dict[str, Any] | Response:
     """Says that the model is there. A client cannot have this server fetch anything."""
-    told = Library(app_state).pulled()
+    lines = Library(app_state).pulled()
     if not asked.streams:
-        return told[-1]
-    return Response(b"".join(map(line, told)), media_type=NDJSON)
+        return lines[-1]
+    return _all_lines(lines)
 
 
 @router.post("/api/copy", responses=errors())

@@ -9,21 +9,17 @@ from typing import Any, Literal
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.decode.request import Delta, Reply
 from perdure.server.api_error import ApiError
-from perdure.server.client_job import PromptProgress
+from perdure.server.follow import Event, Events, EventTemplate, event
 from perdure.server.protocols.call_buffer import CallBuffer, WholeCall
 from perdure.server.protocols.messages.answers import call_input
 from perdure.server.protocols.ollama.errors import error_body
 from perdure.server.schemas.base import ReuseAnswer
-from perdure.server.sse import Frame, line, waiting
 
 Kind = Literal["chat", "generate"]
-NDJSON = "application/x-ndjson"
 
 
 class OllamaWriter:
     """Lines of one reply: of a chat, or of a prompt, whose text has another name."""
-
-    media_type = NDJSON
 
     def __init__(self, model: str, kind: Kind, notes: Sequence[str] = ()) -> None:
         self._model = model
@@ -32,29 +28,29 @@ class OllamaWriter:
         self._calls = CallBuffer()
         # The moment of its beginning, so that a line is not made anew for each token.
         self._created = now()
-        self._frame = Frame(lambda text: self._chunk(text), line)
+        self._template = EventTemplate(lambda text: self._chunk(text))
 
-    def sign_of_life(self, progress: PromptProgress | None) -> bytes:
-        return line(self._chunk("", more=waiting(progress)))
+    def keep_alive(self, progress: dict[str, Any]) -> Events:
+        return [event(self._chunk("", more=progress))]
 
-    def opening(self) -> bytes:
-        return b""
+    def start(self) -> Events:
+        return ()
 
-    def piece(self, delta: ChatDelta | Delta) -> bytes:
+    def delta(self, delta: ChatDelta | Delta) -> Events:
         if isinstance(delta, Delta):
-            return self._frame(delta.text) if delta.text else b""
-        written = b""
+            return (self._template(delta.text),) if delta.text else ()
+        events = []
         if delta.reasoning:
-            written += line(self._chunk("", delta.reasoning))
+            events.append(event(self._chunk("", delta.reasoning)))
         if delta.text:
-            written += self._frame(delta.text)
-        return written + self._write_calls(self._calls.push(delta.tool_calls))
+            events.append(self._template(delta.text))
+        return [*events, *self._write_calls(self._calls.push(delta.tool_calls))]
 
-    def ending(self, replies: Sequence[ChatReply] | Sequence[Reply]) -> bytes:
-        return self._write_calls(self._calls.finish()) + line(self._last(replies[0], "", None, ()))
+    def end(self, replies: Sequence[ChatReply] | Sequence[Reply]) -> Events:
+        return [*self._write_calls(self._calls.finish()), event(self._last(replies[0], "", None, ()))]
 
-    def broken(self, error: ApiError) -> bytes:
-        return line(error_body(error)[1])
+    def error(self, error: ApiError) -> Events:
+        return [event(error_body(error)[1])]
 
     def whole(self, replies: Sequence[ChatReply] | Sequence[Reply]) -> dict[str, Any]:
         """All of a reply as one object."""
@@ -105,8 +101,8 @@ class OllamaWriter:
             more["context"] = []
         return self._chunk(text, thinking, calls, more)
 
-    def _write_calls(self, calls: Sequence[WholeCall]) -> bytes:
-        return line(self._chunk("", None, calls)) if calls else b""
+    def _write_calls(self, calls: Sequence[WholeCall]) -> list[Event]:
+        return [event(self._chunk("", None, calls))] if calls else []
 
 
 def idle(model: str, kind: Kind, reason: str) -> dict[str, Any]:

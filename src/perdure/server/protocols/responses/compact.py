@@ -14,7 +14,7 @@ from perdure.chat.message import Message
 from perdure.chat.reply import ChatReply
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState, AppStateDep, CallerDep
-from perdure.server.protocols.answering import answer
+from perdure.server.follow import answer
 from perdure.server.protocols.responses import ids
 from perdure.server.protocols.responses.answers import usage
 from perdure.server.protocols.responses.items import Item, said_items

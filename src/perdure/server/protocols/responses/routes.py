@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from pydantic_core import to_json
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from perdure.errors import PerdureError
 from perdure.server.api_error import ApiError, to_api_error
 from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
-from perdure.server.protocols.answering import answer
+from perdure.server.follow import SSE, Event, EventResponse, Recorded, answer
 from perdure.server.protocols.responses.answers import (
     DeletedResponse,
     InputTokensAnswer,
@@ -21,14 +23,12 @@ from perdure.server.protocols.responses.answers import (
     ResponseAnswer,
     ResponseHead,
 )
-from perdure.server.protocols.responses.errors import error_detail
 from perdure.server.protocols.responses.requests import AfterItem, ItemOrder, PromptRequest, ResponseRequest
 from perdure.server.protocols.responses.runs import Runs, followed
 from perdure.server.protocols.responses.stored import Responses, StoredResponse
 from perdure.server.protocols.responses.stream import ResponseWriter
 from perdure.server.schemas.base import PAGE, Limit
 from perdure.server.schemas.openapi import NO_BODY, errors, streamed
-from perdure.server.sse import EventStream
 from perdure.sessions.fold import TurnJob
 
 router = APIRouter(tags=["Responses"])
@@ -77,24 +77,20 @@ async def _stored(
     caller: Caller,
     runs: Runs,
 ) -> Response:
-    response = await app_state.call(responses.begin, asked)
     notes: dict[str, Any] = {}
-    try:
-        job = await app_state.call(responses.submit, response, notes)
-    except (PerdureError, ApiError) as error:
-        refused = to_api_error(error)
-        if asked.stream and refused.code == _TOO_LONG:
-            await app_state.call(response.end, "failed", error_detail(refused))
-        else:
-            await app_state.call(responses.delete, response.head.id)
-        return _refused(error, response.head, asked, app_state)
+    response, job = await app_state.call(responses.start, asked, notes)
+    if isinstance(job, ApiError):
+        return _refused(job, response.head, asked, app_state)
     if asked.background:
         run = runs.start(caller, response, job, notes, app_state)
-        return followed(run, -1, app_state) if asked.stream else _json(response.shown("queued"))
-    runs.read(caller.namespace, response.head.id, job)
+        if asked.stream:
+            return followed(run, -1, app_state)
+        return _json(await app_state.call(response.shown, "queued"))
+    writer = ResponseWriter(response.head, notes=notes)
+    runs.read(caller.namespace, response.head.id, job, writer)
     try:
-        writer = ResponseWriter(response.head, notes=notes)
-        return await _answered(job, response.head, asked, request, app_state, caller, writer)
+        answer = await _answered(job, response.head, asked, request, app_state, caller, writer)
+        return InterruptibleStream(answer, response, writer, app_state) if asked.stream else answer
     except BaseException:
         if not asked.stream:
             # Nobody was told its id.
@@ -120,10 +116,32 @@ async def _answered(
         request,
         app_state,
         caller,
-        timeout=None,
         whole=lambda replies: _json(head.whole(replies)),
-        writer=(lambda: writer) if streams else None,
+        writer=writer if streams else None,
     )
+
+
+class InterruptibleStream(Response):
+    """The stream of a stored response. Where it breaks off, it is written down what was sent: a client that
+    comes back gets the rest of the same reply, or an error."""
+
+    def __init__(
+        self, stream: Response, response: StoredResponse, writer: ResponseWriter, app_state: AppState
+    ) -> None:
+        self.background = None
+        self._stream = stream
+        self._response = response
+        self._writer = writer
+        self._app_state = app_state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._stream(scope, receive, send)
+        finally:
+            if not self._writer.ended:
+                with suppress(PerdureError):
+                    sent = self._writer.sent
+                    await asyncio.shield(self._app_state.call(self._response.note_sent, sent))
 
 
 @router.get("/v1/responses/{response_id}", responses=streamed(404, 409), response_model=ResponseAnswer)
@@ -145,7 +163,9 @@ async def read(
     response = await app_state.call(responses.get, response_id)
     run = runs.background(caller.namespace, response_id)
     if run is not None:
-        return followed(run, starting_after, app_state) if stream else _json(response.shown())
+        if stream:
+            return followed(run, starting_after, app_state)
+        return _json(await app_state.call(response.shown))
     finished = await app_state.call(lambda: response.turn is not None or response.failure is not None)
     if finished and stream:
         return await app_state.call(_replayed, response, starting_after, app_state)
@@ -156,15 +176,17 @@ async def read(
             notes: dict[str, Any] = {}
             job = await app_state.call(responses.submit, response, notes)
             runs.start(caller, response, job, notes, app_state)
-        return _json(response.shown())
-    runs.take_over(caller.namespace, response_id)
+        return _json(await app_state.call(response.shown))
+    if (sent := runs.take_over(caller.namespace, response_id)) is not None:
+        await app_state.call(response.note_sent, sent)
     notes = {}
     job = await app_state.call(responses.submit, response, notes)
-    runs.read(caller.namespace, response_id, job)
-    writer = ResponseWriter(response.head, after=starting_after, notes=notes)
-    return await _answered(
+    writer = ResponseWriter(response.head, after=starting_after, sent=response.sent, notes=notes)
+    runs.read(caller.namespace, response_id, job, writer)
+    answer = await _answered(
         job, response.head, response.asked, request, app_state, caller, writer, stream=True
     )
+    return InterruptibleStream(answer, response, writer, app_state)
 
 
 @router.delete("/v1/responses/{response_id}", responses=errors(404, 409))
@@ -238,9 +260,8 @@ def page(items: list[dict[str, Any]], limit: int, order: str, after: str | None)
 async def _stop(runs: Runs, namespace: str, response_id: str) -> None:
     runs.take_over(namespace, response_id)
     run = runs.background(namespace, response_id)
-    if run is not None and run.task is not None:
-        run.stop()
-        await asyncio.wait((run.task,))
+    if run is not None:
+        await run.cancel()
 
 
 def _refused(
@@ -251,27 +272,22 @@ def _refused(
     if not asked.stream or refused.code != _TOO_LONG:
         raise refused
     writer = ResponseWriter(head)
-    return _stream([writer.opening, lambda: writer.broken(refused)], app_state)
+    return _recorded([*writer.start(), *writer.error(refused)], app_state)
 
 
 def _replayed(response: StoredResponse, after: int, app_state: AppState) -> Response:
-    writer = ResponseWriter(response.head, after=after)
+    writer = ResponseWriter(response.head, after=after, sent=response.sent)
     turn, failure = response.turn, response.failure
     if turn is not None:
-        events = list(writer.replay(turn))
-        return _stream([lambda: b"".join(events)], app_state)
+        return _recorded(writer.replay(turn), app_state)
     assert failure is not None
     error = failure["error"] or {"code": failure["status"], "message": "it was cancelled"}
     told = ApiError(400, error["message"], code=error["code"])
-    return _stream([writer.opening, lambda: writer.broken(told)], app_state)
+    return _recorded([*writer.start(), *writer.error(told)], app_state)
 
 
-def _stream(parts: Iterable[Callable[[], bytes]], app_state: AppState) -> EventStream:
-    async def events() -> AsyncGenerator[bytes]:
-        for part in parts:
-            yield part()
-
-    return EventStream(events(), send_seconds=app_state.limits.send_seconds)
+def _recorded(events: Iterable[Event], app_state: AppState) -> EventResponse:
+    return EventResponse(Recorded(list(events)), SSE, app_state.limits)
 
 
 def _json(shown: dict[str, Any]) -> Response:

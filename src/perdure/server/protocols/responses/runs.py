@@ -3,106 +3,120 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
-from perdure.chat.reply import ChatReply
-from perdure.server.api_error import ApiError, to_api_error
+from perdure.chat.reply import ChatDelta, ChatReply
+from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState, Caller
-from perdure.server.client_job import PromptProgress
-from perdure.server.keys import KeyAccount
-from perdure.server.protocols.responses.errors import error_detail
+from perdure.server.follow import SSE, Event, EventResponse, Events, Follower, Sink
+from perdure.server.protocols.responses.errors import error_detail, sent_differs
 from perdure.server.protocols.responses.stored import StoredResponse
-from perdure.server.protocols.responses.stream import ResponseWriter
-from perdure.server.sse import EventStream
+from perdure.server.protocols.responses.stream import OPENING, ResponseWriter, SentPart, failed_event
 from perdure.sessions.fold import TurnJob
 
 
-class Run:
-    """A response that is made in the background. Its events stay for readers that come and go."""
+class Run(Sink):
+    """A response that is made in the background: the sink of its follower. Its events stay for readers that
+    come and go; event number n is the n-th of them."""
 
     def __init__(
         self,
         response: StoredResponse,
-        job: TurnJob,
+        stream: TurnJob,
         writer: ResponseWriter,
-        account: KeyAccount | None = None,
+        app_state: AppState,
+        caller: Caller,
     ) -> None:
-        """`account` is that of the key which is to pay for it."""
-        self._response = response
-        self._account = account
-        self._job = job
-        self._writer = writer
-        self._events: list[bytes] = []
-        self._changed = asyncio.Condition()
+        super().__init__()
+        self.is_open = True
         self.finished = False
-        self.cancelled = False
-        self.task: asyncio.Task[None] | None = None
+        self._response = response
+        self._app_state = app_state
+        self._writer = writer
+        self._events: list[Event] = []
+        self._news = asyncio.Event()
+        """Set when there are more events, or the end; each is set once."""
+        self._cancelled = False
+        # Its request is answered and logged by now.
+        caller = replace(caller, notes={})
+        self.follower: Follower[ChatDelta, ChatReply] = Follower(stream, app_state, caller, writer=writer)
+        self.task = asyncio.ensure_future(self._make())
 
-    def sign_of_life(self) -> bytes:
-        return self._writer.sign_of_life(PromptProgress.of(self._job))
-
-    def cancel(self) -> None:
-        """Interrupt it: whoever asks for it later has it gone on with."""
-        self._job.cancel()
-
-    def stop(self) -> None:
+    async def cancel(self) -> None:
         """End it for good, as its client asked."""
-        self.cancelled = True
-        self._job.cancel()
+        self._cancelled = True
+        self.follower.cancel()
+        await asyncio.wait((self.task,))
 
-    async def work(self, app_state: AppState) -> None:
-        """Make the reply to its end, whoever listens."""
-        await self._put(self._writer.opening())
+    async def read(self, after: int, sink: Sink) -> None:
+        """Send its events behind number `after`, as they come. A client that has a part of another reply,
+        which was sent before this one was interrupted, gets an error."""
+        if after > OPENING:
+            while self._writer.came_again is None and not self.finished:
+                await self._news.wait()
+            if not self._writer.came_again:
+                await sink.close([failed_event(self._response.head, sent_differs(), number=after + 1)])
+                return
+        at = after + 1
+        while not self.finished:
+            if len(self._events) <= at:
+                await self._news.wait()
+                continue
+            events = self._events[at:]
+            at += len(events)
+            await sink.send(events)
+        await sink.close(self._events[at:])
+
+    def write(self, events: Events) -> bool:
+        self._events += events
+        self._notify()
+        return True
+
+    async def close(self, events: Events, error: ApiError | None = None) -> None:
+        """Its last events. One that the end of the server interrupted has none: it is gone on with later."""
+        if error is None:
+            await self.send(events)
+        elif self._cancelled:
+            await self._app_state.call(self._response.end, "cancelled")
+        elif self._app_state.stopping:
+            await self._app_state.call(self._response.note_sent, self._writer.sent)
+        else:
+            await self._app_state.call(self._response.end, "failed", error_detail(error))
+            await self.send(events)
+
+    async def _send(self, events: Events) -> None:
+        self.write(events)
+
+    def _notify(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _make(self) -> None:
+        """Make the reply to its end, whoever reads it."""
         try:
-            async for delta in self._job:
-                await self._put(self._writer.piece(delta))
-            replies = await self._job.areplies()
-            self._pay(replies[0])
-            if replies[0].finish_reason == "cancelled":
-                await self._end("cancelled" if self.cancelled else "in_progress", None, app_state)
-                return
-            app_state.metrics.reply(replies[0])
-            await self._put(self._writer.ending(replies))
-        except Exception as error:
-            refused = to_api_error(error)
-            await self._end("failed", refused, app_state)
+            await self.follower.write_to(self)
         finally:
-            async with self._changed:
-                self.finished = True
-                self._changed.notify_all()
+            self.follower.close()
+            self.finished = True
+            self._notify()
 
-    def _pay(self, reply: ChatReply) -> None:
-        if self._account is not None:
-            self._account.spend(reply.usage.prompt_tokens + reply.usage.completion_tokens)
 
-    async def follow(self, after: int) -> AsyncGenerator[bytes]:
-        """Its events behind number `after`, as they come."""
-        at = 0
-        while True:
-            async with self._changed:
-                while len(self._events) == at and not self.finished:
-                    await self._changed.wait()
-                new, over = self._events[at:], self.finished
-            at += len(new)
-            if shown := _behind(b"".join(new), after):
-                yield shown
-            if over and at == len(self._events):
-                return
+class RunReader:
+    """A client that reads a run, from behind event number `after`."""
 
-    async def _end(self, status: str, error: ApiError | None, app_state: AppState) -> None:
-        detail = error_detail(error) if error is not None else None
-        if status != "in_progress":
-            await app_state.call(self._response.end, status, detail)
-        if error is not None:
-            await self._put(self._writer.broken(error))
+    def __init__(self, run: Run, after: int) -> None:
+        self._run = run
+        self._after = after
 
-    async def _put(self, events: bytes) -> None:
-        if events:
-            async with self._changed:
-                self._events.append(events)
-                self._changed.notify_all()
+    async def write_to(self, sink: Sink) -> None:
+        await self._run.read(self._after, sink)
+
+    def keep_alive(self) -> Events:
+        return self._run.follower.progress()
+
+    def close(self) -> None:
+        pass
 
 
 class Runs:
@@ -110,7 +124,7 @@ class Runs:
 
     def __init__(self) -> None:
         self._background: dict[tuple[str, str], Run] = {}
-        self._reading: dict[tuple[str, str], TurnJob] = {}
+        self._reading: dict[tuple[str, str], tuple[TurnJob, ResponseWriter]] = {}
 
     def background(self, namespace: str, response_id: str) -> Run | None:
         run = self._background.get((namespace, response_id))
@@ -120,56 +134,38 @@ class Runs:
         self,
         caller: Caller,
         response: StoredResponse,
-        job: TurnJob,
+        stream: TurnJob,
         notes: dict[str, Any],
         app_state: AppState,
     ) -> Run:
-        """Have a response made in the background. `notes` are those of the job's turn."""
-        run = Run(response, job, ResponseWriter(response.head, notes=notes), caller.account)
+        """Have a response made in the background. `notes` are those of the stream's turn."""
+        writer = ResponseWriter(response.head, sent=response.sent, notes=notes)
+        run = Run(response, stream, writer, app_state, caller)
         key = (caller.namespace, response.head.id)
         self._background[key] = run
-        app_state.client_jobs.add(run)
-        run.task = asyncio.ensure_future(run.work(app_state))
         run.task.add_done_callback(lambda _: self._background.pop(key, None))
         return run
 
-    def read(self, namespace: str, response_id: str, job: TurnJob) -> None:
+    def read(self, namespace: str, response_id: str, stream: TurnJob, writer: ResponseWriter) -> None:
         """A response is being made for a client that reads it."""
-        ended = [key for key, each in self._reading.items() if each.done or each.cancelled]
+        ended = [key for key, (each, _) in self._reading.items() if each.done or each.cancelled]
         for key in ended:
             del self._reading[key]
-        self._reading[namespace, response_id] = job
+        self._reading[namespace, response_id] = stream, writer
 
     def is_read(self, namespace: str, response_id: str) -> bool:
-        job = self._reading.get((namespace, response_id))
-        return job is not None and not (job.done or job.cancelled)
+        stream, _ = self._reading.get((namespace, response_id), (None, None))
+        return stream is not None and not (stream.done or stream.cancelled)
 
-    def take_over(self, namespace: str, response_id: str) -> None:
-        """End what is made for a client whose connection broke, though nobody has noticed yet."""
-        if (before := self._reading.pop((namespace, response_id), None)) is not None:
-            before.cancel()
-
-
-def followed(run: Run, after: int, app_state: AppState) -> EventStream:
-    limits = app_state.limits
-    return EventStream(
-        run.follow(after),
-        send_seconds=limits.send_seconds,
-        silent_seconds=limits.silent_seconds,
-        sign_of_life=run.sign_of_life,
-    )
+    def take_over(self, namespace: str, response_id: str) -> SentPart | None:
+        """End what is made for a client whose connection broke, though nobody has noticed yet: what it was
+        sent."""
+        stream, writer = self._reading.pop((namespace, response_id), (None, None))
+        if stream is None or writer is None:
+            return None
+        stream.cancel()
+        return writer.sent
 
 
-def _behind(events: bytes, after: int) -> bytes:
-    """The events whose numbers are behind `after`."""
-    if after < 0:
-        return events
-    found = []
-    for event in events.split(b"\n\n"):
-        if event and _number(event) > after:
-            found.append(event + b"\n\n")
-    return b"".join(found)
-
-
-def _number(event: bytes) -> int:
-    return int(json.loads(event.partition(b"data: ")[2])["sequence_number"])
+def followed(run: Run, after: int, app_state: AppState) -> EventResponse:
+    return EventResponse(RunReader(run, after), SSE, app_state.limits)

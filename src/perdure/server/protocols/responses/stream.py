@@ -1,8 +1,11 @@
-"""A response piece by piece: events with names and numbers."""
+"""A response as a stream: events with names and numbers."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import Any, Literal
 
 from pydantic_core import to_json
@@ -10,16 +13,26 @@ from pydantic_core import to_json
 from perdure.chat.message import Message, ToolCall
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.server.api_error import ApiError
-from perdure.server.client_job import PromptProgress
+from perdure.server.follow import Event, Events, named_event
 from perdure.server.protocols.call_buffer import CallBuffer
 from perdure.server.protocols.responses.answers import ResponseHead
+from perdure.server.protocols.responses.errors import sent_differs
 from perdure.server.protocols.responses.items import Item, text_part
-from perdure.server.sse import Frame, named_event, waiting
 from perdure.sessions.turn import Turn
 
-Event = dict[str, Any]
-_NUMBER = -7_777_777
-"""Stands where a number is to be put."""
+Data = dict[str, Any]
+OPENING = 1
+"""The number of the last event that says nothing of the reply."""
+_NUMBER, _TEXT = -7_777_777, "\0"
+"""Stand where a number and a text are to be put."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentPart:
+    """How far the events of a response were sent: the number of the last one, and a digest of their text."""
+
+    number: int
+    digest: str
 
 
 class ResponseWriter:
@@ -27,14 +40,28 @@ class ResponseWriter:
 
     The same tokens make the same events with the same numbers, so that a reader whose stream broke can go on
     behind the last one that it has: in `after` is its number. Calls come last, as they do in the whole.
+
+    Whether the reply that is made again is the same is checked against what was `sent` before: a client that
+    has a part of it gets nothing until the same part has come again, and an error where another one did.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, head: ResponseHead, *, after: int = -1, notes: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        head: ResponseHead,
+        *,
+        after: int = -1,
+        sent: SentPart | None = None,
+        notes: dict[str, Any] | None = None,
+    ) -> None:
         self._head = head
         self._after = after
         self._number = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._before = sent
+        self._withheld: list[Event] = []
+        self.came_again: bool | None = True if sent is None else None
+        """Whether the part that was sent before has come again. None while that is not known."""
+        self.ended = False
         self._notes = notes if notes is not None else {}
         self._part: _OpenPart | None = None
         self._output: list[Item] = []
@@ -43,16 +70,15 @@ class ResponseWriter:
 
     # As a stream's writer.
 
-    def sign_of_life(self, progress: PromptProgress | None) -> bytes:
+    def keep_alive(self, progress: dict[str, Any]) -> Events:
         """The second event again, always with its own number."""
-        return named_event({**self._in_progress(), "sequence_number": 1, **waiting(progress)})
+        return [named_event({**self._in_progress(), "sequence_number": 1, **progress})]
 
-    def opening(self) -> bytes:
-        return self._written([{"type": "response.created", "response": self._head.shown("in_progress")}]) + (
-            self._written([self._in_progress()])
-        )
+    def start(self) -> Events:
+        created = {"type": "response.created", "response": self._head.shown("in_progress")}
+        return self._numbered([created, self._in_progress()])
 
-    def piece(self, delta: ChatDelta) -> bytes:
+    def delta(self, delta: ChatDelta) -> Events:
         part = self._part
         if (
             delta.text
@@ -62,46 +88,55 @@ class ResponseWriter:
         ):
             self._hold(delta)
             return self._delta(part, delta.text)
-        written = b""
+        events: list[Event] = []
         if delta.reasoning:
             part, opened = self._entered("reasoning")
-            written += opened + self._delta(part, delta.reasoning)
+            events += [*opened, *self._delta(part, delta.reasoning)]
         if delta.text:
             part, opened = self._entered("text")
-            written += opened + self._delta(part, delta.text, self._head.logprobs(delta.logprobs))
+            events += [*opened, *self._delta(part, delta.text, self._head.logprobs(delta.logprobs))]
         self._hold(delta)
-        return written
+        return events
 
-    def ending(self, replies: Sequence[ChatReply]) -> bytes:
+    @property
+    def sent(self) -> SentPart:
+        return SentPart(self._number - 1, self._digest.hexdigest())
+
+    def end(self, replies: Sequence[ChatReply]) -> Events:
         return self._ended(self._head.whole(replies))
 
-    def completed(self, response: dict[str, Any]) -> bytes:
-        """The end of a response that has no output."""
-        return self._written([{"type": "response.completed", "response": response}])
-
-    def broken(self, error: ApiError) -> bytes:
-        written = self._left("incomplete")
-        return written + self._written(
-            [{"type": "response.failed", "response": self._head.failed(error, self._output)}]
-        )
+    def error(self, error: ApiError) -> Events:
+        if self._withholds:
+            # The client has a part of another reply, or of one that did not come this far again.
+            self._part, self._before = None, None
+            self._output.clear()
+        events = self._left("incomplete")
+        failed = {"type": "response.failed", "response": self._head.failed(error, self._output)}
+        return [*events, *self._numbered([failed])]
 
     # Of what is stored.
 
-    def replay(self, turn: Turn) -> Iterator[bytes]:
+    def replay(self, turn: Turn) -> Iterator[Event]:
         """The events of a response that was made before, as they were sent then."""
-        yield self.opening()
+        yield from self.start()
         reply = turn.reply or Message(role="assistant", content="")
         lengths = turn.settings.get("deltas")
         lengths = lengths if isinstance(lengths, dict) else {}
         for kind, text in (("reasoning", reply.reasoning or ""), ("text", reply.content or "")):
-            for piece in _cut(text, lengths.get(kind)):
-                yield self.piece(ChatDelta(reasoning=piece) if kind == "reasoning" else ChatDelta(text=piece))
+            for part in _cut(text, lengths.get(kind)):
+                yield from self.delta(
+                    ChatDelta(reasoning=part) if kind == "reasoning" else ChatDelta(text=part)
+                )
         self._whole_calls = list(reply.tool_calls)
-        yield self._ended(self._head.stored(turn))
+        yield from self._ended(self._head.stored(turn))
 
     # Inside.
 
-    def _in_progress(self) -> Event:
+    @property
+    def _withholds(self) -> bool:
+        return self._before is not None and self._after > OPENING
+
+    def _in_progress(self) -> Data:
         return {"type": "response.in_progress", "response": self._head.shown("in_progress")}
 
     def _hold(self, delta: ChatDelta) -> None:
@@ -113,24 +148,27 @@ class ResponseWriter:
             ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in calls
         ]
 
-    def _delta(self, part: _OpenPart, text: str, logprobs: list[dict[str, Any]] | None = None) -> bytes:
+    def _delta(
+        self, part: _OpenPart, text: str, logprobs: list[dict[str, Any]] | None = None
+    ) -> Sequence[Event]:
         part.texts.append(text)
+        self._digest.update(f"{part.kind}\0{text}\0".encode("utf-8", "surrogatepass"))
         self._notes.setdefault("deltas", {}).setdefault(part.kind, []).append(len(text))
         number, self._number = self._number, self._number + 1
-        if number <= self._after:
-            if logprobs:
-                part.logprobs += logprobs
-            return b""
         if logprobs:
             part.logprobs += logprobs
-            return named_event({**part.delta(text), "sequence_number": number, "logprobs": logprobs})
-        return part.frame(text).replace(part.blank, b"%d" % number, 1)
+        events: tuple[Event, ...] = ()
+        if number > self._after and logprobs:
+            events = (named_event({**part.delta(text), "sequence_number": number, "logprobs": logprobs}),)
+        elif number > self._after:
+            events = (part.event(text, number),)
+        return events if self._before is None else self._checked(events)
 
-    def _entered(self, kind: Literal["reasoning", "text"]) -> tuple[_OpenPart, bytes]:
+    def _entered(self, kind: Literal["reasoning", "text"]) -> tuple[_OpenPart, Events]:
         """Have an item of this kind open."""
         if self._part is not None and self._part.kind == kind:
-            return self._part, b""
-        written = self._left()
+            return self._part, ()
+        left = self._left()
         form, index = self._head.form, len(self._output)
         if kind == "text":
             item = form.message(None, status="in_progress")
@@ -146,29 +184,30 @@ class ResponseWriter:
             empty = {"type": "reasoning_text", "text": ""}
             part = _OpenPart(kind, item["id"], index, "response.reasoning_text", "content_part", empty)
         self._part = part
-        return part, written + self._written(
+        added = self._numbered(
             [
                 {"type": "response.output_item.added", "output_index": index, "item": item},
                 {"type": f"response.{part.group}.added", **part.place, "part": part.empty},
             ]
         )
+        return part, [*left, *added]
 
-    def _left(self, status: str = "completed") -> bytes:
+    def _left(self, status: str = "completed") -> Sequence[Event]:
         """End the item that is open."""
         part, self._part = self._part, None
         if part is None:
-            return b""
+            return []
         text, form = "".join(part.texts), self._head.form
         if part.kind == "text":
             item = form.message(text, status=status, logprobs=part.logprobs)
         else:
             item = form.reasoning(text, status=status)
         self._output.append(item)
-        done: Event = {"type": f"{part.name}.done", **part.place, "text": text}
+        done: Data = {"type": f"{part.name}.done", **part.place, "text": text}
         if part.kind == "text":
             done["logprobs"] = part.logprobs
         whole = {**part.empty, "text": text}
-        return self._written(
+        return self._numbered(
             [
                 done,
                 {"type": f"response.{part.group}.done", **part.place, "part": whole},
@@ -176,20 +215,23 @@ class ResponseWriter:
             ]
         )
 
-    def _ended(self, response: dict[str, Any]) -> bytes:
+    def _ended(self, response: dict[str, Any]) -> Events:
         status = response["status"]
+        self.ended = True
         self._take(self._calls.finish())
+        events: list[Event] = []
         if not (self._part or self._output or self._whole_calls):
             # A reply that says nothing is an empty message.
-            _, written = self._entered("text")
-        else:
-            written = b""
-        written += self._left("incomplete" if status == "incomplete" else "completed")
+            events += self._entered("text")[1]
+        events += self._left("incomplete" if status == "incomplete" else "completed")
         for number, call in enumerate(self._whole_calls):
-            written += self._written(self._call(call, number))
-        return written + self._written([{"type": f"response.{status}", "response": response}])
+            events += self._numbered(self._call(call, number))
+        events += self._numbered([{"type": f"response.{status}", "response": response}])
+        if self._withholds:
+            raise sent_differs()
+        return events
 
-    def _call(self, call: ToolCall, number: int) -> list[Event]:
+    def _call(self, call: ToolCall, number: int) -> list[Data]:
         form, index = self._head.form, len(self._output)
         item = form.call(call, number)
         self._output.append(item)
@@ -200,7 +242,7 @@ class ResponseWriter:
             else ("response.function_call_arguments", "arguments")
         )
         begun = form.call(call, number, begun=True)
-        done: Event = {"type": f"{name}.done", **place, key: item[key]}
+        done: Data = {"type": f"{name}.done", **place, key: item[key]}
         if key == "arguments":
             done["name"] = call.name
         return [
@@ -210,19 +252,52 @@ class ResponseWriter:
             {"type": "response.output_item.done", "output_index": index, "item": item},
         ]
 
-    def _written(self, events: Sequence[Event]) -> bytes:
-        parts = []
-        for event in events:
+    def _numbered(self, events: Sequence[Data]) -> Sequence[Event]:
+        """Events with their numbers, as far as they are behind `after`."""
+        found = []
+        for data in events:
             number, self._number = self._number, self._number + 1
             if number > self._after:
-                parts.append(named_event({**event, "sequence_number": number}))
-        return b"".join(parts)
+                found.append(named_event({**data, "sequence_number": number}))
+        return found if self._before is None else self._checked(found)
+
+    def _checked(self, events: Events) -> Events:
+        """Events of a response of which a part was sent before: none for a client that has of it, until the
+        same part has come again."""
+        assert self._before is not None
+        if self.came_again is None and self._number > self._before.number:
+            # Only text changes the digest, and text is counted event by event: it is of that very number.
+            self.came_again = self._digest.hexdigest() == self._before.digest
+        if not self._withholds:
+            return events
+        self._withheld += events
+        if not self.came_again:
+            return ()
+        self._before = None
+        events, self._withheld = self._withheld, []
+        return events
+
+
+class WarmUpWriter(ResponseWriter):
+    """Events of a response whose prompt is read, and that is all that was asked for."""
+
+    def delta(self, delta: ChatDelta) -> Events:
+        return ()
+
+    def end(self, replies: Sequence[ChatReply]) -> Events:
+        empty: Data = {"output": [], "status": "completed", "incomplete_details": None}
+        response = {**self._head.whole(replies), **empty}
+        return self._numbered([{"type": "response.completed", "response": response}])
+
+
+def failed_event(head: ResponseHead, error: ApiError, *, number: int) -> Event:
+    """The one event of a stream that says nothing of the reply."""
+    response = head.failed(error)
+    return named_event({"type": "response.failed", "response": response, "sequence_number": number})
 
 
 class _OpenPart:
     """The part of an item that is being written."""
-
-    blank = to_json(_NUMBER)
 
     def __init__(
         self,
@@ -238,18 +313,22 @@ class _OpenPart:
         self.place = {"item_id": item_id, "output_index": index, at: 0}
         self.texts: list[str] = []
         self.logprobs: list[dict[str, Any]] = []
-        self.frame = Frame(lambda text: {**self.delta(text), "sequence_number": _NUMBER}, _number_first)
+        # The number stands before any text that a model wrote.
+        data = {"type": f"{name}.delta", "sequence_number": _NUMBER, **self.delta(_TEXT)}
+        self._name, whole = named_event(data)
+        self._before, _, rest = whole.partition(to_json(_NUMBER))
+        self._between, _, self._after = rest.partition(to_json(_TEXT))
 
-    def delta(self, text: str) -> Event:
-        event: Event = {"type": f"{self.name}.delta", **self.place, "delta": text}
+    def event(self, text: str, number: int) -> Event:
+        """The event of a delta."""
+        encoded = encode_basestring(text).encode()
+        return Event(self._name, b"%b%d%b%b%b" % (self._before, number, self._between, encoded, self._after))
+
+    def delta(self, text: str) -> Data:
+        event: Data = {"type": f"{self.name}.delta", **self.place, "delta": text}
         if self.kind == "text":
             event["logprobs"] = []
         return event
-
-
-def _number_first(event: Event) -> bytes:
-    """An event whose number stands before any text that a model wrote."""
-    return named_event({"type": event["type"], "sequence_number": event["sequence_number"], **event})
 
 
 def _cut(text: str, lengths: Any) -> Iterator[str]:

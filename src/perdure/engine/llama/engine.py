@@ -1,0 +1,90 @@
+"""llama.cpp as one of the engines: GGUF files, by path, name or address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Unpack
+
+from perdure import models
+from perdure.config import settings
+from perdure.engine.keywords import LoadingKeywords
+from perdure.engine.model import Model
+from perdure.engine.registry import Bars, Engine, Finding, Source, no_bars
+from perdure.errors import ModelError
+from perdure.identity import content_digest
+from perdure.models.card import Card
+from perdure.models.local_models import locate
+
+
+class LlamaEngine(Engine):
+    """Runs GGUF models on llama.cpp. The library is fetched with the first of them."""
+
+    name = "llama.cpp"
+
+    def opens(self, source: Source) -> bool:
+        if source is None or models.names_model(str(source)):
+            return True
+        try:
+            with open(Path(source).expanduser(), "rb") as file:
+                return file.read(4) == b"GGUF"
+        except (OSError, ValueError, RuntimeError):
+            return False
+
+    def fetch(self, source: Source, bars: Bars = no_bars) -> str:
+        from perdure.engine.llama.native.source import find_library
+
+        if models.is_here(source):
+            # What is wrong with a file is told before a library is fetched for it.
+            models.path(source)
+        with bars("the engine") as progress:
+            find_library(progress)
+        with bars(str(source or "the default model")) as progress:
+            # Absolute: this process may go elsewhere.
+            return str(models.path(source, progress).absolute())
+
+    def open(
+        self,
+        source: str,
+        *,
+        cells: int,
+        progress: Callable[[float], bool] | None = None,
+        **loading: Unpack[LoadingKeywords],
+    ) -> Model:
+        from perdure.engine.llama.model import Model as LlamaModel
+
+        return LlamaModel(source, cells=cells, progress=progress, **loading)
+
+    def label(self, source: str) -> str:
+        return Path(source).stem
+
+    def is_same(self, source: Source, path: str | None, digest: str) -> bool:
+        name = source or settings().model
+        if name is None:
+            return True
+        if path is None:
+            return False
+        try:
+            here = locate(models.resolve(name))
+            files = [part.path for part in models.read_parts(here)] if here is not None else []
+        except ModelError:
+            return False
+        if not files or files[0].samefile(path):
+            return bool(files)
+        # The same bytes in another place. Hashing takes a while, so only where the size agrees.
+        if files[0].stat().st_size != Path(path).stat().st_size:
+            return False
+        return "+".join(content_digest(file) for file in files) == digest
+
+    def card(self, source: Source, bars: Bars = no_bars) -> tuple[Card, Mapping[str, Any]]:
+        with bars(str(source or "the default model")) as progress:
+            headers = models.read_parts(models.path(source, progress))
+        return models.card_of(headers), headers[0].metadata
+
+    def findings(self) -> Iterator[Finding]:
+        from perdure.engine.llama.health import findings
+
+        return findings()
+
+
+ENGINE = LlamaEngine()

@@ -1,0 +1,68 @@
+"""What `perdure doctor` says about llama.cpp: which library is used and why, and for what it was compiled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from perdure import libraries, system
+from perdure.engine.llama.native import library, probe
+from perdure.engine.llama.native.source import candidates
+from perdure.engine.registry import Finding
+from perdure.errors import EngineLibraryError
+
+_SLOWER = "it works, perhaps slower; `perdure engine install` or a build of your own may do better"
+_WANTED = ("AVX2", "FMA", "F16C", "AVX512", "NEON", "DOTPROD", "SVE")
+"""What llama.cpp gains most from, where a processor has it."""
+_FLAGS = {
+    "AVX2": "avx2",
+    "FMA": "fma",
+    "F16C": "f16c",
+    "AVX512": "avx512f",
+    "NEON": "asimd",
+    "DOTPROD": "asimddp",
+    "SVE": "sve",
+}
+"""The same, as the kernel calls it."""
+
+
+def findings() -> Iterator[Finding]:
+    """Which library is used and why, and what died on the way to it. Nothing is fetched by looking."""
+    try:
+        if not any(candidates()):
+            package = libraries.package_for()
+            found = f"there is no llama.cpp library yet; {package} is fetched when it is first needed"
+            yield Finding("engine", "ok", found)
+            return
+        choice = probe.choose()
+        lib = library.load()
+    except EngineLibraryError as error:
+        yield Finding("engine", "bad", str(error), "`perdure engine install` fetches one that was tested")
+        return
+    for failed in choice.passed:
+        yield Finding("engine", "warn", f"a library cannot run here: {failed}", "`perdure engine ls`")
+    deaths = "; ".join(map(str, choice.verdict.deaths))
+    if deaths:
+        used = f"used instead: {choice.verdict.attempts[-1]}"
+        yield Finding("engine", "warn", f"{library.build()}. {deaths}; {used}", _SLOWER)
+    else:
+        yield Finding("engine", "ok", f"{library.build()} at {choice.source.folder}")
+    yield _features(lib.llama_print_system_info().decode(), system.cpu_flags())
+    for device in library.loaded().device_list:
+        yield Finding("device", "ok", device.shown)
+
+
+def _features(text: str, processor: frozenset[str]) -> Finding:
+    """What the library was compiled for, against what the processor can do."""
+    compiled = {name for name, value in re.findall(r"(\w+) = (\d)", text) if value == "1"}
+    able = [name for name in _WANTED if _FLAGS[name] in processor]
+    missing = [name for name in able if name not in compiled]
+    shown = ", ".join(sorted(compiled)) or "none"
+    if missing:
+        return Finding(
+            "features",
+            "warn",
+            f"compiled for {shown}; this processor also has {', '.join(missing)}",
+            "`perdure engine install` fetches a library with a variant for this processor",
+        )
+    return Finding("features", "ok", shown)
