@@ -14,15 +14,16 @@ from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect
 
 from perdure.errors import PerdureError
-from perdure.server.api_error import ApiError, rate_limited, to_api_error, unauthorised, validation
-from perdure.server.app_state import AppState, Caller
-from perdure.server.follow import Events, Follower, Sink, deliver
-from perdure.server.middleware.body_limits import JsonScan
+from perdure.server.core.api_error import ApiError, rate_limited, to_api_error, unauthorised, validation
+from perdure.server.core.app_state import AppState, Caller
+from perdure.server.core.follow import Follower, Sink, deliver
+from perdure.server.core.middleware.body_limits import JsonScan
+from perdure.server.core.protocol import Events
 from perdure.server.protocols.responses.items import Item
 from perdure.server.protocols.responses.requests import ResponseRequest, input_items
 from perdure.server.protocols.responses.stored import Responses, StoredResponse
 from perdure.server.protocols.responses.stream import ResponseWriter, WarmUpWriter
-from perdure.sessions.fold import TurnJob
+from perdure.sessions.fold import TurnStream
 
 router = APIRouter(tags=["Responses"])
 
@@ -147,7 +148,7 @@ class Connection:
             asked = asked.model_copy(update={"store": False, "max_output_tokens": 1})
         notes: dict[str, Any] = {}
         stored: StoredResponse | None = None
-        stream: TurnJob | ApiError
+        stream: TurnStream | ApiError
         if asked.stores:
             response, stream = await app_state.call(responses.start, asked, notes)
             stored, head = response, response.head
