@@ -22,10 +22,11 @@ _NAP = 0.1
 
 
 class Supervisor:
-    """One thread that starts the process, has what it says read, looks after it, buries it, and starts again.
+    """One thread that starts the engine process, has its messages read, checks its health, waits for its exit
+    and starts the next one.
 
-    Always holds: there is at most one process; whatever was at the pending when it died is asked again or
-    ended before the next one starts; nothing waits longer than the starts that may fail in a row.
+    Always holds: there is at most one process. Requests pending when it died are retried or failed before the
+    next start. Nothing waits longer than the starts that may fail in a row.
     """
 
     def __init__(
