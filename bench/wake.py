@@ -160,8 +160,8 @@ def _woken(kind: str, store: Path, text: str, *, cold: bool) -> float:
 
 
 def _found(store: Path, name: str) -> float:
+    from perdure.cache.tiers.disk import DiskTier
     from perdure.sessions.storage.session_store import SessionStore
-    from perdure.store.disk import DiskTier
 
     started = time.perf_counter()
     with closing(DiskTier(store, budget=1 << 40)), closing(SessionStore(store)) as sessions:

@@ -15,9 +15,9 @@ import perdure
 from bench.growing.measure import SIZE, new_folder
 from bench.growing.sessions import ASK, chain, fill
 from bench.harness import Figure, Gauge, Run, at_most
+from perdure.cache.tiers.disk import DiskTier
 from perdure.memory import FullAttention
 from perdure.sessions.storage.session_store import SessionStore
-from perdure.store.disk import DiskTier
 from perdure.testing.toy import ToyModel
 
 _LENGTH = 10

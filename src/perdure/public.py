@@ -2,7 +2,6 @@
 
 from perdure.chat.job import ChatJob
 from perdure.chat.message import Message, Tool, ToolCall
-from perdure.chat.options import CacheMark
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.chat.template.template import Template
 from perdure.decode.choice import Choice
@@ -11,7 +10,9 @@ from perdure.decode.output_queue import Job
 from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
 from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.sampling.settings import Sampling
-from perdure.decode.slots import Pin, Plan, ReuseReport
+from perdure.decode.slots import KeptPrefix, Plan, ReuseReport
+from perdure.decode.slots import KeptPrefix as CacheMark
+from perdure.decode.slots import KeptPrefix as Pin
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import Embedder, Pooling
@@ -107,6 +108,7 @@ __all__ = [
     "IncompatibleStateError",
     "InvalidInputError",
     "Job",
+    "KeptPrefix",
     "LibraryFetchError",
     "LogitsView",
     "MemorySpec",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from inside import core_of
 from perdure import Context, Job, LogitsView, Reply, Sampling
 from perdure.cache.prefix_cache import PrefixCache
-from perdure.cache.slots.slot_cache import SlotCache
+from perdure.cache.slots.cache import SlotCache
 from perdure.decode.engine_loop import CHUNK, EngineLoop
 from perdure.decode.request import Request
 from perdure.memory import SlidingWindow

@@ -606,7 +606,5 @@ def test_what_was_not_written_before_a_crash_counts_as_new_for_the_next_process(
         session = talk.session("ada")
         session.say("y" * 150, max_tokens=4)
         inside(talk.rt).engine_loop.call(lambda: None)
-        disk = inside(talk.rt)._disk
-        assert disk is not None
-        disk.flush()
+        inside(talk.rt).slot_cache.tiers.flush()
         assert session.held()["disk"].tokens > 256

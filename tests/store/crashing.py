@@ -28,7 +28,10 @@ from unittest.mock import patch
 
 import perdure
 from perdure.cache.block import Block, BlockId
-from perdure.cache.record import Record
+from perdure.cache.tiers import block_file
+from perdure.cache.tiers.block_file import BlockFolder
+from perdure.cache.tiers.disk import DiskTier
+from perdure.decode.slots import KeptPrefix
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 from perdure.sessions.storage.repair import repair
 from perdure.sessions.storage.schema import MIGRATIONS as SESSION_MIGRATIONS
@@ -36,11 +39,7 @@ from perdure.sessions.storage.schema import seal, turn_values
 from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.storage.verify import verify
 from perdure.sessions.turn import Turn
-from perdure.store import block_file
-from perdure.store.block_file import BlockFolder
-from perdure.store.disk import DiskTier
 from perdure.store.index import APPLICATION, MIGRATIONS
-from perdure.store.records import Records
 from perdure.testing.toy import ToyModel
 from store.chains import block, chain, file_of, files, root, same, size
 
@@ -238,8 +237,8 @@ def drop_check(folder: Path, acks: set[str]) -> None:
 # Records.
 
 
-def record(tokens: list[int], *labels: str) -> Record:
-    return Record(tokens=tuple(tokens), kept=len(tokens), labels=frozenset(labels), root=root("records"))
+def record(tokens: list[int], *labels: str) -> KeptPrefix:
+    return KeptPrefix(tokens=tuple(tokens), kept=len(tokens), labels=frozenset(labels), root=root("records"))
 
 
 SHARED = list(range(8))
@@ -250,17 +249,17 @@ FIRST_BLOCKS, SECOND_BLOCKS = chain(FIRST, "records"), chain(SECOND, "records")
 def record_prepare(folder: Path) -> None:
     with opened(folder) as disk:
         disk.store([*FIRST_BLOCKS, *SECOND_BLOCKS])
-        Records(disk).store(record(SECOND, "b"))
+        disk.keep(record(SECOND, "b"))
 
 
 def record_act(folder: Path, ack: Ack) -> None:
     with opened(folder) as disk:
-        records = Records(disk)
-        records.store(record(FIRST, "a", "both"))
+        disk.keep(record(FIRST, "a", "both"))
         ack("first")
-        records.store(record(SECOND, "both"))
+        disk.keep(record(SECOND, "both"))
         ack("label")
-        records.clear(["a"])
+        prefixes, blocks = disk.prefix_table.labelled(["a"])
+        disk.drop(blocks, prefixes)
         ack("cleared")
     ack("closed")
 
@@ -268,7 +267,7 @@ def record_act(folder: Path, ack: Ack) -> None:
 def record_check(folder: Path, acks: set[str]) -> None:
     with opened(folder) as disk:
         there = whole(disk, *FIRST_BLOCKS, *SECOND_BLOCKS)
-        found = {each.tokens: each for each in Records(disk).all()}
+        found = {each.tokens: each for each in disk.prefixes()}
         first, second = found.get(tuple(FIRST)), found[tuple(SECOND)]
         assert second.kept == len(SECOND)
         assert second.labels == ({"b", "both"} if "label" in acks else second.labels & {"b", "both"} | {"b"})
@@ -591,10 +590,10 @@ def enter_first() -> None:
 def unlink_first() -> None:
     drop = DiskTier.drop
 
-    def wrong(self: DiskTier, blocks: Iterable[BlockId], **options: Any) -> None:
-        doomed = list(blocks)
-        self.files.delete(self.files.path(name) for name in doomed)
-        drop(self, doomed, **options)
+    def wrong(self: DiskTier, blocks: Iterable[BlockId], prefixes: Iterable[KeptPrefix] = ()) -> None:
+        names = list(blocks)
+        self.files.delete(self.files.path(name) for name in names)
+        drop(self, names, prefixes)
 
     DiskTier.drop = wrong  # type: ignore[method-assign]
 

@@ -31,8 +31,8 @@ from perdure import (
     TokenError,
 )
 from perdure.cache.prefix_cache import PrefixCache
+from perdure.cache.tiers.disk import DiskTier
 from perdure.memory import MEMORY_KINDS, MemorySpec
-from perdure.store.disk import DiskTier
 from perdure.testing.toy import ToyModel
 from perdure.worker import remote as module
 from perdure.worker.proxies.prefix_cache import RemotePrefixCache

@@ -8,8 +8,9 @@ from datetime import datetime
 from typing import Any, get_args
 
 from perdure.chat.message import Tool
-from perdure.checks import check_one_of, is_number, is_whole
+from perdure.checks import check_one_of, is_whole
 from perdure.config import Overflow, ReasoningMode
+from perdure.decode.slots import KeptPrefix
 from perdure.errors import InvalidInputError
 
 ToolChoice = str | Mapping[str, Any]
@@ -23,25 +24,6 @@ RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_fi
 
 _MARKS = 16
 """Of one request."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheMark:
-    """A place between two messages. The state of the conversation up to there is to be kept for a time."""
-
-    after: int
-    """Messages that come after it."""
-    seconds: float
-    key: str = ""
-    """The next mark with the same key takes its place."""
-
-    def __post_init__(self) -> None:
-        if not is_whole(self.after) or self.after < 0:
-            raise InvalidInputError(f"a cache mark's after is a number of messages, got {self.after!r}")
-        if not is_number(self.seconds) or not 0 < self.seconds <= 86400:
-            raise InvalidInputError(
-                f"a cache mark's seconds are above 0 and at most 86400, got {self.seconds!r}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +47,7 @@ class ChatOptions:
     """Whether the prompt ends with what opens a reply: unless a message is continued, if not told."""
     date: str | None = None
     """The day, or the moment, that a template is told when it asks, in ISO 8601: today, if not told."""
-    cache_marks: Sequence[CacheMark] = ()
+    cache_marks: Sequence[KeptPrefix] = ()
     """Up to where the state of the conversation is to be kept for a time."""
     variables: Mapping[str, Any] | None = None
     """For the template. `chat_template_kwargs` are the same."""
@@ -94,7 +76,9 @@ class ChatOptions:
                 "continue_final_message goes on from a message, and add_generation_prompt begins another: "
                 "set one of them"
             )
-        if len(self.cache_marks) > _MARKS or not all(isinstance(m, CacheMark) for m in self.cache_marks):
+        if len(self.cache_marks) > _MARKS or not all(
+            isinstance(m, KeptPrefix) and m.after is not None for m in self.cache_marks
+        ):
             raise InvalidInputError(f"cache_marks are at most {_MARKS} of type CacheMark")
         try:
             _ = self.now

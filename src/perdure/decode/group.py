@@ -11,7 +11,7 @@ from perdure.decode.sampling.grammar import Grammars, Matcher
 from perdure.decode.sampling.sampler import Sampler
 from perdure.decode.sampling.steering import BreakerTable
 from perdure.decode.sequence import TokenSequence
-from perdure.decode.slots import Later, SlotAssignment
+from perdure.decode.slots import PendingPrefix, SlotAssignment
 from perdure.engine.context import Context
 from perdure.engine.model import Model
 from perdure.engine.state import Checkpoint
@@ -32,7 +32,7 @@ class SequenceGroup(OutputQueue):
         self.sequences: list[TokenSequence] = []
         self.deadline = deadline
         self.cancelled = False
-        self.later: Later | None = None
+        self.pending_prefix: PendingPrefix | None = None
         """What it waits for though there is room, if it does."""
         self.checkpoint: Checkpoint | None = None
 

@@ -15,7 +15,7 @@ from perdure.checks import is_whole
 from perdure.decode.keywords import Processor, RequestKeywords
 from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.sampling.settings import Sampling
-from perdure.decode.slots import Pin, ReuseReport
+from perdure.decode.slots import KeptPrefix, ReuseReport
 from perdure.decode.text import check_stops
 from perdure.engine.contract import Tokenizer
 from perdure.engine.logits import Candidate
@@ -59,7 +59,7 @@ class Request:
     """Whose prompt it is: kept state is never shared between namespaces."""
     keep_at: Sequence[int] = ()
     """Lengths of the prompt that a later one is likely to go on from: their state is kept too."""
-    pins: Sequence[Pin] = ()
+    pins: Sequence[KeptPrefix] = ()
     """Beginnings of the prompt that are to be kept for a time."""
     shown: frozenset[int] = frozenset()
     """Control tokens whose text belongs to the reply; that of others is dropped."""
@@ -88,8 +88,8 @@ class Request:
             raise InvalidInputError("processors are functions of the tokens and the logits")
         if not all(_is_whole(length, 0) for length in self.keep_at):
             raise InvalidInputError(f"keep_at are lengths of the prompt, got {self.keep_at!r}")
-        if not all(isinstance(pin, Pin) for pin in self.pins):
-            raise InvalidInputError(f"pins are of type Pin, got {self.pins!r}")
+        if not all(isinstance(pin, KeptPrefix) and pin.seconds is not None for pin in self.pins):
+            raise InvalidInputError(f"pins are of type Pin and have an end, got {self.pins!r}")
         check_stops(self.stops)
 
     def ends_at(self, now: float) -> float | None:

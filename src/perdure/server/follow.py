@@ -390,6 +390,7 @@ class Follower(Generic[D, R]):
         assert writer is not None
         self._pending = list(writer.start())
         error: ApiError | None
+        last: Events = ()
         try:
             if sink.is_open:
                 await sink.send(self._take_pending())
@@ -397,6 +398,8 @@ class Follower(Generic[D, R]):
                 await sink.send(self._take_pending())
             replies = await self._ended()
             error = self.cut(replies)
+            if error is None:
+                last = writer.end(replies)
         except asyncio.CancelledError:
             notes["left"] = True
             raise
@@ -408,7 +411,7 @@ class Follower(Generic[D, R]):
             raise error
         if error is not None:
             notes["error"] = error.code or error.kind
-        last = writer.error(error) if error is not None else writer.end(replies)
+            last = writer.error(error)
         try:
             await sink.close([*self._take_pending(), *last], error)
         except asyncio.CancelledError:

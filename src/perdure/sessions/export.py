@@ -25,11 +25,11 @@ from typing import IO, Any
 
 from perdure.atomic import atomic_write
 from perdure.cache.block import Block
+from perdure.cache.tiers import block_file
 from perdure.checks import is_whole
 from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.identity import Identity
 from perdure.sessions.turn import FIRST, Turn
-from perdure.store import block_file
 from perdure.store.durable import sync_folder, translate_os_errors
 
 FORMAT = 1

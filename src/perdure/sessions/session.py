@@ -16,7 +16,7 @@ from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
 from perdure.checks import is_whole
 from perdure.decode.request import take_deadline
-from perdure.decode.slots import Held, Plan, ReuseReport
+from perdure.decode.slots import Plan, ReuseReport, TierUsage
 from perdure.errors import InvalidInputError, PerdureError, SessionError
 from perdure.sessions.export import write_export
 from perdure.sessions.fold import TurnJob, fold_turn, foldable, summarised, written
@@ -254,7 +254,7 @@ class Session(StoredSession):
             return Plan(tiers={}, blocks=0, nbytes=0, computed=0)
         return self._host.backend.cache.plan(tokens, namespace=self.namespace)
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, TierUsage]:
         """How much of its state each tier has. Nothing is done."""
         self._check_there()
         if not (tokens := self._usable.tokens):
@@ -351,6 +351,9 @@ class Session(StoredSession):
             pending, history = self._begin()
             try:
                 base, said = choose(history)
+                # Before any work: a turn that cannot be kept is not made.
+                if extra.follower is not None:
+                    extra.follower._lend(pending)
             except BaseException:
                 self._end(pending)
                 raise
@@ -370,8 +373,6 @@ class Session(StoredSession):
             self._end(pending)
             raise
         pending.job = weakref.ref(job, lambda _: pending.release())
-        if extra.follower is not None:
-            extra.follower._lend(pending)
         return job
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from perdure.cache.prefix_cache import CacheStats
-from perdure.cache.record import Record
+from perdure.decode.slots import KeptPrefix
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.schemas.base import PAGE, DeletedAnswer, Limit, refuse_fields
@@ -85,7 +85,7 @@ async def clear(
     )
 
 
-def _record(record: Record) -> RecordAnswer:
+def _record(record: KeptPrefix) -> RecordAnswer:
     return RecordAnswer(
         id=record.id, tokens=len(record.tokens), kept=record.kept, labels=sorted(record.labels)
     )

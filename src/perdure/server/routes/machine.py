@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from perdure.cache.prefix_tree import SlotState
+from perdure.cache.cache_view import SlotState
 from perdure.errors import PerdureError
 from perdure.server.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.schemas.base import PAGE, Limit

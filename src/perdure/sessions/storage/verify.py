@@ -17,7 +17,7 @@ from perdure.sessions.storage.session_store import SessionStore
 from perdure.sessions.turn import Turn
 
 if TYPE_CHECKING:
-    from perdure.store.disk import Findings
+    from perdure.cache.tiers.disk import Findings
 
 Progress = Callable[[int, int], None]
 Chain = tuple[Sequence[int], Sequence[Turn]]
@@ -138,7 +138,7 @@ def _of(namespace: object) -> str:
 
 
 def _read_blocks(folder: Path, found: Verification, progress: Progress) -> None:
-    from perdure.store.disk import DiskTier
+    from perdure.cache.tiers.disk import DiskTier
 
     try:
         disk = DiskTier(folder, budget=STORE_BYTES, rebuild=True)

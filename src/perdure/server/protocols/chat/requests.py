@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from perdure.chat.message import Message, parse_messages
-from perdure.chat.options import RESERVED, CacheMark
+from perdure.chat.options import RESERVED
 from perdure.config import Overflow, ReasoningMode
+from perdure.decode.slots import KeptPrefix
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState
 from perdure.server.protocols.cache_marks import PromptCacheOptions, cache_marks
@@ -265,7 +266,7 @@ def parsed(messages: Sequence[ChatMessage], app_state: AppState) -> tuple[Messag
     return parse_messages(message.plain for message in messages)
 
 
-def _marks(asked: ChatRequest) -> list[CacheMark]:
+def _marks(asked: ChatRequest) -> list[KeptPrefix]:
     befores = [
         at
         for at, message in enumerate(asked.messages, 1)

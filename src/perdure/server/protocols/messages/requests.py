@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from perdure.chat.message import parse_messages
-from perdure.chat.options import CacheMark
+from perdure.decode.slots import KeptPrefix
 from perdure.server.api_error import ApiError
 from perdure.server.app_state import AppState
 from perdure.server.protocols.reply_request import ReplyRequest
@@ -209,9 +209,9 @@ class Conversation:
         return last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
 
     @property
-    def cache_marks(self) -> list[CacheMark]:
+    def cache_marks(self) -> list[KeptPrefix]:
         total = len(self.messages)
-        return [CacheMark(after=total - before, seconds=mark.seconds) for before, mark in self.marks]
+        return [KeptPrefix(after=total - before, seconds=mark.seconds) for before, mark in self.marks]
 
     def _mark(self, given: CacheControl | None, before: int | None = None) -> None:
         if given is not None:

@@ -76,7 +76,7 @@ async def update(
 
     def work() -> ConversationAnswer:
         session = Responses(app_state, caller.namespace).conversation(conversation_id)
-        session.note({**session.origin, "metadata": asked.metadata or {}})
+        session.note({"metadata": asked.metadata or {}})
         return ConversationAnswer.of(session)
 
     return await app_state.call(work)

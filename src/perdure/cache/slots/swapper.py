@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import Found, Match
+from perdure.cache.block import PrefixHit
 from perdure.cache.block_cache import BlockCache
-from perdure.cache.slots.slot_checkpoints import SlotCheckpoints
-from perdure.cache.slots.slot_choice import Option
-from perdure.cache.slots.slot_table import Slot
-from perdure.cache.tiers import Tiers
+from perdure.cache.slots.checkpoints import SlotCheckpoints
+from perdure.cache.slots.placement import Placement
+from perdure.cache.slots.table import Slot
+from perdure.cache.tiers.tiered import Tiers
 from perdure.engine.context import Context
 from perdure.errors import EngineError
 
@@ -118,40 +118,40 @@ class SlotSwapper:
         self._checkpoints = checkpoints
         self._exact = exact
 
-    def keepable(self, length: int) -> int:
+    def reusable_length(self, length: int) -> int:
         """How much of a prompt of `length` tokens can be used again: in exact mode, its whole steps."""
         return length if self._exact is None else length // self._exact * self._exact
 
-    def reach(self, slot: Slot, tokens: Ids) -> int:
+    def restorable_length(self, slot: Slot, tokens: Ids) -> int:
         """The longest prefix of `tokens` that `slot` can be brought to, by what it holds in truth."""
         shared = self._context.common_prefix(tokens, slot.seq)
         if self._exact is not None:
-            shared = self.keepable(min(shared, slot.exact))
-        self._checkpoints.along(slot.seq)
-        return self._checkpoints.reach(slot.seq, shared, self._context.length(slot.seq))
+            shared = self.reusable_length(min(shared, slot.exact))
+        self._checkpoints.on_path(slot.seq)
+        return self._checkpoints.restorable_length(slot.seq, shared, self._context.length(slot.seq))
 
-    def fill(self, option: Option, tokens: Ids, namespace: str) -> tuple[dict[str, int], str]:
+    def fill(self, placement: Placement, tokens: Ids, namespace: str) -> tuple[Mapping[str, int], str]:
         """Bring a prefix into its slot: how many tokens of it came from which tier, and what went wrong."""
-        slot = self._slots[option.seq]
-        source = self._slots[option.source] if isinstance(option.source, int) else option.source
+        slot = self._slots[placement.seq]
+        source = self._slots[placement.source] if isinstance(placement.source, int) else placement.source
         trouble = ""
         try:
-            if isinstance(source, Slot) and self.reach(source, tokens) < option.length:
+            if isinstance(source, Slot) and self.restorable_length(source, tokens) < placement.length:
                 raise EngineError(f"sequence {source.seq} holds something else than was known of it")
             if source is slot:
-                if option.length < self._context.length(slot.seq):
+                if placement.length < self._context.length(slot.seq):
                     self.store(slot)
-                self._checkpoints.go_back(slot.seq, option.length)
-                return {"slot": option.length}, ""
+                self._checkpoints.go_back(slot.seq, placement.length)
+                return {"slot": placement.length}, ""
             self._swap_out(slot, source)
             slot.namespace = namespace
             if source is None:
                 return {}, ""
             if isinstance(source, Slot):
-                self._copy(source, slot, tokens[: option.length])
+                self._copy(source, slot, tokens[: placement.length])
                 slot.exact = source.exact
-                self._swap_slots.swapped_in(source, option.length)
-                return {"slot": option.length}, ""
+                self._swap_slots.swapped_in(source, placement.length)
+                return {"slot": placement.length}, ""
             tiers, trouble = self._swap_in(slot, source, tokens)
             if tiers:
                 return tiers, trouble
@@ -189,8 +189,9 @@ class SlotSwapper:
         with suppress(EngineError):
             length = self._context.length(slot.seq)
             if self._exact is not None:
-                length = self.keepable(min(length, slot.exact))
-            self._blocks.store(slot.seq, slot.namespace, self._checkpoints.along(slot.seq), length)
+                length = self.reusable_length(min(length, slot.exact))
+            states = {point.length: point.state for point in self._checkpoints.on_path(slot.seq)}
+            self._blocks.store(slot.seq, slot.namespace, states, length)
 
     def empty(self, slot: Slot) -> None:
         """Let go of what `slot` holds."""
@@ -199,37 +200,30 @@ class SlotSwapper:
         with suppress(EngineError):
             self._context.clear(slot.seq)
 
-    def _swap_out(self, slot: Slot, source: Slot | Found | None) -> None:
+    def _swap_out(self, slot: Slot, source: Slot | PrefixHit | None) -> None:
         """Empty `slot`, keeping what it holds in a swap slot or the tiers, and there what is about to come in
         its place."""
         if not self._context.length(slot.seq):
             self._checkpoints.forget(slot.seq)
             return
-        memory, entries = self._tiers.memory, source.entries if isinstance(source, Found) else ()
-        held = [each for each in entries if each.id in memory]
-        memory.pin(held)
+        memory, incoming = self._tiers.memory, source.blocks if isinstance(source, PrefixHit) else ()
+        here = [block for block in incoming if block.id in memory]
+        memory.pin(here)
         try:
             if not self._swap_slots.swap_out(slot, source):
                 self.store(slot)
         finally:
-            memory.unpin(held)
+            memory.unpin(here)
         self._checkpoints.forget(slot.seq)
         self._context.clear(slot.seq)
 
-    def _swap_in(self, slot: Slot, found: Found, tokens: Ids) -> tuple[dict[str, int], str]:
-        match = self._blocks.load(found)
+    def _swap_in(self, slot: Slot, hit: PrefixHit, tokens: Ids) -> tuple[Mapping[str, int], str]:
+        prefix = self._blocks.load(hit)
         trouble = ""
-        if match.length < found.length:
-            trouble = f"what was kept from token {match.length} on was damaged or is gone"
-        if not match.length:
+        if prefix.length < hit.length:
+            trouble = f"what was kept from token {prefix.length} on was damaged or is gone"
+        if not prefix.length:
             return {}, trouble
-        self._context.assemble(tokens[: match.length], match.pieces, match.tail_state, slot.seq)
-        self._checkpoints.swapped_in(slot.seq, match)
-        return _by_tier(match, self._tiers), trouble
-
-
-def _by_tier(match: Match, tiers: Tiers) -> dict[str, int]:
-    found = {tiers.memory.name: match.length - match.lower}
-    if tiers.lower is not None:
-        found[tiers.lower.name] = match.lower
-    return {tier: count for tier, count in found.items() if count}
+        self._context.assemble(tokens[: prefix.length], prefix.pieces, prefix.tail_state, slot.seq)
+        self._checkpoints.swapped_in(slot.seq, prefix)
+        return prefix.tiers, trouble

@@ -1,4 +1,4 @@
-"""The tier of the block cache on disk."""
+"""Disk tier: blocks in a folder, listed in an index, crash-safe."""
 
 from __future__ import annotations
 
@@ -7,28 +7,54 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from perdure.atomic import TEMPORARY
-from perdure.cache.block import Block, BlockId
+from perdure.cache.block import Block, BlockId, BlockMeta
+from perdure.cache.tiers import block_file
+from perdure.cache.tiers.base import BlockTier
+from perdure.cache.tiers.block_file import NAME, BlockFolder
+from perdure.cache.tiers.block_index import BlockTable, PrefixTable
+from perdure.decode.slots import KeptPrefix
 from perdure.errors import (
     StoreDamagedError,
     StoreError,
     StoreLockedError,
     StoreReadOnlyError,
 )
-from perdure.store import block_file
-from perdure.store.block_file import NAME, BlockFolder
-from perdure.store.block_table import BlockTable, IndexEntry
 from perdure.store.durable import make_folder, sync_folder, translate_os_errors, write_file
-from perdure.store.findings import Findings
 from perdure.store.holder import described
 from perdure.store.index import Index
 
 
-class DiskTier:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What a walk over everything found, and did about it."""
+
+    blocks: int
+    nbytes: int
+    missing: int
+    """Entries without a whole file, dropped."""
+    adopted: int
+    """Whole files without an entry, entered."""
+    mended: int
+    """Entries that said something else than their files, put right."""
+    quarantined: int
+    """Damaged files, moved aside."""
+    leftovers: int
+    """Temporary files of writers that are gone, deleted."""
+    rebuilt: bool
+    """Whether the index could not be used, and was made anew from the files."""
+
+    @property
+    def sound(self) -> bool:
+        return not (self.missing or self.quarantined or self.mended or self.rebuilt)
+
+
+class DiskTier(BlockTier):
     """Blocks in a folder, within a byte budget. For any thread.
 
     Always holds: an entry is committed only after its file and the file's name are on the disk, and its
@@ -37,14 +63,14 @@ class DiskTier:
     """
 
     name = "disk"
+    keeps_prefixes = True
 
     def __init__(self, folder: Path, *, budget: int, readonly: bool = False, rebuild: bool = False) -> None:
         """With `rebuild`, an index that cannot be read is made anew from the files."""
+        super().__init__()
         self.folder = folder
         self.budget = budget
         self.readonly = readonly
-        self.pinned: Callable[[BlockId], bool] = lambda block: False
-        """What is not evicted for now. It must be less than the budget."""
         self.files = BlockFolder(folder)
         self._lock: FileLock | None = None
         self._changing = threading.RLock()
@@ -78,26 +104,26 @@ class DiskTier:
 
     # Reading.
 
-    def lookup(self, block: BlockId) -> IndexEntry | None:
+    def lookup(self, block: BlockId) -> BlockMeta | None:
         return self.table.lookup(block)
 
-    def page(self, *, limit: int | None = None, after: str | None = None) -> list[IndexEntry]:
+    def page(self, *, limit: int | None = None, after: str | None = None) -> list[BlockMeta]:
         """Blocks by their ids: up to `limit`, behind the one with the id `after`."""
         return self.table.page(limit=limit, after=after)
 
-    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[IndexEntry]:
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[BlockMeta]:
         """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
         return self.table.children(parent, start=start, back=back)
 
     def load(self, block: BlockId) -> Block | None:
         """A block from its file, all of it verified; None where it is missing or damaged."""
         try:
-            found = self.files.read(self.files.path(block))
+            loaded = self.files.read(self.files.path(block))
         except StoreError:
             return None
-        if found is not None:
+        if loaded is not None:
             self.table.touch(block)
-        return found
+        return loaded
 
     # Writing.
 
@@ -127,22 +153,22 @@ class DiskTier:
                 raise
             return len(fitting)
 
-    def drop(self, blocks: Iterable[BlockId], *, then: Callable[[], None] | None = None) -> None:
-        """Forget blocks and all that follow them. `then` is part of the same transaction."""
-        doomed = list(blocks)
+    def drop(self, blocks: Iterable[BlockId], prefixes: Iterable[KeptPrefix] = ()) -> None:
+        """Forget blocks with all that follow them, and kept prefixes, in one transaction."""
+        left = list(blocks)
         with self._changing:
-            gone: list[BlockId] = []
+            dropped: list[BlockId] = []
             with self.table.writing():
-                while doomed:
-                    block = doomed.pop()
-                    doomed += self.table.child_ids(block)
+                while left:
+                    block = left.pop()
+                    left += self.table.child_ids(block)
                     self.table.remove(block)
-                    gone.append(block)
-                if then is not None:
-                    then()
+                    dropped.append(block)
+                for prefix in prefixes:
+                    self.prefix_table.remove(prefix)
             self.files.delete(
                 itertools.chain.from_iterable(
-                    (self.files.path(b), self.files.quarantined / b.hex()) for b in gone
+                    (self.files.path(block), self.files.quarantined / block.hex()) for block in dropped
                 )
             )
 
@@ -160,18 +186,29 @@ class DiskTier:
         """
         self._check_writable()
         with self._changing:
-            suspects, gone = list(blocks), []
+            suspects, damaged = list(blocks), []
             for name in suspects:
-                suspects += [entry.id for entry in self.children(name)]
+                suspects += [child.id for child in self.children(name)]
                 if self.files.read(self.files.path(name)) is None:
-                    gone.append(name)
-            if not gone:
+                    damaged.append(name)
+            if not damaged:
                 return
             with self.table.writing():
-                for name in gone:
+                for name in damaged:
                     self.table.remove(name)
-            for name in gone:
+            for name in damaged:
                 self.files.quarantine(self.files.path(name))
+
+    # Kept prefixes.
+
+    def keep(self, prefix: KeptPrefix) -> None:
+        self.prefix_table.add(prefix)
+
+    def kept_length(self, prefix: KeptPrefix) -> int:
+        return self.prefix_table.kept_length(BlockId(prefix.root), prefix.ids)
+
+    def prefixes(self) -> list[KeptPrefix]:
+        return self.prefix_table.all()
 
     # Upkeep.
 
@@ -216,7 +253,8 @@ class DiskTier:
     def _open_index(self) -> None:
         self.index = Index(self._index, readonly=self.readonly)
         try:
-            self.table = BlockTable(self.index)
+            self.table = BlockTable(self.index, self.name)
+            self.prefix_table = PrefixTable(self.index, self.table)
         except BaseException:
             self.index.close()
             raise
@@ -282,13 +320,11 @@ class DiskTier:
 
     def _rooted(self, blocks: Sequence[Block]) -> list[Block]:
         """Those whose parent is there, or comes before them."""
-        coming: set[BlockId] = set()
-        rooted = []
+        rooted: dict[BlockId, Block] = {}
         for block in blocks:
-            if not block.start or block.parent in coming or self.lookup(block.parent) is not None:
-                coming.add(block.id)
-                rooted.append(block)
-        return rooted
+            if not block.start or block.parent in rooted or self.lookup(block.parent) is not None:
+                rooted[block.id] = block
+        return list(rooted.values())
 
     def _make_room(self, blocks: Sequence[Block]) -> list[Block]:
         """The blocks, from the first on, for which there is room once old leaves are gone."""
@@ -322,7 +358,7 @@ class DiskTier:
 
     def _walk(self, progress: Callable[[int, int], None] | None) -> Findings:
         known = self.table.rows()
-        there: dict[BlockId, IndexEntry] = {}
+        there: dict[BlockId, BlockMeta] = {}
         quarantined = leftovers = 0
         files = sorted(self.files.files())
         for number, path in enumerate(files, 1):
@@ -330,8 +366,8 @@ class DiskTier:
                 with translate_os_errors(path):
                     path.unlink(missing_ok=True)
                 leftovers += 1
-            elif (entry := self.files.inspect(path)) is not None:
-                there[entry.id] = entry
+            elif (meta := self.files.inspect(path, self.name)) is not None:
+                there[meta.id] = meta
             else:
                 self.files.quarantine(path)
                 quarantined += 1
@@ -349,6 +385,3 @@ class DiskTier:
             leftovers=leftovers,
             rebuilt=rebuilt,
         )
-
-
-__all__ = ["DiskTier", "Findings", "IndexEntry"]

@@ -1,37 +1,24 @@
-"""Block table: the rows of the index that say which blocks there are, and their totals."""
+"""Block index: the rows of a store's database that list its blocks and its kept prefixes."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import Block, BlockId, block_id
+from perdure.cache.block import Block, BlockId, BlockMeta, block_id
+from perdure.cache.child_index import beginnings, continuations
+from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
+from perdure.cache.reuse_rule import ANY_TOKEN
+from perdure.decode.slots import KeptPrefix
 from perdure.errors import InvalidInputError
 from perdure.store.index import Index
 
 _SELECT = "SELECT id, parent, start, tokens, has_rest, nbytes FROM block"
-
-
-@dataclass(frozen=True, slots=True)
-class IndexEntry:
-    """What the index says of a block; its state is still on the disk."""
-
-    id: BlockId
-    parent: BlockId
-    start: int
-    tokens: NDArray[np.int32]
-    has_tail_state: bool
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
 
 
 class BlockTable:
@@ -41,8 +28,10 @@ class BlockTable:
     follows.
     """
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, tier: str) -> None:
+        """`tier` is the name of the tier whose blocks these are."""
         self._index = index
+        self._tier = tier
         self._clock = itertools.count(1 + self._total("clock"))
         self._touched: dict[BlockId, int] = {}
         self._count, self.nbytes = self._total("blocks"), self._total("nbytes")
@@ -52,25 +41,25 @@ class BlockTable:
 
     # Reading.
 
-    def lookup(self, block: BlockId) -> IndexEntry | None:
-        return next(_entries(self._index.rows(f"{_SELECT} WHERE id = ?", block)), None)
+    def lookup(self, block: BlockId) -> BlockMeta | None:
+        return next(self._metas(self._index.rows(f"{_SELECT} WHERE id = ?", block)), None)
 
-    def page(self, *, limit: int | None = None, after: str | None = None) -> list[IndexEntry]:
+    def page(self, *, limit: int | None = None, after: str | None = None) -> list[BlockMeta]:
         """Blocks by their ids: up to `limit`, behind the one with the id `after`."""
         try:
             behind = b"" if after is None else bytes.fromhex(after)
         except ValueError:
             raise InvalidInputError(f"{after!r} is no id of a block: it has 64 digits of 0 to f") from None
         query = f"{_SELECT} WHERE id > ? ORDER BY id LIMIT ?"
-        return list(_entries(self._index.rows(query, behind, -1 if limit is None else limit)))
+        return list(self._metas(self._index.rows(query, behind, -1 if limit is None else limit)))
 
-    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[IndexEntry]:
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[BlockMeta]:
         """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
         within, order, limit = ("<=", "tokens DESC", 1) if back else (">=", "tokens", 1)
         while True:
             query = f"{_SELECT} WHERE parent = ? AND tokens {within} ? ORDER BY {order} LIMIT {limit}"
             rows = self._index.rows(query, parent, start)
-            yield from _entries(rows)
+            yield from self._metas(rows)
             if len(rows) < limit:
                 return
             # Who wants more than the first wants perhaps all.
@@ -116,7 +105,7 @@ class BlockTable:
             self._count, self.nbytes = before
             raise
 
-    def add(self, block: Block | IndexEntry, size: int, *, used: int | None = None) -> None:
+    def add(self, block: Block | BlockMeta, size: int, *, used: int | None = None) -> None:
         """Enter a block whose file has `size` bytes, as used just now unless told otherwise."""
         before = self._index.rows("SELECT nbytes FROM block WHERE id = ?", block.id)
         self._count += not before
@@ -167,7 +156,7 @@ class BlockTable:
             self._index.run("UPDATE block SET used = ? WHERE id = ?", used, block)
 
     def correct(
-        self, known: Mapping[Any, tuple[Any, ...]], there: Mapping[BlockId, IndexEntry]
+        self, known: Mapping[Any, tuple[Any, ...]], there: Mapping[BlockId, BlockMeta]
     ) -> tuple[int, int, int]:
         """Have the table, whose rows are `known`, list just the blocks that are there. Tells how many it
         lacked, how many it had too many, and how many wrong. When these were last used is not known."""
@@ -183,28 +172,128 @@ class BlockTable:
             self._count, self.nbytes = len(there), sum(entry.nbytes for entry in there.values())
         return len(new), len(missing), len(wrong)
 
+    def _metas(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[BlockMeta]:
+        """The blocks in `rows`. SQLite has no checksums: a row that does not prove itself is not believed."""
+        for name, parent, start, tokens, has_tail_state, nbytes in rows:
+            words = all(isinstance(value, bytes) for value in (name, parent, tokens))
+            numbers = all(isinstance(value, int) for value in (start, has_tail_state, nbytes))
+            if not words or not numbers or len(tokens) % 4:
+                continue
+            ids = np.frombuffer(tokens, "<i4").astype(np.int32)
+            if block_id(BlockId(parent), ids) == name:
+                yield BlockMeta(
+                    BlockId(name), BlockId(parent), start, ids, bool(has_tail_state), nbytes, self._tier
+                )
+
     def _total(self, name: str) -> int:
         found = self._index.rows("SELECT value FROM total WHERE name = ?", name)
         return _number(found[0][0]) if found else 0
 
 
-def _row(entry: IndexEntry) -> tuple[Any, ...]:
+def _row(entry: BlockMeta) -> tuple[Any, ...]:
     tokens = entry.tokens.astype("<i4").tobytes()
     return entry.id, entry.parent, entry.start, tokens, int(entry.has_tail_state), entry.nbytes
-
-
-def _entries(rows: Iterable[tuple[Any, ...]]) -> Iterator[IndexEntry]:
-    """The entries in `rows`. SQLite has no checksums: a row that does not prove itself is not believed."""
-    for name, parent, start, tokens, has_rest, nbytes in rows:
-        words = all(isinstance(value, bytes) for value in (name, parent, tokens))
-        numbers = all(isinstance(value, int) for value in (start, has_rest, nbytes))
-        if not words or not numbers or len(tokens) % 4:
-            continue
-        ids = np.frombuffer(tokens, "<i4").astype(np.int32)
-        if block_id(BlockId(parent), ids) == name:
-            yield IndexEntry(BlockId(name), BlockId(parent), start, ids, bool(has_rest), nbytes)
 
 
 def _number(value: Any) -> int:
     """A number of the index. SQLite has no checksums: what is none counts for nothing until it is mended."""
     return value if isinstance(value, int) else 0
+
+
+class PrefixTable:
+    """The prefixes of a store that are kept without an end. A prefix's labels live and go with it.
+
+    How much of a prefix is kept is not written down but looked up: blocks come and go without it.
+    """
+
+    def __init__(self, index: Index, blocks: BlockTable) -> None:
+        self._index = index
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        [(count,)] = self._index.rows("SELECT count(*) FROM record")
+        return int(count)
+
+    def all(self) -> list[KeptPrefix]:
+        return [prefix for _, prefix in self.page()]
+
+    def page(self, *, limit: int | None = None, after: int = 0) -> list[tuple[int, KeptPrefix]]:
+        """Prefixes with their numbers, the oldest first: up to `limit`, behind number `after`."""
+        rows = self._index.rows(
+            "SELECT number, namespace, tokens, root FROM record WHERE number > ? ORDER BY number LIMIT ?",
+            after,
+            -1 if limit is None else limit,
+        )
+        labels: dict[int, set[str]] = {}
+        if rows:
+            # The labels of these and no others.
+            for number, name in self._index.rows(
+                "SELECT record, name FROM label WHERE record BETWEEN ? AND ?", rows[0][0], rows[-1][0]
+            ):
+                labels.setdefault(number, set()).add(str(name))
+        page = []
+        for number, namespace, tokens, root in rows:
+            # SQLite has no checksums: what cannot be a prefix is not one.
+            if not isinstance(tokens, bytes) or not isinstance(root, bytes) or len(tokens) % 4:
+                continue
+            ids = np.frombuffer(tokens, "<i4").astype(np.int32)
+            prefix = KeptPrefix(
+                tokens=tuple(ids.tolist()),
+                kept=self.kept_length(BlockId(root), ids),
+                labels=frozenset(labels.get(number, ())),
+                namespace=str(namespace),
+                root=BlockId(root),
+            )
+            page.append((number, prefix))
+        return page
+
+    def add(self, prefix: KeptPrefix) -> None:
+        """List a prefix, in a transaction of its own."""
+        key = (prefix.root, _packed(prefix))
+        try:
+            with self._index.writing():
+                self._index.run(
+                    "INSERT OR IGNORE INTO record (root, tokens, namespace) VALUES (?, ?, ?)",
+                    *key,
+                    prefix.namespace,
+                )
+                [(number,)] = self._index.rows(
+                    "SELECT number FROM record WHERE root = ? AND tokens = ?", *key
+                )
+                for name in prefix.labels:
+                    self._index.run("INSERT OR IGNORE INTO label VALUES (?, ?)", number, name)
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"a label must be valid Unicode text: {error}") from None
+
+    def remove(self, prefix: KeptPrefix) -> None:
+        """Take a prefix off the list, within a transaction."""
+        self._index.run("DELETE FROM record WHERE root = ? AND tokens = ?", prefix.root, _packed(prefix))
+
+    def labelled(
+        self, labels: Iterable[str], *, namespace: str = ""
+    ) -> tuple[list[KeptPrefix], tuple[BlockId, ...]]:
+        """The prefixes of a namespace that carry one of `labels`, and the blocks that only they need."""
+        needs = KeptPrefixes(self.all())
+        chosen = needs.of(frozenset(labels), namespace)
+        for prefix in chosen:
+            needs.remove(prefix)
+        return chosen, drop_plan(self._blocks, chosen, needs, ANY_TOKEN).drop
+
+    def kept_length(self, root: BlockId, tokens: NDArray[np.int32]) -> int:
+        """How much of a prefix can be put back. Where a state has a tail, only to the end of a block with
+        it."""
+        path: list[BlockMeta] = []
+        level = [(root, 0)]
+        while level:
+            parent, at = level.pop()
+            for block in beginnings(self._blocks, parent, tokens[at:-1]):
+                path.append(block)
+                level.append((block.id, at + len(block.tokens)))
+            path += continuations(self._blocks, parent, tokens[at:])
+        if any(block.has_tail_state for block in path):
+            path = [block for block in path if block.has_tail_state and block.end <= len(tokens)]
+        return max((min(block.end, len(tokens)) for block in path), default=0)
+
+
+def _packed(prefix: KeptPrefix) -> bytes:
+    return np.array(prefix.tokens, "<i4").tobytes()

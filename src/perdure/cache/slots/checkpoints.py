@@ -1,4 +1,4 @@
-"""Checkpoints of the slots: points that a sequence can go back to, and how it is brought there."""
+"""CheckpointList of the slots: points that a sequence can go back to, and how it is brought there."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import Match
-from perdure.cache.siblings import key_of
+from perdure.cache.block import LoadedPrefix
+from perdure.cache.child_index import key_of
 from perdure.engine.context import Context
 from perdure.engine.state import Checkpoint
 
@@ -35,7 +35,7 @@ class Point:
         return self.state.nbytes + _OVERHEAD
 
 
-class Checkpoints:
+class CheckpointList:
     """The points of one slot, the shortest first.
 
     They hold no tokens, only a length and a hash: which of them belong to what a slot holds is found in one
@@ -59,7 +59,7 @@ class Checkpoints:
     def has(self, length: int) -> bool:
         return any(point.length == length for point in self._points)
 
-    def along(self, identity: bytes, tokens: Ids) -> Checkpoints:
+    def on_path(self, identity: bytes, tokens: Ids) -> CheckpointList:
         """Those of them that a sequence of `tokens` has passed."""
         passed, found = PrefixHash(identity), []
         for point in self._points:
@@ -68,12 +68,12 @@ class Checkpoints:
             if passed.advance(tokens[passed.length : point.length]) == point.digest:
                 found.append(point)
         # Mostly all of them: it is asked at every step on the way to a slot.
-        return self if len(found) == len(self._points) else Checkpoints(found)
+        return self if len(found) == len(self._points) else CheckpointList(found)
 
-    def until(self, length: int) -> Checkpoints:
+    def until(self, length: int) -> CheckpointList:
         """Those of them that are no longer than `length`."""
         found = [point for point in self._points if point.length <= length]
-        return self if len(found) == len(self._points) else Checkpoints(found)
+        return self if len(found) == len(self._points) else CheckpointList(found)
 
     def add(self, point: Point) -> None:
         self._points = sorted([*self._points, point], key=lambda each: each.length)
@@ -126,7 +126,7 @@ class SlotCheckpoints(ABC):
         """The rule for the memory of `context`. Out of `budget` bytes for state it takes its share. The
         checkpoints whose digests are `pinned` go last."""
         if context.memory.needs_checkpoint:
-            return KeptCheckpoints(context, budget=budget // 4, spacing=spacing, pinned=pinned)
+            return CheckpointStore(context, budget=budget // 4, spacing=spacing, pinned=pinned)
         return CutAnywhere(context)
 
     budget: int
@@ -137,12 +137,12 @@ class SlotCheckpoints(ABC):
     def nbytes(self) -> int: ...
 
     @abstractmethod
-    def chunk(self, cached: int, count: int, returns: Collection[int]) -> int:
+    def chunk(self, cached: int, count: int, checkpoint_at: Collection[int]) -> int:
         """How many of the next `count` tokens a step may compute, so that it ends where it is worth coming
         back to."""
 
     @abstractmethod
-    def reached(self, seq: int, length: int, returns: Collection[int]) -> None:
+    def reached(self, seq: int, length: int, checkpoint_at: Collection[int]) -> None:
         """A step ended at `length`: keep a checkpoint if it is such a place."""
 
     @abstractmethod
@@ -157,29 +157,29 @@ class SlotCheckpoints(ABC):
         """`seq` has become a copy of `source`."""
 
     @abstractmethod
-    def swapped_in(self, seq: int, match: Match) -> None:
+    def swapped_in(self, seq: int, prefix: LoadedPrefix) -> None:
         """`seq` was put back from blocks, some of which have tail states."""
 
     @abstractmethod
-    def along(self, seq: int) -> Checkpoints:
+    def on_path(self, seq: int) -> CheckpointList:
         """The checkpoints that belong to what `seq` holds now. Others are forgotten."""
 
     @abstractmethod
-    def reach(self, seq: int, shared: int, held: int) -> int:
+    def restorable_length(self, seq: int, shared: int, held: int) -> int:
         """The longest length up to `shared` that `seq`, which holds `held` tokens, can be brought to."""
 
-    @abstractmethod
-    def reach_all(self, shared: Counts, held: Counts) -> Counts:
+    def restorable_lengths(self, shared: Counts, held: Counts) -> Counts:
         """The same for every slot."""
+        pairs = zip(shared.tolist(), held.tolist(), strict=True)
+        return np.array([self.restorable_length(seq, *pair) for seq, pair in enumerate(pairs)], np.int64)
 
     @abstractmethod
-    def coming(self, shared: Counts, lengths: Counts) -> Counts:
+    def restorable_when_computed(self, shared: Counts, lengths: Counts) -> Counts:
         """What of `shared` can be used once the prompts that are being computed, of these lengths, are."""
 
     @abstractmethod
     def go_back(self, seq: int, length: int) -> None:
-        """Bring `seq` to `length`, which `reach` found that it can be brought to, by checkpoints `along` what
-        it holds."""
+        """Bring `seq` to a `length` that `restorable_length` returned for it."""
 
     @abstractmethod
     def thin_out(self) -> None:
@@ -192,10 +192,10 @@ class CutAnywhere(SlotCheckpoints):
     budget = 0
     nbytes = 0
 
-    def chunk(self, cached: int, count: int, returns: Collection[int]) -> int:
+    def chunk(self, cached: int, count: int, checkpoint_at: Collection[int]) -> int:
         return count
 
-    def reached(self, seq: int, length: int, returns: Collection[int]) -> None:
+    def reached(self, seq: int, length: int, checkpoint_at: Collection[int]) -> None:
         pass
 
     def start(self, seq: int) -> None:
@@ -207,19 +207,16 @@ class CutAnywhere(SlotCheckpoints):
     def copy(self, source: int, seq: int) -> None:
         pass
 
-    def swapped_in(self, seq: int, match: Match) -> None:
+    def swapped_in(self, seq: int, prefix: LoadedPrefix) -> None:
         pass
 
-    def along(self, seq: int) -> Checkpoints:
-        return Checkpoints()
+    def on_path(self, seq: int) -> CheckpointList:
+        return CheckpointList()
 
-    def reach(self, seq: int, shared: int, held: int) -> int:
+    def restorable_length(self, seq: int, shared: int, held: int) -> int:
         return shared
 
-    def reach_all(self, shared: Counts, held: Counts) -> Counts:
-        return shared
-
-    def coming(self, shared: Counts, lengths: Counts) -> Counts:
+    def restorable_when_computed(self, shared: Counts, lengths: Counts) -> Counts:
         return shared
 
     def go_back(self, seq: int, length: int) -> None:
@@ -230,7 +227,7 @@ class CutAnywhere(SlotCheckpoints):
         pass
 
 
-class KeptCheckpoints(SlotCheckpoints):
+class CheckpointStore(SlotCheckpoints):
     """Slots of a memory with a tail state: they go back to where one was kept, every `spacing` tokens and
     where a caller means to return to."""
 
@@ -241,37 +238,20 @@ class KeptCheckpoints(SlotCheckpoints):
         self.budget = budget
         self._pinned = pinned
         self._spacing = spacing
-        self._kept = [Checkpoints() for _ in range(context.n_seq)]
-        self._lengths = np.zeros((context.n_seq, 4), np.int64)
-        """Of the checkpoints, a row for each slot: a prompt is compared with those of all slots at once."""
-        self._sizes = [0] * context.n_seq
-        self._nbytes = 0
-        self._cuts = np.zeros(context.n_seq, np.int64)
-        self._held = np.full(context.n_seq, -1, np.int64)
-        """By slot, the shortest length that it can be cut to, and of how many tokens that was said."""
+        self._kept = [CheckpointList() for _ in range(context.n_seq)]
         self._passed: list[PrefixHash | None] = [None] * context.n_seq
         """By slot, the hash of its tokens as far as the last checkpoint."""
 
     @property
     def nbytes(self) -> int:
-        return self._nbytes
+        return sum(points.nbytes for points in self._kept)
 
-    def _keep(self, seq: int, points: Checkpoints) -> None:
-        """Let `points` be the checkpoints of a slot, and the figures about them theirs."""
-        self._kept[seq] = points
-        self._nbytes += points.nbytes - self._sizes[seq]
-        self._sizes[seq] = points.nbytes
-        while len(points) > self._lengths.shape[1]:
-            self._lengths = np.hstack([self._lengths, np.zeros_like(self._lengths)])
-        self._lengths[seq] = 0
-        self._lengths[seq, : len(points)] = [point.length for point in points]
-
-    def chunk(self, cached: int, count: int, returns: Collection[int]) -> int:
-        stops = [(cached // self._spacing + 1) * self._spacing, *returns]
+    def chunk(self, cached: int, count: int, checkpoint_at: Collection[int]) -> int:
+        stops = [(cached // self._spacing + 1) * self._spacing, *checkpoint_at]
         return min([count, *(stop - cached for stop in stops if stop > cached)])
 
-    def reached(self, seq: int, length: int, returns: Collection[int]) -> None:
-        if not length or (length % self._spacing and length not in returns):
+    def reached(self, seq: int, length: int, checkpoint_at: Collection[int]) -> None:
+        if not length or (length % self._spacing and length not in checkpoint_at):
             return
         kept = self._kept[seq]
         if kept.has(length):
@@ -285,68 +265,47 @@ class KeptCheckpoints(SlotCheckpoints):
         digest = passed.advance(self._context.token_array(seq, passed.length, length))
         if state is not None:
             kept.add(Point(length, digest, state))
-            self._keep(seq, kept)
         self._thin_out()
 
     def start(self, seq: int) -> None:
         self._passed[seq] = None
-        self._held[seq] = -1
 
     def forget(self, seq: int) -> None:
-        self._held[seq] = -1
-        if len(self._kept[seq]):
-            self._keep(seq, Checkpoints())
+        self._kept[seq] = CheckpointList()
 
     def copy(self, source: int, seq: int) -> None:
-        self._held[seq] = -1
-        self._keep(seq, Checkpoints(self.along(source)))
+        self._kept[seq] = CheckpointList(self.on_path(source))
 
-    def swapped_in(self, seq: int, match: Match) -> None:
-        points = Checkpoints()
-        if match.pieces:
+    def swapped_in(self, seq: int, prefix: LoadedPrefix) -> None:
+        points = CheckpointList()
+        if prefix.pieces:
             passed = PrefixHash(self._context.identity.digest)
-            for block in match.blocks:
+            for block in prefix.blocks:
                 digest = passed.advance(block.tokens)
                 if block.tail_state is not None:
                     points.add(Point(block.end, digest, block.tail_state))
-        self._held[seq] = -1
-        self._keep(seq, points)
+        self._kept[seq] = points
 
-    def along(self, seq: int) -> Checkpoints:
-        self._held[seq] = -1
+    def on_path(self, seq: int) -> CheckpointList:
         kept = self._kept[seq]
         if len(kept):
-            passed = kept.along(self._context.identity.digest, self._context.token_array(seq))
-            if passed is not kept:
-                self._keep(seq, passed)
+            digest, tokens = self._context.identity.digest, self._context.token_array(seq)
+            self._kept[seq] = kept.on_path(digest, tokens)
         return self._kept[seq]
 
-    def reach(self, seq: int, shared: int, held: int) -> int:
+    def restorable_length(self, seq: int, shared: int, held: int) -> int:
         if shared in (0, held):
             return shared
         if self._context.memory.cuts and self._context.shortest_cut(seq) <= shared:
             return shared
         return max((point.length for point in self._kept[seq] if point.length <= shared), default=0)
 
-    def reach_all(self, shared: Counts, held: Counts) -> Counts:
-        going_back = (shared > 0) & (shared != held)
-        if self._context.memory.cuts:
-            # What a slot can be cut to is asked again only where it holds something else than before.
-            for seq in (going_back & (self._held != held)).nonzero()[0].tolist():
-                self._cuts[seq], self._held[seq] = self._context.shortest_cut(seq), held[seq]
-            going_back &= self._cuts > shared
-        if not going_back.any():
-            return shared
-        kept = np.where(self._lengths <= shared[:, None], self._lengths, 0).max(axis=1)
-        return np.where(going_back, kept, shared)
-
-    def coming(self, shared: Counts, lengths: Counts) -> Counts:
+    def restorable_when_computed(self, shared: Counts, lengths: Counts) -> Counts:
         # Only a whole prompt, or the places where it keeps a checkpoint.
         return np.where(shared < lengths, shared - shared % self._spacing, shared)
 
     def go_back(self, seq: int, length: int) -> None:
         context, points = self._context, self._kept[seq]
-        self._held[seq] = -1
         if length == context.length(seq):
             return
         if length == 0 or context.shortest_cut(seq) <= length:
@@ -356,8 +315,7 @@ class KeptCheckpoints(SlotCheckpoints):
             tokens = context.token_array(seq, 0, length)
             context.restore(Checkpoint(context.identity.digest, tokens, point.state), seq)
         # What it has left it had before: those that belong to it do.
-        if (left := points.until(length)) is not points:
-            self._keep(seq, left)
+        self._kept[seq] = points.until(length)
 
     def thin_out(self) -> None:
         self._thin_out()
@@ -369,4 +327,3 @@ class KeptCheckpoints(SlotCheckpoints):
             if not len(largest):
                 return
             largest.thin_out(self._pinned)
-            self._keep(self._kept.index(largest), largest)

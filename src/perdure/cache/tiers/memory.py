@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
-from perdure.cache.siblings import Siblings, beginnings, continuations, key_of
+from perdure.cache.child_index import ChildIndex, beginnings, continuations, key_of
 
 _REMEMBERED = 4096
 """Evicted blocks whose names are kept, so that a reply can say why it was computed again."""
@@ -31,15 +31,18 @@ class _Node:
     key: bytes
     block: Block
     used: int
-    children: Siblings | None = None
+    children: ChildIndex | None = None
     """None: nothing follows it, as with most."""
     pins: int = 0
 
 
 class MemoryTier:
-    """Blocks in this process. Never over budget, not even for a moment; leaves go first, oldest first."""
+    """Blocks in this process, the first tier. Only the engine thread calls it, and nothing in it waits.
 
-    name = "memory"
+    Always holds: it is never over budget, not even for a moment; leaves go first, oldest first.
+    """
+
+    name = Block.tier
 
     def __init__(self, budget: int, *, pinned: Callable[[BlockId], bool] = lambda block: False) -> None:
         """What is `pinned` is not evicted. It must be less than the budget."""
@@ -49,7 +52,7 @@ class MemoryTier:
         self.state_bytes = 0
         self.evicted = 0
         self._nodes: dict[BlockId, _Node] = {}
-        self._roots: dict[BlockId, Siblings] = {}
+        self._roots: dict[BlockId, ChildIndex] = {}
         self._queue: list[tuple[int, BlockId]] = []
         self._clock = 0
         self._gone: dict[BlockId, None] = {}
@@ -61,10 +64,10 @@ class MemoryTier:
         return block in self._nodes
 
     def lookup(self, block: BlockId) -> Block | None:
-        found = self._sound(block)
-        if found is not None:
+        here = self._sound(block)
+        if here is not None:
             self._touch(self._nodes[block])
-        return found
+        return here
 
     def peek(self, block: BlockId) -> Block | None:
         """The same without counting as a use."""
@@ -110,10 +113,10 @@ class MemoryTier:
         key = key_of(block.tokens)
         node = self._nodes[block.id] = _Node(block.id, block.parent, key, block, self._clock)
         if above is None:
-            self._roots.setdefault(block.parent, Siblings()).add(key, block.id)
+            self._roots.setdefault(block.parent, ChildIndex()).add(key, block.id)
         else:
             if above.children is None:
-                above.children = Siblings()
+                above.children = ChildIndex()
             above.children.add(key, block.id)
         self._gone.pop(block.id, None)
         self._count(block, 1)
@@ -122,11 +125,11 @@ class MemoryTier:
 
     def drop(self, block: BlockId) -> None:
         """Forget a block and all that follow it."""
-        doomed = [block] if block in self._nodes else []
-        for each in doomed:
+        dropped = [block] if block in self._nodes else []
+        for each in dropped:
             if (children := self._nodes[each].children) is not None:
-                doomed += children.walk()
-        for each in reversed(doomed):
+                dropped += children.walk()
+        for each in reversed(dropped):
             self._remove(self._nodes[each])
 
     def pin(self, blocks: Iterable[Named]) -> None:
@@ -196,8 +199,8 @@ class MemoryTier:
 
     def _oldest_leaf(self, keep: BlockId) -> _Node | None:
         spared: list[tuple[int, BlockId]] = []
-        found = None
-        while self._queue and found is None:
+        oldest = None
+        while self._queue and oldest is None:
             used, block = heapq.heappop(self._queue)
             node = self._nodes.get(block)
             # The queue may hold old entries: what counts is the node as it is now.
@@ -206,10 +209,10 @@ class MemoryTier:
             if block == keep or self._pinned(block):
                 spared.append((used, block))
                 continue
-            found = node
+            oldest = node
         for entry in spared:
             heapq.heappush(self._queue, entry)
-        return found
+        return oldest
 
     def _replace(self, node: _Node, block: Block) -> bool:
         """The same tokens with more of their state."""

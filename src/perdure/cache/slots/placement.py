@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import Found
+from perdure.cache.block import PrefixHit
 from perdure.cache.block_cache import BlockCache
-from perdure.cache.slots.slot_checkpoints import SlotCheckpoints
-from perdure.cache.slots.slot_table import Slot, SlotIndex, SlotTable
-from perdure.decode.slots import Later
+from perdure.cache.slots.checkpoints import SlotCheckpoints
+from perdure.cache.slots.table import Slot, SlotTable
+from perdure.decode.slots import PendingPrefix
 from perdure.engine.context import Context
 
 Ids = NDArray[np.int32]
@@ -36,25 +36,28 @@ _PLACE = 16.0
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class Placement:
     """A way to serve a prompt: in which slot, and where its first `length` tokens come from."""
 
     seq: int
     length: int
     cost: float
-    source: int | Found | None
+    source: int | PrefixHit | None
     """A slot, blocks, or nothing at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The best way, and how much of the prompt the ways that there are would bring."""
+class PlacementChoice:
+    """The best placement, and how much of the prompt the placements that there are would bring."""
 
-    best: Option
-    sure: int
+    best: Placement
+    from_idle: int
     """From what is not being computed at the moment."""
-    reach: int
-    """From anywhere."""
+    from_anywhere: int
+    shared: Counts
+    """How much of the prompt each slot has or will have."""
+    held: Counts
+    """What each slot holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,25 +67,26 @@ class SlotView:
     idle: NDArray[np.bool_]
     used: Counts
     held: Counts
-    reach: Counts
+    restorable: Counts
     """How many tokens of the prompt each can be brought to."""
 
 
 def choose(
     length: int,
     slots: SlotView,
-    kept: Sequence[tuple[Found, float]],
+    kept: Sequence[tuple[PrefixHit, float]],
     *,
     fits: Callable[[Any], NDArray[np.bool_] | np.bool_ | bool],
     copy: float | None,
-) -> Choice:
-    """The best way to serve a prompt of `length` tokens: a pure function of what the slots hold.
+) -> tuple[Placement, int, int]:
+    """The best way to serve a prompt of `length` tokens: a pure function of what the slots hold. And how
+    much of it what is not being computed would bring, and how much anything would.
 
     `kept` are prefixes in the tiers with what reading them costs, `fits` says whether the state of so many
     tokens can be moved out, and `copy` is what a copy of a slot costs; None where there can be none.
     """
     seqs = slots.idle.nonzero()[0]
-    held, here, used = slots.held[seqs], slots.reach[seqs], slots.used[seqs]
+    held, here, used = slots.held[seqs], slots.restorable[seqs], slots.used[seqs]
     largest, longest = int(held.max()), int(here.max())
     # Mostly all of them do, and the largest says so.
     all_fit = bool(fits(largest))
@@ -103,24 +107,24 @@ def choose(
         in_place = length - here + displaced(here)
         first = _cheapest(in_place, used)
         stays = int(seqs[first]) if here[first] else None
-        options.append(Option(int(seqs[first]), int(here[first]), float(in_place[first]), stays))
+        options.append(Placement(int(seqs[first]), int(here[first]), float(in_place[first]), stays))
     else:
-        options.append(Option(int(seqs[target]), 0, float(length + moved[target]), None))
-    source = int(slots.reach.argmax())
-    there = int(slots.reach[source]) if copy is not None else 0
-    for found, read in kept:
-        cost = length - found.length + found.length * _PUT_BACK + read + moved[target]
-        options.append(Option(int(seqs[target]), found.length, float(cost), found))
+        options.append(Placement(int(seqs[target]), 0, float(length + moved[target]), None))
+    source = int(slots.restorable.argmax())
+    there = int(slots.restorable[source]) if copy is not None else 0
+    for hit, read in kept:
+        cost = length - hit.length + hit.length * _PUT_BACK + read + moved[target]
+        options.append(Placement(int(seqs[target]), hit.length, float(cost), hit))
     if there and seqs[target] == source:
         # What is copied from cannot be what is copied to: the next cheapest.
         moved[target] = np.inf
         target = _cheapest(moved, used)
     if copy is not None and there and seqs[target] != source:
         cost = length - there + copy + moved[target]
-        options.append(Option(int(seqs[target]), there, float(cost), source))
+        options.append(Placement(int(seqs[target]), there, float(cost), source))
     best = min(options, key=lambda option: (option.cost, slots.used[option.seq], option.seq))
-    lengths = [longest, *(found.length for found, _ in kept)]
-    return Choice(best=best, sure=max(lengths), reach=max(*lengths, there))
+    lengths = [longest, *(hit.length for hit, _ in kept)]
+    return best, max(lengths), max(*lengths, there)
 
 
 def _cheapest(cost: NDArray[np.float64], used: Counts) -> int:
@@ -140,59 +144,60 @@ class SlotPlanner:
         self,
         context: Context,
         table: SlotTable,
-        index: SlotIndex,
         blocks: BlockCache,
         checkpoints: SlotCheckpoints,
         *,
         exact: int | None,
-        reach: Callable[[Slot, Ids], int],
+        restorable_length: Callable[[Slot, Ids], int],
     ) -> None:
-        """`reach` tells which prefix of a prompt a slot can be brought to, by what it holds in truth."""
+        """`restorable_length` tells which prefix of a prompt a slot can be brought to, by what it holds in
+        truth."""
         self.inexact = None if exact is None else why_not_exact(context)
         """Why exact mode can reuse nothing here, if so."""
         self._context = context
         self._table = table
-        self._index = index
         self._blocks = blocks
         self._checkpoints = checkpoints
         self._exact = exact
-        self._reach = reach
-        self._indexed = b""
+        self._restorable_length = restorable_length
+        self._identity = b""
 
     def choose(
-        self, idle: NDArray[np.bool_], tokens: Ids, wanted: Ids, namespace: str, found: Found
-    ) -> tuple[Choice, Counts, Counts]:
-        """The best way to serve a prompt in one of the slots `idle`, how much of it each slot has or will
-        have, and what each holds. Of `wanted`, `found` is in the tiers."""
-        held = self._look(idle)
-        choice, shared = self._weigh(idle, held, tokens, wanted, namespace, found)
-        source = choice.best.source
-        if isinstance(source, int) and self._reach(self._table.all[source], wanted) < choice.best.length:
-            # Somebody used the context behind our back, and left as many tokens as there were.
-            held = self._look(idle, all_of_them=True)
-            choice, shared = self._weigh(idle, held, tokens, wanted, namespace, found)
-        return choice, shared, held
+        self, idle: NDArray[np.bool_], tokens: Ids, reusable: Ids, namespace: str, hit: PrefixHit
+    ) -> PlacementChoice:
+        """The best way to serve a prompt in one of the slots `idle`. Of its tokens that may be `reusable`,
+        `hit` is in the tiers."""
+        choice = self._weigh(idle, self._look(idle), tokens, reusable, namespace, hit)
+        best = choice.best
+        if isinstance(best.source, int):
+            source = self._table.all[best.source]
+            if self._restorable_length(source, reusable) < best.length:
+                # Somebody used the context behind our back, and left as many tokens as there were.
+                held = self._look(idle, all_of_them=True)
+                choice = self._weigh(idle, held, tokens, reusable, namespace, hit)
+        return choice
 
-    def soon(self, shared: Counts, held: Counts) -> Later:
+    def pending_prefix(self, choice: PlacementChoice) -> PendingPrefix:
         """The longest prefix of a prompt that a running request is about to have computed."""
         table = self._table
-        shared = self._checkpoints.coming(self._usable(shared), self._index.lengths)
-        coming = np.where(~table.idle & (shared > held), shared, 0)
-        seq = int(coming.argmax())
-        return Later(seq, int(coming[seq]), int(table.used[seq]))
+        usable = self._usable(choice.shared)
+        shared = self._checkpoints.restorable_when_computed(usable, table.lengths)
+        pending = np.where(~table.idle & (shared > choice.held), shared, 0)
+        seq = int(pending.argmax())
+        return PendingPrefix(seq, int(pending[seq]), int(table.used[seq]))
 
     def _weigh(
         self,
         idle: NDArray[np.bool_],
         held: Counts,
         tokens: Ids,
-        wanted: Ids,
+        reusable: Ids,
         namespace: str,
-        found: Found,
-    ) -> tuple[Choice, Counts]:
-        tiers, table = self._blocks.tiers, self._table
-        shared = self._index.shared(namespace, wanted)
-        reach = self._checkpoints.reach_all(np.minimum(self._usable(shared), held), held)
+        hit: PrefixHit,
+    ) -> PlacementChoice:
+        table = self._table
+        shared = table.shared(namespace, reusable)
+        restorable = self._checkpoints.restorable_lengths(np.minimum(self._usable(shared), held), held)
         memory, pool = self._context.memory, self._context.capabilities.shared
         copies = not pool or memory.forks_in_pool
         # A copy between streams moves all their cells, whatever they hold; in a pool it moves none.
@@ -200,13 +205,14 @@ class SlotPlanner:
         if table.count < self._context.n_seq:
             copy *= _ON_DEVICE
         # Whether reading beats computing is for the measured rates to say.
-        kept = [(found, tiers.rates.cost(tiers.lower_bytes(found)))] if found.length else []
-        if kept and kept[0][1]:
-            at_hand = tiers.held(found, self._blocks.rule)
-            kept += [(at_hand, 0.0)] if at_hand.length else []
-        view = SlotView(idle=idle, used=table.used, held=held, reach=reach)
-        fits = self._blocks.fits
-        return choose(len(tokens), view, kept, fits=fits, copy=copy if copies else None), shared
+        ways = self._blocks.tiers.ways(hit, self._blocks.rule)
+        view = SlotView(idle=idle, used=table.used, held=held, restorable=restorable)
+        best, from_idle, from_anywhere = choose(
+            len(tokens), view, ways, fits=self._blocks.fits, copy=copy if copies else None
+        )
+        return PlacementChoice(
+            best=best, from_idle=from_idle, from_anywhere=from_anywhere, shared=shared, held=held
+        )
 
     def _usable(self, shared: Counts) -> Counts:
         """What of `shared` was or will be computed as it must be to be used."""
@@ -220,15 +226,12 @@ class SlotPlanner:
         held: Counts = np.array(self._context.lengths(), np.int64)
         identity = self._context.identity.digest
         at_rest = idle | ~self._table.serving
-        changed = at_rest & (held != self._index.lengths)
-        if all_of_them or identity != self._indexed:
-            changed, self._indexed = at_rest, identity
+        changed = at_rest & (held != self._table.lengths)
+        if all_of_them or identity != self._identity:
+            changed, self._identity = at_rest, identity
         for seq in changed.nonzero()[0].tolist():
-            if held[seq]:
-                self._index.put(seq, self._table.all[seq].namespace, self._context.token_array(seq))
-            else:
-                self._index.remove(seq)
-            self._checkpoints.along(seq)
+            self._table.put(seq, self._context.token_array(seq))
+            self._checkpoints.on_path(seq)
         return held
 
 
@@ -238,17 +241,17 @@ def why_not_more(
     namespace: str,
     *,
     reused: int,
-    reach: int,
+    restorable: int,
     shared: int,
     exact: int | None,
     budget: int,
 ) -> str:
-    """Why just `reused` of `tokens` were, where `reach` could have been moved from elsewhere and `shared` are
-    held in some form. `exact` is the step of exact mode, `budget` what all that is held keeps to."""
+    """Why just `reused` of `tokens` were, where `restorable` could have been moved from elsewhere and
+    `shared` are held in some form. `exact` is the step of exact mode, `budget` that of the whole cache."""
     if reused >= len(tokens):
         return "all but the last token, whose logits are needed"
-    if reach > reused:
-        return f"moving {reach} tokens from elsewhere costs more than computing them"
+    if restorable > reused:
+        return f"moving {restorable} tokens from elsewhere costs more than computing them"
     if shared > reused and exact is not None:
         return (
             f"exact mode goes on where a step of {exact} prompt tokens ended: what came after "
@@ -263,7 +266,7 @@ def why_not_more(
         return f"first difference at token {reused}"
     if field_name := blocks.changed(tokens, namespace):
         return f"the identity changed in its {field_name}"
-    return "nothing like it is held"
+    return "no cached prefix matches"
 
 
 def why_not_exact(context: Context) -> str | None:

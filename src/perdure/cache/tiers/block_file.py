@@ -1,8 +1,8 @@
 """Block files: a block as bytes that describe and prove themselves, and the folder of such files.
 
-    magic 8 | version u32 | tokens u32 | start u64 | row bytes u64 | rows u8 | rest bytes u64 (2**64-1: none)
+    magic 8 | version u32 | tokens u32 | start u64 | row bytes u64 | rows u8 | tail bytes u64 (2**64-1: none)
     | id 32 | parent 32 | checksum 16
-    token ids i32 each | rows | rest
+    token ids i32 each | rows | tail state
 
 All little-endian. The checksum (XXH3-128) is over every other byte of the file. The id is the SHA-256 of
 parent and tokens, so a file under another block's name proves itself wrong.
@@ -20,9 +20,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from perdure.cache.block import HEADER, MAGIC, NO_TAIL, VERSION, Block, BlockId, block_id
+from perdure.cache.block import HEADER, MAGIC, NO_TAIL, VERSION, Block, BlockId, BlockMeta, block_id
 from perdure.errors import CorruptStateError
-from perdure.store.block_table import IndexEntry
 from perdure.store.durable import make_folder, sync_folder, translate_os_errors, write_file
 
 NAME = re.compile("[0-9a-f]{64}")
@@ -132,7 +131,7 @@ class BlockFolder:
         for folder in folders:
             sync_folder(folder)
 
-    def inspect(self, path: Path) -> IndexEntry | None:
+    def inspect(self, path: Path, tier: str) -> BlockMeta | None:
         """What the file of a block says of it, if it is whole. Its state is not kept: a store may be larger
         than memory."""
         if not NAME.fullmatch(path.name) or path.parent.name != path.name[:2]:
@@ -141,7 +140,9 @@ class BlockFolder:
         if block is None:
             return None
         nbytes = size(block)
-        return IndexEntry(block.id, block.parent, block.start, block.tokens, block.has_tail_state, nbytes)
+        return BlockMeta(
+            block.id, block.parent, block.start, block.tokens, block.has_tail_state, nbytes, tier
+        )
 
     def quarantine(self, path: Path) -> None:
         with translate_os_errors(path), suppress(FileNotFoundError):

@@ -6,15 +6,14 @@ would stand. So a look-up reads two neighbours, however many blocks follow the s
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import BlockId, Entry
+from perdure.cache.block import AnyBlock, BlockId
 
 Ids = NDArray[np.int32]
 
@@ -28,7 +27,7 @@ class HasTokens(Protocol):
 
 
 E = TypeVar("E", bound=HasTokens, covariant=True)
-N = TypeVar("N", bound=Entry)
+N = TypeVar("N", bound=AnyBlock)
 V = TypeVar("V")
 
 
@@ -45,24 +44,24 @@ def key_of(tokens: Ids) -> bytes:
     return tokens.astype("<i4", copy=False).tobytes()
 
 
-def common(first: Ids, second: Ids) -> int:
+def common_prefix_length(first: Ids, second: Ids) -> int:
     """How many tokens two lists start with alike."""
     count = min(len(first), len(second))
-    if not count:
+    if not count or first[0] != second[0]:
         return 0
     different = first[:count] != second[:count]
     at = int(different.argmax())
     return at if different[at] else count
 
 
-def closest(source: Source[E], parent: BlockId, tokens: Ids) -> tuple[int, E | None]:
+def best_child(source: Source[E], parent: BlockId, tokens: Ids) -> tuple[int, E | None]:
     """The block after `parent` that shares most of its first tokens with `tokens`, and how many."""
-    key, best, found = key_of(tokens), 0, None
+    key, longest, best = key_of(tokens), 0, None
     for back in (True, False):
-        entry = next(source.children(parent, start=key, back=back), None)
-        if entry is not None and (shared := common(entry.tokens, tokens)) > best:
-            best, found = shared, entry
-    return best, found
+        child = next(source.children(parent, start=key, back=back), None)
+        if child is not None and (shared := common_prefix_length(child.tokens, tokens)) > longest:
+            longest, best = shared, child
+    return longest, best
 
 
 def beginnings(source: Source[E], parent: BlockId, tokens: Ids) -> Iterator[E]:
@@ -71,7 +70,7 @@ def beginnings(source: Source[E], parent: BlockId, tokens: Ids) -> Iterator[E]:
         entry = next(source.children(parent, start=key_of(tokens), back=True), None)
         if entry is None:
             return
-        shared = common(entry.tokens, tokens)
+        shared = common_prefix_length(entry.tokens, tokens)
         if shared == len(entry.tokens):
             yield entry
             shared -= 1
@@ -82,18 +81,24 @@ def beginnings(source: Source[E], parent: BlockId, tokens: Ids) -> Iterator[E]:
 def continuations(source: Source[E], parent: BlockId, tokens: Ids) -> Iterator[E]:
     """The blocks after `parent` that start with `tokens`."""
     for entry in source.children(parent, start=key_of(tokens)):
-        if common(entry.tokens, tokens) < len(tokens):
+        if common_prefix_length(entry.tokens, tokens) < len(tokens):
             return
         yield entry
 
 
-def merged(first: Iterator[N], second: Iterator[N], *, back: bool) -> Iterator[N]:
-    """Two sorted walks as one, read no further than asked; what is in both is taken from the first."""
-    last: BlockId | None = None
-    for entry in heapq.merge(first, second, key=lambda each: key_of(each.tokens), reverse=back):
-        if entry.id != last:
-            last = entry.id
-            yield entry
+def merged(walks: Iterable[Iterator[N]], *, back: bool) -> Iterator[N]:
+    """Sorted walks as one, each read no further than asked. What several have is taken from the first of them
+    that has its tail state, or else from the first."""
+    heads = [(block, walk) for walk in walks if (block := next(walk, None)) is not None]
+    while heads:
+        at = (max if back else min)(key_of(block.tokens) for block, _ in heads)
+        same = [block for block, _ in heads if key_of(block.tokens) == at]
+        yield next((block for block in same if block.has_tail_state), same[0])
+        heads = [
+            (block, walk)
+            for head, walk in heads
+            if (block := head if key_of(head.tokens) != at else next(walk, None)) is not None
+        ]
 
 
 class SortedKeys(Generic[V]):
@@ -165,5 +170,5 @@ def _last(run: list[bytes]) -> bytes:
     return run[-1]
 
 
-Siblings = SortedKeys[BlockId]
+ChildIndex = SortedKeys[BlockId]
 """The names of the blocks that follow one, by the bytes of their tokens."""
