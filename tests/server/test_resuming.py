@@ -16,7 +16,7 @@ from decode.observed import Turnstile, open_toy, toy
 from perdure import Template
 from perdure.chat.template import sandbox
 from perdure.errors import StoreFullError
-from perdure.server.keys import Keys, new_key
+from perdure.server.core.keys import Keys, new_key
 from perdure.sessions import turn_transaction
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Sessions

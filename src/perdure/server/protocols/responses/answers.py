@@ -12,12 +12,12 @@ from pydantic import ConfigDict
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatReply
 from perdure.decode.request import TokenLogprob
-from perdure.server.api_error import ApiError
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.schemas import ResponseSchema
+from perdure.server.protocols.answer_head import finite
 from perdure.server.protocols.chat.answers import extension
 from perdure.server.protocols.responses.errors import error_detail, not_kept
 from perdure.server.protocols.responses.items import Item, OutputForm
-from perdure.server.routes.answer_head import finite
-from perdure.server.schemas.base import ResponseSchema
 from perdure.sessions.turn import Turn
 
 

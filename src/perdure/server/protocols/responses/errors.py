@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from perdure.server.api_error import ApiError
+from perdure.server.core.api_error import ApiError
 
 _CODES = {
     "queue_full": "rate_limit_exceeded",

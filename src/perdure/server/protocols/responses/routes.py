@@ -13,9 +13,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from perdure.errors import PerdureError
-from perdure.server.api_error import ApiError, to_api_error
-from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
-from perdure.server.follow import SSE, Event, EventResponse, Recorded, answer
+from perdure.server.core.api_error import ApiError, to_api_error
+from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.follow import EventResponse, Recorded, answer
+from perdure.server.core.protocol import SSE, Event, Protocol
+from perdure.server.core.schemas import NO_BODY, PAGE, Limit, errors, streamed
+from perdure.server.protocols.responses import compact, conversations, websocket
 from perdure.server.protocols.responses.answers import (
     DeletedResponse,
     InputTokensAnswer,
@@ -27,8 +30,6 @@ from perdure.server.protocols.responses.requests import AfterItem, ItemOrder, Pr
 from perdure.server.protocols.responses.runs import Runs, followed
 from perdure.server.protocols.responses.stored import Responses, StoredResponse
 from perdure.server.protocols.responses.stream import ResponseWriter
-from perdure.server.schemas.base import PAGE, Limit
-from perdure.server.schemas.openapi import NO_BODY, errors, streamed
 from perdure.sessions.fold import TurnJob
 
 router = APIRouter(tags=["Responses"])
@@ -292,3 +293,12 @@ def _recorded(events: Iterable[Event], app_state: AppState) -> EventResponse:
 
 def _json(shown: dict[str, Any]) -> Response:
     return Response(to_json(shown), media_type="application/json")
+
+
+PROTOCOL = Protocol(
+    name="OpenAI Responses",
+    prefix="/v1/responses",
+    # `compact` before the routes of a response: it is no id.
+    routers=(compact.router, router, conversations.router, websocket.router),
+    writer=ResponseWriter,
+)

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from perdure.chat.reply import ChatDelta, ChatReply
-from perdure.server.api_error import ApiError
-from perdure.server.app_state import AppState, Caller
-from perdure.server.follow import SSE, Event, EventResponse, Events, Follower, Sink
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState, Caller
+from perdure.server.core.follow import EventResponse, Follower, Sink
+from perdure.server.core.protocol import SSE, Event, Events
 from perdure.server.protocols.responses.errors import error_detail, sent_differs
 from perdure.server.protocols.responses.stored import StoredResponse
 from perdure.server.protocols.responses.stream import OPENING, ResponseWriter, SentPart, failed_event

@@ -10,8 +10,9 @@ from typing import Any
 from perdure.chat.message import Message
 from perdure.decode.sampling.settings import draw_seed
 from perdure.errors import ContextOverflow, SessionNotFoundError
-from perdure.server.api_error import ApiError, to_api_error
-from perdure.server.app_state import AppState
+from perdure.server.core.api_error import ApiError, to_api_error
+from perdure.server.core.app_state import AppState
+from perdure.server.core.settings import ReplyDefaults
 from perdure.server.protocols.cache_marks import MARKS, cache_marks, has_breakpoint
 from perdure.server.protocols.responses import ids
 from perdure.server.protocols.responses.answers import ResponseHead
@@ -29,7 +30,6 @@ from perdure.server.protocols.responses.requests import (
     tool_set,
 )
 from perdure.server.protocols.responses.stream import SentPart
-from perdure.server.reply_defaults import ReplyDefaults
 from perdure.sessions.fold import TurnJob
 from perdure.sessions.session import Session
 from perdure.sessions.turn import Turn

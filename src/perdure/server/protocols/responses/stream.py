@@ -12,8 +12,8 @@ from pydantic_core import to_json
 
 from perdure.chat.message import Message, ToolCall
 from perdure.chat.reply import ChatDelta, ChatReply
-from perdure.server.api_error import ApiError
-from perdure.server.follow import Event, Events, named_event
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.protocol import Event, Events, named_event
 from perdure.server.protocols.call_buffer import CallBuffer
 from perdure.server.protocols.responses.answers import ResponseHead
 from perdure.server.protocols.responses.errors import sent_differs

@@ -14,10 +14,11 @@ from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect
 
 from perdure.errors import PerdureError
-from perdure.server.api_error import ApiError, rate_limited, to_api_error, validation
-from perdure.server.app_state import AppState, Caller
-from perdure.server.follow import Events, Follower, Sink, deliver
-from perdure.server.middleware.body_limits import JsonScan
+from perdure.server.core.api_error import ApiError, rate_limited, to_api_error, validation
+from perdure.server.core.app_state import AppState, Caller
+from perdure.server.core.follow import Follower, Sink, deliver
+from perdure.server.core.middleware.body_limits import JsonScan
+from perdure.server.core.protocol import Events
 from perdure.server.protocols.responses.items import Item
 from perdure.server.protocols.responses.requests import ResponseRequest, input_items
 from perdure.server.protocols.responses.stored import Responses, StoredResponse
