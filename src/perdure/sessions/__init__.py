@@ -3,7 +3,7 @@
     turn              what was said, with its exact tokens, and a digest over all of it
     history           where a conversation stands: the turns that led there
     info              what is listed of sessions and memories
-    storage/          sessions, turns and memories in SQLite; verify and repair
+    store/            where sessions are durable: the contract, and SQLite behind it
     stored_session    one conversation as it lies in the store: read, rewind, label, delete; who may change it
     turn_transaction  a turn: asked for, answered, and then kept or not
     session           the same with a model: say, edit, fork, fold, sleep, wake, export
