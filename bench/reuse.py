@@ -34,7 +34,7 @@ class Swapping:
 
     def __init__(self, length: int) -> None:
         from perdure import Model
-        from perdure.cache.slots.slot_cache import SlotCache
+        from perdure.cache.slots.cache import SlotCache
 
         self._tokens = _tokens(1, length)
         self._other = _tokens(2, 16)

@@ -23,9 +23,19 @@ from perdure.decode.keywords import ReplyKeywords, RequestKeywords, SamplingKeyw
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 
 PARTS = {
-    "Runtime": ("open", "Runtime", "Job", "ChatJob", "TurnJob"),
+    "Runtime": ("open", "Runtime", "Stream"),
     "Sessions": ("Session", "SessionInfo", "SessionMemory", "Turn", "ImportResult"),
-    "Requests": ("Sampling", "Grammar", "Message", "Tool", "ToolCall", "Template", "CacheMark"),
+    "Requests": (
+        "Sampling",
+        "Grammar",
+        "Message",
+        "Tool",
+        "ToolCall",
+        "Template",
+        "KeptPrefix",
+        "CacheMark",
+        "Pin",
+    ),
     "Replies": (
         "Reply",
         "ChatReply",
@@ -36,7 +46,6 @@ PARTS = {
         "Timings",
         "TokenLogprob",
         "ReuseReport",
-        "Pin",
         "Plan",
         "Choice",
         "Embeddings",
@@ -102,6 +111,9 @@ def _shown(name: str) -> Iterator[str]:
     yield ""
     if not inspect.isclass(value):
         yield from _call(f"perdure.{name}", value)
+        return
+    if value.__name__ != name and value.__name__ in perdure.__all__:
+        yield from (f"Another name of `{value.__name__}`.", "")
         return
     yield from _doc(value)
     init = vars(value).get("__init__")

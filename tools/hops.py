@@ -28,14 +28,14 @@ import httpx
 
 import perdure
 from perdure.server.app import served
-from perdure.server.app_state import AppState
+from perdure.server.core.app_state import AppState
 from perdure.testing.toy import ToyModel
 
 _ENDS = {
     "Template.render",
     "ToyModel.tokenize",
     "ToyCore.decode",
-    "OutputQueue.put",
+    "OutputQueue.push",
     "Index.run",
     "DiskTier.store",
     "DiskTier.load",

@@ -10,20 +10,21 @@ from itertools import cycle
 
 from bench.growing.measure import FLAT, ROOT, SIZE, Operation, block, growing, new_folder, prompt
 from bench.harness import Figure, Gauge, Run, at_most
-from perdure.cache.block import Found, chain
-from perdure.cache.memory_tier import MemoryTier
-from perdure.cache.record import Record, RecordIndex, doomed
+from perdure.cache.block import PrefixHit, chain
+from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
 from perdure.cache.reuse_rule import ANY_TOKEN
-from perdure.cache.slots.slot_cache import SlotCache
-from perdure.cache.tiers import Tiers
-from perdure.decode.slots import SlotAssignment
+from perdure.cache.slots.cache import SlotCache
+from perdure.cache.tiers.disk import DiskTier
+from perdure.cache.tiers.memory import MemoryTier
+from perdure.cache.tiers.tiered import Tiers
+from perdure.cache.tiers.write_behind import WriteBehind
+from perdure.decode.slots import KeptPrefix, SlotAssignment
 from perdure.memory import FullAttention, MemorySpec, Recurrent, SlidingWindow
-from perdure.store.disk import DiskTier
 from perdure.testing.toy import ToyModel
 
 
 def looking_up(tiers: Tiers) -> Operation:
-    def lookup() -> Found:
+    def lookup() -> PrefixHit:
         tokens = prompt()
         return tiers.longest_prefix(ROOT, chain(ROOT, tokens, SIZE), tokens, size=SIZE, rule=ANY_TOKEN)
 
@@ -116,17 +117,17 @@ def _bursts(run: Run, kind: type[MemorySpec], *, held: bool) -> Figure:
 
 
 def records(run: Run) -> Iterator[Figure]:
-    def filled(size: int) -> tuple[MemoryTier, RecordIndex]:
+    def filled(size: int) -> tuple[MemoryTier, KeptPrefixes]:
         tier = MemoryTier(1 << 40)
-        index = RecordIndex(limit=1 << 30, budget=1 << 40)
+        index = KeptPrefixes(limit=1 << 30, budget=1 << 40)
         for _ in range(size):
             index.put(record(tier))
         return tier, index
 
-    def record(tier: MemoryTier) -> Record:
+    def record(tier: MemoryTier) -> KeptPrefix:
         made = block()
         tier.store(made)
-        return Record(tokens=tuple(made.tokens.tolist()), kept=SIZE, labels=frozenset("a"), root=ROOT)
+        return KeptPrefix(tokens=tuple(made.tokens.tolist()), kept=SIZE, labels=frozenset("a"), root=ROOT)
 
     def clear(size: int, _: ExitStack) -> Operation:
         tier, index = filled(size)
@@ -134,7 +135,7 @@ def records(run: Run) -> Iterator[Figure]:
 
         def one() -> None:
             gone = record(tier)
-            assert len(doomed(tiers, [gone], index, rule=ANY_TOKEN).drop) == 1
+            assert len(drop_plan(tiers, [gone], index, rule=ANY_TOKEN).drop) == 1
 
         return one
 
@@ -161,8 +162,9 @@ def store(run: Run) -> Iterator[Figure]:
         return disk
 
     def lookup(size: int, cleanup: ExitStack) -> Operation:
-        tiers = Tiers(MemoryTier(0), filled(size, cleanup))  # type: ignore[arg-type]
-        return looking_up(tiers)
+        behind = WriteBehind(filled(size, cleanup))
+        cleanup.callback(behind.close)
+        return looking_up(Tiers(MemoryTier(0), [behind]))
 
     def keep(size: int, cleanup: ExitStack) -> Operation:
         disk = filled(size, cleanup)

@@ -14,22 +14,22 @@ from numpy.typing import NDArray
 
 from perdure import system
 from perdure.cache.prefix_cache import PrefixCache, PrefixCacheCalls
-from perdure.cache.slots.slot_cache import SlotCache
+from perdure.cache.slots.cache import SlotCache
+from perdure.cache.tiers.base import BlockTier
+from perdure.cache.tiers.disk import DiskTier
+from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.checks import check_whole, is_whole
 from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
 from perdure.decode.embedding import EmbeddingQueue, Embeddings
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
-from perdure.decode.output_queue import Job
 from perdure.decode.request import Request, check_prompt_size
-from perdure.decode.sampling.settings import Sampling
+from perdure.decode.stream import OutputQueue, Stream, one_request
 from perdure.engine.context import Context
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.engine.keywords import ContextKeywords
 from perdure.engine.model import Model
 from perdure.errors import InvalidInputError
-from perdure.store.disk import DiskTier
-from perdure.store.records import Records
-from perdure.store.writer import WriteBehind
+from perdure.request_options import Sampling
 
 _WAITING = 256 << 20
 """Bytes that may wait to be written, at least. Most of them are those of blocks in memory."""
@@ -83,7 +83,10 @@ class Backend(Protocol):
         """Requests waiting, and being served."""
         ...
 
-    def submit(self, request: Request) -> Job: ...
+    def submit(self, request: Request) -> OutputQueue:
+        """Queue a request. What is wrong with it is raised here."""
+        ...
+
     def embed(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
         """Have vectors made of texts. Cancelling the future ends that."""
         ...
@@ -111,12 +114,12 @@ class LocalBackend:
         cache: int | None = None,
         store: str | os.PathLike[str] | None = None,
         store_bytes: int = STORE_BYTES,
+        tiers: Sequence[BlockTier] = (),
         own_model: bool = False,
         **context: Unpack[ContextKeywords],
     ) -> None:
         self.model = model
         self._own_model = own_model
-        self._disk: WriteBehind | None = None
         budget = _bytes("cache", _default_budget() if cache is None else cache)
         if store is not None and not budget:
             raise InvalidInputError("a store needs a cache: leave cache out, or give it some bytes")
@@ -126,22 +129,20 @@ class LocalBackend:
         with ExitStack() as undo:
             self.context, swap_slots = _opened(model, n_ctx, slots, swap_slots if budget else 0, context)
             undo.callback(self.context.close)
+            lower = []
             if store is not None:
-                self._disk = WriteBehind(
-                    DiskTier(Path(store), budget=store_bytes), limit=max(_WAITING, budget // 2)
-                )
-                undo.callback(self._disk.close)
+                tiers = [DiskTier(Path(store), budget=store_bytes), *tiers]
+            for tier in tiers:
+                lower.append(WriteBehind(tier, limit=max(_WAITING, budget // 2)))
+                undo.callback(lower[-1].close)
             chunk = min(CHUNK, self.context.n_batch)
             self.slot_cache = slot_cache = SlotCache(
                 self.context,
                 budget=budget,
-                lower=self._disk,
+                lower=lower,
                 exact=chunk if exact else None,
                 swap_slots=swap_slots,
             )
-            if self._disk is not None:
-                self._disk.disk.pinned = slot_cache.pins.holds
-                slot_cache.pins.budget = min(slot_cache.pins.budget, store_bytes // 2)
             self.engine_loop = EngineLoop(
                 model,
                 self.context,
@@ -170,7 +171,6 @@ class LocalBackend:
                 read=self._read_only,
                 call=self.engine_loop.call,
                 post=self.engine_loop.post,
-                record_store=Records(self._disk.disk, behind=self._disk) if self._disk else None,
             )
             undo.pop_all()
 
@@ -186,7 +186,7 @@ class LocalBackend:
     def load(self) -> tuple[int, int]:
         return self.engine_loop.load
 
-    def submit(self, request: Request) -> Job:
+    def submit(self, request: Request) -> OutputQueue:
         return self.engine_loop.submit(request)
 
     def embed(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
@@ -203,12 +203,12 @@ class LocalBackend:
         with ExitStack() as ending:
             if self._own_model:
                 ending.callback(self.model.close)
-            if self._disk is not None:
-                ending.callback(self._disk.close)
+            for tier in self.slot_cache.tiers.lower:
+                ending.callback(tier.close)
             ending.callback(self.context.close)
             ending.callback(self._embeddings.close)
-            if self._disk is not None and not self.context.closed:
-                self.slot_cache.store_all(written=self._disk.flush)
+            if self.slot_cache.tiers.lower and not self.context.closed:
+                self.slot_cache.store_all()
 
     def _tokenize(self, text: str) -> list[int]:
         check_prompt_size(text, self.model, self.n_ctx)
@@ -218,13 +218,9 @@ class LocalBackend:
         """Have a prompt computed, for its state alone. The token after it is drawn and dropped."""
         # The last token is doubled: what is fed to draw from is not kept.
         prompt = [*tokens.tolist(), int(tokens[-1])]
-        job = self.submit(
-            Request(prompt=prompt, max_tokens=1, sampling=Sampling(temperature=0), namespace=namespace)
-        )
-        try:
-            job.reply()
-        finally:
-            job.cancel()
+        request = Request(prompt=prompt, max_tokens=1, sampling=Sampling(temperature=0), namespace=namespace)
+        with Stream(one_request(request), self.submit) as stream:
+            stream.reply()
 
 
 def _bytes(name: str, value: int) -> int:

@@ -1,17 +1,16 @@
 """Every public name, from where it is defined. `import perdure` has them all."""
 
-from perdure.chat.job import ChatJob
 from perdure.chat.message import Message, Tool, ToolCall
-from perdure.chat.options import CacheMark
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.chat.template.template import Template
 from perdure.decode.choice import Choice
 from perdure.decode.embedding import Embeddings
-from perdure.decode.output_queue import Job
 from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
 from perdure.decode.sampling.grammar import Grammar
-from perdure.decode.sampling.settings import Sampling
-from perdure.decode.slots import Pin, Plan, ReuseReport
+from perdure.decode.slots import KeptPrefix, Plan, ReuseReport
+from perdure.decode.slots import KeptPrefix as CacheMark
+from perdure.decode.slots import KeptPrefix as Pin
+from perdure.decode.stream import Stream
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import Embedder, Pooling
@@ -42,6 +41,7 @@ from perdure.errors import (
     OutOfMemoryError,
     PerdureError,
     PinnedError,
+    QuotaError,
     RowError,
     SamplingError,
     SequenceError,
@@ -64,8 +64,8 @@ from perdure.errors import (
 from perdure.identity import Identity
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.opening import open  # noqa: A004
+from perdure.request_options import Sampling
 from perdure.runtime import Runtime
-from perdure.sessions.fold import TurnJob
 from perdure.sessions.importing import ImportResult
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.session import Session
@@ -80,7 +80,6 @@ __all__ = [
     "CannotRewindError",
     "Capabilities",
     "ChatDelta",
-    "ChatJob",
     "ChatReply",
     "Checkpoint",
     "Choice",
@@ -106,7 +105,7 @@ __all__ = [
     "ImportResult",
     "IncompatibleStateError",
     "InvalidInputError",
-    "Job",
+    "KeptPrefix",
     "LibraryFetchError",
     "LogitsView",
     "MemorySpec",
@@ -122,6 +121,7 @@ __all__ = [
     "PinnedError",
     "Plan",
     "Pooling",
+    "QuotaError",
     "Recurrent",
     "Reply",
     "ReuseReport",
@@ -146,6 +146,7 @@ __all__ = [
     "StoreLockedError",
     "StoreReadOnlyError",
     "StoreVersionError",
+    "Stream",
     "Template",
     "TemplateError",
     "Timings",
@@ -154,7 +155,6 @@ __all__ = [
     "Tool",
     "ToolCall",
     "Turn",
-    "TurnJob",
     "UnsupportedSystemError",
     "Usage",
     "open",

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, block_id
 from perdure.cache.block_cache import BlockNames
-from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.reuse_rule import ANY_TOKEN
-from perdure.cache.tiers import Tiers
+from perdure.cache.tiers.memory import MemoryTier
+from perdure.cache.tiers.tiered import Tiers
 
 ROOT = BlockId(b"r" * 32)
 SIZE = 4
@@ -399,10 +399,10 @@ class TierMachine(RuleBasedStateMachine):
     @rule(name=known)
     def drop(self, name: Block) -> None:
         self.tier.drop(name.id)
-        doomed = [name.id]
-        for gone in doomed:
+        drop_plan = [name.id]
+        for gone in drop_plan:
             self.held.pop(gone, None)
-            doomed += [each.id for each in self.held.values() if each.parent == gone]
+            drop_plan += [each.id for each in self.held.values() if each.parent == gone]
         self.pinned = [each for each in self.pinned if each.id in self.held]
 
     @rule(name=known)

@@ -1,4 +1,4 @@
-"""Pins: what callers want kept for a time, within a budget that no namespace can take for itself."""
+"""Held blocks: what callers want kept for a time, within a budget that no namespace can take for itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from perdure.cache.pins import PINS, Pins
+from perdure.cache.kept_prefixes import HELD, HeldBlocks
 
 
 class Clock:
@@ -27,7 +27,7 @@ def names(*given: str) -> list[tuple[bytes, int]]:
 
 def test_a_pin_ends_with_its_time_and_is_renewed_by_the_next() -> None:
     clock = Clock()
-    pins = Pins(1000, clock=clock)
+    pins = HeldBlocks(1000, clock=clock)
     assert pins.add("", b"k", names("a", "b"), 300)
     clock.now = 299
     assert pins.holds(b"a")
@@ -41,7 +41,7 @@ def test_a_pin_ends_with_its_time_and_is_renewed_by_the_next() -> None:
 
 
 def test_a_key_holds_what_it_was_last_used_for_alone() -> None:
-    pins = Pins(1000)
+    pins = HeldBlocks(1000)
     assert pins.add("", b"k", names("a", "b"), 60)
     assert pins.add("", b"k", names("a", "c"), 60)
     assert [pins.holds(name) for name in (b"a", b"b", b"c")] == [True, False, True]
@@ -52,7 +52,7 @@ def test_a_key_holds_what_it_was_last_used_for_alone() -> None:
 
 
 def test_a_namespace_has_half_of_the_budget_and_all_together_the_whole_of_it() -> None:
-    pins = Pins(80)
+    pins = HeldBlocks(80)
     assert pins.add("ada", b"1", names("a", "b", "c", "d"), 60)
     assert not pins.add("ada", b"2", names("e"), 60)
     # What is shared counts once.
@@ -66,10 +66,10 @@ def test_a_namespace_has_half_of_the_budget_and_all_together_the_whole_of_it() -
 
 
 def test_the_oldest_pin_goes_for_one_too_many() -> None:
-    pins = Pins(1 << 20)
-    for number in range(PINS + 1):
+    pins = HeldBlocks(1 << 20)
+    for number in range(HELD + 1):
         assert pins.add("", str(number).encode(), names(f"b{number}"), 60)
-    assert len(pins) == PINS
+    assert len(pins) == HELD
     assert not pins.holds(b"b0")
     assert pins.holds(b"b1")
 
@@ -99,11 +99,11 @@ def lines(work: Callable[[], object]) -> int:
 def test_a_pin_costs_the_same_among_many(what: str) -> None:
     """Adding one, asking for one, and its end: counted in lines of Python."""
     costs = []
-    for size in (2, PINS - 2):
+    for size in (2, HELD - 2):
         clock, fresh = Clock(), itertools.count()
-        pins = Pins(1 << 40, clock=clock)
+        pins = HeldBlocks(1 << 40, clock=clock)
 
-        def add(seconds: float, pins: Pins = pins, fresh: Any = fresh) -> bool:
+        def add(seconds: float, pins: HeldBlocks = pins, fresh: Any = fresh) -> bool:
             number = next(fresh)
             space = "" if what.startswith("pins") else f"n{number}"
             return pins.add(space, b"%d" % number, names("shared", f"b{number}"), seconds)
@@ -122,7 +122,7 @@ def test_a_pin_costs_the_same_among_many(what: str) -> None:
 def test_a_checkpoint_that_two_namespaces_pin_is_held_until_both_end() -> None:
     """And leaves nothing behind, in whichever of them it was pinned first."""
     clock = Clock()
-    pins = Pins(1000, clock=clock)
+    pins = HeldBlocks(1000, clock=clock)
     assert pins.add("ada", b"k", [(b"point", 5)], 10)
     assert pins.add("bob", b"k", [(b"point", 5)], 20)
     clock.now = 10
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_two_namespaces_pin_is_held_until_both_end() -> None:
 
 def test_a_pin_that_is_renewed_again_and_again_leaves_no_trace() -> None:
     clock = Clock()
-    pins = Pins(1000, clock=clock)
+    pins = HeldBlocks(1000, clock=clock)
     for number in range(1000):
         assert pins.add("", b"k", names("a"), 60 - number % 7)
     assert (len(pins), pins.nbytes) == (1, 10)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from perdure import InvalidInputError, StoreFullError
-from perdure.cache.record import LABEL_LENGTH, LABELS, RecordIndex
-from perdure.cache.tiers import Tiers
+from perdure.cache.kept_prefixes import LABEL_LENGTH, LABELS
+from perdure.cache.tiers.tiered import Tiers
 from subjects import Subject
 
 from .served import Served
@@ -18,7 +18,7 @@ from .served import Served
 def test_c6_a_namespace_keeps_no_more_records_than_its_limit(toy: Subject) -> None:
     """C6: the one too many is refused before anything is computed for it."""
     with Served(toy) as served:
-        served.cache._records = RecordIndex(limit=3)
+        served.slot_cache.kept.limit = 3
         for number in range(3):
             served.cache.warm(toy.tokens(20, number), labels="a")
         with served.counting() as count, pytest.raises(StoreFullError, match="3 may be"):
@@ -33,7 +33,7 @@ def test_c6_a_namespace_keeps_no_more_records_than_its_limit(toy: Subject) -> No
 
 def test_c6_records_keep_to_a_budget_of_bytes(toy: Subject) -> None:
     with Served(toy) as served:
-        served.cache._records = RecordIndex(budget=5_000)
+        served.slot_cache.kept.budget = 5_000
         served.cache.warm(toy.tokens(20))
         with pytest.raises(StoreFullError, match="5000 may be used"):
             served.cache.warm(toy.tokens(100, 1))

@@ -377,8 +377,8 @@ def test_the_first_difference_is_named(subject: Subject) -> None:
 
 def test_nothing_alike_is_said_to_be_so(subject: Subject) -> None:
     with Served(subject) as served:
-        assert served.say([1, *subject.tokens(20)]).why == "nothing like it is held"
-        assert served.say([2, *subject.tokens(20, 1)]).why == "nothing like it is held"
+        assert served.say([1, *subject.tokens(20)]).why == "no cached prefix matches"
+        assert served.say([2, *subject.tokens(20, 1)]).why == "no cached prefix matches"
 
 
 def test_an_evicted_block_is_named(subject: Subject) -> None:
@@ -445,7 +445,7 @@ def test_namespaces_never_share(subject: Subject) -> None:
         for other in ("b", "", "A", "a "):
             answer = served.say(prompt, namespace=other)
             assert answer.reused == answer.reply.usage.cached_tokens == 0
-            assert answer.why == "nothing like it is held"
+            assert answer.why == "no cached prefix matches"
         assert served.say(prompt, namespace="a").reused == 39
 
 
@@ -475,9 +475,9 @@ def test_a_namespace_learns_nothing_of_anothers_evictions_and_identities(toy: Su
         for number in range(20):
             served.say([number, *prompt], namespace="a")
         assert served.cache.stats().evicted
-        assert served.say([0, *prompt], namespace="b").why == "nothing like it is held"
+        assert served.say([0, *prompt], namespace="b").why == "no cached prefix matches"
         served.adapt({toy.model.adapter("one"): 1.0})
-        assert served.say([19, *prompt], namespace="c").why == "nothing like it is held"
+        assert served.say([19, *prompt], namespace="c").why == "no cached prefix matches"
 
 
 def test_a_prefill_of_another_namespace_is_not_waited_for(toy: Subject) -> None:
@@ -645,9 +645,9 @@ def test_w5_what_was_computed_otherwise_is_not_found_in_exact_mode(toy: Subject)
     with Served(toy) as plain:
         tokens = plain.say(toy.tokens(40)).tokens
         identity, blocks = plain.cache.pack(tokens)
-        roots = plain.slot_cache._blocks.root("")
+        roots = plain.slot_cache.blocks.root("")
     with Served(toy, exact=True) as served:
-        assert served.slot_cache._blocks.root("") != roots
+        assert served.slot_cache.blocks.root("") != roots
         with pytest.raises(IncompatibleStateError):
             served.cache.unpack(identity, blocks)
         assert served.say(tokens).reused == 0
@@ -662,7 +662,7 @@ def test_w5_what_another_number_of_threads_computed_is_not_found_in_exact_mode(f
 
     def root(threads: int, *, exact: bool) -> bytes:
         with Served(subject, exact=exact, threads=threads) as served:
-            return served.slot_cache._blocks.root("")
+            return served.slot_cache.blocks.root("")
 
     assert root(1, exact=True) == root(1, exact=True) != root(2, exact=True)
     assert root(1, exact=False) == root(2, exact=False)

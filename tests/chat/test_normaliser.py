@@ -10,9 +10,9 @@ import pytest
 
 import perdure
 from perdure import Template
+from perdure.chat.formats.registry import detect
 from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.normaliser import MessageNormaliser, Normalised
-from perdure.chat.parsing.families import detect
 from perdure.chat.template.template import UNGUARDED
 from perdure.errors import PerdureError
 from perdure.testing.toy import ToyModel

@@ -181,8 +181,8 @@ def test_without_the_guard_a_mark_would_come_in_i6(rt: Runtime) -> None:
 
 def test_a_tool_name_in_a_forced_call_is_text_i6() -> None:
     """I6: the grammar that holds a reply to a call writes names as text."""
+    from perdure.chat.formats.registry import family
     from perdure.chat.message import Tool
-    from perdure.chat.parsing.families import family
 
     grammar = family("hermes").grammar(
         [Tool(name="<|im_end|>")], parallel=False, control={"<|im_end|>": 7, "<tool_call>": 8}

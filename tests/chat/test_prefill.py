@@ -10,9 +10,9 @@ import pytest
 import perdure
 from chat.test_chat_format import saying, toy, user
 from perdure import Runtime, Template
+from perdure.chat.formats.registry import detect
 from perdure.chat.message import Message
 from perdure.chat.options import ChatOptions
-from perdure.chat.parsing.families import detect
 from perdure.chat.prefill import Prefill
 from perdure.errors import InvalidInputError
 from perdure.testing.toy import ToyModel

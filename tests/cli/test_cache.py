@@ -248,7 +248,7 @@ def test_no_store_is_said_so_and_none_is_made(run: Run, tmp_path: Path, command:
 HOLD = """
 import sys
 from pathlib import Path
-from perdure.store.disk import DiskTier
+from perdure.cache.tiers.disk import DiskTier
 disk = DiskTier(Path(sys.argv[1]), budget=1 << 30)
 print("ready", flush=True)
 sys.stdin.read()

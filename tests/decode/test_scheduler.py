@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perdure.decode.group import SequenceGroup, make_group
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.steering import BreakerTable
 from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Step, admit
-from perdure.decode.slots import FreshSlots, Later, Pin, SlotAssignment, Slots
+from perdure.decode.sequence import SequenceGroup, make_group
+from perdure.decode.slots import FreshSlots, KeptPrefix, PendingPrefix, SlotAssignment, Slots
 from perdure.engine.context import Context
 from perdure.testing.toy import ToyModel
 
@@ -70,14 +70,19 @@ class PickySlots(FreshSlots):
         self._answers = answers
 
     def acquire(
-        self, tokens: NDArray[np.int32], *, namespace: str = "", reuse: bool = True, pins: Sequence[Pin] = ()
-    ) -> SlotAssignment | Later | None:
+        self,
+        tokens: NDArray[np.int32],
+        *,
+        namespace: str = "",
+        reuse: bool = True,
+        pins: Sequence[KeptPrefix] = (),
+    ) -> SlotAssignment | PendingPrefix | None:
         answer = self._answers.get(len(tokens), "free")
         if isinstance(answer, Exception):
             raise answer
         return super().acquire(tokens) if answer == "free" else answer
 
-    def chunk(self, seq: int, cached: int, count: int, returns: Collection[int]) -> int:
+    def chunk(self, seq: int, cached: int, count: int, checkpoint_at: Collection[int]) -> int:
         return min(count, 4)
 
 
@@ -93,7 +98,7 @@ def test_slots_go_to_those_who_came_first(model: ToyModel, context: Context) -> 
 
 def test_who_is_to_wait_for_anothers_prompt_lets_others_pass(model: ToyModel, context: Context) -> None:
     groups = [asked(model, context, length) for length in (5, 6, 7)]
-    assert admitted(groups, PickySlots(context, {5: Later(0, 5, 0)})) == [groups[0], groups[2]]
+    assert admitted(groups, PickySlots(context, {5: PendingPrefix(0, 5, 0)})) == [groups[0], groups[2]]
 
 
 def test_who_waits_for_anothers_prompt_is_asked_about_again_only_when_it_is_over(
@@ -110,16 +115,16 @@ def test_who_waits_for_anothers_prompt_is_asked_about_again_only_when_it_is_over
             *,
             namespace: str = "",
             reuse: bool = True,
-            pins: Sequence[Pin] = (),
-        ) -> SlotAssignment | Later | None:
+            pins: Sequence[KeptPrefix] = (),
+        ) -> SlotAssignment | PendingPrefix | None:
             self.asked += 1
             return super().acquire(tokens)
 
-        def is_over(self, later: Later) -> bool:
+        def is_ready(self, prefix: PendingPrefix) -> bool:
             return self.over
 
     groups = [asked(model, context, 6) for _ in range(3)]
-    slots = CountingSlots(context, {5: Later(0, 5, 0)})
+    slots = CountingSlots(context, {5: PendingPrefix(0, 5, 0)})
     for _ in range(10):
         assert admitted(groups, slots) == []
     assert slots.asked == 3
@@ -200,7 +205,7 @@ def test_who_has_no_slot_or_is_done_is_in_no_step(model: ToyModel, context: Cont
     groups = [asked(model, context, 5), asked(model, context, 6)]
     slots = FreshSlots(context)
     admitted(groups[:1], slots)
-    groups[0].cancel()
+    groups[0].end_cancelled()
     assert BatchScheduler().plan(groups, slots, BUDGET, turn=0) == []
 
 

@@ -25,7 +25,7 @@ from decode.observed import (
     trouble,
 )
 from decode.state_machine import life
-from perdure.cache.slots.slot_cache import SlotCache
+from perdure.cache.slots.cache import SlotCache
 from perdure.decode.executor import Executor
 from perdure.decode.sequence import TokenSequence
 from perdure.decode.slots import FreshSlots

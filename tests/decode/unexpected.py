@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from perdure.cache.slots import slot_cache
-from perdure.cache.slots.slot_cache import SlotCache
-from perdure.cache.slots.slot_swapper import SlotSwapper
-from perdure.cache.slots.slot_table import SlotIndex
+from perdure.cache.slots import cache as slot_cache
+from perdure.cache.slots.cache import SlotCache
+from perdure.cache.slots.swapper import SlotSwapper
+from perdure.cache.slots.table import SlotTable
 from perdure.decode import executor
 from perdure.decode.sequence import TokenSequence
 from perdure.engine.context import Context
@@ -21,7 +21,7 @@ ERRORS: dict[str, Exception] = {
 PLACES: dict[str, tuple[Any, str]] = {
     "admitting": (SlotCache, "acquire"),
     "admitting, with a slot taken": (slot_cache, "why_not_more"),
-    "admitting, while slots are looked at": (SlotIndex, "put"),
+    "admitting, while slots are looked at": (SlotTable, "put"),
     "admitting, while state is moved": (SlotSwapper, "_swap_out"),
     "reaching": (SlotCache, "reached"),
     "drawing": (executor, "draw_together"),

@@ -23,9 +23,9 @@ from inside import inside
 from perdure import LogitsView, Model, Reply, Runtime
 from perdure.cache.block import Block, BlockId
 from perdure.cache.block_cache import BlockCache
-from perdure.cache.memory_tier import MemoryTier
-from perdure.cache.slots import slot_cache
-from perdure.cache.tiers import Tiers
+from perdure.cache.slots import cache as slot_cache
+from perdure.cache.tiers.memory import MemoryTier
+from perdure.cache.tiers.tiered import Tiers
 from perdure.engine.llama.core import LlamaCore
 from perdure.memory import MEMORY_KINDS, FullAttention, Hybrid, MemorySpec, SlidingWindow
 from perdure.testing.toy import ToyCore, ToyModel
@@ -175,7 +175,7 @@ def test_k2_going_back_says_what_it_went_back_to_and_why(checked: CheckedRuntime
         if can_cut or keep == 0:
             assert reply.reuse.reused == keep
             assert reply.reuse.why == (
-                f"first difference at token {keep}" if keep else "nothing like it is held"
+                f"first difference at token {keep}" if keep else "no cached prefix matches"
             )
         else:
             # Checkpoints lie at multiples of 256, and before the last token of a prompt.
@@ -523,7 +523,7 @@ def test_p7_another_block_size_or_mode_is_a_miss(llama: Model) -> None:
     tokens = np.array(prompt(8), np.int32)
     with FULL.open(llama) as ctx:
         ctx.decode(tokens)
-        BlockCache(ctx, Tiers(tier), block_size=4).store(0, "", [], 8)
+        BlockCache(ctx, Tiers(tier), block_size=4).store(0, "", {}, 8)
         assert BlockCache(ctx, Tiers(tier), block_size=4).lookup(tokens, "").length == 8
         for size in (1, 2, 3, 8, 64):
             assert BlockCache(ctx, Tiers(tier), block_size=size).lookup(tokens, "").length == 0

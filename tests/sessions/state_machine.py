@@ -67,9 +67,7 @@ def life(subject: Subject, **settings: Any) -> type[RuleBasedStateMachine]:
 
         def settle(self) -> None:
             """Have no file come or go meanwhile; kills in the middle are in store/test_crash.py."""
-            disk = inside(self.talk.rt)._disk
-            assert disk is not None
-            disk.flush()
+            inside(self.talk.rt).slot_cache.tiers.flush()
 
         def session(self, key: Key) -> Session:
             return self.talk.rt.session(key[1], namespace=key[0])

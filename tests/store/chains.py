@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from perdure.cache.block import Block, BlockId, block_id
-from perdure.store import block_file
+from perdure.cache.tiers import block_file
 
 SIZE = 4
 """Tokens in a whole block here."""

@@ -68,9 +68,7 @@ class Kept:
 
     def flush(self) -> None:
         """Wait for what is being written behind the replies."""
-        disk = inside(self.runtime)._disk
-        assert disk is not None
-        disk.flush()
+        inside(self.runtime).slot_cache.tiers.flush()
 
     def _cold(self, prompt: Sequence[int], written: Sequence[int]) -> list[Row]:
         key = (self.subject.name, *sorted(map(str, self._settings.items())), *prompt, 0, *written)

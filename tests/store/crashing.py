@@ -28,20 +28,20 @@ from unittest.mock import patch
 
 import perdure
 from perdure.cache.block import Block, BlockId
-from perdure.cache.record import Record
+from perdure.cache.tiers import block_file
+from perdure.cache.tiers.block_file import BlockFolder
+from perdure.cache.tiers.disk import DiskTier
+from perdure.decode.slots import KeptPrefix
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
-from perdure.sessions.storage.repair import repair
-from perdure.sessions.storage.schema import MIGRATIONS as SESSION_MIGRATIONS
-from perdure.sessions.storage.schema import seal, turn_values
-from perdure.sessions.storage.session_store import SessionStore
-from perdure.sessions.storage.verify import verify
+from perdure.sessions.store.sqlite.repair import repair
+from perdure.sessions.store.sqlite.schema import MIGRATIONS as SESSION_MIGRATIONS
+from perdure.sessions.store.sqlite.schema import row_checksum, turn_values
+from perdure.sessions.store.sqlite.store import SqliteStore
+from perdure.sessions.store.sqlite.verify import verify
 from perdure.sessions.turn import Turn
-from perdure.store import block_file
-from perdure.store.block_file import BlockFolder
-from perdure.store.disk import DiskTier
 from perdure.store.index import APPLICATION, MIGRATIONS
-from perdure.store.records import Records
 from perdure.testing.toy import ToyModel
+from sessions.database import index_of
 from store.chains import block, chain, file_of, files, root, same, size
 
 PLENTY = 1 << 30
@@ -238,8 +238,8 @@ def drop_check(folder: Path, acks: set[str]) -> None:
 # Records.
 
 
-def record(tokens: list[int], *labels: str) -> Record:
-    return Record(tokens=tuple(tokens), kept=len(tokens), labels=frozenset(labels), root=root("records"))
+def record(tokens: list[int], *labels: str) -> KeptPrefix:
+    return KeptPrefix(tokens=tuple(tokens), kept=len(tokens), labels=frozenset(labels), root=root("records"))
 
 
 SHARED = list(range(8))
@@ -250,17 +250,17 @@ FIRST_BLOCKS, SECOND_BLOCKS = chain(FIRST, "records"), chain(SECOND, "records")
 def record_prepare(folder: Path) -> None:
     with opened(folder) as disk:
         disk.store([*FIRST_BLOCKS, *SECOND_BLOCKS])
-        Records(disk).store(record(SECOND, "b"))
+        disk.keep(record(SECOND, "b"))
 
 
 def record_act(folder: Path, ack: Ack) -> None:
     with opened(folder) as disk:
-        records = Records(disk)
-        records.store(record(FIRST, "a", "both"))
+        disk.keep(record(FIRST, "a", "both"))
         ack("first")
-        records.store(record(SECOND, "both"))
+        disk.keep(record(SECOND, "both"))
         ack("label")
-        records.clear(["a"])
+        prefixes, blocks = disk.prefix_table.labelled(["a"])
+        disk.drop(blocks, prefixes)
         ack("cleared")
     ack("closed")
 
@@ -268,7 +268,7 @@ def record_act(folder: Path, ack: Ack) -> None:
 def record_check(folder: Path, acks: set[str]) -> None:
     with opened(folder) as disk:
         there = whole(disk, *FIRST_BLOCKS, *SECOND_BLOCKS)
-        found = {each.tokens: each for each in Records(disk).all()}
+        found = {each.tokens: each for each in disk.prefixes()}
         first, second = found.get(tuple(FIRST)), found[tuple(SECOND)]
         assert second.kept == len(SECOND)
         assert second.labels == ({"b", "both"} if "label" in acks else second.labels & {"b", "both"} | {"b"})
@@ -429,7 +429,7 @@ def turns(kind: type[MemorySpec], **settings: Any) -> Scenario:
         with opened(folder) as disk:
             assert disk.verify().sound
         with talking(kind, folder, **settings) as runtime:
-            runtime.sessions.store.index.check()
+            index_of(runtime.sessions).check()
             names = [row.name for row in runtime.sessions.list()]
             assert names == ["alice"] or (not names and "created" not in acks)
             if names:
@@ -464,7 +464,7 @@ def branches(kind: type[MemorySpec]) -> Scenario:
 
     def check(folder: Path, acks: set[str]) -> None:
         with talking(kind, folder) as runtime:
-            runtime.sessions.store.index.check()
+            index_of(runtime.sessions).check()
             names = {row.name for row in runtime.sessions.list()}
             assert "bob" in names or "forked" not in acks
             assert "alice" in names or "rewound" in acks
@@ -488,7 +488,7 @@ def older_sessions(version: int) -> Scenario:
     def prepare(folder: Path) -> None:
         if version:
             with closing(sqlite3.connect(folder / "sessions.sqlite")) as db, db:
-                db.create_function("seal", -1, seal, deterministic=True)
+                db.create_function("seal", -1, row_checksum, deterministic=True)
                 db.executescript(SESSION_MIGRATIONS[0])
                 values = turn_values(7, None, 0, START)[:-1]
                 db.execute(f"INSERT INTO turn VALUES ({', '.join('?' * len(values))})", values)
@@ -499,18 +499,18 @@ def older_sessions(version: int) -> Scenario:
                 db.execute(f"PRAGMA user_version = {version}")
 
     def act(folder: Path, ack: Ack) -> None:
-        with closing(SessionStore(folder)) as store:
+        with closing(SqliteStore(folder)) as store:
             ack("opened")
             store.create("", "alice", [START])
             ack("created")
 
     def check(folder: Path, acks: set[str]) -> None:
-        with closing(SessionStore(folder)) as store:
+        with closing(SqliteStore(folder)) as store:
             assert store.index.rows("PRAGMA user_version") == [(len(SESSION_MIGRATIONS),)]
             assert store.has("", "alice") or "created" not in acks
             assert store.has("", "old") or not version
             for row in store.list():
-                assert len(store.turns.chain(row.head)[1]) == 1
+                assert len(store.chain(row.head, row.name)[1]) == 1
             # Whatever was interrupted, no number is given out again.
             given = dict(store.index.rows("SELECT name, last FROM counter"))
             made = store.has("", "alice")
@@ -527,7 +527,7 @@ def older_sessions(version: int) -> Scenario:
 
 
 def damaged_prepare(folder: Path) -> None:
-    with closing(SessionStore(folder)) as store:
+    with closing(SqliteStore(folder)) as store:
         second = Turn(kind="turn", messages=(), finish_reason="stop", before=START.digest)
         third = Turn(kind="turn", messages=(), finish_reason="length", before=second.digest)
         store.create("", "alice", [START, second, third])
@@ -539,15 +539,15 @@ def damaged_prepare(folder: Path) -> None:
 def damaged_act(folder: Path, ack: Ack) -> None:
     repair(folder)
     ack("mended")
-    with closing(SessionStore(folder)) as store:
+    with closing(SqliteStore(folder)) as store:
         store.create("", "carol", [START])
         ack("created")
 
 
 def damaged_check(folder: Path, acks: set[str]) -> None:
     verify(folder, lambda done, total: None)
-    with closing(SessionStore(folder)) as store:
-        found = {row.name: len(store.turns.chain(row.head)[1]) for row in store.list()}
+    with closing(SqliteStore(folder)) as store:
+        found = {row.name: len(store.chain(row.head, row.name)[1]) for row in store.list()}
         assert found.pop("carol", 0) == 1 or "created" not in acks
         assert found == {"alice": 2, "bob": 2}
 
@@ -591,10 +591,10 @@ def enter_first() -> None:
 def unlink_first() -> None:
     drop = DiskTier.drop
 
-    def wrong(self: DiskTier, blocks: Iterable[BlockId], **options: Any) -> None:
-        doomed = list(blocks)
-        self.files.delete(self.files.path(name) for name in doomed)
-        drop(self, doomed, **options)
+    def wrong(self: DiskTier, blocks: Iterable[BlockId], prefixes: Iterable[KeptPrefix] = ()) -> None:
+        names = list(blocks)
+        self.files.delete(self.files.path(name) for name in names)
+        drop(self, names, prefixes)
 
     DiskTier.drop = wrong  # type: ignore[method-assign]
 

@@ -10,8 +10,8 @@ import pytest
 import xxhash
 
 from perdure.cache.block import Block, BlockId, block_id
+from perdure.cache.tiers import block_file
 from perdure.errors import CorruptStateError
-from perdure.store import block_file
 from store.chains import block, chain, root, same
 
 HEAD = 8 + 4 + 4 + 8 + 8 + 1 + 8 + 32 + 32 + 16

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from perdure.cache.block import Block, BlockId
+from perdure.cache.tiers.disk import DiskTier, Findings
 from perdure.errors import (
     StoreDamagedError,
     StoreError,
@@ -25,7 +26,6 @@ from perdure.errors import (
     StoreReadOnlyError,
     StoreVersionError,
 )
-from perdure.store.disk import DiskTier, Findings
 from store import children
 from store.chains import SIZE, block, chain, file_of, files, root, same, size
 
@@ -526,7 +526,7 @@ def test_p2_any_flip_in_the_index_costs_blocks_or_says_so_but_never_lies(tmp_pat
 OPEN = """
 import sys
 from pathlib import Path
-from perdure.store.disk import DiskTier
+from perdure.cache.tiers.disk import DiskTier
 disk = DiskTier(Path(sys.argv[1]), budget=1 << 30)
 print("ready", flush=True)
 sys.stdin.readline()
@@ -575,8 +575,8 @@ def test_a_store_can_be_closed_by_another_thread_than_opened_it(tmp_path: Path) 
 READ = """
 import select, sys
 from pathlib import Path
-from perdure.store import block_file
-from perdure.store.disk import DiskTier
+from perdure.cache.tiers import block_file
+from perdure.cache.tiers.disk import DiskTier
 from store.chains import block, same
 disk = DiskTier(Path(sys.argv[1]), budget=0, readonly=True)
 rounds = seen = gone = 0
@@ -683,7 +683,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from perdure.errors import StoreError, StoreFullError
-from perdure.store.disk import DiskTier
+from perdure.cache.tiers.disk import DiskTier
 from store.chains import block, chain
 disk = DiskTier(Path(sys.argv[1]), budget=1 << 30)
 disk.store(chain(range(8)))
@@ -728,7 +728,7 @@ FORBIDDEN = """
 import os, sys
 from pathlib import Path
 from perdure.errors import PerdureError
-from perdure.store.disk import DiskTier
+from perdure.cache.tiers.disk import DiskTier
 from store.chains import chain, same
 from store.children import become_nobody
 become_nobody()

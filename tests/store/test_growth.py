@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import pytest
 
 from counting import sql_of
 from perdure.cache.block import Block, BlockId, chain
-from perdure.cache.memory_tier import MemoryTier
 from perdure.cache.reuse_rule import ANY_TOKEN
-from perdure.cache.tiers import Tiers
+from perdure.cache.tiers.disk import DiskTier
+from perdure.cache.tiers.memory import MemoryTier
+from perdure.cache.tiers.tiered import Tiers
+from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.errors import StoreDamagedError
 from perdure.sessions.sessions import Sessions
-from perdure.store.disk import DiskTier
 from perdure.store.index import Index
 
 SIZE = 16
@@ -48,10 +50,10 @@ def full(disk: DiskTier) -> None:
 
 
 def lookup(disk: DiskTier) -> None:
-    tiers = Tiers(MemoryTier(0), disk)  # type: ignore[arg-type]
-    tokens = block(77_777).tokens
-    found = tiers.longest_prefix(ROOT, chain(ROOT, tokens, SIZE), tokens, size=SIZE, rule=ANY_TOKEN)
-    assert found.length >= 3
+    with closing(WriteBehind(disk)) as behind:
+        tiers, tokens = Tiers(MemoryTier(0), [behind]), block(77_777).tokens
+        hit = tiers.longest_prefix(ROOT, chain(ROOT, tokens, SIZE), tokens, size=SIZE, rule=ANY_TOKEN)
+    assert hit.length >= 3
 
 
 USES: dict[str, Callable[[DiskTier], Any]] = {

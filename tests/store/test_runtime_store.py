@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 import perdure
-from perdure.cache.record import LABEL_LENGTH
-from perdure.cache.slots.slot_cache import SlotCache
+from perdure.cache.kept_prefixes import LABEL_LENGTH
+from perdure.cache.slots.cache import SlotCache
+from perdure.cache.tiers.disk import DiskTier
+from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
-from perdure.decode.sampling.settings import Sampling
+from perdure.decode.stream import Stream, one_request
 from perdure.engine.batch import Batch
 from perdure.engine.contract import Outcome
 from perdure.engine.llama.core import LlamaCore
@@ -26,8 +28,7 @@ from perdure.errors import (
     StoreDamagedError,
 )
 from perdure.memory import FullAttention
-from perdure.store.disk import DiskTier
-from perdure.store.writer import WriteBehind
+from perdure.request_options import Sampling
 from store import children
 from store.chains import files
 from store.checked_runtime import SETTINGS, kept
@@ -343,12 +344,12 @@ def test_p7_another_block_size_is_a_miss_not_a_collision(
     def reused(size: int) -> int:
         context = subject.context(**{**SETTINGS, "n_seq": 1})
         behind = WriteBehind(DiskTier(tmp_path, budget=1 << 30))
-        places = SlotCache(context, budget=1 << 24, lower=behind, block_size=size)
+        places = SlotCache(context, budget=1 << 24, lower=[behind], block_size=size)
         loop = EngineLoop(subject.model, context, slots=places)
         request = Request(prompt=prompt, max_tokens=2, sampling=Sampling(temperature=0), ignore_eos=True)
-        reply = loop.submit(request).reply()
+        reply = Stream(one_request(request), loop.submit).reply()
         loop.close()
-        places.store_all(written=behind.flush)
+        places.store_all()
         context.close()
         behind.close()
         return reply.reuse.reused

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from perdure.cache.block import Block, BlockId
-from perdure.store import block_file
-from perdure.store.disk import DiskTier
+from perdure.cache.tiers import block_file
+from perdure.cache.tiers.disk import DiskTier
 from store.chains import SIZE, block, file_of, files, root, same
 from store.conftest import MEMORY
 

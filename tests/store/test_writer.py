@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import perdure
-from perdure.cache.block import Block, BlockId
+from perdure.cache.block import Block, BlockId, BlockMeta
+from perdure.cache.tiers.disk import DiskTier
+from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.errors import StoreError, StoreFullError
 from perdure.runtime import Runtime
-from perdure.store.disk import DiskTier, IndexEntry
-from perdure.store.writer import WriteBehind
 from perdure.testing.toy import ToyModel
 from store import children
 from store.chains import block, chain, file_of, files, same
@@ -52,12 +52,12 @@ class Failing(DiskTier):
             raise self.error
         return super().store(blocks)
 
-    def lookup(self, block: BlockId) -> IndexEntry | None:
+    def lookup(self, block: BlockId) -> BlockMeta | None:
         if self.reading and self.error is not None:
             raise self.error
         return super().lookup(block)
 
-    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[IndexEntry]:
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[BlockMeta]:
         if self.reading and self.error is not None:
             raise self.error
         return super().children(parent, start=start, back=back)
@@ -97,7 +97,7 @@ def test_flush_returns_when_everything_is_on_the_disk(tmp_path: Path) -> None:
             assert all(same(reader.load(each.id), each) for each in blocks)
         for each in blocks:
             found = writer.lookup(each.id)
-            assert isinstance(found, IndexEntry)
+            assert isinstance(found, BlockMeta)
             assert [child.id for child in writer.children(each.parent)] == [each.id]
 
 
@@ -201,7 +201,8 @@ def test_dropping_and_clearing_reach_what_still_waits(tmp_path: Path) -> None:
 
 def test_s4_a_damaged_block_is_forgotten_and_can_be_written_again(tmp_path: Path) -> None:
     blocks = chain(list(range(16)))
-    with behind(DiskTier(tmp_path, budget=PLENTY)) as writer:
+    disk = DiskTier(tmp_path, budget=PLENTY)
+    with behind(disk) as writer:
         writer.store(blocks)
         writer.flush()
         file_of(tmp_path, blocks[1]).write_bytes(b"damaged")
@@ -212,8 +213,8 @@ def test_s4_a_damaged_block_is_forgotten_and_can_be_written_again(tmp_path: Path
         assert list(writer.children(blocks[0].id)) == []
         writer.store(blocks[:3])
         writer.flush()
-        assert all(same(writer.disk.load(each.id), each) for each in blocks)
-        assert writer.disk.verify().sound
+        assert all(same(disk.load(each.id), each) for each in blocks)
+        assert disk.verify().sound
 
 
 @pytest.mark.parametrize("error", [StoreFullError("full", needed=9), RuntimeError("a defect of our own")])

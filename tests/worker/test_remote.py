@@ -31,8 +31,8 @@ from perdure import (
     TokenError,
 )
 from perdure.cache.prefix_cache import PrefixCache
+from perdure.cache.tiers.disk import DiskTier
 from perdure.memory import MEMORY_KINDS, MemorySpec
-from perdure.store.disk import DiskTier
 from perdure.testing.toy import ToyModel
 from perdure.worker import remote as module
 from perdure.worker.proxies.prefix_cache import RemotePrefixCache
@@ -387,14 +387,14 @@ def test_an_engine_that_an_event_loop_reads_answers_there_and_where_the_loop_its
     expected = shared.generate("Hello", **asked).tokens
 
     async def main() -> None:
-        remote(shared).read_in(asyncio.get_running_loop())
+        remote(shared).attach_loop(asyncio.get_running_loop())
         try:
             for _ in range(3):
                 assert (await shared.agenerate("Hello", **asked)).tokens == expected
                 assert shared.generate("Hello", **asked).tokens == expected
                 assert shared.model.tokenize("Hello") == ToyModel().tokenize("Hello")
         finally:
-            remote(shared).read_in(None)
+            remote(shared).attach_loop(None)
 
     asyncio.run(main())
     assert shared.generate("Hello", **asked).tokens == expected

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NewType, Protocol
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, NewType, TypeAlias
 
 import numpy as np
 import xxhash
@@ -77,6 +77,9 @@ class Block:
     rows: NDArray[np.uint8] | None
     tail_state: NDArray[np.uint8] | None
     checksum: bytes
+
+    tier: ClassVar[str] = "memory"
+    """Where its state is, as `BlockMeta.tier` says it of others."""
 
     @classmethod
     def make(
@@ -153,60 +156,68 @@ class Block:
             raise CorruptStateError(f"the block of tokens {self.start} to {self.end} is not what it is named")
 
 
-class Entry(Protocol):
-    """What is known of a block without its state."""
+@dataclass(frozen=True, slots=True)
+class BlockMeta:
+    """What a tier knows of a block without its state."""
+
+    id: BlockId
+    parent: BlockId
+    start: int
+    tokens: NDArray[np.int32]
+    has_tail_state: bool
+    nbytes: int
+    tier: str
+    """The name of the tier that has it."""
 
     @property
-    def id(self) -> BlockId: ...
-    @property
-    def parent(self) -> BlockId: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def tokens(self) -> NDArray[np.int32]: ...
-    @property
-    def has_tail_state(self) -> bool: ...
-    @property
-    def nbytes(self) -> int: ...
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+AnyBlock: TypeAlias = Block | BlockMeta
+"""A block whose state is at hand, or one whose state must be read from a tier."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A prefix that is kept: whole blocks, and of the last one the first `keep` tokens."""
+class PrefixHit:
+    """A prefix that is kept: whole blocks, and of the last one the first `last_length` tokens."""
 
-    entries: tuple[Entry, ...] = ()
-    keep: int = 0
+    blocks: tuple[AnyBlock, ...] = ()
+    last_length: int = 0
 
     @property
     def length(self) -> int:
-        return self.entries[-1].start + self.keep if self.entries else 0
+        return self.blocks[-1].start + self.last_length if self.blocks else 0
 
-    def in_blocks(self, size: int) -> Found:
-        """The same prefix without a block of which only a part is wanted, or which is shorter than `size`."""
-        if not self.entries or self.keep == size:
+    def in_blocks(self, size: int) -> PrefixHit:
+        """The same prefix without a last block that is used in part, or is shorter than `size`."""
+        if not self.blocks or self.last_length == size:
             return self
-        return Found(self.entries[:-1], size if len(self.entries) > 1 else 0)
+        return PrefixHit(self.blocks[:-1], size if len(self.blocks) > 1 else 0)
+
+    def lengths(self) -> Iterator[tuple[AnyBlock, int]]:
+        """Its blocks, each with the number of tokens that are used of it."""
+        for block in self.blocks:
+            yield block, self.last_length if block is self.blocks[-1] else len(block.tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class LoadedPrefix:
     """A prefix with its state, all of it verified."""
 
     blocks: tuple[Block, ...] = ()
-    keep: int = 0
-    lower: int = 0
-    """Tokens of it that came from the lower tier."""
+    last_length: int = 0
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    """Its tokens by the tier that they came from."""
 
     @property
     def length(self) -> int:
-        return self.blocks[-1].start + self.keep if self.blocks else 0
+        return self.blocks[-1].start + self.last_length if self.blocks else 0
 
     @property
     def pieces(self) -> list[NDArray[np.uint8]]:
         rows = [block.rows for block in self.blocks if block.rows is not None]
-        return [*rows[:-1], rows[-1][: self.keep]] if rows else []
+        return [*rows[:-1], rows[-1][: self.last_length]] if rows else []
 
     @property
     def tail_state(self) -> NDArray[np.uint8] | None:

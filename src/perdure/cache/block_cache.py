@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import (
+    AnyBlock,
     Block,
     BlockId,
-    Entry,
-    Found,
-    Match,
+    LoadedPrefix,
+    PrefixHit,
     block_id,
     chain,
     cost,
     cost_of_token,
     root_id,
 )
-from perdure.cache.record import Record, RecordIndex, doomed
+from perdure.cache.child_index import Source, beginnings, best_child, common_prefix_length
+from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
 from perdure.cache.reuse_rule import ANY_TOKEN, AT_TAIL_STATES, ReuseRule
-from perdure.cache.siblings import Source, beginnings, closest, common
-from perdure.cache.slots.slot_checkpoints import Point
-from perdure.cache.tiers import Tiers
+from perdure.cache.tiers.tiered import Tiers
+from perdure.decode.slots import KeptPrefix
 from perdure.engine.context import Context
 from perdure.engine.contract import Capture
 from perdure.engine.parallel import spread, threads
@@ -34,7 +34,7 @@ from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.identity import Identity
 
 Ids = NDArray[np.int32]
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=AnyBlock)
 _Range: TypeAlias = tuple[BlockId, int, int]
 """A block to be: what it follows, where it starts and where it ends."""
 
@@ -54,7 +54,7 @@ class BlockNames:
 
     def of(self, root: BlockId, tokens: Ids) -> Iterator[BlockId]:
         """From the first on; each is hashed when it is asked for."""
-        shared = common(self._tokens, tokens) if root == self._root else 0
+        shared = common_prefix_length(self._tokens, tokens) if root == self._root else 0
         if shared < len(tokens):
             self._root, self._tokens = root, tokens.copy()
             self._names = self._names[: shared // self._size]
@@ -97,35 +97,37 @@ class BlockCache:
 
     def fits(self, lengths: NDArray[np.int64]) -> NDArray[np.bool_] | bool:
         """Whether the state of so many tokens has room in the tiers, as far as is known."""
-        if self.tiers.lower is not None:
+        if self.tiers.lower:
             return True
         needed = cost(0, 0, self._tail_bytes) + lengths * cost_of_token(self._row_bytes)
         return needed <= self.tiers.memory.budget
 
-    def store(self, seq: int, namespace: str, checkpoints: Iterable[Point], length: int) -> None:
-        """Copy the first `length` tokens of `seq`, and how it was at its checkpoints, as far as that is new
-        and there is room."""
+    def store(
+        self, seq: int, namespace: str, checkpoints: Mapping[int, NDArray[np.uint8]], length: int
+    ) -> None:
+        """Copy the first `length` tokens of `seq`, and its tail states at the lengths of its checkpoints, as
+        far as they are new and there is room."""
         tokens = self._context.token_array(seq, 0, length)
         if not self.tiers.memory.budget or not len(tokens):
             return
-        points = {point.length: point.state for point in checkpoints if point.length <= length}
+        points = {end: state for end, state in checkpoints.items() if end <= length}
         new: dict[BlockId, Block] = {}
         at_end = len(tokens) == self._context.length(seq)
         if not self._has_all(namespace, tokens, points, at_end=at_end):
             new = {block.id: block for block in self._copy(seq, namespace, tokens, points)}
-        if self.tiers.lower is not None:
-            # All of it: what the lower tier turned down or lost before, it may take now.
+        if self.tiers.lower:
+            # All of it: what a lower tier turned down or lost before, it may take now.
             names = [
                 block_id(parent, tokens[a:b]) for parent, a, b in self._ranges(namespace, tokens, points)
             ]
-            held = [new.get(name) or self.tiers.memory.lookup(name) for name in names]
-            self.tiers.lower.store([block for block in held if block is not None])
+            blocks = (new.get(name) or self.tiers.memory.lookup(name) for name in names)
+            self.tiers.store_lower([block for block in blocks if block is not None])
 
     def _copy(
         self, seq: int, namespace: str, tokens: Ids, points: dict[int, NDArray[np.uint8]]
     ) -> Iterator[Block]:
         """Make the blocks of `seq` that are not in memory, and put them there as far as there is room."""
-        memory, lower = self.tiers.memory, self.tiers.lower
+        memory = self.tiers.memory
         capture = self._capture(seq)
         if capture.rows is None and self._context.memory.has_rows:
             # The state comes in one piece, of which a checkpoint is only a part.
@@ -159,7 +161,7 @@ class BlockCache:
                 if len(some) > 1:
                     ahead = 1
                     continue
-                if lower is None:
+                if not self.tiers.lower:
                     _, start, end = some[0]
                     missing = [] if end - start == self._size else missing[1:]
                     continue
@@ -231,45 +233,38 @@ class BlockCache:
         mode = self.memory + (f"/exact by {threads}" if self._exact else "")
         return _root_id(identity, self._size, mode, namespace, by_token=self.rule.cuts_blocks)
 
-    def lookup(self, tokens: Ids, namespace: str) -> Found:
+    def lookup(self, tokens: Ids, namespace: str) -> PrefixHit:
         """The longest prefix of `tokens` that can be put back."""
-        found = self._search(tokens, namespace, self.rule)
-        if not found.length and not self._captured and self.rule.cuts_blocks and self.tiers.lower is not None:
+        hit = self._search(tokens, namespace, self.rule)
+        if not hit.length and not self._captured and self.rule.cuts_blocks and self.tiers.lower:
             # Whether this state can be cut by token shows when it is first captured, or here: by what an
             # earlier process has kept of it.
             self.rule = AT_TAIL_STATES
-            found = self._search(tokens, namespace, self.rule)
-            self.rule = AT_TAIL_STATES if found.length else ANY_TOKEN
-        return found
+            hit = self._search(tokens, namespace, self.rule)
+            self.rule = AT_TAIL_STATES if hit.length else ANY_TOKEN
+        return hit
 
-    def shared(self, tokens: Ids, namespace: str, found: Found) -> int:
+    def shared(self, tokens: Ids, namespace: str, hit: PrefixHit) -> int:
         """How many of `tokens` are kept, whether or not a sequence could be put back to there, as it can to
-        the end of `found`."""
-        return found.length if self.rule.cuts_blocks else self._search(tokens, namespace, ANY_TOKEN).length
+        the end of `hit`."""
+        return hit.length if self.rule.cuts_blocks else self._search(tokens, namespace, ANY_TOKEN).length
 
-    def _search(self, tokens: Ids, namespace: str, rule: ReuseRule) -> Found:
+    def _search(self, tokens: Ids, namespace: str, rule: ReuseRule) -> PrefixHit:
         root = self.root(namespace)
         names = self._names.of(root, tokens)
-        found = self.tiers.longest_prefix(root, names, tokens, size=self._size, rule=rule)
-        return found.in_blocks(self._size) if self._exact else found
+        hit = self.tiers.longest_prefix(root, names, tokens, size=self._size, rule=rule)
+        return hit.in_blocks(self._size) if self._exact else hit
 
-    def along(self, tokens: Ids, namespace: str) -> list[Block]:
-        """The blocks in memory that hold nothing but a beginning of `tokens`, each after its parent."""
-        return self._along(self.tiers.memory, tokens, namespace)
-
-    def stored_along(self, tokens: Ids, namespace: str) -> list[Entry]:
-        """The same of the lower tier."""
-        return [] if self.tiers.lower is None else self._along(self.tiers.lower, tokens, namespace)
-
-    def _along(self, source: Source[E], tokens: Ids, namespace: str) -> list[E]:
-        found: list[E] = []
+    def blocks_on_path(self, source: Source[E], tokens: Ids, namespace: str) -> list[E]:
+        """The blocks of a tier that hold nothing but a beginning of `tokens`, each after its parent."""
+        path: list[E] = []
         level = [(self.root(namespace), 0)]
         while level:
             parent, at = level.pop()
             for block in beginnings(source, parent, tokens[at : at + self._size]):
-                found.append(block)
+                path.append(block)
                 level.append((block.id, block.end))
-        return found
+        return path
 
     def was_evicted(self, tokens: Ids, namespace: str, at: int) -> bool:
         """Whether a block that went on with `tokens` where `at` lies had to go."""
@@ -288,13 +283,13 @@ class BlockCache:
         for identity in self._identities.values():
             if identity != here:
                 root = self._root_of(identity, namespace)
-                if closest(self.tiers, root, tokens[: self._size])[0]:
+                if best_child(self.tiers, root, tokens[: self._size])[0]:
                     return here.difference(identity)
         return None
 
-    def load(self, found: Found) -> Match:
-        """What was found, with its state; only what is whole and fits this context."""
-        return self.tiers.load(found, self.rule, fits=self._fits)
+    def load(self, hit: PrefixHit) -> LoadedPrefix:
+        """A prefix with its state; only what is whole and fits this context."""
+        return self.tiers.load(hit, self.rule, fits=self._fits)
 
     def _fits(self, block: Block) -> bool:
         """Whether a block is laid out as this context's own are. Its name does not say so: it may have come
@@ -307,11 +302,11 @@ class BlockCache:
 
     def pack(self, tokens: Ids, namespace: str) -> list[Block]:
         """The blocks that hold `tokens` and nothing else, all of them verified."""
-        match = self.load(self.lookup(tokens, namespace))
-        blocks = list(match.blocks)
-        if blocks and blocks[-1].end > match.length:
+        prefix = self.load(self.lookup(tokens, namespace))
+        blocks = list(prefix.blocks)
+        if blocks and blocks[-1].end > prefix.length:
             # What follows there is of another conversation that began alike.
-            blocks[-1] = blocks[-1].beginning(match.length - blocks[-1].start)
+            blocks[-1] = blocks[-1].beginning(prefix.length - blocks[-1].start)
         return blocks
 
     def unpack(self, identity: Identity, blocks: Sequence[Block], namespace: str) -> int:
@@ -346,24 +341,25 @@ class BlockCache:
                 None if part is None else part.copy() for part in (block.rows, block.tail_state)
             )
             made = Block.make(parent, end, block.tokens.copy(), rows, tail_state)
-            if not self.tiers.memory.store(made) and self.tiers.lower is None:
+            if not self.tiers.memory.store(made) and not self.tiers.lower:
                 break
             taken.append(made)
             parent, end = made.id, made.end
-        if self.tiers.lower is not None:
-            self.tiers.lower.store(taken)
+        self.tiers.store_lower(taken)
         return end
 
     # Forgetting.
 
-    def doomed(self, gone: Sequence[Record], needs: RecordIndex) -> tuple[list[BlockId], list[Block]]:
-        """The blocks that go with the records `gone`, and what of those is to be kept in their place."""
-        found = doomed(self.tiers, gone, needs, self.rule)
-        drop, instead = list(found.drop), []
-        for entry, length in found.shorten:
-            block = self.tiers.load_block(entry)
+    def drop_plan(
+        self, dropped: Sequence[KeptPrefix], needs: KeptPrefixes
+    ) -> tuple[list[BlockId], list[Block]]:
+        """The blocks that go with the prefixes `dropped`, and what of those is to be kept in their place."""
+        plan = drop_plan(self.tiers, dropped, needs, self.rule)
+        drop, instead = list(plan.drop), []
+        for each, length in plan.shorten:
+            block = self.tiers.load_block(each)
             if block is not None and block.rows is not None:
-                drop.append(entry.id)
+                drop.append(each.id)
                 instead.append(block.beginning(length - block.start))
         return drop, instead
 
@@ -372,15 +368,15 @@ class BlockCache:
         self._names = BlockNames(self._size)
         self.tiers.clear()
 
-    def replace(self, gone: Iterable[BlockId], instead: Sequence[Block]) -> None:
+    def replace(self, dropped: Iterable[BlockId], instead: Sequence[Block]) -> None:
         """Drop blocks and all that follow them from memory, and keep others."""
         self._names = BlockNames(self._size)
-        for name in gone:
+        for name in dropped:
             self.tiers.memory.drop(name)
         for block in instead:
             self.tiers.memory.store(block)
-        if self.tiers.lower is not None and instead:
-            self.tiers.lower.store(instead)
+        if instead:
+            self.tiers.store_lower(instead)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
-from perdure.cache.block_list import BlockInfo
-from perdure.cache.prefix_tree import PrefixRun, SlotState
-from perdure.cache.record import Record, RecordIndex, check_labels
-from perdure.cache.slots.slot_cache import SlotCache
-from perdure.decode.slots import Held, Plan, ReuseReport
+from perdure.cache.cache_view import BlockInfo, CacheView, PrefixRun, SlotState
+from perdure.cache.kept_prefixes import check_labels
+from perdure.cache.slots.cache import SlotCache
+from perdure.decode.slots import KeptPrefix, Plan, ReuseReport, TierUsage
 from perdure.engine.token_ids import token_array
 from perdure.errors import InvalidInputError
 from perdure.identity import Identity
@@ -31,6 +30,8 @@ class CacheStats:
     budget: int
     disk_bytes: int | None
     """What is on the disk; None where nothing is kept there."""
+    tier_bytes: dict[str, int]
+    """What each tier behind the memory keeps, by its name."""
     evicted: int
     records: int
     record_bytes: int
@@ -43,7 +44,7 @@ class PrefixCacheCalls(Protocol):
 
     def warm(
         self, prompt: str | Iterable[int], *, labels: Iterable[str] = (), namespace: str = ""
-    ) -> Record: ...
+    ) -> KeptPrefix: ...
     def records(
         self,
         labels: Iterable[str] | None = None,
@@ -51,13 +52,13 @@ class PrefixCacheCalls(Protocol):
         namespace: str = "",
         limit: int | None = None,
         after: str | None = None,
-    ) -> list[Record]: ...
+    ) -> list[KeptPrefix]: ...
     def blocks(
         self, *, namespace: str = "", limit: int | None = None, after: str | None = None
     ) -> list[BlockInfo]: ...
     def clear(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> int: ...
     def plan(self, tokens: Iterable[int], *, namespace: str = "") -> Plan: ...
-    def held(self, tokens: Iterable[int], *, namespace: str = "") -> dict[str, Held]: ...
+    def held(self, tokens: Iterable[int], *, namespace: str = "") -> dict[str, TierUsage]: ...
     def runs(
         self, parent: str | None = None, *, namespace: str = "", limit: int = 100, after: int = 0
     ) -> list[PrefixRun] | None: ...
@@ -71,23 +72,6 @@ class PrefixCacheCalls(Protocol):
     def stats(self) -> CacheStats: ...
 
 
-class RecordStore(Protocol):
-    """Where records outlive the process."""
-
-    def flush(self) -> None:
-        """Return when all that was stored is on the disk; raise where it could not be put there."""
-        ...
-
-    def all(self) -> list[Record]: ...
-    def store(self, record: Record) -> None:
-        """Return when the record and its state will outlive the process."""
-        ...
-
-    def drop(self, records: Iterable[Record], blocks: Iterable[BlockId]) -> None:
-        """Drop records and blocks, with all that follow those, in one transaction."""
-        ...
-
-
 class PrefixCache:
     """`rt.cache`: warm a prefix, ask what is held, clear it again. Safe from any thread."""
 
@@ -99,33 +83,37 @@ class PrefixCache:
         read: Callable[[NDArray[np.int32], str], Any],
         call: Callable[[Callable[[], Any]], Any],
         post: Callable[[Callable[[], Any]], Any],
-        record_store: RecordStore | None = None,
     ) -> None:
         self._slots = slots
-        self._view = slots.view
+        self._tiers = slots.tiers
+        self._view = CacheView(slots)
         self._tokenize = tokenize
         self._read = read
         self._call = call
         self._post = post
-        self._record_store = record_store
         self._keeping = threading.Lock()
-        self._records = RecordIndex(record_store.all() if record_store else ())
+        self._kept = slots.kept
+        if (tier := self._tiers.prefix_tier) is not None:
+            for prefix in tier.tier.prefixes():
+                self._kept.add(prefix)
 
-    def warm(self, prompt: str | Iterable[int], *, labels: Iterable[str] = (), namespace: str = "") -> Record:
+    def warm(
+        self, prompt: str | Iterable[int], *, labels: Iterable[str] = (), namespace: str = ""
+    ) -> KeptPrefix:
         """Compute a prefix once and keep it. Warmed before, its record comes back with all its labels."""
         ids = _token_ids(self._tokenize(prompt) if isinstance(prompt, str) else prompt)
-        wanted = _names(labels)
-        kept = self._call(lambda: self._begin(ids, wanted, namespace))
-        if kept < self._slots.keepable(len(ids)):
+        names = _names(labels)
+        kept = self._call(lambda: self._begin(ids, names, namespace))
+        if kept < self._slots.reusable_length(len(ids)):
             self._read(ids, namespace)
-        record: Record = self._call(lambda: self._note(ids, wanted, namespace))
-        if self._record_store is not None:
+        prefix: KeptPrefix = self._call(lambda: self._keep(ids, names, namespace))
+        if (tier := self._tiers.prefix_tier) is not None:
             # Here, not in the engine thread: nobody's reply waits for the disk.
             with self._keeping:
-                latest = self._call(lambda: self._records.get(record))
+                latest = self._call(lambda: self._kept.get(prefix))
                 if latest is not None:
-                    self._record_store.store(latest)
-        return record
+                    tier.keep(latest)
+        return prefix
 
     def records(
         self,
@@ -134,13 +122,13 @@ class PrefixCache:
         namespace: str = "",
         limit: int | None = None,
         after: str | None = None,
-    ) -> list[Record]:
+    ) -> list[KeptPrefix]:
         """The warmed prefixes of a namespace, or those of them that carry one of `labels`: up to `limit`,
         behind the one whose `id` is `after`."""
-        wanted = None if labels is None else _names(labels)
+        names = None if labels is None else _names(labels)
         _check_limit(limit)
         return self._call(  # type: ignore[no-any-return]
-            lambda: self._records.page(wanted, namespace, limit=limit, after=after)
+            lambda: self._kept.page(names, namespace, limit=limit, after=after)
         )
 
     def blocks(
@@ -156,43 +144,38 @@ class PrefixCache:
     def clear(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> int:
         """Drop the prefixes of a namespace that carry one of `labels`, or all of them, wherever they are
         kept. Without either, everything there is. How many."""
-        wanted = None if labels is None else _names(labels)
+        names = None if labels is None else _names(labels)
         with self._keeping:
-            if wanted is None and not namespace:
+            if names is None and not namespace:
                 return self._clear_all()
-            gone, blocks, instead = self._call(lambda: self._take_out(wanted, namespace))
+            dropped, blocks, instead = self._call(lambda: self._take_out(names, namespace))
             try:
-                if self._record_store is not None:
-                    # Here, not in the engine thread: nobody's reply waits for the disk.
-                    self._record_store.drop(gone, blocks)
+                # Here, not in the engine thread: nobody's reply waits for the disk.
+                for tier in self._tiers.lower:
+                    tier.drop(blocks, dropped)
             except BaseException:
-                self._call(lambda: self._put_back(gone))
+                self._call(lambda: self._put_back(dropped))
                 raise
-            # Again: somebody may have read some of it back from the disk meanwhile.
-            self._call(lambda: self._drop(gone, blocks, instead))
-            return len(gone)
+            # Again: somebody may have read some of it back from a lower tier meanwhile.
+            self._call(lambda: self._drop(dropped, blocks, instead))
+            return len(dropped)
 
     def _clear_all(self) -> int:
-        gone: list[Record] = self._call(self._records.all)
-        if self._record_store is not None:
-            self._record_store.drop(gone, ())
-
-        def clear() -> None:
-            self._records.clear()
-            self._slots.clear()
-
-        self._call(clear)
-        return len(gone)
+        dropped: list[KeptPrefix] = self._call(self._kept.all)
+        for tier in self._tiers.lower:
+            tier.drop((), dropped)
+        self._call(self._slots.clear)
+        return len(dropped)
 
     def plan(self, tokens: Iterable[int], *, namespace: str = "") -> Plan:
         """What bringing back the state of `tokens` would take. Nothing is moved."""
         ids = _token_ids(tokens)
         return self._call(lambda: self._view.plan(ids, namespace))  # type: ignore[no-any-return]
 
-    def held(self, tokens: Iterable[int], *, namespace: str = "") -> dict[str, Held]:
+    def held(self, tokens: Iterable[int], *, namespace: str = "") -> dict[str, TierUsage]:
         """How much of the state of `tokens` each tier has. Nothing is moved."""
         ids = _token_ids(tokens)
-        return self._call(lambda: self._view.held(ids, namespace))  # type: ignore[no-any-return]
+        return self._call(lambda: self._view.usage(ids, namespace))  # type: ignore[no-any-return]
 
     def runs(
         self, parent: str | None = None, *, namespace: str = "", limit: int = 100, after: int = 0
@@ -201,8 +184,8 @@ class PrefixCache:
         to `limit`, behind the first `after`. None where that run is no longer kept."""
 
         def look() -> list[PrefixRun] | None:
-            records = self._records.of(None, namespace)
-            return self._view.runs(namespace, parent, records, limit=limit, after=after)
+            prefixes = self._kept.of(None, namespace)
+            return self._view.runs(namespace, parent, prefixes, limit=limit, after=after)
 
         return self._call(look)  # type: ignore[no-any-return]
 
@@ -223,8 +206,8 @@ class PrefixCache:
         """Put the state of `tokens` where it outlives the process, and let go of its memory."""
         ids = _token_ids(tokens)
         self._call(lambda: self._slots.swap_out(ids, namespace))
-        if self._record_store is not None:
-            self._record_store.flush()
+        if self._tiers.lower:
+            self._tiers.flush()
             self._call(lambda: self._slots.drop_stored(ids, namespace))
 
     def save(self, tokens: Iterable[int], *, namespace: str = "") -> None:
@@ -252,60 +235,63 @@ class PrefixCache:
         self._merged(root, ids, labels, namespace)
         return kept
 
-    def _note(self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str) -> Record:
+    def _keep(self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str) -> KeptPrefix:
         kept, root = self._slots.store(ids, namespace)
-        record = Record(
+        prefix = KeptPrefix(
             tokens=tuple(ids.tolist()),
             kept=kept,
             labels=self._merged(root, ids, labels, namespace),
             namespace=namespace,
             root=root,
         )
-        self._records.put(record)
-        return record
+        self._slots.keep(prefix, ids, namespace)
+        return prefix
 
     def _merged(
         self, root: BlockId, ids: NDArray[np.int32], labels: frozenset[str], namespace: str
     ) -> frozenset[str]:
         """The labels of a prefix that gets `labels` too; raises where it may not carry or be all that."""
-        known = self._records.find(root, ids)
+        known = self._kept.find(root, ids)
         if known is None:
-            self._records.check_room(len(ids), namespace)
+            self._kept.check_room(len(ids), namespace)
         else:
             labels |= known.labels
         check_labels(labels)
         return labels
 
     def _take_out(
-        self, wanted: frozenset[str] | None, namespace: str
-    ) -> tuple[list[Record], list[BlockId], list[Block]]:
-        """Take records out, with what they alone need: which blocks, and what stays in place of those."""
-        gone = self._records.of(wanted, namespace)
-        for record in gone:
-            self._records.remove(record)
-        blocks, instead = self._slots.doomed(gone, self._records)
-        self._drop(gone, blocks, ())
-        return gone, blocks, instead
+        self, labels: frozenset[str] | None, namespace: str
+    ) -> tuple[list[KeptPrefix], list[BlockId], list[Block]]:
+        """Take prefixes out, with what they alone need: which blocks, and what stays in place of those."""
+        dropped = self._kept.of(labels, namespace)
+        for prefix in dropped:
+            self._kept.remove(prefix)
+        blocks, instead = self._slots.blocks.drop_plan(dropped, self._kept)
+        self._drop(dropped, blocks, ())
+        return dropped, blocks, instead
 
-    def _put_back(self, records: Iterable[Record]) -> None:
-        for record in records:
-            self._records.put(record)
+    def _put_back(self, prefixes: Iterable[KeptPrefix]) -> None:
+        for prefix in prefixes:
+            self._kept.add(prefix)
 
-    def _drop(self, gone: Sequence[Record], blocks: Sequence[BlockId], instead: Sequence[Block]) -> None:
-        self._slots.drop(gone, self._records, blocks)
-        self._slots.store_blocks(instead)
+    def _drop(
+        self, dropped: Sequence[KeptPrefix], blocks: Sequence[BlockId], instead: Sequence[Block]
+    ) -> None:
+        self._slots.drop(dropped, blocks)
+        self._slots.blocks.replace((), instead)
 
     def _stats(self) -> CacheStats:
-        tier, lower = self._slots.tier, self._slots.tiers.lower
+        memory, tiers = self._tiers.memory, {tier.name: tier.nbytes for tier in self._tiers.lower}
         return CacheStats(
-            blocks=len(tier),
+            blocks=len(memory),
             nbytes=self._slots.nbytes,
-            state_bytes=tier.state_bytes,
+            state_bytes=memory.state_bytes,
             budget=self._slots.budget,
-            disk_bytes=None if lower is None else lower.nbytes,
-            evicted=tier.evicted,
-            records=len(self._records),
-            record_bytes=self._records.nbytes,
+            disk_bytes=tiers.get("disk"),
+            tier_bytes=tiers,
+            evicted=memory.evicted,
+            records=len(self._kept),
+            record_bytes=self._kept.nbytes,
             reused_tokens=dict(self._slots.reused),
             computed_tokens=self._slots.computed,
         )

@@ -9,11 +9,11 @@ from typing import ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import BlockId, Entry, Found
-from perdure.cache.siblings import Source, beginnings, closest
+from perdure.cache.block import AnyBlock, BlockId, PrefixHit
+from perdure.cache.child_index import Source, beginnings, best_child
 
 Ids = NDArray[np.int32]
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=AnyBlock)
 
 
 class ReuseRule(ABC):
@@ -24,8 +24,8 @@ class ReuseRule(ABC):
 
     @abstractmethod
     def longest(
-        self, blocks: Source[Entry], root: BlockId, path: Sequence[Entry], tokens: Ids, size: int
-    ) -> Found:
+        self, blocks: Source[AnyBlock], root: BlockId, path: Sequence[AnyBlock], tokens: Ids, size: int
+    ) -> PrefixHit:
         """The longest prefix of `tokens` that can be put back, where `path` are the whole blocks of `size`
         tokens that are stored of it."""
 
@@ -40,13 +40,13 @@ class AnyToken(ReuseRule):
     cuts_blocks = True
 
     def longest(
-        self, blocks: Source[Entry], root: BlockId, path: Sequence[Entry], tokens: Ids, size: int
-    ) -> Found:
+        self, blocks: Source[AnyBlock], root: BlockId, path: Sequence[AnyBlock], tokens: Ids, size: int
+    ) -> PrefixHit:
         parent = path[-1].id if path else root
-        shared, entry = closest(blocks, parent, tokens[len(path) * size :][:size])
+        shared, entry = best_child(blocks, parent, tokens[len(path) * size :][:size])
         if entry is not None:
-            return Found((*path, entry), shared)
-        return Found(tuple(path), size if path else 0)
+            return PrefixHit((*path, entry), shared)
+        return PrefixHit(tuple(path), size if path else 0)
 
     def usable(self, entries: list[E]) -> list[E]:
         return entries
@@ -58,18 +58,18 @@ class AtTailStates(ReuseRule):
     cuts_blocks = False
 
     def longest(
-        self, blocks: Source[Entry], root: BlockId, path: Sequence[Entry], tokens: Ids, size: int
-    ) -> Found:
+        self, blocks: Source[AnyBlock], root: BlockId, path: Sequence[AnyBlock], tokens: Ids, size: int
+    ) -> PrefixHit:
         for count in range(len(path), -1, -1):
             parent = path[count - 1].id if count else root
             # A tail may end where no whole block does.
             tails = beginnings(blocks, parent, tokens[count * size :][:size])
             entry = next((tail for tail in tails if tail.has_tail_state), None)
             if entry is not None:
-                return Found((*path[:count], entry), len(entry.tokens))
+                return PrefixHit((*path[:count], entry), len(entry.tokens))
             if count and path[count - 1].has_tail_state:
-                return Found(tuple(path[:count]), size)
-        return Found()
+                return PrefixHit(tuple(path[:count]), size)
+        return PrefixHit()
 
     def usable(self, entries: list[E]) -> list[E]:
         end = next((at for at in range(len(entries), 0, -1) if entries[at - 1].has_tail_state), 0)

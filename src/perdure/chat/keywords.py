@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perdure.chat.message import Tool
-from perdure.chat.options import CacheMark, ToolChoice
+from perdure.chat.options import ToolChoice
 from perdure.config import Overflow, ReasoningMode
 from perdure.decode.keywords import ReplyKeywords
+from perdure.decode.slots import KeptPrefix
 
 
 class TurnKeywords(ReplyKeywords, total=False):
@@ -25,7 +26,7 @@ class TurnKeywords(ReplyKeywords, total=False):
     continue_final_message: bool
     add_generation_prompt: bool | None
     date: str | None
-    cache_marks: Sequence[CacheMark]
+    cache_marks: Sequence[KeptPrefix]
     variables: Mapping[str, Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
 

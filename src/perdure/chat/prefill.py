@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from perdure.chat.message import Message
-from perdure.chat.parsing.families import Family
+from perdure.chat.parsing.family import Family
 from perdure.errors import InvalidInputError, TemplateError
 
 _HERE = "zqcontinuehere"

@@ -14,13 +14,13 @@ from perdure.backend import Backend
 from perdure.chat.message import Message, ToolCall
 from perdure.chat.normaliser import MessageNormaliser, Normalised
 from perdure.chat.options import ChatOptions
-from perdure.chat.parsing.families import Family
+from perdure.chat.parsing.family import Family
 from perdure.chat.prefill import Prefill
 from perdure.chat.template.renderer import Rendering, RenderingCache, TemplateRenderer
 from perdure.chat.template.template import Guard, Template
 from perdure.chat.transcript import ChatTokenizer, Transcript, TranscriptCache, shared_length
 from perdure.decode.request import check_prompt_size
-from perdure.decode.slots import Pin
+from perdure.decode.slots import KeptPrefix
 from perdure.errors import PerdureError
 
 _Key = tuple[str, ...]
@@ -38,7 +38,7 @@ class Prompt:
     thinking: bool
     """Whether it has opened the model's reasoning."""
     keep_at: tuple[int, ...] = ()
-    pins: tuple[Pin, ...] = ()
+    pins: tuple[KeptPrefix, ...] = ()
     rendering: Rendering | None = None
     """What the next prompt of the same conversation may go on from."""
     prefill: Prefill | None = None
@@ -196,14 +196,14 @@ class PromptBuilder:
 
     def _pins(
         self, messages: tuple[Message, ...], options: ChatOptions, prompt: Transcript
-    ) -> tuple[Pin, ...]:
+    ) -> tuple[KeptPrefix, ...]:
         """The cache marks of a request, as lengths of its prompt."""
-        found = []
+        pins = []
         for mark in options.cache_marks:
-            length = self._length_up_to(messages[: max(0, len(messages) - mark.after)], options, prompt)
-            if length:
-                found.append(Pin(length=length, seconds=mark.seconds, key=mark.key))
-        return tuple(found)
+            first = messages[: max(0, len(messages) - (mark.after or 0))]
+            if length := self._length_up_to(first, options, prompt):
+                pins.append(replace(mark, length=length, after=None))
+        return tuple(pins)
 
     def _length_up_to(self, first: tuple[Message, ...], options: ChatOptions, prompt: Transcript) -> int:
         """The tokens of a prompt that its `first` messages alone decide. Some templates insist that a user

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from perdure.chat.formats.registry import detect
 from perdure.chat.message import Message
-from perdure.chat.parsing.families import detect
 from perdure.chat.parsing.learned import CallForm, learn
 from perdure.chat.template.capabilities import capabilities
 from perdure.chat.template.renderer import TemplateRenderer

@@ -14,9 +14,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from perdure.checks import is_number
-from perdure.decode.group import SequenceGroup
-from perdure.decode.sequence import TokenSequence
-from perdure.decode.slots import Later, Slots
+from perdure.decode.sequence import SequenceGroup, TokenSequence
+from perdure.decode.slots import PendingPrefix, Slots
 from perdure.errors import InvalidInputError
 
 TIMED = 16
@@ -58,7 +57,7 @@ def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGr
     Yields each group that was dealt with: it has a slot now, or an error ended it.
     """
     for group in waiting:
-        if group.later is not None and not slots.is_over(group.later):
+        if group.pending_prefix is not None and not slots.is_ready(group.pending_prefix):
             continue
         first = group.sequences[0]
         try:
@@ -74,8 +73,8 @@ def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGr
             continue
         if slot is None:
             return
-        if isinstance(slot, Later):
-            group.later = slot
+        if isinstance(slot, PendingPrefix):
+            group.pending_prefix = slot
             continue
         group.start(slot)
         yield group

@@ -20,10 +20,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from perdure import system
 from perdure.errors import InvalidInputError
-from perdure.server import direct_write
 from perdure.server.app import served, turned_away
-from perdure.server.app_state import AppState
-from perdure.server.limits import Limits
+from perdure.server.core import direct_write
+from perdure.server.core.app_state import AppState
+from perdure.server.core.settings import Limits
 from perdure.worker.remote import BackendClient
 
 log = logging.getLogger("perdure.server")
@@ -109,7 +109,7 @@ class HttpServer(uvicorn.Server):
         """Have the tokens of an engine in another process come straight to the loop that sends them on."""
         backend = self._app_state.runtime.backend
         if isinstance(backend, BackendClient):
-            backend.read_in(loop)
+            backend.attach_loop(loop)
 
     def stop(self, *, now: bool = False) -> None:
         """Have it stop, from any thread; `now` without waiting for replies."""

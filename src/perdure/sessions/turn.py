@@ -5,8 +5,10 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -94,6 +96,20 @@ class Turn:
     @classmethod
     def from_json(cls, value: Mapping[str, Any], before: bytes) -> Turn:
         """The turn in `value`, which must follow the one with the digest `before`."""
+        turn = cls.parse(value, before)
+        try:
+            digest = bytes.fromhex(value["digest"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptStateError(f"not a turn of a session: {error!r}") from error
+        if turn.digest != digest:
+            raise CorruptStateError(
+                "a turn is not what its digest says: it was damaged, or put in another's place"
+            )
+        return turn
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any], before: bytes) -> Turn:
+        """What `value` says, proved by nothing yet."""
         try:
             turn = cls(
                 kind=value["kind"],
@@ -112,30 +128,58 @@ class Turn:
                 created=_moment(value["created"]),
                 before=before,
             )
-            wanted = bytes.fromhex(value["digest"])
             known = turn.kind in ("start", "turn", "fold") and turn.finish_reason in _ENDINGS
         except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError) as error:
             raise CorruptStateError(f"not a turn of a session: {error!r}") from error
-        if not known or turn.digest != wanted:
-            raise CorruptStateError(
-                "a turn is not what its digest says: it was damaged, or put in another's place"
-            )
+        if not known:
+            raise CorruptStateError("not a turn of a session: of no known kind or end")
         return turn
+
+    def check_readable(self) -> None:
+        """Raise `InvalidInputError` unless it reads as the same again. A store writes no other turn: what is
+        refused when it is read would take its whole session with it."""
+        try:
+            same = Turn.parse(json.loads(json.dumps(self.to_json())), self.before) == self
+        except (CorruptStateError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise InvalidInputError(
+                f"this turn could not be read again, so it was not stored: {error}"
+            ) from error
+        if not same:
+            raise InvalidInputError("this turn would read as another one, so it was not stored")
 
 
 def said_messages(said: Said) -> list[Message]:
-    """What is said, as messages."""
+    """What is said, as messages that can be stored and read again."""
     if isinstance(said, str):
-        found = [Message(role="user", content=said)]
-    elif isinstance(said, (Message, Mapping)):
-        found = [Message.parse(said)]
-    else:
-        found = [Message.parse(each) for each in said]
+        said = {"role": "user", "content": said}
+    messages = [said] if isinstance(said, (Message, Mapping)) else said
+    # Nothing has looked at a Message that a caller made himself.
+    found = [Message.parse(each.to_dict() if isinstance(each, Message) else each) for each in messages]
     if not found:
         raise InvalidInputError("a turn needs at least one message")
     if any(message.role == "user" and not (message.content or "").strip() for message in found):
         raise InvalidInputError("a message needs some text")
     return found
+
+
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that can be written down, as every JSON parser reads them: an infinite bias is written as
+    100, which is what people write for one, and half a surrogate pair as a question mark."""
+    found = {}
+    for name, value in settings.items():
+        with suppress(TypeError, ValueError, RecursionError):
+            found[name] = _plain(json.loads(json.dumps(value)))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_plain(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else math.copysign(100.0, value)
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def digest_of(turn: Turn) -> bytes:
@@ -285,5 +329,6 @@ def _usage(value: Mapping[str, Any]) -> dict[str, int | str]:
 def _mapping(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TypeError("not a mapping")
-    json.dumps(value, allow_nan=False).encode()
+    # Older versions wrote infinite biases.
+    json.dumps(value)
     return value

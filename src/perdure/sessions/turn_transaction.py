@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -12,23 +11,26 @@ from typing import Any, Protocol
 
 from perdure.backend import Backend
 from perdure.chat.chat_format import ChatFormat, reply_room
-from perdure.chat.job import ChatJob
 from perdure.chat.message import Message
 from perdure.chat.options import ChatOptions
+from perdure.chat.plans import SummaryCut
 from perdure.chat.prompt_builder import Prompt
-from perdure.chat.reply import ChatReply
+from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
+from perdure.decode.stream import Stream, StreamPlan
 from perdure.errors import (
     ContextOverflow,
     InvalidInputError,
+    PerdureError,
     SessionError,
     StateError,
     StoreError,
 )
-from perdure.sessions.fold import FoldingJob, TurnJob, foldable, summarised
+from perdure.sessions.fold import FoldPlan, TurnStream, cut_short, foldable, summarised
 from perdure.sessions.history import History
+from perdure.sessions.store.base import RESPONSE
 from perdure.sessions.stored_session import PendingTurn, StoredSession, StoreHost
-from perdure.sessions.turn import Turn, added
+from perdure.sessions.turn import Turn, added, plain_settings
 
 
 class TurnHost(StoreHost, Protocol):
@@ -54,6 +56,8 @@ class TurnExtra:
     """Written down with the turn's settings, as they are when it is kept."""
     follower: StoredSession | None = None
     """A session that stands where this one does, and is to go on with the same turn."""
+    date: str | None = None
+    """What the template is told where the history has no date; None for the clock's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,34 +77,33 @@ class TurnTransaction:
     pending: PendingTurn
     extra: TurnExtra
 
-    def submit(self, settings: dict[str, Any]) -> TurnJob:
+    def submit(self, settings: dict[str, Any]) -> TurnStream:
         """Have the reply made. What takes time is done here: render and tokenise."""
+        return Stream(self._turn(settings), self.host.backend.submit, waits=True)
+
+    def _turn(self, settings: dict[str, Any]) -> StreamPlan[ChatDelta, ChatReply]:
+        """A turn as it happens: a summary first where the context is full, the reply, and its commit."""
         if settings.get("date") is None and self.host.chat_format.asks_date:
-            settings["date"] = _date(self.base)
-        return FoldingJob(self._folding(settings)) if self._is_full(settings) else self._ask(settings)
+            settings["date"] = _date(self.base) or self.extra.date or today()
+        try:
+            fold = (yield from self._folded(settings)) if self._is_full(settings) else None
+            messages = self.base.messages if fold is None else fold.messages
+            [exchange] = yield from self.host.chat_format.plan(
+                (*self.extra.preamble, *messages, *self.said),
+                namespace=self.session.namespace,
+                known=self.base.transcript_under(self.host.backend.model.digest) if fold is None else None,
+                before=self.base.rendering if fold is None else None,
+                deadline=self.deadline,
+                **settings,
+            )
+            self.session.last = self._commit(settings, fold, *exchange)
+            return [self.session.last]
+        except SummaryCut as cut:
+            return [cut_short(cut.reply)]
+        finally:
+            self.pending.release()
 
-    def _ask(self, settings: dict[str, Any], fold: Turn | None = None) -> ChatJob:
-        """Have the reply made, behind a fold if there is one."""
-
-        def settle(prompt: Prompt, whole: Transcript, reply: ChatReply) -> ChatReply:
-            try:
-                self.session.last = self._settle(settings, fold, prompt, whole, reply)
-                return self.session.last
-            finally:
-                self.pending.release()
-
-        messages = self.base.messages if fold is None else fold.messages
-        return self.host.chat_format.submit(
-            (*self.extra.preamble, *messages, *self.said),
-            namespace=self.session.namespace,
-            known=self.base.transcript_under(self.host.backend.model.digest) if fold is None else None,
-            before=self.base.rendering if fold is None else None,
-            then=settle,
-            deadline=self.deadline,
-            **settings,
-        )
-
-    def _settle(
+    def _commit(
         self,
         settings: dict[str, Any],
         fold: Turn | None,
@@ -131,6 +134,9 @@ class TurnTransaction:
                 )
             except (StoreError, StateError, SessionError, InvalidInputError) as error:
                 # What was said was said: the caller has the reply, and learns that it will not last.
+                if session.kind == RESPONSE:
+                    with suppress(PerdureError):
+                        session.note({"not_kept": str(error)})
                 return replace(reply, not_kept=str(error))
             session._history = base.then(numbers, turns, whole, prompt.rendering)
             if follower is not None:
@@ -156,7 +162,7 @@ class TurnTransaction:
             reply=reply.whole,
             keep=keep,
             added=more,
-            settings=_plain({**settings, **self.extra.notes}),
+            settings=plain_settings({**settings, **self.extra.notes}),
             seed=reply.seed,
             finish_reason=reply.finish_reason,
             usage=_usage(reply),
@@ -188,8 +194,8 @@ class TurnTransaction:
             return error.needed + room, True
         return len(prompt) + room, False
 
-    def _folding(self, settings: dict[str, Any]) -> Generator[ChatJob, ChatReply, ChatJob]:
-        """The fold that makes room for a turn, and then the turn. Nothing is stored before its reply."""
+    def _folded(self, settings: dict[str, Any]) -> FoldPlan:
+        """The fold that makes room for a turn. Nothing is stored before the turn's reply."""
         limit = self.host.backend.n_ctx - 1
         # Before anything is written: what no summary makes room for.
         needed, at_least = self._needed(settings, self.session._start.messages)
@@ -200,7 +206,7 @@ class TurnTransaction:
             )
             needed, at_least = self._needed(settings, turn.messages)
             if needed <= limit:
-                return self._ask(settings, turn)
+                return turn
         raise ContextOverflow(
             f"even after folding, this message needs {'at least ' if at_least else ''}{needed} tokens with "
             f"its reply, and {limit} fit: send less, or ask for a shorter reply",
@@ -210,22 +216,18 @@ class TurnTransaction:
         )
 
 
-def _date(history: History) -> str:
+def today() -> str:
+    """The date that a template is told of a conversation that begins now."""
+    return datetime.now().isoformat(timespec="seconds")
+
+
+def _date(history: History) -> str | None:
     """The day that the last turn was told, and so the day that the conversation began on: it stays, or each
     new day would change the prompt's beginning."""
     for _, turn in history.back():
         if isinstance(found := turn.settings.get("date"), str):
             return found
-    return datetime.now().isoformat(timespec="seconds")
-
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that can be written down."""
-    found = {}
-    for name, value in settings.items():
-        with suppress(TypeError, ValueError):
-            found[name] = json.loads(json.dumps(value))
-    return found
+    return None
 
 
 def _usage(reply: ChatReply) -> dict[str, int | str]:

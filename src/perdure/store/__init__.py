@@ -7,11 +7,7 @@
     STORE/lock               held by the one process that writes
 
 durable       files that are there whole or not at all
-block_file    a block as bytes that describe and prove themselves, and the folder of such files
-block_table   the rows of the index that list blocks, and their totals
 index         the database of a store, and its migrations
-findings      what a walk over everything found
-disk          the tier of the block cache on disk
-records       labelled prefixes
-writer        writing behind the reply
+
+Blocks on disk are a tier of the cache: `cache/tiers/disk.py`.
 """

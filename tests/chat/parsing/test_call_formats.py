@@ -11,8 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from perdure import Tool, ToolCall
+from perdure.chat.formats.registry import family, names
 from perdure.chat.parsing.call_writer import ID, INDEX, TaggedText
-from perdure.chat.parsing.families import Family, family, names
+from perdure.chat.parsing.family import Family
 from perdure.chat.parsing.reply_parser import ReplyParser, gather
 
 SCHEMA = {

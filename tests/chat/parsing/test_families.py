@@ -13,9 +13,10 @@ import perdure
 from chat.conversations import SEARCH, TOOLS, WEATHER
 from chat.templates.test_template import PUBLISHED
 from perdure import GrammarError, InvalidInputError, Model, Runtime
+from perdure.chat.formats.registry import detect, family, names, register
 from perdure.chat.message import Tool, ToolCall
 from perdure.chat.parsing.arguments import check_arguments
-from perdure.chat.parsing.families import Family, detect, family, names, register
+from perdure.chat.parsing.family import Family
 from perdure.chat.parsing.reply_parser import parse_reply
 from perdure.chat.template.template import Template
 from perdure.decode.sampling.grammar import Grammars, Matcher

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from perdure import Template
+from perdure.chat.formats.registry import detect
 from perdure.chat.message import Tool, ToolCall
-from perdure.chat.parsing.families import detect
 from perdure.chat.parsing.learned import CallForm, learn
 from perdure.chat.support import summary, table
 from perdure.decode.sampling.grammar import Grammars

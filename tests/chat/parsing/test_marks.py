@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from perdure import Template
+from perdure.chat.formats.registry import detect
 from perdure.chat.message import Tool, ToolCall
-from perdure.chat.parsing.families import detect
 from perdure.chat.parsing.learned import learn
 from perdure.chat.parsing.reply_parser import Part, ReplyParser
 

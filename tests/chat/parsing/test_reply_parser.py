@@ -16,11 +16,11 @@ from chat.conversations import CONVERSATIONS, TOOLS
 from chat.parsing.replies import PARIS, RAW, Raw, message
 from chat.templates.test_template import BOS, EOS, PUBLISHED
 from perdure import InvalidInputError
+from perdure.chat.formats import registry
+from perdure.chat.formats.registry import detect, family, names
 from perdure.chat.message import Message, parse_messages
-from perdure.chat.parsing import families as registry
-from perdure.chat.parsing import markers as module
-from perdure.chat.parsing.families import Family, detect, family, names
-from perdure.chat.parsing.markers import Markers
+from perdure.chat.parsing import family as module
+from perdure.chat.parsing.family import Family, Markers
 from perdure.chat.parsing.reply_parser import Part, ReplyParser, gather, parse_reply
 from perdure.chat.template.template import Template
 from perdure.decode.text import TextStream
@@ -91,7 +91,7 @@ def test_no_marker_is_ever_shown_c8(raw: Raw) -> None:
 def is_marked(chosen: Family) -> bool:
     """Whether the same texts are marks of the family wherever they stand."""
     calls = chosen.calls
-    shown = calls is not None and any(map(calls.shows, calls.openers))
+    shown = calls is not None and bool(calls.text_openers)
     channels = chosen.name in ("harmony", "gemma4", "muse")
     in_words = chosen.reasoning is not None and chosen.reasoning.opens_in_words
     return not (shown or channels or in_words or chosen.quotes_calls)

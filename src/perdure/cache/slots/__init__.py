@@ -1,8 +1,8 @@
 """The slots: what their sequences hold, which one a request gets, and how state gets in and out of them.
 
-slot_cache        places requests, so that as little as possible is computed
-slot_choice       which slot a prompt gets, and from where; why no more of it could be reused
-slot_table        the slots: which are idle, and what they hold, by their tokens
-slot_swapper      brings state into slots, and puts what they hold into swap slots or the tiers
-slot_checkpoints  the checkpoints of a slot, and how its sequence goes back, by the kind of memory
+checkpoints  the checkpoints of a slot, and how its sequence goes back, by the kind of memory
+table        the slots: which are idle, and what they hold
+placement    which slot a prompt gets, and from where; why no more of it could be reused
+swapper      brings state into slots, and puts what they hold into swap slots or the tiers
+cache        places requests, so that as little as possible is computed
 """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perdure.chat.message import Tool, ToolCall
-from perdure.chat.parsing.values import kinds_of, properties_of, resolved
+from perdure.chat.parsing.arguments import kinds_of, properties_of, resolved
 from perdure.decode.sampling.grammar import Grammar
 
 _AS_TRAINED = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}

@@ -11,10 +11,10 @@ from typing import Any
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.normaliser import MessageNormaliser
 from perdure.chat.parsing.call_writer import ID, INDEX, CallText, CallWriter, TaggedText
-from perdure.chat.parsing.families import Family
-from perdure.chat.parsing.formats.tagged import TaggedCalls
+from perdure.chat.parsing.family import Family
 from perdure.chat.parsing.json_scanner import Malformed
 from perdure.chat.parsing.reply_parser import parse_reply
+from perdure.chat.parsing.tagged import TaggedCalls
 from perdure.chat.template.template import UNGUARDED, Template
 from perdure.chat.transcript import shared_length
 from perdure.errors import PerdureError

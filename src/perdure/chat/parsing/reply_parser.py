@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from perdure.chat.message import Message, Tool, ToolCall
-from perdure.chat.parsing.call_parser import CallParser
-from perdure.chat.parsing.families import Family
+from perdure.chat.parsing.call_format import CallParser
+from perdure.chat.parsing.family import Family
 from perdure.chat.parsing.json_scanner import Malformed
-from perdure.chat.parsing.markers import SPACE
 from perdure.checks import check_one_of
 from perdure.config import ReasoningMode
+
+_SPACE = " \t\r\n"
+"""What belongs to a marker that it touches."""
 
 
 @dataclass(slots=True)
@@ -161,11 +163,11 @@ class ReplyParser:
 
     def _say(self, text: str) -> None:
         if self._trims:
-            stripped = text.lstrip(SPACE)
+            stripped = text.lstrip(_SPACE)
             if not self.thinking:
                 self._after.append(text[: len(text) - len(stripped)])
             text, self._trims = stripped, not stripped
-        words = text.rstrip(SPACE)
+        words = text.rstrip(_SPACE)
         if words:
             self._emit("".join(self._space) + words)
             self._space = []
@@ -242,7 +244,7 @@ class ReplyParser:
         if self._calling:
             self._parts.append(Part("call", call=self._calls - 1, dropped=True))
             self._calling = False
-        if not whole and fresh and self._format.shows(self._opener):
+        if not whole and fresh and self._opener in self._format.text_openers:
             self._say(self._opener)
         return rest
 
@@ -320,5 +322,5 @@ def gather(parts: Sequence[Part]) -> Message:
 
 def _first_word(text: str, end: int) -> int | None:
     """Where the first character before `end` stands that is no white space."""
-    start = len(text) - len(text.lstrip(SPACE))
+    start = len(text) - len(text.lstrip(_SPACE))
     return start if start < end else None

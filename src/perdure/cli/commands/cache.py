@@ -15,8 +15,9 @@ from perdure.cli.output.facts import print_json
 from perdure.config import N_CTX, STORE_BYTES
 
 if TYPE_CHECKING:
-    from perdure.cache.record import Record
-    from perdure.store.disk import DiskTier, IndexEntry
+    from perdure.cache.block import BlockMeta
+    from perdure.cache.tiers.disk import DiskTier
+    from perdure.decode.slots import KeptPrefix
 
 app = typer.Typer(help="Computed state that is kept between runs.", no_args_is_help=True)
 
@@ -36,17 +37,14 @@ def stats(
     as_json: Json = False,
 ) -> None:
     """Show what is kept, and under which labels."""
-    from perdure.store.records import Records
-
     disk = _open(store, readonly=True)
     try:
-        records = Records(disk)
-        page = records.page(limit=limit, after=after)
+        page = disk.prefix_table.page(limit=limit, after=after)
         facts = {
             "store": str(disk.folder),
             "blocks": len(disk),
             "bytes": disk.nbytes,
-            "records": len(records),
+            "records": len(disk.prefix_table),
         }
     finally:
         disk.close()
@@ -120,23 +118,21 @@ def clear(
     as_json: Json = False,
 ) -> None:
     """Delete what is kept under labels, or everything."""
-    from perdure.store.records import Records
-
     if bool(labels) == everything:
         raise typer.BadParameter("give labels, or --all")
     disk = _open(store, readonly=False)
     try:
-        records = Records(disk)
         before = disk.nbytes
         if everything:
             if not yes:
                 typer.confirm(f"Drop all {before} bytes of {disk.folder}?", abort=True, err=True)
-            every = records.all()
-            records.drop(every, ())
+            prefixes = disk.prefixes()
+            disk.drop((), prefixes)
             disk.clear()
-            count = len(every)
         else:
-            count = records.clear(labels or (), namespace=namespace)
+            prefixes, blocks = disk.prefix_table.labelled(labels or (), namespace=namespace)
+            disk.drop(blocks, prefixes)
+        count = len(prefixes)
         freed = before - disk.nbytes
     finally:
         disk.close()
@@ -193,9 +189,9 @@ def _piped() -> str:
 
 
 def _open(store: Path | None, *, readonly: bool, rebuild: bool = False) -> DiskTier:
+    from perdure.cache.tiers.disk import DiskTier
     from perdure.config import settings
     from perdure.errors import StoreError
-    from perdure.store.disk import DiskTier
 
     folder = store or settings().store
     if not (folder / "blocks").is_dir():
@@ -203,7 +199,7 @@ def _open(store: Path | None, *, readonly: bool, rebuild: bool = False) -> DiskT
     return DiskTier(folder, budget=STORE_BYTES, readonly=readonly, rebuild=rebuild)
 
 
-def _plain(record: Record) -> dict[str, object]:
+def _plain(record: KeptPrefix) -> dict[str, object]:
     return {
         "tokens": len(record.tokens),
         "kept": record.kept,
@@ -212,7 +208,7 @@ def _plain(record: Record) -> dict[str, object]:
     }
 
 
-def _block(entry: IndexEntry) -> dict[str, object]:
+def _block(entry: BlockMeta) -> dict[str, object]:
     return {
         "id": entry.id.hex(),
         "parent": entry.parent.hex() if entry.start else "",
@@ -222,7 +218,7 @@ def _block(entry: IndexEntry) -> dict[str, object]:
     }
 
 
-def _table(facts: dict[str, object], page: list[tuple[int, Record]]) -> None:
+def _table(facts: dict[str, object], page: list[tuple[int, KeptPrefix]]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -142,8 +142,8 @@ def _disk(folder: Path) -> Iterator[Finding]:
 
 
 def _store(folder: Path) -> Iterator[Finding]:
+    from perdure.cache.tiers.disk import DiskTier
     from perdure.errors import PerdureError
-    from perdure.store.disk import DiskTier
 
     if not (folder / "blocks").is_dir():
         yield Finding("store", "ok", f"no blocks are kept at {folder} yet")

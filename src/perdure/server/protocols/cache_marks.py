@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from perdure.chat.options import CacheMark
-from perdure.server.schemas.base import RequestSchema
+from perdure.decode.slots import KeptPrefix
+from perdure.server.core.schemas import RequestSchema
 
 BREAKPOINT = "prompt_cache_breakpoint"
 MARKS = 4
@@ -33,12 +33,12 @@ def has_breakpoint(content: Any) -> bool:
 
 def cache_marks(
     befores: Sequence[int], total: int, *, key: str | None, options: PromptCacheOptions | None
-) -> list[CacheMark]:
+) -> list[KeptPrefix]:
     """The marks of a request of `total` messages; `befores` are the messages up to each breakpoint.
 
     Who sends a key, or options, has its prompt kept: by a key the latest one that came with it.
     """
     implicit = (key is not None or options is not None) and (options is None or options.mode == "implicit")
     latest = sorted(befores)[-(MARKS - implicit) :]
-    marks = [CacheMark(after=total - before, seconds=_SECONDS) for before in latest]
-    return [*marks, CacheMark(after=0, seconds=_SECONDS, key=key or "")] if implicit else marks
+    marks = [KeptPrefix(after=total - before, seconds=_SECONDS) for before in latest]
+    return [*marks, KeptPrefix(after=0, seconds=_SECONDS, key=key or "")] if implicit else marks

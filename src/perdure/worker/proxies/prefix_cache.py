@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from perdure.cache.block import Block
-from perdure.cache.block_list import BlockInfo
+from perdure.cache.cache_view import BlockInfo, PrefixRun, SlotState
 from perdure.cache.prefix_cache import CacheStats, PrefixCacheCalls
-from perdure.cache.prefix_tree import PrefixRun, SlotState
-from perdure.cache.record import Record
-from perdure.decode.slots import Held, Plan, ReuseReport
+from perdure.decode.slots import KeptPrefix, Plan, ReuseReport, TierUsage
 from perdure.identity import Identity
 from perdure.worker.protocol import Ask
 
@@ -20,7 +18,9 @@ class RemotePrefixCache:
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
 
-    def warm(self, prompt: str | Iterable[int], *, labels: Iterable[str] = (), namespace: str = "") -> Record:
+    def warm(
+        self, prompt: str | Iterable[int], *, labels: Iterable[str] = (), namespace: str = ""
+    ) -> KeptPrefix:
         return self._ask("cache", PrefixCacheCalls.warm, prompt, labels=labels, namespace=namespace)
 
     def records(
@@ -30,7 +30,7 @@ class RemotePrefixCache:
         namespace: str = "",
         limit: int | None = None,
         after: str | None = None,
-    ) -> list[Record]:
+    ) -> list[KeptPrefix]:
         return self._ask(
             "cache", PrefixCacheCalls.records, labels, namespace=namespace, limit=limit, after=after
         )
@@ -61,7 +61,7 @@ class RemotePrefixCache:
     def unpack(self, identity: Identity, blocks: Sequence[Block], *, namespace: str = "") -> int:
         return self._ask("cache", PrefixCacheCalls.unpack, identity, blocks, namespace=namespace)
 
-    def held(self, tokens: Iterable[int], *, namespace: str = "") -> dict[str, Held]:
+    def held(self, tokens: Iterable[int], *, namespace: str = "") -> dict[str, TierUsage]:
         return self._ask("cache", PrefixCacheCalls.held, tokens, namespace=namespace)
 
     def runs(

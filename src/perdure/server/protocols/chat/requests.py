@@ -8,13 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from perdure.chat.message import Message, parse_messages
-from perdure.chat.options import RESERVED, CacheMark
+from perdure.chat.options import RESERVED
 from perdure.config import Overflow, ReasoningMode
-from perdure.server.api_error import ApiError
-from perdure.server.app_state import AppState
-from perdure.server.protocols.cache_marks import PromptCacheOptions, cache_marks
-from perdure.server.protocols.reply_request import ReplyRequest
-from perdure.server.schemas.base import (
+from perdure.decode.slots import KeptPrefix
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState
+from perdure.server.core.schemas import (
     Items,
     Name,
     RequestSchema,
@@ -22,6 +21,8 @@ from perdure.server.schemas.base import (
     StreamOptions,
     refuse_fields,
 )
+from perdure.server.protocols.cache_marks import PromptCacheOptions, cache_marks
+from perdure.server.protocols.reply_request import ReplyRequest
 
 REFUSED = {
     "functions": "give tools instead",
@@ -265,7 +266,7 @@ def parsed(messages: Sequence[ChatMessage], app_state: AppState) -> tuple[Messag
     return parse_messages(message.plain for message in messages)
 
 
-def _marks(asked: ChatRequest) -> list[CacheMark]:
+def _marks(asked: ChatRequest) -> list[KeptPrefix]:
     befores = [
         at
         for at, message in enumerate(asked.messages, 1)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from perdure.chat.reply import ChatReply
-from perdure.server.app_state import AppState
+from perdure.server.core.app_state import AppState
+from perdure.server.core.schemas import ResponseSchema
 from perdure.server.protocols.chat.answers import ExtensionAnswer, extension
 from perdure.server.protocols.messages.requests import FIVE_MINUTES, HOUR, MessagesRequest
-from perdure.server.schemas.base import ResponseSchema
 
 
 class CacheCreation(ResponseSchema):
@@ -25,9 +25,9 @@ class CacheCreation(ResponseSchema):
         """From what was found kept up to each mark: of two marks at one place, the one that lasts longer."""
         counts = {FIVE_MINUTES: 0, HOUR: 0}
         end = reply.usage.cached_tokens
-        for pin in sorted(reply.reuse.pins, key=lambda pin: (pin.length, -pin.seconds)):
-            counts[pin.seconds] += max(0, pin.length - end)
-            end = max(end, pin.length)
+        for length, seconds in sorted((pin.length, -(pin.seconds or 0)) for pin in reply.reuse.pins):
+            counts[-seconds] += max(0, length - end)
+            end = max(end, length)
         return cls(ephemeral_5m_input_tokens=counts[FIVE_MINUTES], ephemeral_1h_input_tokens=counts[HOUR])
 
     @property

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from perdure.chat.message import parse_messages
-from perdure.chat.options import CacheMark
-from perdure.server.api_error import ApiError
-from perdure.server.app_state import AppState
+from perdure.decode.slots import KeptPrefix
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState
+from perdure.server.core.schemas import Items, RequestSchema
 from perdure.server.protocols.reply_request import ReplyRequest
-from perdure.server.schemas.base import Items, RequestSchema
 
 _BILLING = "x-anthropic-billing-header:"
 """How a block begins that Claude Code puts first, and that changes from request to request: no part of the
@@ -209,9 +209,9 @@ class Conversation:
         return last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
 
     @property
-    def cache_marks(self) -> list[CacheMark]:
+    def cache_marks(self) -> list[KeptPrefix]:
         total = len(self.messages)
-        return [CacheMark(after=total - before, seconds=mark.seconds) for before, mark in self.marks]
+        return [KeptPrefix(after=total - before, seconds=mark.seconds) for before, mark in self.marks]
 
     def _mark(self, given: CacheControl | None, before: int | None = None) -> None:
         if given is not None:

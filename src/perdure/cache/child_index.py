@@ -1,0 +1,174 @@
+"""The blocks that follow one block, in the order of their tokens.
+
+Sorted like that, the block that shares most of its first tokens with a prompt stands next to where the prompt
+would stand. So a look-up reads two neighbours, however many blocks follow the same one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.cache.block import AnyBlock, BlockId
+
+Ids = NDArray[np.int32]
+
+_RUN = 512
+"""Keys in one list, at most: what an insertion moves."""
+
+
+class HasTokens(Protocol):
+    @property
+    def tokens(self) -> Ids: ...
+
+
+E = TypeVar("E", bound=HasTokens, covariant=True)
+N = TypeVar("N", bound=AnyBlock)
+V = TypeVar("V")
+
+
+class Source(Protocol[E]):
+    """Where the blocks that follow one are found, sorted."""
+
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[E]:
+        """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
+        ...
+
+
+def key_of(tokens: Ids) -> bytes:
+    """What blocks are sorted by."""
+    return tokens.astype("<i4", copy=False).tobytes()
+
+
+def common_prefix_length(first: Ids, second: Ids) -> int:
+    """How many tokens two lists start with alike."""
+    count = min(len(first), len(second))
+    if not count or first[0] != second[0]:
+        return 0
+    different = first[:count] != second[:count]
+    at = int(different.argmax())
+    return at if different[at] else count
+
+
+def best_child(source: Source[E], parent: BlockId, tokens: Ids) -> tuple[int, E | None]:
+    """The block after `parent` that shares most of its first tokens with `tokens`, and how many."""
+    key, longest, best = key_of(tokens), 0, None
+    for back in (True, False):
+        child = next(source.children(parent, start=key, back=back), None)
+        if child is not None and (shared := common_prefix_length(child.tokens, tokens)) > longest:
+            longest, best = shared, child
+    return longest, best
+
+
+def beginnings(source: Source[E], parent: BlockId, tokens: Ids) -> Iterator[E]:
+    """The blocks after `parent` that hold nothing but a beginning of `tokens`, the longest first."""
+    while len(tokens):
+        entry = next(source.children(parent, start=key_of(tokens), back=True), None)
+        if entry is None:
+            return
+        shared = common_prefix_length(entry.tokens, tokens)
+        if shared == len(entry.tokens):
+            yield entry
+            shared -= 1
+        # Whatever else is a beginning is one of what these two have in common.
+        tokens = tokens[: min(shared, len(tokens) - 1)]
+
+
+def continuations(source: Source[E], parent: BlockId, tokens: Ids) -> Iterator[E]:
+    """The blocks after `parent` that start with `tokens`."""
+    for entry in source.children(parent, start=key_of(tokens)):
+        if common_prefix_length(entry.tokens, tokens) < len(tokens):
+            return
+        yield entry
+
+
+def merged(walks: Iterable[Iterator[N]], *, back: bool) -> Iterator[N]:
+    """Sorted walks as one, each read no further than asked. What several have is taken from the first of them
+    that has its tail state, or else from the first."""
+    heads = [(block, walk) for walk in walks if (block := next(walk, None)) is not None]
+    while heads:
+        at = (max if back else min)(key_of(block.tokens) for block, _ in heads)
+        same = [block for block, _ in heads if key_of(block.tokens) == at]
+        yield next((block for block in same if block.has_tail_state), same[0])
+        heads = [
+            (block, walk)
+            for head, walk in heads
+            if (block := head if key_of(head.tokens) != at else next(walk, None)) is not None
+        ]
+
+
+class SortedKeys(Generic[V]):
+    """Values by key, sorted. Adding, removing and finding cost the same whatever their number."""
+
+    __slots__ = ("_runs", "_values")
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, V] = {}
+        self._runs: list[list[bytes]] = []
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: bytes) -> V | None:
+        return self._values.get(key)
+
+    def add(self, key: bytes, value: V) -> None:
+        if key not in self._values:
+            at = min(bisect_left(self._runs, key, key=_last), len(self._runs) - 1)
+            if at < 0:
+                self._runs.append([key])
+            else:
+                run = self._runs[at]
+                insort(run, key)
+                if len(run) > _RUN:
+                    self._runs[at : at + 1] = [run[: _RUN // 2], run[_RUN // 2 :]]
+        self._values[key] = value
+
+    def remove(self, key: bytes) -> None:
+        if self._values.pop(key, None) is not None:
+            at = bisect_left(self._runs, key, key=_last)
+            run = self._runs[at]
+            del run[bisect_left(run, key)]
+            if not run:
+                del self._runs[at]
+
+    def walk(self, start: bytes = b"", *, back: bool = False) -> Iterator[V]:
+        """The values from `start` on, or back from it. They may be removed on the way."""
+        key = self.at_or_before(start) if back else self.at_or_after(start)
+        while key is not None:
+            yield self._values[key]
+            key = self._before(key) if back else self.at_or_after(key + b"\0")
+
+    def at_or_after(self, key: bytes) -> bytes | None:
+        at = bisect_left(self._runs, key, key=_last)
+        if at == len(self._runs):
+            return None
+        run = self._runs[at]
+        return run[bisect_left(run, key)]
+
+    def at_or_before(self, key: bytes) -> bytes | None:
+        return key if key in self._values else self._before(key)
+
+    def _before(self, key: bytes) -> bytes | None:
+        at = bisect_left(self._runs, key, key=_first)
+        # Only the run before the first that starts at or after the key can hold what stands before it.
+        if not at:
+            return None
+        run = self._runs[at - 1]
+        return run[bisect_left(run, key) - 1]
+
+
+def _first(run: list[bytes]) -> bytes:
+    return run[0]
+
+
+def _last(run: list[bytes]) -> bytes:
+    return run[-1]
+
+
+ChildIndex = SortedKeys[BlockId]
+"""The names of the blocks that follow one, by the bytes of their tokens."""

@@ -1,0 +1,288 @@
+"""Slot cache: which slot a request gets, swapped in from what, at the least cost."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.cache.block import BLOCK, Block, BlockId
+from perdure.cache.block_cache import BlockCache
+from perdure.cache.kept_prefixes import KeptPrefixes
+from perdure.cache.slots.checkpoints import PrefixHash, SlotCheckpoints
+from perdure.cache.slots.placement import SlotPlanner, why_not_more
+from perdure.cache.slots.swapper import SlotSwapper
+from perdure.cache.slots.table import Slot, SlotTable
+from perdure.cache.tiers.memory import MemoryTier
+from perdure.cache.tiers.tiered import Tiers
+from perdure.cache.tiers.write_behind import WriteBehind
+from perdure.decode.slots import KeptPrefix, PendingPrefix, ReuseReport, SlotAssignment
+from perdure.engine.context import Context
+from perdure.errors import EngineError
+from perdure.identity import Identity
+
+Ids = NDArray[np.int32]
+
+_WORTH_WAITING = 32
+"""Tokens that another request must be about to compute before it pays to wait for it."""
+
+
+class SlotCache:
+    """Places requests so that as little as possible is computed, now and later.
+
+    Always holds: what a sequence has is never thrown away while the budget has room for it; a request that
+    only shares a beginning with a conversation gets a copy, never its place; namespaces do not meet.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        budget: int,
+        lower: Sequence[WriteBehind] = (),
+        block_size: int = BLOCK,
+        spacing: int = 256,
+        exact: int | None = None,
+        swap_slots: int = 0,
+    ) -> None:
+        """Behind the memory lie the tiers `lower`, the fastest first.
+
+        The last `swap_slots` sequences of the context serve no request: conversations wait in them.
+
+        With `exact`, prompts are computed in steps of so many tokens, each alone: only what was computed
+        in just those steps is used again, so that the next reply has the bits of a cold one."""
+        self._exact = exact
+        if exact is not None:
+            block_size, spacing = exact, max(1, spacing // exact) * exact
+        self.budget = budget
+        self.kept = KeptPrefixes()
+        # Checkpoints, blocks, and the memory through which states pass on their way keep to one budget.
+        held = self.kept.held
+        self._checkpoints = SlotCheckpoints.of(context, budget=budget, spacing=spacing, pinned=held.holds)
+        scratch = context.limit_scratch(budget // 8)
+        self.tier = MemoryTier(budget - self._checkpoints.budget - scratch, pinned=held.holds)
+        held.budget = min([self.tier.budget, *(each.tier.budget for each in lower)]) // 2
+        for each in lower:
+            each.tier.pinned = held.holds
+        self.tiers = Tiers(self.tier, lower)
+        self.reused: dict[str, int] = {}
+        self.computed = 0
+        self.context = context
+        self.blocks = BlockCache(context, self.tiers, block_size=block_size, exact=exact is not None)
+        self.table = SlotTable(context, swap_slots=swap_slots)
+        self.count = self.table.count
+        """How many requests can have a slot at once."""
+        self._swapper = SlotSwapper(
+            context,
+            self.table.all,
+            self.blocks,
+            self.tiers,
+            self._checkpoints,
+            exact=exact,
+            swap_slots=self.table.all[self.count :],
+            changed=self.table.remove,
+        )
+        self.planner = SlotPlanner(
+            context,
+            self.table,
+            self.blocks,
+            self._checkpoints,
+            exact=exact,
+            restorable_length=self._swapper.restorable_length,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept besides the sequences themselves."""
+        return self.tier.nbytes + self._checkpoints.nbytes + self.context.scratch_bytes
+
+    # For the scheduler.
+
+    def acquire(
+        self, tokens: Ids, *, namespace: str = "", reuse: bool = True, pins: Sequence[KeptPrefix] = ()
+    ) -> SlotAssignment | PendingPrefix | None:
+        idle = self.table.idle
+        if not idle.any():
+            return None
+        refusal = self.planner.inexact if reuse else "reuse was not wanted"
+        reusable = tokens if refusal is None else tokens[:0]
+        hit = self.blocks.lookup(reusable, namespace)
+        choice = self.planner.choose(idle, tokens, reusable, namespace, hit)
+        # What a busy sequence has so far does not count: the rest of it is worth waiting for too.
+        if choice.shared.max() - choice.from_idle >= _WORTH_WAITING:
+            pending = self.planner.pending_prefix(choice)
+            if pending.length - choice.from_idle >= _WORTH_WAITING:
+                return pending
+        anywhere = int(np.minimum(choice.shared, choice.held).max(initial=0))
+        if anywhere < len(reusable):
+            anywhere = max(anywhere, self.blocks.shared(reusable, namespace, hit))
+        slot = self.table.all[choice.best.seq]
+        tiers, trouble = self._swapper.fill(choice.best, tokens, namespace)
+        self._checkpoints.thin_out()
+        reused = sum(tiers.values())
+        self.table.acquire(slot, namespace)
+        self._checkpoints.start(slot.seq)
+        try:
+            slot.exact = self.reusable_length(len(reusable))
+            self.table.put(slot.seq, tokens)
+            if reused:
+                with suppress(EngineError):
+                    self.reached(slot.seq, reused, {len(tokens)})
+            why = (
+                refusal
+                or trouble
+                or why_not_more(
+                    self.blocks,
+                    tokens,
+                    namespace,
+                    reused=reused,
+                    restorable=choice.from_anywhere,
+                    shared=anywhere,
+                    exact=self._exact,
+                    budget=self.budget,
+                )
+            )
+            pinned = () if refusal else tuple(pin for pin in pins if self.keep(pin, tokens, namespace))
+        except BaseException:
+            # Whoever asked does not get it, so nobody else would give it back.
+            self.release(slot.seq)
+            raise
+        if tokens.size:
+            for tier, count in tiers.items():
+                self.reused[tier] = self.reused.get(tier, 0) + count
+            self.computed += len(tokens) + 1 - reused
+        report = ReuseReport(tiers=tiers, computed=len(tokens) + 1 - reused, why=why, pins=pinned)
+        return SlotAssignment(slot.seq, reused, report)
+
+    def keep(self, prefix: KeptPrefix, tokens: Ids, namespace: str) -> bool:
+        """Have the state of a beginning of `tokens` kept: listed where it has no end, else held from eviction
+        until its end, once it is computed. False: there is no room to hold it."""
+        if prefix.seconds is None:
+            return self.kept.add(prefix)
+        length = self.reusable_length(min(prefix.length, len(tokens)))
+        if not length:
+            return False
+        checkpoint = PrefixHash(self.context.identity.digest).advance(tokens[:length])
+        blocks: list[tuple[bytes, int]] = [(checkpoint, 0), *self.blocks.names(tokens, namespace, length)]
+        return self.kept.add(replace(prefix, namespace=namespace), blocks)
+
+    def is_ready(self, prefix: PendingPrefix) -> bool:
+        is_over = self.table.used[prefix.seq] != prefix.since
+        return is_over or self.context.length(prefix.seq) >= prefix.length
+
+    def release(self, seq: int) -> None:
+        slot = self.table.all[seq]
+        self.table.release(slot)
+        if slot.forget:
+            self._swapper.empty(slot)
+
+    def chunk(self, seq: int, cached: int, count: int, checkpoint_at: Collection[int]) -> int:
+        """Where a memory cannot be cut, steps end at the places that are worth coming back to."""
+        return self._checkpoints.chunk(cached, count, checkpoint_at)
+
+    def reached(self, seq: int, length: int, checkpoint_at: Collection[int]) -> None:
+        """A step ended at `length`: keep a checkpoint if it is such a place."""
+        places = (
+            checkpoint_at if self._exact is None else {self.reusable_length(place) for place in checkpoint_at}
+        )
+        self._checkpoints.reached(seq, length, places)
+
+    def timed(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens has taken so long."""
+        self.tiers.rates.computed(tokens, seconds)
+
+    def reusable_length(self, length: int) -> int:
+        """How much of a prompt of `length` tokens can be used again: in exact mode, its whole steps."""
+        return self._swapper.reusable_length(length)
+
+    # For whoever stores, moves or clears what is kept.
+
+    def swap_in(self, tokens: Ids, namespace: str) -> ReuseReport:
+        """Bring the state of `tokens` into a sequence, as far as it is kept. The rest is computed when it
+        is next asked for."""
+        counts = dict(self.reused), self.computed
+        place = self.acquire(tokens, namespace=namespace)
+        self.reused, self.computed = counts
+        if not isinstance(place, SlotAssignment):
+            why = "all sequences are busy: it comes with the next request"
+            return ReuseReport(computed=len(tokens), why=why)
+        self.release(place.seq)
+        return ReuseReport(
+            tiers=place.report.tiers, computed=len(tokens) - place.cached, why=place.report.why
+        )
+
+    def swap_out(self, tokens: Ids, namespace: str) -> None:
+        """Put the state of `tokens` into the tiers and let go of its sequence."""
+        for slot in self.table.on_path(tokens, namespace):
+            if not slot.busy:
+                self._swapper.store(slot)
+                self._swapper.empty(slot)
+
+    def pack(self, tokens: Ids, namespace: str) -> tuple[Identity, list[Block]]:
+        """The blocks of a prefix, as far as it is kept, and the identity under which they hold."""
+        self.store(tokens, namespace)
+        return self.context.identity, self.blocks.pack(tokens, namespace)
+
+    def unpack(self, identity: Identity, blocks: Sequence[Block], namespace: str) -> int:
+        """Take in blocks that were packed elsewhere; how many tokens they hold."""
+        return self.blocks.unpack(identity, blocks, namespace)
+
+    def drop_stored(self, tokens: Ids, namespace: str) -> None:
+        """Drop from memory what a lower tier has of `tokens` and nothing else in memory goes on from."""
+        for block in reversed(self.blocks.blocks_on_path(self.tier, tokens, namespace)):
+            is_leaf = next(self.tier.children(block.id), None) is None
+            if is_leaf and any(tier.lookup(block.id) is not None for tier in self.tiers.lower):
+                self.tier.drop(block.id)
+
+    def store(self, tokens: Ids, namespace: str) -> tuple[int, BlockId]:
+        """Put the state of `tokens`, if a sequence holds it, into the tiers. How many are kept, and where
+        their chain starts."""
+        for slot in self.table.on_path(tokens, namespace):
+            self._swapper.store(slot)
+        hit = self.blocks.lookup(tokens, namespace)
+        self.tiers.store_lower([block for block in hit.blocks if isinstance(block, Block)])
+        return hit.length, self.blocks.root(namespace)
+
+    def store_all(self) -> None:
+        """Put what every idle sequence holds into the lower tiers: who was used last comes last, and where
+        room is short, those before make way."""
+        for slot in sorted(self.table.all, key=lambda slot: self.table.used[slot.seq]):
+            if not slot.busy:
+                self._swapper.store(slot)
+                for tier in self.tiers.lower:
+                    tier.flush()
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self.blocks.clear()
+        self.kept.clear()
+        self.reused, self.computed = {}, 0
+        # What is left in it of states that passed goes too.
+        self.context.limit_scratch(0)
+        self.context.limit_scratch(self.budget // 8)
+        for slot in self.table.all:
+            self._forget(slot)
+
+    def drop(self, dropped: Sequence[KeptPrefix], blocks: Iterable[BlockId]) -> None:
+        """Drop `blocks`, and the sequences that go on from prefixes and lead to none that is still kept."""
+        self.blocks.replace(blocks, ())
+        for slot in self.table.all:
+            root = self.blocks.root(slot.namespace)
+            leads = [
+                len(prefix.tokens)
+                for prefix in dropped
+                if prefix.root == root
+                and self.context.common_prefix(prefix.ids, slot.seq) == len(prefix.tokens)
+            ]
+            tokens = self.context.token_array(slot.seq)
+            if leads and self.kept.longest_beginning(root, tokens) < max(leads):
+                self._forget(slot)
+
+    def _forget(self, slot: Slot) -> None:
+        if slot.busy:
+            slot.forget = True
+        else:
+            self._swapper.empty(slot)

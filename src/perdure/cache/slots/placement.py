@@ -1,0 +1,280 @@
+"""Which slot a prompt gets, and from where its beginning comes: the way that costs least. And why no more of
+it could be reused.
+
+Costs are in tokens computed. Nothing is moved here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.cache.block import PrefixHit
+from perdure.cache.block_cache import BlockCache
+from perdure.cache.slots.checkpoints import SlotCheckpoints
+from perdure.cache.slots.table import Slot, SlotTable
+from perdure.decode.slots import PendingPrefix
+from perdure.engine.context import Context
+
+Ids = NDArray[np.int32]
+Counts = NDArray[np.int64]
+
+# Moving a token's state is hundreds of times cheaper than computing it; these only have to rank the choices,
+# so round figures do.
+_PUT_BACK = 0.001
+_TAKE_OUT = 0.002
+_LOST = 0.5
+"""A token whose state nobody keeps may be asked for again, or not."""
+_ON_DEVICE = 1 / 32
+"""What a copy costs where there are swap slots, in the time that it takes to put state back from memory."""
+_PLACE = 16.0
+"""Taking the place of a conversation that may go on, even where it can be moved out and back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A way to serve a prompt: in which slot, and where its first `length` tokens come from."""
+
+    seq: int
+    length: int
+    cost: float
+    source: int | PrefixHit | None
+    """A slot, blocks, or nothing at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementChoice:
+    """The best placement, and how much of the prompt the placements that there are would bring."""
+
+    best: Placement
+    from_idle: int
+    """From what is not being computed at the moment."""
+    from_anywhere: int
+    shared: Counts
+    """How much of the prompt each slot has or will have."""
+    held: Counts
+    """What each slot holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotView:
+    """What the slots hold now, an element each."""
+
+    idle: NDArray[np.bool_]
+    used: Counts
+    held: Counts
+    restorable: Counts
+    """How many tokens of the prompt each can be brought to."""
+
+
+def choose(
+    length: int,
+    slots: SlotView,
+    kept: Sequence[tuple[PrefixHit, float]],
+    *,
+    fits: Callable[[Any], NDArray[np.bool_] | np.bool_ | bool],
+    copy: float | None,
+) -> tuple[Placement, int, int]:
+    """The best way to serve a prompt of `length` tokens: a pure function of what the slots hold. And how
+    much of it what is not being computed would bring, and how much anything would.
+
+    `kept` are prefixes in the tiers with what reading them costs, `fits` says whether the state of so many
+    tokens can be moved out, and `copy` is what a copy of a slot costs; None where there can be none.
+    """
+    seqs = slots.idle.nonzero()[0]
+    held, here, used = slots.held[seqs], slots.restorable[seqs], slots.used[seqs]
+    largest, longest = int(held.max()), int(here.max())
+    # Mostly all of them do, and the largest says so.
+    all_fit = bool(fits(largest))
+    room = all_fit or fits(held)
+    moving = held * (_TAKE_OUT + _PUT_BACK) + _PLACE if largest else None
+
+    def displaced(kept: Counts | int) -> NDArray[np.float64]:
+        """What it costs to move out, or to lose, what the idle slots hold beyond `kept`."""
+        if moving is None:
+            return np.zeros(len(seqs))
+        cost = moving if all_fit else np.where(room, moving, (held - kept) * _LOST + _PLACE)
+        return np.where(held > kept, cost, 0.0)
+
+    moved = displaced(0)
+    target = _cheapest(moved, used) if largest else int(used.argmin())
+    options = []
+    if longest:
+        in_place = length - here + displaced(here)
+        first = _cheapest(in_place, used)
+        stays = int(seqs[first]) if here[first] else None
+        options.append(Placement(int(seqs[first]), int(here[first]), float(in_place[first]), stays))
+    else:
+        options.append(Placement(int(seqs[target]), 0, float(length + moved[target]), None))
+    source = int(slots.restorable.argmax())
+    there = int(slots.restorable[source]) if copy is not None else 0
+    for hit, read in kept:
+        cost = length - hit.length + hit.length * _PUT_BACK + read + moved[target]
+        options.append(Placement(int(seqs[target]), hit.length, float(cost), hit))
+    if there and seqs[target] == source:
+        # What is copied from cannot be what is copied to: the next cheapest.
+        moved[target] = np.inf
+        target = _cheapest(moved, used)
+    if copy is not None and there and seqs[target] != source:
+        cost = length - there + copy + moved[target]
+        options.append(Placement(int(seqs[target]), there, float(cost), source))
+    best = min(options, key=lambda option: (option.cost, slots.used[option.seq], option.seq))
+    lengths = [longest, *(hit.length for hit, _ in kept)]
+    return best, max(lengths), max(*lengths, there)
+
+
+def _cheapest(cost: NDArray[np.float64], used: Counts) -> int:
+    """Which costs least; of several, the one that was used longest ago."""
+    best = (cost == cost.min()).nonzero()[0]
+    return int(best[used[best].argmin()])
+
+
+class SlotPlanner:
+    """Weighs the ways to serve a prompt. It moves no state.
+
+    Always holds: a slot that was chosen to start from holds what the choice says, also where somebody else
+    used the context meanwhile.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        table: SlotTable,
+        blocks: BlockCache,
+        checkpoints: SlotCheckpoints,
+        *,
+        exact: int | None,
+        restorable_length: Callable[[Slot, Ids], int],
+    ) -> None:
+        """`restorable_length` tells which prefix of a prompt a slot can be brought to, by what it holds in
+        truth."""
+        self.inexact = None if exact is None else why_not_exact(context)
+        """Why exact mode can reuse nothing here, if so."""
+        self._context = context
+        self._table = table
+        self._blocks = blocks
+        self._checkpoints = checkpoints
+        self._exact = exact
+        self._restorable_length = restorable_length
+        self._identity = b""
+
+    def choose(
+        self, idle: NDArray[np.bool_], tokens: Ids, reusable: Ids, namespace: str, hit: PrefixHit
+    ) -> PlacementChoice:
+        """The best way to serve a prompt in one of the slots `idle`. Of its tokens that may be `reusable`,
+        `hit` is in the tiers."""
+        choice = self._weigh(idle, self._look(idle), tokens, reusable, namespace, hit)
+        best = choice.best
+        if isinstance(best.source, int):
+            source = self._table.all[best.source]
+            if self._restorable_length(source, reusable) < best.length:
+                # Somebody used the context behind our back, and left as many tokens as there were.
+                held = self._look(idle, all_of_them=True)
+                choice = self._weigh(idle, held, tokens, reusable, namespace, hit)
+        return choice
+
+    def pending_prefix(self, choice: PlacementChoice) -> PendingPrefix:
+        """The longest prefix of a prompt that a running request is about to have computed."""
+        table = self._table
+        usable = self._usable(choice.shared)
+        shared = self._checkpoints.restorable_when_computed(usable, table.lengths)
+        pending = np.where(~table.idle & (shared > choice.held), shared, 0)
+        seq = int(pending.argmax())
+        return PendingPrefix(seq, int(pending[seq]), int(table.used[seq]))
+
+    def _weigh(
+        self,
+        idle: NDArray[np.bool_],
+        held: Counts,
+        tokens: Ids,
+        reusable: Ids,
+        namespace: str,
+        hit: PrefixHit,
+    ) -> PlacementChoice:
+        table = self._table
+        shared = table.shared(namespace, reusable)
+        restorable = self._checkpoints.restorable_lengths(np.minimum(self._usable(shared), held), held)
+        memory, pool = self._context.memory, self._context.capabilities.shared
+        copies = not pool or memory.forks_in_pool
+        # A copy between streams moves all their cells, whatever they hold; in a pool it moves none.
+        copy = 0.0 if pool else self._context.n_ctx * _PUT_BACK
+        if table.count < self._context.n_seq:
+            copy *= _ON_DEVICE
+        # Whether reading beats computing is for the measured rates to say.
+        ways = self._blocks.tiers.ways(hit, self._blocks.rule)
+        view = SlotView(idle=idle, used=table.used, held=held, restorable=restorable)
+        best, from_idle, from_anywhere = choose(
+            len(tokens), view, ways, fits=self._blocks.fits, copy=copy if copies else None
+        )
+        return PlacementChoice(
+            best=best, from_idle=from_idle, from_anywhere=from_anywhere, shared=shared, held=held
+        )
+
+    def _usable(self, shared: Counts) -> Counts:
+        """What of `shared` was or will be computed as it must be to be used."""
+        if self._exact is None:
+            return shared
+        usable: Counts = np.minimum(shared, [slot.exact for slot in self._table.all])
+        return usable - usable % self._exact
+
+    def _look(self, idle: NDArray[np.bool_], *, all_of_them: bool = False) -> Counts:
+        """What each slot holds. Where an idle one holds something else than is known of it, it is read."""
+        held: Counts = np.array(self._context.lengths(), np.int64)
+        identity = self._context.identity.digest
+        at_rest = idle | ~self._table.serving
+        changed = at_rest & (held != self._table.lengths)
+        if all_of_them or identity != self._identity:
+            changed, self._identity = at_rest, identity
+        for seq in changed.nonzero()[0].tolist():
+            self._table.put(seq, self._context.token_array(seq))
+            self._checkpoints.on_path(seq)
+        return held
+
+
+def why_not_more(
+    blocks: BlockCache,
+    tokens: Ids,
+    namespace: str,
+    *,
+    reused: int,
+    restorable: int,
+    shared: int,
+    exact: int | None,
+    budget: int,
+) -> str:
+    """Why just `reused` of `tokens` were, where `restorable` could have been moved from elsewhere and
+    `shared` are held in some form. `exact` is the step of exact mode, `budget` that of the whole cache."""
+    if reused >= len(tokens):
+        return "all but the last token, whose logits are needed"
+    if restorable > reused:
+        return f"moving {restorable} tokens from elsewhere costs more than computing them"
+    if shared > reused and exact is not None:
+        return (
+            f"exact mode goes on where a step of {exact} prompt tokens ended: what came after "
+            f"token {reused}, such as a reply, is read again"
+        )
+    if shared > reused:
+        went = f"it went back to {reused}" if reused else "nothing before it is left to go back to"
+        return f"a {blocks.memory} memory has no checkpoint at token {shared}: {went}"
+    if blocks.was_evicted(tokens, namespace, shared):
+        return f"what followed token {shared} was evicted: the budget is {budget} bytes"
+    if reused:
+        return f"first difference at token {reused}"
+    if field_name := blocks.changed(tokens, namespace):
+        return f"the identity changed in its {field_name}"
+    return "no cached prefix matches"
+
+
+def why_not_exact(context: Context) -> str | None:
+    """Why state that is put back would not be the same bits as state that was computed in place, if so."""
+    if context.capabilities.shared:
+        return "exact mode reuses nothing in a pool of cells: what follows depends on where they lie"
+    if context.identity.attention == "plain":
+        return "exact mode reuses nothing without flash attention: what follows depends on where cells lie"
+    if not context.memory.restores_bits:
+        return "exact mode reuses nothing of a window that is not kept: it comes back in another order"
+    return None

@@ -1,0 +1,299 @@
+"""Block index: the rows of a store's database that list its blocks and its kept prefixes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.cache.block import Block, BlockId, BlockMeta, block_id
+from perdure.cache.child_index import beginnings, continuations
+from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
+from perdure.cache.reuse_rule import ANY_TOKEN
+from perdure.decode.slots import KeptPrefix
+from perdure.errors import InvalidInputError
+from perdure.store.index import Index
+
+_SELECT = "SELECT id, parent, start, tokens, has_rest, nbytes FROM block"
+
+
+class BlockTable:
+    """The blocks of one index, a row each, with their number and bytes. It knows of no files.
+
+    Always holds: the totals change with what they count, in one transaction; a leaf is a block that no other
+    follows.
+    """
+
+    def __init__(self, index: Index, tier: str) -> None:
+        """`tier` is the name of the tier whose blocks these are."""
+        self._index = index
+        self._tier = tier
+        self._clock = itertools.count(1 + self._total("clock"))
+        self._touched: dict[BlockId, int] = {}
+        self._count, self.nbytes = self._total("blocks"), self._total("nbytes")
+
+    def __len__(self) -> int:
+        return self._total("blocks")
+
+    # Reading.
+
+    def lookup(self, block: BlockId) -> BlockMeta | None:
+        return next(self._metas(self._index.rows(f"{_SELECT} WHERE id = ?", block)), None)
+
+    def page(self, *, limit: int | None = None, after: str | None = None) -> list[BlockMeta]:
+        """Blocks by their ids: up to `limit`, behind the one with the id `after`."""
+        try:
+            behind = b"" if after is None else bytes.fromhex(after)
+        except ValueError:
+            raise InvalidInputError(f"{after!r} is no id of a block: it has 64 digits of 0 to f") from None
+        query = f"{_SELECT} WHERE id > ? ORDER BY id LIMIT ?"
+        return list(self._metas(self._index.rows(query, behind, -1 if limit is None else limit)))
+
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[BlockMeta]:
+        """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
+        within, order, limit = ("<=", "tokens DESC", 1) if back else (">=", "tokens", 1)
+        while True:
+            query = f"{_SELECT} WHERE parent = ? AND tokens {within} ? ORDER BY {order} LIMIT {limit}"
+            rows = self._index.rows(query, parent, start)
+            yield from self._metas(rows)
+            if len(rows) < limit:
+                return
+            # Who wants more than the first wants perhaps all.
+            within, start, limit = within[0], rows[-1][3], 64
+
+    def child_ids(self, parent: BlockId) -> list[BlockId]:
+        """The ids of the blocks that follow `parent`, whatever else their rows say."""
+        return [row[0] for row in self._index.rows("SELECT id FROM block WHERE parent = ?", parent)]
+
+    def ids(self) -> set[bytes]:
+        return {row[0] for row in self._index.rows("SELECT id FROM block")}
+
+    def rows(self) -> dict[Any, tuple[Any, ...]]:
+        """All rows by the ids in them, believed or not."""
+        return {row[0]: row for row in self._index.rows(_SELECT)}
+
+    def oldest_leaf(self, spared: Callable[[BlockId], bool]) -> BlockId | None:
+        """The leaf that was used longest ago, of those that are not spared."""
+        limit = 1
+        while True:
+            leaves = self._index.rows("SELECT id FROM block WHERE leaf = 1 ORDER BY used LIMIT ?", limit)
+            found = next((BlockId(name) for (name,) in leaves if not spared(BlockId(name))), None)
+            if found is not None or len(leaves) < limit:
+                return found
+            limit *= 2
+
+    # Writing.
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A transaction that changes blocks, and the totals with them."""
+        before = self._count, self.nbytes
+        try:
+            with self._index.writing():
+                yield
+                for name, value in (
+                    ("blocks", self._count),
+                    ("nbytes", self.nbytes),
+                    ("clock", next(self._clock)),
+                ):
+                    self._index.run("INSERT OR REPLACE INTO total VALUES (?, ?)", name, value)
+        except BaseException:
+            self._count, self.nbytes = before
+            raise
+
+    def add(self, block: Block | BlockMeta, size: int, *, used: int | None = None) -> None:
+        """Enter a block whose file has `size` bytes, as used just now unless told otherwise."""
+        before = self._index.rows("SELECT nbytes FROM block WHERE id = ?", block.id)
+        self._count += not before
+        self.nbytes += size - (_number(before[0][0]) if before else 0)
+        self._index.run(
+            "INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?, ?, ?, ?,"
+            " NOT EXISTS (SELECT 1 FROM block WHERE parent = ?))",
+            block.id,
+            block.parent,
+            block.start,
+            block.tokens.astype("<i4").tobytes(),
+            block.has_tail_state,
+            size,
+            next(self._clock) if used is None else used,
+            block.id,
+        )
+        self._index.run("UPDATE block SET leaf = 0 WHERE id = ? AND leaf = 1", block.parent)
+
+    def remove(self, block: BlockId) -> None:
+        found = self._index.rows("SELECT parent, nbytes FROM block WHERE id = ?", block)
+        for parent, nbytes in found:
+            self._index.run("DELETE FROM block WHERE id = ?", block)
+            self._index.run(
+                "UPDATE block SET leaf = 1 WHERE id = ? AND NOT EXISTS"
+                " (SELECT 1 FROM block WHERE parent = ?)",
+                parent,
+                parent,
+            )
+            self._count -= 1
+            self.nbytes -= _number(nbytes)
+
+    def clear(self) -> None:
+        self._index.run("DELETE FROM block")
+        self._count = self.nbytes = 0
+
+    def touch(self, block: BlockId) -> None:
+        """Note that a block was used just now; it is written down with the next change."""
+        self._touched[block] = next(self._clock)
+
+    @property
+    def has_touched(self) -> bool:
+        return bool(self._touched)
+
+    def flush_touches(self) -> None:
+        # Others go on adding to it meanwhile: taken out one by one, none is lost.
+        while self._touched:
+            block, used = self._touched.popitem()
+            self._index.run("UPDATE block SET used = ? WHERE id = ?", used, block)
+
+    def correct(
+        self, known: Mapping[Any, tuple[Any, ...]], there: Mapping[BlockId, BlockMeta]
+    ) -> tuple[int, int, int]:
+        """Have the table, whose rows are `known`, list just the blocks that are there. Tells how many it
+        lacked, how many it had too many, and how many wrong. When these were last used is not known."""
+        missing = [name for name in known if name not in there]
+        new = [entry for name, entry in there.items() if name not in known]
+        wrong = [entry for name, entry in there.items() if name in known and known[name] != _row(entry)]
+        with self.writing():
+            for name in missing:
+                self._index.run("DELETE FROM block WHERE id = ?", name)
+            for entry in [*new, *wrong]:
+                self.add(entry, entry.nbytes, used=0)
+            self._index.run("UPDATE block SET leaf = id NOT IN (SELECT parent FROM block)")
+            self._count, self.nbytes = len(there), sum(entry.nbytes for entry in there.values())
+        return len(new), len(missing), len(wrong)
+
+    def _metas(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[BlockMeta]:
+        """The blocks in `rows`. SQLite has no checksums: a row that does not prove itself is not believed."""
+        for name, parent, start, tokens, has_tail_state, nbytes in rows:
+            words = all(isinstance(value, bytes) for value in (name, parent, tokens))
+            numbers = all(isinstance(value, int) for value in (start, has_tail_state, nbytes))
+            if not words or not numbers or len(tokens) % 4:
+                continue
+            ids = np.frombuffer(tokens, "<i4").astype(np.int32)
+            if block_id(BlockId(parent), ids) == name:
+                yield BlockMeta(
+                    BlockId(name), BlockId(parent), start, ids, bool(has_tail_state), nbytes, self._tier
+                )
+
+    def _total(self, name: str) -> int:
+        found = self._index.rows("SELECT value FROM total WHERE name = ?", name)
+        return _number(found[0][0]) if found else 0
+
+
+def _row(entry: BlockMeta) -> tuple[Any, ...]:
+    tokens = entry.tokens.astype("<i4").tobytes()
+    return entry.id, entry.parent, entry.start, tokens, int(entry.has_tail_state), entry.nbytes
+
+
+def _number(value: Any) -> int:
+    """A number of the index. SQLite has no checksums: what is none counts for nothing until it is mended."""
+    return value if isinstance(value, int) else 0
+
+
+class PrefixTable:
+    """The prefixes of a store that are kept without an end. A prefix's labels live and go with it.
+
+    How much of a prefix is kept is not written down but looked up: blocks come and go without it.
+    """
+
+    def __init__(self, index: Index, blocks: BlockTable) -> None:
+        self._index = index
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        [(count,)] = self._index.rows("SELECT count(*) FROM record")
+        return int(count)
+
+    def all(self) -> list[KeptPrefix]:
+        return [prefix for _, prefix in self.page()]
+
+    def page(self, *, limit: int | None = None, after: int = 0) -> list[tuple[int, KeptPrefix]]:
+        """Prefixes with their numbers, the oldest first: up to `limit`, behind number `after`."""
+        rows = self._index.rows(
+            "SELECT number, namespace, tokens, root FROM record WHERE number > ? ORDER BY number LIMIT ?",
+            after,
+            -1 if limit is None else limit,
+        )
+        labels: dict[int, set[str]] = {}
+        if rows:
+            # The labels of these and no others.
+            for number, name in self._index.rows(
+                "SELECT record, name FROM label WHERE record BETWEEN ? AND ?", rows[0][0], rows[-1][0]
+            ):
+                labels.setdefault(number, set()).add(str(name))
+        page = []
+        for number, namespace, tokens, root in rows:
+            # SQLite has no checksums: what cannot be a prefix is not one.
+            if not isinstance(tokens, bytes) or not isinstance(root, bytes) or len(tokens) % 4:
+                continue
+            ids = np.frombuffer(tokens, "<i4").astype(np.int32)
+            prefix = KeptPrefix(
+                tokens=tuple(ids.tolist()),
+                kept=self.kept_length(BlockId(root), ids),
+                labels=frozenset(labels.get(number, ())),
+                namespace=str(namespace),
+                root=BlockId(root),
+            )
+            page.append((number, prefix))
+        return page
+
+    def add(self, prefix: KeptPrefix) -> None:
+        """List a prefix, in a transaction of its own."""
+        key = (prefix.root, _packed(prefix))
+        try:
+            with self._index.writing():
+                self._index.run(
+                    "INSERT OR IGNORE INTO record (root, tokens, namespace) VALUES (?, ?, ?)",
+                    *key,
+                    prefix.namespace,
+                )
+                [(number,)] = self._index.rows(
+                    "SELECT number FROM record WHERE root = ? AND tokens = ?", *key
+                )
+                for name in prefix.labels:
+                    self._index.run("INSERT OR IGNORE INTO label VALUES (?, ?)", number, name)
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"a label must be valid Unicode text: {error}") from None
+
+    def remove(self, prefix: KeptPrefix) -> None:
+        """Take a prefix off the list, within a transaction."""
+        self._index.run("DELETE FROM record WHERE root = ? AND tokens = ?", prefix.root, _packed(prefix))
+
+    def labelled(
+        self, labels: Iterable[str], *, namespace: str = ""
+    ) -> tuple[list[KeptPrefix], tuple[BlockId, ...]]:
+        """The prefixes of a namespace that carry one of `labels`, and the blocks that only they need."""
+        needs = KeptPrefixes(self.all())
+        chosen = needs.of(frozenset(labels), namespace)
+        for prefix in chosen:
+            needs.remove(prefix)
+        return chosen, drop_plan(self._blocks, chosen, needs, ANY_TOKEN).drop
+
+    def kept_length(self, root: BlockId, tokens: NDArray[np.int32]) -> int:
+        """How much of a prefix can be put back. Where a state has a tail, only to the end of a block with
+        it."""
+        path: list[BlockMeta] = []
+        level = [(root, 0)]
+        while level:
+            parent, at = level.pop()
+            for block in beginnings(self._blocks, parent, tokens[at:-1]):
+                path.append(block)
+                level.append((block.id, at + len(block.tokens)))
+            path += continuations(self._blocks, parent, tokens[at:])
+        if any(block.has_tail_state for block in path):
+            path = [block for block in path if block.has_tail_state and block.end <= len(tokens)]
+        return max((min(block.end, len(tokens)) for block in path), default=0)
+
+
+def _packed(prefix: KeptPrefix) -> bytes:
+    return np.array(prefix.tokens, "<i4").tobytes()

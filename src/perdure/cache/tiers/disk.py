@@ -1,0 +1,387 @@
+"""Disk tier: blocks in a folder, listed in an index, crash-safe."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from perdure.atomic import TEMPORARY
+from perdure.cache.block import Block, BlockId, BlockMeta
+from perdure.cache.tiers import block_file
+from perdure.cache.tiers.base import BlockTier
+from perdure.cache.tiers.block_file import NAME, BlockFolder
+from perdure.cache.tiers.block_index import BlockTable, PrefixTable
+from perdure.decode.slots import KeptPrefix
+from perdure.errors import (
+    StoreDamagedError,
+    StoreError,
+    StoreLockedError,
+    StoreReadOnlyError,
+)
+from perdure.store.durable import make_folder, sync_folder, translate_os_errors, write_file
+from perdure.store.holder import described
+from perdure.store.index import Index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What a walk over everything found, and did about it."""
+
+    blocks: int
+    nbytes: int
+    missing: int
+    """Entries without a whole file, dropped."""
+    adopted: int
+    """Whole files without an entry, entered."""
+    mended: int
+    """Entries that said something else than their files, put right."""
+    quarantined: int
+    """Damaged files, moved aside."""
+    leftovers: int
+    """Temporary files of writers that are gone, deleted."""
+    rebuilt: bool
+    """Whether the index could not be used, and was made anew from the files."""
+
+    @property
+    def sound(self) -> bool:
+        return not (self.missing or self.quarantined or self.mended or self.rebuilt)
+
+
+class DiskTier(BlockTier):
+    """Blocks in a folder, within a byte budget. For any thread.
+
+    Always holds: an entry is committed only after its file and the file's name are on the disk, and its
+    file goes only after the entry is gone. So a crash leaves at worst files without entries, which are
+    deleted when the store is next opened for writing. A block is entered only after the one before it.
+    """
+
+    name = "disk"
+    keeps_prefixes = True
+
+    def __init__(self, folder: Path, *, budget: int, readonly: bool = False, rebuild: bool = False) -> None:
+        """With `rebuild`, an index that cannot be read is made anew from the files."""
+        super().__init__()
+        self.folder = folder
+        self.budget = budget
+        self.readonly = readonly
+        self.files = BlockFolder(folder)
+        self._lock: FileLock | None = None
+        self._changing = threading.RLock()
+        self.rebuilt = False
+        with ExitStack() as undo:
+            undo.callback(self._let_go)
+            if not readonly:
+                self._make_folders()
+                self._take_lock()
+            interrupted = self._log.exists()
+            if not readonly and not self._has_index() and next(self.files.files(), None) is not None:
+                self._mark_unlisted()
+            try:
+                self._open_index()
+            except StoreDamagedError:
+                if readonly or not rebuild:
+                    raise
+                self._set_index_aside()
+                self._open_index()
+            undo.callback(self.index.close)
+            if not readonly:
+                self._recover(interrupted)
+            undo.pop_all()
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes
+
+    # Reading.
+
+    def lookup(self, block: BlockId) -> BlockMeta | None:
+        return self.table.lookup(block)
+
+    def page(self, *, limit: int | None = None, after: str | None = None) -> list[BlockMeta]:
+        """Blocks by their ids: up to `limit`, behind the one with the id `after`."""
+        return self.table.page(limit=limit, after=after)
+
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[BlockMeta]:
+        """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
+        return self.table.children(parent, start=start, back=back)
+
+    def load(self, block: BlockId) -> Block | None:
+        """A block from its file, all of it verified; None where it is missing or damaged."""
+        try:
+            loaded = self.files.read(self.files.path(block))
+        except StoreError:
+            return None
+        if loaded is not None:
+            self.table.touch(block)
+        return loaded
+
+    # Writing.
+
+    def store(self, blocks: Sequence[Block]) -> int:
+        """Make blocks durable, parents before children; how many are now kept.
+
+        When this returns they are on the disk. Left out are those that no longer fit the budget, and those
+        whose parent is not there.
+        """
+        self._check_writable()
+        with self._changing:
+            fitting = self._make_room(self._rooted(blocks))
+            if not fitting:
+                return 0
+            new = {block.id for block in fitting if self.lookup(block.id) is None}
+            try:
+                self.files.write(fitting)
+                with self.table.writing():
+                    self.table.flush_touches()
+                    for block in fitting:
+                        self.table.add(block, block_file.size(block))
+            except BaseException:
+                # What has no entry would fill the disk uncounted.
+                for name in new:
+                    with suppress(OSError):
+                        self.files.path(name).unlink(missing_ok=True)
+                raise
+            return len(fitting)
+
+    def drop(self, blocks: Iterable[BlockId], prefixes: Iterable[KeptPrefix] = ()) -> None:
+        """Forget blocks with all that follow them, and kept prefixes, in one transaction."""
+        left = list(blocks)
+        with self._changing:
+            dropped: list[BlockId] = []
+            with self.table.writing():
+                while left:
+                    block = left.pop()
+                    left += self.table.child_ids(block)
+                    self.table.remove(block)
+                    dropped.append(block)
+                for prefix in prefixes:
+                    self.prefix_table.remove(prefix)
+            self.files.delete(
+                itertools.chain.from_iterable(
+                    (self.files.path(block), self.files.quarantined / block.hex()) for block in dropped
+                )
+            )
+
+    def clear(self) -> None:
+        """Forget every block, and whatever else lies about."""
+        with self._changing:
+            with self.table.writing():
+                self.table.clear()
+            self.files.delete([*self.files.files(), *self.files.quarantined.glob("*")])
+
+    def forget(self, blocks: Iterable[BlockId]) -> None:
+        """Let go of blocks that are damaged or gone, and of those behind them that are so too.
+
+        Whole ones behind them stay: they are of use again once the gap is closed.
+        """
+        self._check_writable()
+        with self._changing:
+            suspects, damaged = list(blocks), []
+            for name in suspects:
+                suspects += [child.id for child in self.children(name)]
+                if self.files.read(self.files.path(name)) is None:
+                    damaged.append(name)
+            if not damaged:
+                return
+            with self.table.writing():
+                for name in damaged:
+                    self.table.remove(name)
+            for name in damaged:
+                self.files.quarantine(self.files.path(name))
+
+    # Kept prefixes.
+
+    def keep(self, prefix: KeptPrefix) -> None:
+        self.prefix_table.add(prefix)
+
+    def kept_length(self, prefix: KeptPrefix) -> int:
+        return self.prefix_table.kept_length(BlockId(prefix.root), prefix.ids)
+
+    def prefixes(self) -> list[KeptPrefix]:
+        return self.prefix_table.all()
+
+    # Upkeep.
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> Findings:
+        """Walk everything: make the index say what the files say, and move damaged files aside."""
+        self._check_writable()
+        with self._changing:
+            try:
+                self.index.check()
+                return self._walk(progress)
+            except StoreDamagedError:
+                self.index.close()
+                self._set_index_aside()
+                self._open_index()
+                findings = self._walk(progress)
+                self.files.delete([self._unlisted])
+                return findings
+
+    def close(self) -> None:
+        if not self.readonly and self.table.has_touched:
+            with suppress(StoreError), self.table.writing():
+                self.table.flush_touches()
+        self.index.close()
+        self._let_go()
+
+    # Opening.
+
+    @property
+    def _index(self) -> Path:
+        return self.folder / "index.sqlite"
+
+    @property
+    def _unlisted(self) -> Path:
+        """There while the index is made anew from the files."""
+        return self.folder / "unlisted"
+
+    @property
+    def _log(self) -> Path:
+        """There only while somebody writes, or did so when he was interrupted."""
+        return self.folder / "index.sqlite-wal"
+
+    def _open_index(self) -> None:
+        self.index = Index(self._index, readonly=self.readonly)
+        try:
+            self.table = BlockTable(self.index, self.name)
+            self.prefix_table = PrefixTable(self.index, self.table)
+        except BaseException:
+            self.index.close()
+            raise
+
+    def _make_folders(self) -> None:
+        make_folder(self.folder)
+        make_folder(self.files.folder, ours=True)
+        sync_folder(self.folder)
+
+    def _take_lock(self) -> None:
+        # The system drops it with the process, however that ends. Any thread may close what another opened.
+        lock = FileLock(self.folder / "lock", thread_local=False, mode=0o600)
+        with translate_os_errors(self.folder / "lock"):
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                raise StoreLockedError(
+                    f"the store {self.folder} is in use by {described(self.folder)}: close that one, choose "
+                    "another store, or open this one for reading"
+                ) from None
+        self._lock = lock
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def _has_index(self) -> bool:
+        return self._index.exists() and self._index.stat().st_size > 0
+
+    def _mark_unlisted(self) -> None:
+        """Note that there are files which the index does not list, yet are not to be deleted."""
+        write_file(self._unlisted, [])
+        sync_folder(self.folder)
+
+    def _recover(self, interrupted: bool) -> None:
+        """Put right what a crash, or the loss of the index, has left behind."""
+        if self._unlisted.exists():
+            self._walk(None)
+            self.files.delete([self._unlisted])
+            self.rebuilt = True
+        elif interrupted:
+            known = self.table.ids()
+            for path in self.files.files():
+                ours = NAME.fullmatch(path.name) and bytes.fromhex(path.name) not in known
+                if ours or path.name.endswith(TEMPORARY):
+                    with suppress(OSError):
+                        path.unlink(missing_ok=True)
+
+    def _set_index_aside(self) -> None:
+        self._mark_unlisted()
+        with translate_os_errors(self._index):
+            make_folder(self.files.quarantined, ours=True)
+            for path in (self._index, self._log, self.folder / "index.sqlite-shm"):
+                if path.exists():
+                    os.replace(path, self.files.quarantined / path.name)
+        self.rebuilt = True
+
+    # Inside.
+
+    def _check_writable(self) -> None:
+        if self.readonly:
+            raise StoreReadOnlyError(f"the store {self.folder} was opened for reading")
+
+    def _rooted(self, blocks: Sequence[Block]) -> list[Block]:
+        """Those whose parent is there, or comes before them."""
+        rooted: dict[BlockId, Block] = {}
+        for block in blocks:
+            if not block.start or block.parent in rooted or self.lookup(block.parent) is not None:
+                rooted[block.id] = block
+        return list(rooted.values())
+
+    def _make_room(self, blocks: Sequence[Block]) -> list[Block]:
+        """The blocks, from the first on, for which there is room once old leaves are gone."""
+        needed, ends = 0, []
+        for block in blocks:
+            known = self.lookup(block.id)
+            needed += block_file.size(block) - (known.nbytes if known else 0)
+            ends.append(needed)
+        if not blocks or self.nbytes + max(ends) <= self.budget:
+            return list(blocks)
+        own = {block.parent for block in blocks} | {block.id for block in blocks}
+        victims: list[BlockId] = []
+        count = 0
+        with self.table.writing():
+            # Who was read lately must be known before somebody is chosen.
+            self.table.flush_touches()
+            for block, end in zip(blocks, ends, strict=True):
+                while block_file.size(block) <= self.budget < self.nbytes + end:
+                    leaf = self.table.oldest_leaf(lambda each: each in own or self.pinned(each))
+                    if leaf is None:
+                        break
+                    victims.append(leaf)
+                    self.table.remove(leaf)
+                if self.nbytes + end > self.budget:
+                    break
+                count += 1
+        for name in victims:
+            with translate_os_errors(self.files.path(name)):
+                self.files.path(name).unlink(missing_ok=True)
+        return list(blocks[:count])
+
+    def _walk(self, progress: Callable[[int, int], None] | None) -> Findings:
+        known = self.table.rows()
+        there: dict[BlockId, BlockMeta] = {}
+        quarantined = leftovers = 0
+        files = sorted(self.files.files())
+        for number, path in enumerate(files, 1):
+            if path.name.endswith(TEMPORARY):
+                with translate_os_errors(path):
+                    path.unlink(missing_ok=True)
+                leftovers += 1
+            elif (meta := self.files.inspect(path, self.name)) is not None:
+                there[meta.id] = meta
+            else:
+                self.files.quarantine(path)
+                quarantined += 1
+            if progress is not None:
+                progress(number, len(files))
+        adopted, missing, mended = self.table.correct(known, there)
+        rebuilt, self.rebuilt = self.rebuilt, False
+        return Findings(
+            blocks=len(there),
+            nbytes=self.nbytes,
+            missing=missing,
+            adopted=adopted,
+            mended=mended,
+            quarantined=quarantined,
+            leftovers=leftovers,
+            rebuilt=rebuilt,
+        )

@@ -1,0 +1,218 @@
+"""`/v1/cache`: prefixes that are kept."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import Field
+
+from perdure.cache.prefix_cache import CacheStats
+from perdure.decode.slots import KeptPrefix
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.core.schemas import (
+    PAGE,
+    DeletedAnswer,
+    Items,
+    Label,
+    Limit,
+    RequestSchema,
+    ResponseSchema,
+    errors,
+    refuse_fields,
+)
+
+
+class WarmRequest(RequestSchema):
+    prompt: str | Annotated[Items[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+    labels: list[Label] = Field(default_factory=list, max_length=64)
+
+
+class RecordAnswer(ResponseSchema):
+    """A prefix that was warmed."""
+
+    id: str
+    tokens: int
+    kept: int
+    labels: list[str]
+
+
+class RunAnswer(ResponseSchema):
+    """Tokens that are kept in one run, up to where several prefixes part or none goes on."""
+
+    id: str
+    start: int
+    """How many tokens come before it."""
+    tokens: int
+    text: str
+    """The first of it."""
+    blocks: int
+    nbytes: dict[str, int]
+    """By tier."""
+    labels: list[str]
+    """Of the warmed prefixes that end in it."""
+    follows: bool
+    """Whether more is kept behind it: ask with `parent`, its id."""
+
+
+class RunList(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[RunAnswer]
+    has_more: bool
+    """Whether there are more beside these: ask with `after`, how many were given so far."""
+
+
+class TotalsAnswer(ResponseSchema):
+    """Of the whole cache, whoever it serves."""
+
+    blocks: int
+    nbytes: int
+    budget: int
+    disk_bytes: int | None
+    """None where nothing is kept on a disk."""
+    evicted: int
+    reused_tokens: dict[str, int]
+    computed_tokens: int
+
+
+class BlockAnswer(ResponseSchema):
+    """A run of tokens whose state is kept."""
+
+    id: str
+    parent: str
+    """The block that it follows; empty for the first of a chain."""
+    start: int
+    tokens: int
+    nbytes: int
+    tier: str
+
+
+class BlockList(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[BlockAnswer]
+    has_more: bool
+    """Whether there are more behind these: ask with `after`, the id of the last one."""
+
+
+class CacheAnswer(ResponseSchema):
+    records: list[RecordAnswer]
+    has_more: bool
+    """Whether there are more records behind these: ask with `after`, the id of the last one."""
+    totals: TotalsAnswer | None
+    """Only on a server without keys: where there are several callers, it is nobody's business."""
+
+
+router = APIRouter(prefix="/v1/cache", tags=["cache"])
+
+OptionalId = Annotated[str | None, Query(pattern="^[0-9a-f]{64}$")]
+
+
+@router.get("", responses=errors())
+async def read(
+    app_state: AppStateDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalId = None
+) -> CacheAnswer:
+    """Your warmed prefixes, a page of them behind the one with the id `after`; and on a server without keys
+    what the whole cache holds."""
+    return await app_state.call(_read, app_state, caller.namespace, limit, after)
+
+
+@router.get("/blocks", responses=errors())
+async def blocks(
+    app_state: AppStateDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalId = None
+) -> BlockList:
+    """The blocks that are kept of yours, each before those that follow it: a page of them, behind the one
+    with the id `after`."""
+    found = await app_state.call(
+        app_state.runtime.cache.blocks, namespace=caller.namespace, limit=limit + 1, after=after
+    )
+    data = [BlockAnswer(**asdict(block)) for block in found[:limit]]
+    return BlockList(data=data, has_more=len(found) > limit)
+
+
+@router.get("/tree", responses=errors(404))
+async def tree(
+    app_state: AppStateDep,
+    caller: CallerDep,
+    parent: Annotated[str | None, Query(pattern=r"^[0-9a-f]{64}$")] = None,
+    limit: Limit = PAGE,
+    after: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+) -> RunList:
+    """What is kept for you as a tree of shared prefixes: what starts it, or follows the run `parent`."""
+    return await app_state.call(_runs, app_state, caller.namespace, parent, limit, after)
+
+
+@router.post("/warm", status_code=201, responses=errors(507))
+async def warm(asked: WarmRequest, app_state: AppStateDep, caller: CallerDep) -> RecordAnswer:
+    """Compute a prefix once, and keep it."""
+    refuse_fields(asked, strict=app_state.strict, refused={})
+    record = await app_state.work(
+        app_state.runtime.cache.warm, asked.prompt, labels=asked.labels, namespace=caller.namespace
+    )
+    return _record(record)
+
+
+@router.delete("", responses=errors(507))
+async def clear(
+    app_state: AppStateDep,
+    caller: CallerDep,
+    label: Annotated[list[str], Query(description="May be given again; all of yours if left out")] = [],  # noqa: B006
+) -> DeletedAnswer:
+    """Drop your prefixes that carry one of the labels, wherever they are kept; or all of yours."""
+    return DeletedAnswer(
+        deleted=await app_state.call(app_state.runtime.cache.clear, label or None, namespace=caller.namespace)
+    )
+
+
+def _record(record: KeptPrefix) -> RecordAnswer:
+    return RecordAnswer(
+        id=record.id, tokens=len(record.tokens), kept=record.kept, labels=sorted(record.labels)
+    )
+
+
+def _runs(app_state: AppState, namespace: str, parent: str | None, limit: int, after: int) -> RunList:
+    runtime = app_state.runtime
+    found = runtime.cache.runs(parent, namespace=namespace, limit=limit + 1, after=after)
+    if found is None:
+        raise ApiError(
+            404,
+            "this prefix is no longer kept: look at the tree again",
+            kind="not_found_error",
+            param="parent",
+            code="not_found",
+        )
+    data = [
+        RunAnswer(
+            id=run.id,
+            start=run.start,
+            tokens=run.length,
+            text=runtime.model.detokenize(run.tokens, special=True),
+            blocks=run.blocks,
+            nbytes=run.nbytes,
+            labels=list(run.labels),
+            follows=run.follows,
+        )
+        for run in found[:limit]
+    ]
+    return RunList(data=data, has_more=len(found) > limit)
+
+
+def _read(app_state: AppState, namespace: str, limit: int, after: str | None) -> CacheAnswer:
+    records = app_state.runtime.cache.records(namespace=namespace, limit=limit + 1, after=after)
+    totals = None if len(app_state.keys) else _totals(app_state.runtime.cache.stats())
+    return CacheAnswer(
+        records=[_record(record) for record in records[:limit]], has_more=len(records) > limit, totals=totals
+    )
+
+
+def _totals(stats: CacheStats) -> TotalsAnswer:
+    return TotalsAnswer(
+        blocks=stats.blocks,
+        nbytes=stats.nbytes,
+        budget=stats.budget,
+        disk_bytes=stats.disk_bytes,
+        evicted=stats.evicted,
+        reused_tokens=dict(stats.reused_tokens),
+        computed_tokens=stats.computed_tokens,
+    )

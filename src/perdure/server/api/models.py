@@ -1,0 +1,131 @@
+"""`/v1/models`, and text as tokens."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from perdure.server.core.app_state import AppState, AppStateDep
+from perdure.server.core.schemas import (
+    Items,
+    RequestSchema,
+    ResponseSchema,
+    Token,
+    errors,
+    refuse_fields,
+)
+
+
+class TokenizeRequest(RequestSchema):
+    content: str = Field(max_length=1 << 20)
+    special: bool = False
+    """Whether the likes of `<|im_end|>` are read as the tokens they name."""
+    add_special: bool = True
+    """Whether the marks are added that the model puts around every text."""
+
+
+class TokenizeAnswer(ResponseSchema):
+    tokens: list[int]
+    count: int
+
+
+class DetokenizeRequest(RequestSchema):
+    tokens: Items[Token]
+    special: bool = False
+
+
+class DetokenizeAnswer(ResponseSchema):
+    content: str
+
+
+class ModelAnswer(ResponseSchema):
+    """A model with the fields that OpenAI's clients read, and those of Anthropic's."""
+
+    id: str
+    object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
+    created: int
+    owned_by: str
+    n_ctx: int
+    """Tokens that one request can hold."""
+    n_vocab: int
+    architecture: str
+    digest: str
+
+
+class CodexModel(ResponseSchema):
+    """A model as Codex reads it."""
+
+    slug: str
+    display_name: str
+    context_window: int
+    supported_in_api: bool = True
+
+
+class ModelList(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[ModelAnswer]
+    has_more: bool = False
+    first_id: str
+    last_id: str
+    models: list[CodexModel]
+
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.get("/v1/models", responses=errors())
+async def list_models(app_state: AppStateDep) -> ModelList:
+    """The model that this server has."""
+    model = _model(app_state)
+    codex = CodexModel(slug=model.id, display_name=model.id, context_window=model.n_ctx)
+    return ModelList(data=[model], first_id=model.id, last_id=model.id, models=[codex])
+
+
+@router.get("/v1/models/{name:path}", responses=errors(404))
+async def read_model(name: str, app_state: AppStateDep) -> ModelAnswer:
+    app_state.check_model(name)
+    return _model(app_state)
+
+
+@router.post("/tokenize", responses=errors(), tags=["tokens"])
+async def tokenize(asked: TokenizeRequest, app_state: AppStateDep) -> TokenizeAnswer:
+    """A text as token ids."""
+    refuse_fields(asked, strict=app_state.strict, refused={})
+    tokens = await app_state.call(
+        app_state.runtime.model.tokenize, asked.content, special=asked.special, bos=asked.add_special
+    )
+    return TokenizeAnswer(tokens=tokens, count=len(tokens))
+
+
+@router.post("/detokenize", responses=errors(), tags=["tokens"])
+async def detokenize(asked: DetokenizeRequest, app_state: AppStateDep) -> DetokenizeAnswer:
+    """Token ids as text."""
+    refuse_fields(asked, strict=app_state.strict, refused={})
+    text = await app_state.call(app_state.runtime.model.detokenize, asked.tokens, special=asked.special)
+    return DetokenizeAnswer(content=text)
+
+
+def _model(app_state: AppState) -> ModelAnswer:
+    model = app_state.runtime.model
+    return ModelAnswer(
+        id=app_state.name,
+        created=int(app_state.started),
+        display_name=app_state.name,
+        created_at=datetime.fromtimestamp(int(app_state.started), UTC).isoformat().replace("+00:00", "Z"),
+        max_input_tokens=app_state.runtime.n_ctx,
+        max_tokens=app_state.runtime.n_ctx,
+        owned_by="perdure",
+        n_ctx=app_state.runtime.n_ctx,
+        n_vocab=model.n_vocab,
+        architecture=model.info.architecture,
+        digest=model.digest,
+    )

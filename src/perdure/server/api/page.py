@@ -1,0 +1,90 @@
+"""`/`: the page, and the files that it is made of. They came with the package; none has anybody's data."""
+
+from __future__ import annotations
+
+import functools
+import mimetypes
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.middleware.auth import ASSETS
+from perdure.server.protocols.ollama.routes import running
+
+_POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "img-src": "'self'",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+    # No text becomes markup or script, whatever is in it.
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "'none'",
+}
+HEADERS = {
+    "content-security-policy": "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=(), payment=(), usb=()",
+}
+_KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/")
+async def index(request: Request) -> Response:
+    """The page for browsers; for Ollama's clients, which ask here whether somebody is there, their answer."""
+    if "text/html" not in request.headers.get("accept", ""):
+        return await running()
+    found = _files()
+    if "index.html" not in found:
+        raise ApiError(
+            404, "this build has no page; the API is at /v1", kind="not_found_error", code="no_page"
+        )
+    return _answer("index.html", found["index.html"], "no-cache")
+
+
+@router.get(ASSETS + "{name}")
+async def asset(name: str) -> Response:
+    found = _files().get(f"page/{name}")
+    if found is None:
+        raise ApiError(
+            404, f"there is no file {name[:100]!r} of the page", kind="not_found_error", code="not_found"
+        )
+    # Another content has another name.
+    return _answer(name, found, "public, max-age=31536000, immutable")
+
+
+def _answer(name: str, content: bytes, cache: str) -> Response:
+    suffix = name[name.rfind(".") :]
+    kind = _KINDS.get(suffix) or mimetypes.guess_type(name)[0] or "application/octet-stream"
+    return Response(content, media_type=kind, headers={**HEADERS, "cache-control": cache})
+
+
+@functools.cache
+def _files() -> dict[str, bytes]:
+    """All files of the page by their paths: few, and read once."""
+    found: dict[str, bytes] = {}
+
+    def walk(folder: Traversable, path: str) -> None:
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                walk(entry, f"{path}{entry.name}/")
+            else:
+                found[path + entry.name] = entry.read_bytes()
+
+    root = files("perdure.server") / "page"
+    if root.is_dir():
+        walk(root, "")
+    return found

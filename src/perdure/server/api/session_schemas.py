@@ -1,0 +1,366 @@
+"""Sessions, turns and memories as resources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from perdure.chat.message import Message
+from perdure.decode.slots import Plan
+from perdure.server.core.schemas import Items, Label, Name, RequestSchema, ResponseSchema
+from perdure.server.protocols.chat.requests import ChatMessage, ChatOptionsSchema
+from perdure.sessions.importing import ImportResult
+from perdure.sessions.info import SessionInfo, SessionMemory
+from perdure.sessions.session import Session
+from perdure.sessions.tree import Tree, TreeTurn, turn_id
+from perdure.sessions.turn import Turn, plain_settings
+
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class CreateRequest(RequestSchema):
+    name: Name
+    system: str | None = None
+
+
+class SayRequest(ChatOptionsSchema):
+    """A turn: a message by itself, or several."""
+
+    message: str | None = None
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
+
+
+class EditRequest(SayRequest):
+    turn: int = Field(ge=1, lt=2**31)
+    """Which turn to say differently, from 1. What came after it is left."""
+
+
+class RegenerateRequest(ChatOptionsSchema):
+    pass
+
+
+class ForkRequest(RequestSchema):
+    name: Name
+    turn: Count | None = None
+    """After which turn the new session starts; where this one stands, if left out."""
+
+
+class RewindRequest(RequestSchema):
+    turns: Count = 1
+
+
+class LabelRequest(RequestSchema):
+    label: Label
+    kind: Label = "memory"
+    turn: Count | None = None
+    note: str = ""
+
+
+class WakeMemoryRequest(RequestSchema):
+    name: Name
+    """Of the new session."""
+    address: str | None = None
+    """Of the memory. It may be left out while there is exactly one."""
+
+
+class OriginAnswer(ResponseSchema):
+    how: str
+    session: str | None
+    turn: int | None
+
+    @classmethod
+    def of(cls, origin: Mapping[str, Any]) -> OriginAnswer | None:
+        if not origin.get("how"):
+            return None
+        return cls(how=str(origin["how"]), session=origin.get("session"), turn=origin.get("turn"))
+
+
+class SessionSummary(ResponseSchema):
+    """A session as it is listed."""
+
+    name: str
+    kind: str
+    turns: int
+    created: float
+    updated: float
+    origin: OriginAnswer | None
+    agent: str
+    """The program that made it, as it calls itself; empty where that is not known."""
+
+    @classmethod
+    def of(cls, row: SessionInfo) -> SessionSummary:
+        return cls(
+            name=row.name,
+            kind=row.kind,
+            turns=row.depth,
+            created=row.created,
+            updated=row.updated,
+            origin=OriginAnswer.of(row.origin),
+            agent=str(row.origin.get("agent", "")),
+        )
+
+
+class SessionList(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[SessionSummary]
+    has_more: bool
+    """Whether there are more behind these: ask with `after`, the name of the last one."""
+
+
+class SaidMessage(ResponseSchema):
+    role: str
+    content: str | None
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    @classmethod
+    def of(cls, message: Message) -> SaidMessage:
+        return cls(**message.to_dict())
+
+
+class TurnAnswer(ResponseSchema):
+    turn: int
+    kind: str
+    messages: list[SaidMessage]
+    reply: SaidMessage | None
+    finish_reason: str
+    usage: dict[str, int]
+    why: str
+    """Why not more of its prompt was reused."""
+    dropped: int
+    seed: int
+    created: float
+    settings: dict[str, Any]
+    """What was asked of the reply, in the words of the library."""
+
+    @classmethod
+    def of(cls, number: int, turn: Turn) -> TurnAnswer:
+        return cls(
+            turn=number,
+            kind=turn.kind,
+            messages=[SaidMessage.of(message) for message in turn.messages],
+            reply=SaidMessage.of(turn.reply) if turn.reply is not None else None,
+            finish_reason=turn.finish_reason,
+            usage=turn.counts,
+            why=str(turn.usage.get("why", "")),
+            dropped=turn.dropped,
+            seed=turn.seed,
+            created=turn.created,
+            settings=plain_settings(turn.settings),
+        )
+
+
+class SessionAnswer(ResponseSchema):
+    object: Literal["session"] = "session"
+    name: str
+    kind: str
+    system: str | None
+    turns: int
+    tokens: int
+    """All that the model has read and written, as far as it is still in the conversation."""
+    settings: dict[str, Any]
+    """What is asked of every reply, unless a turn asks for something else."""
+    origin: OriginAnswer | None
+
+    @classmethod
+    def of(cls, session: Session) -> SessionAnswer:
+        return cls(
+            name=session.name,
+            kind=session.kind,
+            system=session.system,
+            turns=session.turns,
+            tokens=session.token_count,
+            settings=dict(session.settings),
+            origin=OriginAnswer.of(session.origin),
+        )
+
+
+class ImportAnswer(SessionAnswer):
+    """A session that was imported."""
+
+    taken: dict[str, int]
+    """Turns; tokens as they were; tokens whose state was taken."""
+    left_out: dict[str, str]
+    """`tokens` and `state`, each with the reason, where the file had some that were not taken."""
+
+    @classmethod
+    def of_result(cls, result: ImportResult) -> ImportAnswer:
+        return cls(
+            **SessionAnswer.of(result.session).model_dump(),
+            taken={"turns": result.turns, "tokens": result.tokens, "state_tokens": result.state_tokens},
+            left_out=dict(result.left_out),
+        )
+
+
+class TurnList(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[TurnAnswer]
+    has_more: bool
+    """Whether there are more behind these: ask with `after`, the number of the last one."""
+
+    @classmethod
+    def of(cls, session: Session, limit: int, after: int) -> TurnList:
+        turns = session.history(limit=limit + 1, after=after)
+        return cls(
+            data=[TurnAnswer.of(after + number, turn) for number, turn in enumerate(turns[:limit], 1)],
+            has_more=len(turns) > limit,
+        )
+
+
+class PlanAnswer(ResponseSchema):
+    """What waking would take: tokens by tier, what is read, what is computed."""
+
+    tiers: dict[str, int]
+    blocks: int
+    nbytes: int
+    computed: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanAnswer:
+        return cls(tiers=dict(plan.tiers), blocks=plan.blocks, nbytes=plan.nbytes, computed=plan.computed)
+
+
+class StopAnswer(ResponseSchema):
+    stopped: bool
+    """Whether a reply was being written."""
+
+
+class HeldAnswer(ResponseSchema):
+    tokens: int
+    nbytes: int
+
+
+class StateAnswer(ResponseSchema):
+    """Where the state of a session is."""
+
+    awake: bool
+    """Whether some of it needs no reading from a disk."""
+    tokens: int
+    """Of the whole session."""
+    tiers: dict[str, HeldAnswer]
+    """What each tier has of it; blocks that are shared with other sessions count for each."""
+    turn_bytes: int
+    """What its turns take on the disk, apart from state."""
+
+    @classmethod
+    def of(cls, session: Session) -> StateAnswer:
+        held = session.held()
+        return cls(
+            awake=bool(held.keys() & {"slot", "memory"}),
+            tokens=len(session.tokens),
+            tiers={name: HeldAnswer(tokens=each.tokens, nbytes=each.nbytes) for name, each in held.items()},
+            turn_bytes=session.turn_bytes,
+        )
+
+
+class TreeTurnAnswer(ResponseSchema):
+    """A turn in a tree, with the first words of it."""
+
+    id: str
+    parent: str | None
+    turn: int
+    """Its number in every session that it is part of; 0 for what stands before the conversation."""
+    kind: str
+    said: str
+    reply: str
+    finish_reason: str
+    created: float
+
+    @classmethod
+    def of(cls, turn: TreeTurn) -> TreeTurnAnswer:
+        return cls(
+            id=turn.id,
+            parent=turn.parent,
+            turn=turn.depth,
+            kind=turn.kind,
+            said=turn.said,
+            reply=turn.reply,
+            finish_reason=turn.finish_reason,
+            created=turn.created,
+        )
+
+
+class BranchAnswer(ResponseSchema):
+    """A session of a tree, and the turn at which it stands."""
+
+    name: str
+    at: str
+    turns: int
+    updated: float
+
+
+class PlaceAnswer(ResponseSchema):
+    """A memory of a tree, and its turn."""
+
+    address: str
+    label: str
+    kind: str
+    note: str
+    at: str
+
+
+class TreeAnswer(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[TreeTurnAnswer]
+    """Each after the one it follows."""
+    has_more: bool
+    """Whether there are more behind these: ask with `after`, the id of the last one."""
+    sessions: list[BranchAnswer]
+    """Those that stand in the tree; they come with its first turns."""
+    memories: list[PlaceAnswer]
+
+    @classmethod
+    def of(cls, tree: Tree, limit: int) -> TreeAnswer:
+        return cls(
+            data=[TreeTurnAnswer.of(turn) for turn in tree.turns[:limit]],
+            has_more=len(tree.turns) > limit,
+            sessions=[
+                BranchAnswer(name=each.name, at=turn_id(each.digest), turns=each.depth, updated=each.updated)
+                for each in tree.sessions
+            ],
+            memories=[
+                PlaceAnswer(
+                    address=each.address,
+                    label=each.label,
+                    kind=each.kind,
+                    note=each.note,
+                    at=turn_id(each.digest),
+                )
+                for each in tree.memories
+            ],
+        )
+
+
+class MemoryAnswer(ResponseSchema):
+    address: str
+    session: str
+    turn: int
+    label: str
+    kind: str
+    note: str
+    digest: str
+    created: float
+
+    @classmethod
+    def of(cls, memory: SessionMemory) -> MemoryAnswer:
+        return cls(
+            address=memory.address,
+            session=memory.session,
+            turn=memory.turn,
+            label=memory.label,
+            kind=memory.kind,
+            note=memory.note,
+            digest=memory.digest.hex(),
+            created=memory.created,
+        )
+
+
+class MemoryList(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[MemoryAnswer]
+    has_more: bool
+    """Whether there are more behind these: ask with `after`, the address of the last one."""

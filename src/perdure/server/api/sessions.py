@@ -1,0 +1,372 @@
+"""`/v1/sessions`: conversations that last, as resources."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path as FilePath
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.background import BackgroundTask
+from starlette.responses import FileResponse, PlainTextResponse, Response
+
+from perdure.atomic import open_private
+from perdure.chat.message import Message
+from perdure.errors import StoreFullError
+from perdure.server.api.session_schemas import (
+    CreateRequest,
+    EditRequest,
+    ForkRequest,
+    ImportAnswer,
+    LabelRequest,
+    MemoryAnswer,
+    PlanAnswer,
+    RegenerateRequest,
+    RewindRequest,
+    SayRequest,
+    SessionAnswer,
+    SessionList,
+    SessionSummary,
+    StateAnswer,
+    StopAnswer,
+    TreeAnswer,
+    TurnList,
+)
+from perdure.server.core.api_error import ApiError, ClientLeft
+from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.middleware.body_limits import FILE_TYPE, check_length, too_large
+from perdure.server.core.schemas import (
+    NAME,
+    NO_BODY,
+    PAGE,
+    DeletedAnswer,
+    Limit,
+    ReuseAnswer,
+    errors,
+    refuse_fields,
+    streamed,
+)
+from perdure.server.protocols.chat.answers import ChatAnswer
+from perdure.server.protocols.chat.requests import chat_options, check_chat_options, parsed
+from perdure.server.protocols.chat.routes import chat_answer
+from perdure.sessions.export import manifest_of
+from perdure.sessions.session import Session
+from perdure.store.durable import translate_os_errors, write_all
+
+router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+
+_RESERVE = 256 << 20
+"""Bytes of disk that no file from elsewhere gets."""
+Named = Annotated[str, Path(**NAME)]
+OptionalName = Annotated[str | None, Query(**NAME)]
+
+
+@router.get("", responses=errors(404))
+async def list_sessions(
+    app_state: AppStateDep,
+    caller: CallerDep,
+    limit: Limit = PAGE,
+    after: OptionalName = None,
+    text: Annotated[str | None, Query(min_length=1, max_length=1000)] = None,
+) -> SessionList:
+    """Your sessions, the latest first: a page of them, behind the one that is called `after`. With `text`,
+    those that have it in their names or in what was said."""
+    found = await app_state.call(
+        app_state.runtime.sessions.list, caller.namespace, limit=limit + 1, after=after, text=text
+    )
+    return SessionList(data=[SessionSummary.of(info) for info in found[:limit]], has_more=len(found) > limit)
+
+
+@router.post("", status_code=201, responses=errors(409, 507))
+async def create(asked: CreateRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
+    """A new session. One that exists is an error: nobody goes on with it by mistake."""
+    refuse_fields(asked, strict=app_state.strict, refused={})
+    return await app_state.call(
+        lambda: SessionAnswer.of(
+            app_state.runtime.sessions.create(
+                asked.name, system=asked.system, namespace=caller.namespace, agent=caller.agent
+            )
+        )
+    )
+
+
+@router.post(
+    "/import",
+    status_code=201,
+    responses=errors(409, 422, 507),
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {FILE_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
+async def import_session(
+    request: Request,
+    app_state: AppStateDep,
+    caller: CallerDep,
+    name: OptionalName = None,
+) -> ImportAnswer:
+    """A session out of a file that was exported, all of it verified first, under its own name or another.
+
+    Its tokens are taken if they stand for its text, its state if this server's store wrote it.
+    """
+    with await app_state.call(app_state.runtime.sessions.temporary_folder) as folder:
+        path = FilePath(folder) / "session"
+        await _receive(request, path, app_state)
+        return await app_state.work(_import, app_state, caller.namespace, path, name)
+
+
+@router.get("/{name}", responses=errors(404))
+async def read(name: Named, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
+    return await app_state.call(lambda: SessionAnswer.of(_session(app_state, caller, name)))
+
+
+@router.delete("/{name}", responses=errors(404, 409))
+async def delete(name: Named, app_state: AppStateDep, caller: CallerDep) -> DeletedAnswer:
+    """Forget a session. Forks of it, and memories, stay."""
+    await app_state.call(app_state.runtime.sessions.delete, name, caller.namespace)
+    return DeletedAnswer(deleted=1)
+
+
+@router.get("/{name}/turns", responses=errors(404))
+async def turns(
+    name: Named,
+    app_state: AppStateDep,
+    caller: CallerDep,
+    limit: Limit = PAGE,
+    after: Annotated[int, Query(ge=0, lt=2**31)] = 0,
+) -> TurnList:
+    """Everything that was said, turn by turn: a page of it, behind turn number `after`."""
+    return await app_state.call(lambda: TurnList.of(_session(app_state, caller, name), limit, after))
+
+
+@router.get(
+    "/{name}/transcript",
+    response_class=PlainTextResponse,
+    responses=errors(404),
+)
+async def transcript(
+    name: Named, app_state: AppStateDep, caller: CallerDep, form: Literal["markdown", "jsonl"] = "markdown"
+) -> Response:
+    """The conversation as text to read, or as a message a line."""
+    text = await app_state.call(lambda: _session(app_state, caller, name).transcript(form))
+    return PlainTextResponse(text)
+
+
+@router.post("/{name}/turns", responses=streamed(404, 409, 507), response_model=ChatAnswer)
+async def say(
+    name: Named, asked: SayRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> ChatAnswer | Response:
+    """Say something. The turn is kept once its reply is whole; `perdure.kept` says so."""
+    check_chat_options(asked, app_state)
+    said, options = _said(asked, app_state), chat_options(asked, app_state)
+    stream = await app_state.call(lambda: _session(app_state, caller, name).submit(said, **options))
+    return await chat_answer(stream, asked, request, app_state, caller, session=name, messages=said)
+
+
+@router.post("/{name}/edit", responses=streamed(404, 409, 507), response_model=ChatAnswer)
+async def edit(
+    name: Named, asked: EditRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> ChatAnswer | Response:
+    """Say something else in an earlier turn, and go on from its new reply."""
+    check_chat_options(asked, app_state)
+    said, options = _said(asked, app_state), chat_options(asked, app_state)
+    stream = await app_state.call(
+        lambda: _session(app_state, caller, name).submit_edit(asked.turn, said, **options)
+    )
+    return await chat_answer(stream, asked, request, app_state, caller, session=name, messages=said)
+
+
+@router.post("/{name}/regenerate", responses=streamed(404, 409, 507), response_model=ChatAnswer)
+async def regenerate(
+    name: Named, asked: RegenerateRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> ChatAnswer | Response:
+    """Another reply to the last message, in the place of the one there is."""
+    check_chat_options(asked, app_state)
+    options = chat_options(asked, app_state)
+    stream = await app_state.call(lambda: _session(app_state, caller, name).submit_regenerate(**options))
+    return await chat_answer(stream, asked, request, app_state, caller, session=name)
+
+
+@router.post("/{name}/fork", status_code=201, responses=errors(404, 409, 507))
+async def fork(name: Named, asked: ForkRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
+    """A new session that starts where this one stands, or after one of its turns."""
+    refuse_fields(asked, strict=app_state.strict, refused={})
+    return await app_state.call(
+        lambda: SessionAnswer.of(_session(app_state, caller, name).fork(asked.name, turn=asked.turn))
+    )
+
+
+@router.post("/{name}/rewind", responses=errors(404, 409, 507))
+async def rewind(
+    name: Named, asked: RewindRequest, app_state: AppStateDep, caller: CallerDep
+) -> SessionAnswer:
+    """Go back by a number of turns."""
+    refuse_fields(asked, strict=app_state.strict, refused={})
+
+    def work() -> SessionAnswer:
+        session = _session(app_state, caller, name)
+        session.rewind(asked.turns)
+        return SessionAnswer.of(session)
+
+    return await app_state.call(work)
+
+
+@router.get("/{name}/tree", responses=errors(404))
+async def tree(
+    name: Named,
+    app_state: AppStateDep,
+    caller: CallerDep,
+    limit: Limit = PAGE,
+    after: Annotated[str | None, Query(pattern=r"^[0-9a-f]{32}$")] = None,
+) -> TreeAnswer:
+    """The session with all that branched off, or that it branched off from: a page of turns, behind the one
+    with the id `after`."""
+    found = await app_state.call(
+        app_state.runtime.sessions.tree, name, caller.namespace, limit=limit + 1, after=after
+    )
+    return TreeAnswer.of(found, limit)
+
+
+@router.get("/{name}/state", responses=errors(404))
+async def state(name: Named, app_state: AppStateDep, caller: CallerDep) -> StateAnswer:
+    """Where its state is, and what it takes. Nothing is moved."""
+    return await app_state.call(lambda: StateAnswer.of(_session(app_state, caller, name)))
+
+
+@router.post("/{name}/stop", responses=errors(404), openapi_extra=NO_BODY)
+async def stop(name: Named, app_state: AppStateDep, caller: CallerDep) -> StopAnswer:
+    """End the reply that is being written. Its reader gets an end with `cancelled`; the turn is kept as far
+    as it is written, if it was asked with `perdure.keep_partial`."""
+    return await app_state.call(lambda: StopAnswer(stopped=_session(app_state, caller, name).stop()))
+
+
+@router.post("/{name}/sleep", responses=errors(404, 409, 507), openapi_extra=NO_BODY)
+async def sleep(name: Named, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
+    """Put its state where it outlives the server, and let go of the memory that it takes."""
+
+    def work() -> SessionAnswer:
+        session = _session(app_state, caller, name)
+        session.sleep()
+        return SessionAnswer.of(session)
+
+    return await app_state.work(work)
+
+
+@router.get("/{name}/plan", responses=errors(404))
+async def plan(name: Named, app_state: AppStateDep, caller: CallerDep) -> PlanAnswer:
+    """What waking would take. Nothing is done."""
+    return await app_state.call(lambda: PlanAnswer.of(_session(app_state, caller, name).plan_wake()))
+
+
+@router.post("/{name}/wake", responses=errors(404, 409, 422), openapi_extra=NO_BODY)
+async def wake(name: Named, app_state: AppStateDep, caller: CallerDep) -> ReuseAnswer:
+    """Bring its state back. What is missing or damaged is computed with the next turn."""
+    return await app_state.work(lambda: ReuseAnswer.of(_session(app_state, caller, name).wake()))
+
+
+@router.post("/{name}/label", status_code=201, responses=errors(404, 507))
+async def label(name: Named, asked: LabelRequest, app_state: AppStateDep, caller: CallerDep) -> MemoryAnswer:
+    """Mark a point of the session as a memory, to be woken by its address."""
+    refuse_fields(asked, strict=app_state.strict, refused={})
+    return await app_state.call(
+        lambda: MemoryAnswer.of(
+            _session(app_state, caller, name).label(
+                asked.label, kind=asked.kind, turn=asked.turn, note=asked.note
+            )
+        )
+    )
+
+
+@router.get(
+    "/{name}/export",
+    response_class=FileResponse,
+    responses={
+        200: {"content": {FILE_TYPE: {"schema": {"type": "string", "format": "binary"}}}},
+        **errors(404, 507),
+    },
+)
+async def export(name: Named, app_state: AppStateDep, caller: CallerDep, state: bool = True) -> Response:
+    """The session as one file, with its state or without."""
+    folder = await app_state.call(app_state.runtime.sessions.temporary_folder)
+    try:
+        path = FilePath(folder.name) / "session"
+        written = await app_state.work(lambda: _session(app_state, caller, name).export(path, state=state))
+    except BaseException:
+        folder.cleanup()
+        raise
+    return FileResponse(
+        written, media_type=FILE_TYPE, filename=f"{name}.perdure", background=BackgroundTask(folder.cleanup)
+    )
+
+
+def _session(app_state: AppState, caller: Caller, name: str) -> Session:
+    return app_state.runtime.sessions.get(name, caller.namespace)
+
+
+def _import(app_state: AppState, namespace: str, path: FilePath, name: str | None) -> ImportAnswer:
+    if name is None:
+        name = str(manifest_of(path).get("name"))
+        if len(name) > NAME["max_length"] or not re.fullmatch(NAME["pattern"], name):
+            raise ApiError(
+                422,
+                "the name in this file could not be asked for here: give another with ?name=",
+                param="name",
+                code="invalid_value",
+            )
+    return ImportAnswer.of_result(app_state.runtime.sessions.import_(path, name, namespace=namespace))
+
+
+def _said(asked: SayRequest, app_state: AppState) -> Sequence[Message]:
+    if (asked.message is None) == (asked.messages is None):
+        raise ApiError(400, "message: give either message or messages", param="message", code="invalid_value")
+    if asked.message is not None:
+        if not asked.message.strip():
+            raise ApiError(400, "message: it needs some text", param="message", code="invalid_value")
+        return [Message.parse({"role": "user", "content": asked.message})]
+    assert asked.messages is not None
+    return parsed(asked.messages, app_state)
+
+
+async def _receive(request: Request, path: FilePath, app_state: AppState) -> None:
+    """Write a body to a file as it comes, up to the limits of bytes and time."""
+    limits = app_state.limits
+    check_length(request.scope, limits.upload_bytes)
+    size, more = 0, True
+    clock = asyncio.get_running_loop().time
+    end = clock() + limits.upload_seconds
+
+    def write(data: bytes) -> None:
+        with translate_os_errors(path, len(data)):
+            write_all(file.fileno(), data)
+        if shutil.disk_usage(path.parent).free < _RESERVE:
+            raise StoreFullError(
+                f"less than {_RESERVE} bytes are left on the disk, which are for conversations: free some "
+                "space",
+                needed=_RESERVE,
+            )
+
+    try:
+        with open_private(path) as file:
+            while more:
+                # Each piece may take as long as a whole small body: files are long.
+                async with asyncio.timeout_at(min(end, clock() + limits.body_seconds)):
+                    message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                size += len(message.get("body", b""))
+                if size > limits.upload_bytes:
+                    raise too_large(limits.upload_bytes)
+                await asyncio.to_thread(write, message.get("body", b""))
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the file did not come within {limits.upload_seconds:g} seconds, or nothing of it "
+            f"for {limits.body_seconds:g}",
+            code="slow_request",
+        ) from None

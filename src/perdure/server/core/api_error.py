@@ -1,0 +1,244 @@
+"""API errors: every exception as a status and a body in OpenAI's format."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from perdure.errors import (
+    BusyError,
+    CannotRewindError,
+    ClosedError,
+    ContextOverflow,
+    EngineError,
+    InvalidInputError,
+    ModelNotFoundError,
+    PerdureError,
+    QuotaError,
+    SessionBusyError,
+    SessionError,
+    SessionExistsError,
+    SessionNotFoundError,
+    StateError,
+    StoreError,
+    StoreFullError,
+)
+
+log = logging.getLogger("perdure.server")
+
+_CROWDED = "too_many_connections"
+PROTOCOL = "protocol"
+"""In the state of a request: the protocol that is spoken at its path."""
+
+
+class ApiError(Exception):
+    """An answer other than the one that was asked for, with all that HTTP says about it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
+        needed: int | None = None,
+        fits: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+        self.needed, self.fits = needed, fits
+        """Tokens, where a context is too small."""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        shape = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": shape}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {"retry-after": str(self.retry_after)} if self.retry_after is not None else {}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if self.status in (408, 413) or self.code == _CROWDED:
+            # What is left of the body is not worth reading.
+            headers["connection"] = "close"
+        return headers
+
+    def response(self) -> Response:
+        """Its answer, in the shape of the protocol that is spoken where it is sent."""
+        return ErrorResponse(self)
+
+
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request with an error, or close a WebSocket before it opens."""
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
+    else:
+        await error.response()(scope, receive, send)
+
+
+class ErrorResponse(Response):
+    """An error, whose shape is known once its request is: middleware and routes alike give these."""
+
+    media_type = "application/json"
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(b"", status_code=error.status, headers=error.headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        shape: dict[str, Any] = self._error.body
+        if (protocol := scope.get("state", {}).get(PROTOCOL)) is not None:
+            self.status_code, shape = protocol.error_body(self._error)
+        # Escaped: whatever text an error quotes, its answer can be sent.
+        self.body = json.dumps(shape).encode()
+        self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
+class ClientLeft(Exception):
+    """Nobody is there to be answered. It is logged as 499."""
+
+
+def deadline(seconds: float) -> ApiError:
+    return ApiError(
+        504,
+        f"not finished within {seconds:g} seconds, which is the limit for this request; "
+        "ask for fewer tokens, or for more time",
+        kind="timeout_error",
+        code="deadline_exceeded",
+    )
+
+
+def too_many_connections(limit: int) -> ApiError:
+    return ApiError(
+        503,
+        f"{limit} connections are open, which is the limit; ask again later",
+        kind="server_error",
+        code=_CROWDED,
+        retry_after=2,
+    )
+
+
+def stopping() -> ApiError:
+    return ApiError(
+        503,
+        "the server is stopping; ask again once it is back",
+        kind="server_error",
+        code="stopping",
+        retry_after=5,
+    )
+
+
+def rate_limited(why: str, retry_after: int) -> ApiError:
+    return ApiError(429, why, kind="rate_limit_error", code="rate_limit_exceeded", retry_after=retry_after)
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """What HTTP says about an error."""
+    if isinstance(error, ApiError):
+        return error
+    for known, status, kind, code in _BY_CLASS:
+        # What a layer adds later is told like its parent.
+        if isinstance(error, known):
+            tokens = (error.needed, error.fits) if isinstance(error, ContextOverflow) else (None, None)
+            return ApiError(
+                status,
+                str(error),
+                kind=kind,
+                code=code,
+                retry_after=_RETRY.get(status),
+                needed=tokens[0],
+                fits=tokens[1],
+            )
+    if isinstance(error, UnicodeError):
+        return ApiError(400, "a text in the request is not valid Unicode", code="invalid_unicode")
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, "the server failed; its log says more", kind="server_error", code="internal_error")
+
+
+def validation(problems: Sequence[Any]) -> ApiError:
+    """What is wrong with a body, by the path of the first field that is."""
+    first: dict[str, Any] = problems[0] if problems else {"loc": (), "msg": "not valid"}
+    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    # The names of variants that were tried are not part of the path.
+    path = ".".join(part for part in where if not _is_variant(part))
+    message = first["msg"]
+    if first.get("type") == "json_invalid":
+        return ApiError(
+            400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}", code="invalid_json"
+        )
+    return ApiError(400, f"{path}: {message}" if path else message, param=path or None, code="invalid_value")
+
+
+def install(app: FastAPI) -> None:
+    """Have every error of `app` told this way."""
+
+    async def known(request: Request, error: Exception) -> Response:
+        return to_api_error(error).response()
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return validation(error.errors()).response()
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        codes = {404: "unknown_url", 405: "method_not_allowed"}
+        response = ApiError(
+            error.status_code, str(error.detail), kind=kind, code=codes.get(error.status_code)
+        ).response()
+        response.headers.update(error.headers or {})
+        return response
+
+    async def left(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)
+
+    for kind in (PerdureError, ApiError, UnicodeError):
+        app.add_exception_handler(kind, known)
+    app.add_exception_handler(ClientLeft, left)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, known)
+
+
+def _is_variant(part: str) -> bool:
+    return part[:1].isupper() or "[" in part or part in ("str", "int", "float", "bool")
+
+
+_RETRY = {429: 1, 503: 2}
+
+_BY_CLASS: tuple[tuple[type[PerdureError], int, str, str], ...] = (
+    # The most particular first.
+    (ContextOverflow, 413, "invalid_request_error", "context_length_exceeded"),
+    (SessionNotFoundError, 404, "not_found_error", "session_not_found"),
+    (SessionExistsError, 409, "invalid_request_error", "session_exists"),
+    (SessionBusyError, 409, "invalid_request_error", "session_busy"),
+    (SessionError, 409, "invalid_request_error", "session_error"),
+    (ModelNotFoundError, 404, "not_found_error", "model_not_found"),
+    (InvalidInputError, 400, "invalid_request_error", "invalid_value"),
+    (CannotRewindError, 409, "invalid_request_error", "cannot_rewind"),
+    (BusyError, 429, "rate_limit_error", "queue_full"),
+    (StateError, 422, "invalid_request_error", "unusable_state"),
+    (QuotaError, 507, "server_error", "quota_exceeded"),
+    (StoreFullError, 507, "server_error", "store_full"),
+    (StoreError, 503, "server_error", "store_unavailable"),
+    (EngineError, 503, "server_error", "engine_unavailable"),
+    (ClosedError, 503, "server_error", "stopping"),
+    (PerdureError, 500, "server_error", "internal_error"),
+)

@@ -1,0 +1,321 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from perdure.decode.request import Delta, Reply, TokenLogprob
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.core.follow import EventResponse, Follower
+from perdure.server.core.protocol import DONE, SSE, Events, EventTemplate, Protocol, event
+from perdure.server.core.schemas import (
+    Items,
+    RequestSchema,
+    ResponseSchema,
+    ReuseAnswer,
+    SamplingSchema,
+    StreamOptions,
+    TimingsAnswer,
+    Token,
+    UsageAnswer,
+    refuse_fields,
+    streamed,
+)
+from perdure.server.protocols.answer_head import AnswerHead, finite
+
+REFUSED = {"functions": "give them to /v1/chat/completions as tools"}
+
+
+class CompletionExtension(RequestSchema):
+    timeout: float | None = Field(None, gt=0, le=86400)
+    regex: str | None = Field(None, max_length=10_000)
+
+
+class CompletionRequest(SamplingSchema):
+    model: str = ""
+    prompt: str | Items[str] | Items[Token] | Items[Items[Token]]
+    max_tokens: int | None = Field(16, ge=1, lt=2**31)
+    """16, as OpenAI has it; null goes on until the model ends or the context is full."""
+    n: int | None = Field(None, ge=1, le=128)
+    best_of: int | None = Field(None, ge=1, le=128)
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    perdure: CompletionExtension | None = None
+
+
+class CompletionLogprobs(ResponseSchema):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionExtensionAnswer(ResponseSchema):
+    reuse: ReuseAnswer
+    timings: TimingsAnswer
+    seed: int
+
+
+class CompletionChoice(ResponseSchema):
+    index: int
+    text: str
+    finish_reason: Literal["stop", "length", "cancelled", "error"]
+    logprobs: CompletionLogprobs | None = None
+
+
+class CompletionAnswer(ResponseSchema):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageAnswer
+    system_fingerprint: str
+    perdure: CompletionExtensionAnswer
+
+
+router = APIRouter(tags=["OpenAI"])
+
+_PROMPTS = 128
+"""Of one request."""
+
+
+@router.post("/v1/completions", responses=streamed(404), response_model=CompletionAnswer)
+async def complete(
+    asked: CompletionRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> CompletionAnswer | Response:
+    """What follows a prompt, as it is."""
+    refuse_fields(asked, strict=app_state.strict, refused=REFUSED)
+    app_state.check_model(asked.model)
+    prompts = _prompts(asked)
+    _check(asked, len(prompts))
+    timeout = asked.perdure.timeout if asked.perdure else None
+    options = {
+        **app_state.defaults.sampling,
+        **_options(asked),
+        "timeout": app_state.seconds(timeout),
+        "namespace": caller.namespace,
+    }
+    if app_state.log_text:
+        caller.notes["prompt"] = asked.prompt
+    head = CompletionHead(app_state, asked)
+    writer = CompletionWriter(head, asked) if asked.stream else None
+    followers: list[Follower[Delta, Reply]] = []
+    try:
+        for prompt in prompts:
+            stream = await app_state.call(app_state.runtime.submit, prompt, **options)
+            listed = not followers
+            followers.append(
+                Follower(stream, app_state, caller, writer=writer, timeout=timeout, listed=listed)
+            )
+        # Behind those: what does not fit was refused by now, and is not tokenised for this either.
+        if asked.echo:
+            head.echoed = [await app_state.call(_text, app_state, prompt) for prompt in prompts]
+        if writer is not None:
+            return EventResponse(followers.pop(), SSE, app_state.limits)
+        groups = [list(await follower.whole(request)) for follower in followers]
+    finally:
+        # Nobody waits for those that were queued before one was refused.
+        for follower in followers:
+            follower.close()
+    for follower, group in zip(followers, groups, strict=True):
+        if (error := follower.cut(group)) is not None:
+            raise error
+    return await asyncio.to_thread(head.whole, groups)
+
+
+def _prompts(asked: CompletionRequest) -> list[str | list[int]]:
+    prompt = asked.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and all(isinstance(part, int) for part in prompt):
+        return [prompt]  # type: ignore[list-item]
+    if len(prompt) > _PROMPTS:
+        raise ApiError(
+            400,
+            f"prompt: {len(prompt)} prompts, {_PROMPTS} are allowed",
+            param="prompt",
+            code="invalid_value",
+        )
+    if not prompt:
+        raise ApiError(400, "prompt: give at least one", param="prompt", code="invalid_value")
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def _check(asked: CompletionRequest, prompts: int) -> None:
+    if asked.suffix:
+        raise ApiError(
+            400, "suffix: text is only ever added at the end", param="suffix", code="unsupported_parameter"
+        )
+    if asked.best_of not in (None, asked.n or 1):
+        raise ApiError(
+            400,
+            "best_of: samples are not ranked; leave it out",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    if asked.stream and prompts > 1:
+        raise ApiError(400, "stream: one prompt at a time", param="stream", code="unsupported_parameter")
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options: only with stream", param="stream_options", code="invalid_value")
+
+
+def _options(asked: CompletionRequest) -> dict[str, Any]:
+    options = {**asked.sampling, "max_tokens": asked.max_tokens}
+    if asked.n is not None:
+        options["n"] = asked.n
+    if asked.logprobs is not None:
+        options["logprobs"] = asked.logprobs
+        if asked.echo:
+            options["prompt_logprobs"] = asked.logprobs
+    if asked.perdure is not None and asked.perdure.regex is not None:
+        options["regex"] = asked.perdure.regex
+    return options
+
+
+def _text(app_state: AppState, prompt: str | list[int]) -> tuple[str, list[int]]:
+    """A prompt as text and as tokens."""
+    model = app_state.runtime.model
+    if isinstance(prompt, str):
+        return prompt, model.tokenize(prompt)
+    return model.detokenize(prompt, special=True), prompt
+
+
+class CompletionHead(AnswerHead):
+    """The head of completions, and what they say of a reply."""
+
+    prefix = "cmpl"
+    chunk_object = "text_completion"
+
+    def __init__(self, app_state: AppState, asked: CompletionRequest) -> None:
+        super().__init__(app_state)
+        self._logprobs = asked.logprobs
+        self._n = asked.n or 1
+        self.echoed: Sequence[tuple[str, list[int]]] = ()
+        """The prompts, as text and as tokens, where they stand before their replies."""
+
+    def whole(self, groups: Sequence[Sequence[Reply]]) -> CompletionAnswer:
+        return CompletionAnswer(
+            **self.common,
+            choices=[self._choice(at, reply) for at, group in enumerate(groups) for reply in group],
+            usage=UsageAnswer.of(*([reply.usage for reply in group] for group in groups)),
+            perdure=self.extension(groups[0][0]),
+        )
+
+    def extension(self, reply: Reply) -> CompletionExtensionAnswer:
+        return CompletionExtensionAnswer(
+            reuse=ReuseAnswer.of(reply.reuse), timings=TimingsAnswer.of(reply.timings), seed=reply.seed
+        )
+
+    def logprobs(
+        self, entries: Sequence[TokenLogprob], *, offset: int, first: int | None = None
+    ) -> CompletionLogprobs | None:
+        """Of tokens from a place in the text on. `first` is a token before them that has no probability."""
+        if self._logprobs is None:
+            return None
+        tokens = [] if first is None else [self._text(first)]
+        found: list[float | None] = [] if first is None else [None]
+        top: list[dict[str, float] | None] = [] if first is None else [None]
+        for entry in entries:
+            tokens.append(self._text(entry.token))
+            found.append(finite(entry.logprob))
+            top.append({self._text(each.token): finite(each.logprob) for each in entry.top})
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return CompletionLogprobs(tokens=tokens, token_logprobs=found, top_logprobs=top, text_offset=offsets)
+
+    def _choice(self, at: int, reply: Reply) -> CompletionChoice:
+        text, first, entries = reply.text, None, tuple(reply.logprobs or ())
+        if self.echoed:
+            prompt, tokens = self.echoed[at]
+            text, first = prompt + text, tokens[0]
+            known = [entry for entry in reply.prompt_logprobs or () if entry is not None]
+            entries = (*known, *entries)
+        return CompletionChoice(
+            index=at * self._n + reply.index,
+            text=text,
+            finish_reason=reply.finish_reason,  # type: ignore[arg-type]
+            logprobs=self.logprobs(entries, offset=0, first=first),
+        )
+
+    def _text(self, token: int) -> str:
+        return self.piece(token).decode("utf-8", "replace")
+
+
+class CompletionWriter:
+    """Chunks in OpenAI's older shape. Every sample ends once."""
+
+    def __init__(self, head: CompletionHead, asked: CompletionRequest) -> None:
+        self._head = head
+        self._open = set(range(asked.n or 1))
+        self._offsets = dict.fromkeys(self._open, 0)
+        include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
+        self._templates = [
+            EventTemplate(functools.partial(self._chunk, index)) for index in sorted(self._open)
+        ]
+
+    def keep_alive(self, progress: dict[str, Any]) -> Events:
+        return [event(self._chunk(min(self._open, default=0), "", more=progress))]
+
+    def start(self) -> Events:
+        events = []
+        for text, _ in self._head.echoed:
+            for index in sorted(self._open):
+                self._offsets[index] = len(text)
+                events.append(event(self._chunk(index, text)))
+        return events
+
+    def delta(self, delta: Delta) -> Events:
+        logprobs = None
+        if delta.logprobs:
+            logprobs = self._head.logprobs(delta.logprobs, offset=self._offsets[delta.index])
+        if logprobs is None:
+            return (self._templates[delta.index](delta.text),) if delta.text else ()
+        self._offsets[delta.index] += sum(map(len, logprobs.tokens))
+        return [event(self._chunk(delta.index, delta.text, logprobs=logprobs.model_dump()))]
+
+    def end(self, replies: Sequence[Reply]) -> Events:
+        chunks = []
+        for reply in replies:
+            self._open.discard(reply.index)
+            extension = self._head.extension(reply).model_dump()
+            chunks.append(self._chunk(reply.index, "", reply.finish_reason, more={"perdure": extension}))
+        if self._usage:
+            usage = UsageAnswer.of([reply.usage for reply in replies])
+            chunks.append(self._head.chunk([], {"usage": usage.model_dump()}))
+        return [*map(event, chunks), DONE]
+
+    def error(self, error: ApiError) -> Events:
+        ends = [self._chunk(index, "", "error") for index in sorted(self._open)]
+        return [event(error.body), *map(event, ends), DONE]
+
+    def _chunk(
+        self,
+        index: int,
+        text: str,
+        finish_reason: str | None = None,
+        *,
+        logprobs: Any = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._head.chunk([choice], {**self._usage, **(more or {})})
+
+
+PROTOCOL = Protocol(
+    name="OpenAI completions", prefix="/v1/completions", routers=(router,), writer=CompletionWriter
+)

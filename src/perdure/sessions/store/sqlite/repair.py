@@ -1,0 +1,330 @@
+"""What can be proved of a damaged database of sessions, in a new one; the damaged one is put aside, whole."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import sqlite3
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perdure.errors import CorruptStateError, StoreDamagedError
+from perdure.sessions.store.sqlite.folder import FILE, MENDED, SessionFolder
+from perdure.sessions.store.sqlite.locks import UseLock
+from perdure.sessions.store.sqlite.schema import (
+    INSERT_TURN,
+    MEMORY_COLUMNS,
+    MIGRATIONS,
+    SESSION_COLUMNS,
+    TURN,
+    TURN_COLUMNS,
+    USAGE,
+    parse_turn,
+    row_checksum,
+    turn_values,
+)
+from perdure.sessions.turn import FIRST, Turn
+from perdure.store.durable import make_private, sync_folder, translate_os_errors
+from perdure.store.index import APPLICATION, Index, unopened
+
+FOUND = "lost+found"
+"""The namespace of turns whose session is not known any more."""
+_PAGE = 4096
+_UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
+"""Even the words with which SQLite says what is wrong can be damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """What came of it."""
+
+    sessions: int
+    turns: int
+    memories: int
+    cut: Sequence[str]
+    """Sessions that stand at an earlier turn now, or are gone; memories that are gone."""
+    found: Sequence[str]
+    """Sessions that were made of turns to which nothing led any more."""
+    aside: Path
+    """Where the damaged database lies."""
+
+
+def repair(folder: Path) -> Repair:
+    """Put what can be proved of the sessions in `folder` in its place. `StoreDamagedError` if nothing can."""
+    lock = UseLock(folder, alone=True)
+    try:
+        aside = next(path for path in _places(folder) if not path.exists())
+        if (folder / MENDED).exists():
+            _exchange(folder, aside)
+            return Repair(sessions=0, turns=0, memories=0, cut=(), found=(), aside=aside)
+        with _copied(folder) as db:
+            found = _Found(db)
+        if not found.turns:
+            raise StoreDamagedError(f"nothing in {folder / FILE} can be proved: restore it from a copy")
+        known = SessionFolder(folder).mark() or found.id
+        temporary = folder / f"{MENDED}.tmp"
+        _remove(temporary)
+        new = Index(temporary, readonly=False, migrations=MIGRATIONS, functions={"seal": row_checksum})
+        with closing(new), new.writing():
+            found.write(new)
+            if known:
+                new.run("UPDATE register SET id = ?", known)
+        with translate_os_errors(folder):
+            os.replace(temporary, folder / MENDED)
+        sync_folder(folder)
+        _exchange(folder, aside)
+        return Repair(
+            sessions=len(found.sessions),
+            turns=sum(turn.kind != "start" for turn in found.turns.values()),
+            memories=len(found.memories),
+            cut=found.cut,
+            found=[str(values["name"]) for values in found.sessions if values["namespace"] == FOUND],
+            aside=aside,
+        )
+    finally:
+        lock.release()
+
+
+def _exchange(folder: Path, aside: Path) -> None:
+    """From here on the new database counts: whoever is interrupted goes on at the same place."""
+    with translate_os_errors(folder):
+        # The log before what it belongs to, and both before the new one comes: it would be taken for its own.
+        for suffix in ("-shm", "-wal", ""):
+            with suppress(FileNotFoundError):
+                os.replace(folder / f"{FILE}{suffix}", aside.with_name(aside.name + suffix))
+        sync_folder(folder)
+        os.replace(folder / MENDED, folder / FILE)
+    sync_folder(folder)
+
+
+def _places(folder: Path) -> Iterator[Path]:
+    return (folder / f"sessions.damaged-{number}.sqlite" for number in itertools.count(1))
+
+
+@contextmanager
+def _copied(folder: Path) -> Iterator[sqlite3.Connection]:
+    """A copy to read from, with a header such as ours have: little else is needed to reach the rows."""
+    copy = folder / "sessions.repair"
+    try:
+        with translate_os_errors(folder), unopened(folder / FILE):
+            for suffix in ("", "-wal"):
+                if (folder / f"{FILE}{suffix}").exists():
+                    make_private(folder / f"{copy.name}{suffix}")
+                    shutil.copyfile(folder / f"{FILE}{suffix}", folder / f"{copy.name}{suffix}")
+            with copy.open("r+b") as file:
+                head = bytearray(file.read(100).ljust(100, b"\0"))
+                pages = copy.stat().st_size // _PAGE
+                head[:24] = b"SQLite format 3\0" + struct.pack(">HBBBBBB", _PAGE, 2, 2, 0, 64, 32, 32)
+                head[28:32] = struct.pack(">I", pages)
+                head[44:48], head[52:60] = struct.pack(">I", 4), struct.pack(">II", 0, 1)
+                head[60:72] = struct.pack(">III", len(MIGRATIONS), 0, APPLICATION)
+                head[92:96] = head[24:28]
+                file.seek(0)
+                file.write(head)
+        with closing(sqlite3.connect(copy, isolation_level=None)) as db:
+            db.text_factory = lambda raw: raw.decode("utf-8", "replace")
+            yield db
+    except _UNREADABLE as error:
+        raise StoreDamagedError(
+            f"{folder / FILE} cannot be read: restore it from a copy ({error})"
+        ) from error
+    finally:
+        _remove(copy)
+
+
+def _remove(path: Path) -> None:
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        with translate_os_errors(path):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+class _Found:
+    """What can be read and proved.
+
+    A turn is proved by its digest, or by its row checksum if the digest is what was damaged; then its parent
+    is known too, through the digest of the turn before it. Where a turn is not proved but its row checksum
+    holds, the turn before it is still known, and a session goes back to it.
+    """
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._raw = {
+            row["number"]: row for row in _rows(db, "turn", "turn_parent", (*TURN_COLUMNS, "seal"), TURN)
+        }
+        self.turns: dict[int, Turn] = {}
+        self.depths: dict[int, int] = {}
+        for number in sorted(self._raw):
+            self._prove(number)
+        self.cut: list[str] = []
+        self.sessions: list[dict[str, Any]] = []
+        self.memories: list[dict[str, Any]] = []
+        for row in _rows(db, "session", "session_head", (*SESSION_COLUMNS, "seal")):
+            self._session(row)
+        for row in _rows(db, "memory", "memory_turn", (*MEMORY_COLUMNS, "seal")):
+            self._memory(row)
+        self._adopt()
+        self.last = self._numbers(db)
+        """The last number given out, for each table."""
+        self.id = ""
+        with suppress(*_UNREADABLE, TypeError):
+            [(self.id,)] = db.execute("SELECT id FROM register")
+
+    def write(self, index: Index) -> None:
+        for number, turn in self.turns.items():
+            parent = self._raw[number]["parent"]
+            index.run(INSERT_TURN, *turn_values(number, parent, self.depths[number], turn))
+        for table, last in self.last.items():
+            index.run(
+                "UPDATE counter SET last = ?, seal = ? WHERE name = ?", last, row_checksum(table, last), table
+            )
+        for values in self.sessions:
+            head = values["head"]
+            said = [values[column] for column in SESSION_COLUMNS]
+            proof = row_checksum(*said, self.depths[head], self.turns[head].digest)
+            index.run(
+                f"INSERT INTO session ({', '.join(SESSION_COLUMNS)}, seal)"
+                f" VALUES ({', '.join('?' * len(said))}, ?)",
+                *said,
+                proof,
+            )
+        for values in self.memories:
+            said = [values[column] for column in MEMORY_COLUMNS]
+            index.run(
+                f"INSERT INTO memory ({', '.join(MEMORY_COLUMNS)}, seal)"
+                f" VALUES ({', '.join('?' * len(said))}, ?)",
+                *said,
+                row_checksum(*said),
+            )
+
+        index.run(f"INSERT INTO usage {USAGE}")
+
+    def _numbers(self, db: sqlite3.Connection) -> dict[str, int]:
+        found = {
+            "turn": max(self._raw, default=0),
+            "session": max((row["number"] for row in self.sessions), default=0),
+            "memory": max((row["number"] for row in self.memories), default=0),
+        }
+        for table, last in found.items():
+            with suppress(*_UNREADABLE):
+                for number, proof in db.execute("SELECT last, seal FROM counter WHERE name = ?", [table]):
+                    if row_checksum(table, number) == proof:
+                        found[table] = max(last, number)
+        return found
+
+    def _prove(self, number: int) -> None:
+        row = self._raw[number]
+        parent = row["parent"]
+        if parent is not None and parent not in self.turns:
+            return
+        before = FIRST if parent is None else self.turns[parent].digest
+        depth = 0 if parent is None else self.depths[parent] + 1
+        try:
+            turn = parse_turn(row["whole"], before)
+        except CorruptStateError:
+            return
+        proved = (
+            turn.digest == row["digest"] or row_checksum(number, parent, depth, turn.digest) == row["seal"]
+        )
+        if proved and (turn.kind == "start") == (parent is None):
+            self.turns[number], self.depths[number] = turn, depth
+
+    def _session(self, row: dict[str, Any]) -> None:
+        what, head = f"session {row['name']!r}{_of(row['namespace'])}", row["head"]
+        if head in self.turns:
+            stands: tuple[Any, Any] = self.depths[head], self.turns[head].digest
+        else:
+            raw = self._raw.get(head, {})
+            stands = raw.get("depth"), raw.get("digest")
+        if row_checksum(*(row[column] for column in SESSION_COLUMNS), *stands) != row["seal"]:
+            self.cut.append(f"{what}: its entry is damaged")
+            return
+        last = self._last(head)
+        if last is None:
+            self.cut.append(f"{what}: its turns are damaged")
+            return
+        if last != head:
+            depth = self.depths[last]
+            self.cut.append(f"{what}: turn {depth + 1} is damaged, so that it stands after turn {depth} now")
+        self.sessions.append({**row, "head": last})
+
+    def _memory(self, row: dict[str, Any]) -> None:
+        whole = row_checksum(*(row[column] for column in MEMORY_COLUMNS)) == row["seal"]
+        turn = self.turns.get(row["turn"])
+        if whole and turn is not None and turn.digest == row["digest"]:
+            self.memories.append(row)
+        else:
+            what = f"memory {row['label']!r} of session {row['session']!r}{_of(row['namespace'])}"
+            self.cut.append(f"{what}: it is damaged")
+
+    def _last(self, number: int) -> int | None:
+        """The last turn up to `number` that is proved, if the way there can be trusted."""
+        while number not in self.turns:
+            row = self._raw.get(number)
+            if row is None or row_checksum(*(row[column] for column in TURN_COLUMNS)) != row["seal"]:
+                return None
+            number = row["parent"]
+        return number
+
+    def _adopt(self) -> None:
+        """Give turns that nothing leads to any more to sessions of their own."""
+        led = {row["head"] for row in self.sessions} | {row["turn"] for row in self.memories}
+        taken = {row["name"] for row in self.sessions if row["namespace"] == FOUND}
+        for number in sorted(self.turns, reverse=True):
+            if number not in led and self.depths[number]:
+                now = time.time()
+                name = next(name for name in _names(number) if name not in taken)
+                values = (
+                    1 + max((row["number"] for row in self.sessions), default=0),
+                    FOUND,
+                    name,
+                    "session",
+                    number,
+                    json.dumps({}),
+                    json.dumps({"how": "verify", "session": "", "turn": self.depths[number]}),
+                    now,
+                    now,
+                )
+                self.sessions.append(dict(zip(SESSION_COLUMNS, values, strict=True)))
+                led.add(number)
+            parent = self._raw[number]["parent"]
+            if number in led and parent is not None:
+                led.add(parent)
+        for number in [number for number in self.turns if number not in led]:
+            del self.turns[number]
+
+
+def _of(namespace: object) -> str:
+    return f" of namespace {namespace!r}" if namespace else ""
+
+
+def _names(turn: int) -> Iterator[str]:
+    yield f"turn {turn}"
+    yield from (f"turn {turn} ({again})" for again in itertools.count(2))
+
+
+def _rows(
+    db: sqlite3.Connection, table: str, index: str, columns: Sequence[str], whole: str = ""
+) -> Iterator[dict[str, Any]]:
+    """The rows of a table that can be read at all, by their numbers."""
+    numbers: set[int] = set()
+    for source in (f"{table} NOT INDEXED", f"{table} INDEXED BY {index}"):
+        with suppress(*_UNREADABLE):
+            for (number,) in db.execute(f"SELECT number FROM {source}"):
+                numbers.add(number)
+    names = [*columns, *(["whole"] if whole else [])]
+    for number in sorted(number for number in numbers if isinstance(number, int)):
+        with suppress(*_UNREADABLE):
+            found = db.execute(
+                f"SELECT {', '.join(f't.{column}' for column in columns)}{', ' if whole else ''}{whole}"
+                f" FROM {table} t NOT INDEXED WHERE t.number = ?",
+                [number],
+            ).fetchall()
+            for row in found:
+                parts = [*row[: len(columns)], *([row[len(columns) :]] if whole else [])]
+                yield dict(zip(names, parts, strict=True))
