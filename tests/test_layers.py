@@ -118,6 +118,74 @@ def test_the_check_lets_other_imports_be(line: str) -> None:
     assert upward(SOURCE / "engine" / "context.py", ast.parse(line)) == []
 
 
+# Inside a folder.
+
+INSIDE = {
+    "cache": (
+        "block",
+        "child_index",
+        "reuse_rule",
+        "kept_prefixes",
+        "tiers",
+        "block_cache",
+        "slots",
+        "cache_view",
+        "prefix_cache",
+    ),
+    "cache/tiers": ("base", "memory", "block_file", "block_index", "disk", "write_behind", "tiered"),
+    "cache/slots": ("checkpoints", "table", "placement", "swapper", "cache"),
+}
+"""From low to high, as LAYERS: the modules and folders of one folder."""
+
+
+def upward_inside(folder: str, file: Path, tree: ast.AST) -> list[str]:
+    """The imports of a file in `folder` that reach what stands above it in the order of that folder."""
+    order = INSIDE[folder]
+    package = ".".join(["perdure", *folder.split("/")])
+    own = file.relative_to(SOURCE / folder).with_suffix("").parts[0]
+    if own == "__init__":
+        return [module for module in imports(file, tree) if module.startswith(f"{package}.")]
+    named = (
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == package
+        for name in (f"{package}.{alias.name}" for alias in node.names)
+    )
+    inside = [each for each in (*imports(file, tree), *named) if each.startswith(f"{package}.")]
+    places = {each: order.index(each.removeprefix(f"{package}.").split(".")[0]) for each in inside}
+    return [each for each in inside if places[each] > order.index(own)]
+
+
+@pytest.mark.parametrize("folder", INSIDE)
+def test_every_module_of_an_ordered_folder_has_its_place(folder: str) -> None:
+    there = {path.stem for path in (SOURCE / folder).iterdir() if path.suffix == ".py" or is_package(path)}
+    assert there - {"__init__"} == set(INSIDE[folder])
+
+
+def is_package(path: Path) -> bool:
+    return path.is_dir() and any(path.glob("*.py"))
+
+
+@pytest.mark.parametrize("folder", INSIDE)
+def test_imports_inside_a_folder_run_one_way(folder: str) -> None:
+    for file in sorted((SOURCE / folder).rglob("*.py")):
+        assert upward_inside(folder, file, ast.parse(file.read_text())) == [], file
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from perdure.cache.slots.cache import SlotCache",
+        "from perdure.cache import slots",
+        "import perdure.cache.prefix_cache",
+        "if TYPE_CHECKING:\n    from perdure.cache.cache_view import CacheView",
+    ],
+)
+def test_the_check_sees_an_import_that_goes_up_inside_a_folder(line: str) -> None:
+    """Planted: what a tier must not say."""
+    assert upward_inside("cache", SOURCE / "cache" / "tiers" / "disk.py", ast.parse(line))
+
+
 # Circles.
 
 
