@@ -132,8 +132,8 @@ INSIDE = {
         "cache_view",
         "prefix_cache",
     ),
-    "cache/tiers": ("base", "memory", "block_file", "block_index", "disk", "write_behind", "tiered"),
-    "cache/slots": ("checkpoints", "table", "placement", "swapper", "cache"),
+    "cache/tiers": ("base", "memory", "block_index", "disk", "write_behind", "tiered"),
+    "cache/slots": ("checkpoints", "placement", "swapper", "cache"),
 }
 """From low to high, as LAYERS: the modules and folders of one folder."""
 

@@ -18,7 +18,6 @@ from perdure.backend import LocalBackend
 from perdure.cache.block import Block, BlockId, BlockMeta
 from perdure.cache.child_index import key_of
 from perdure.cache.reuse_rule import ANY_TOKEN, AT_TAIL_STATES
-from perdure.cache.tiers import block_file
 from perdure.cache.tiers.base import BlockTier
 from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.memory import MemoryTier
@@ -39,7 +38,7 @@ class ShelfTier(BlockTier):
     """Blocks as packed bytes in a dict, as a remote store would have them. It fails or hangs when told to."""
 
     name = "shelf"
-    patience = 60
+    patience: float | None = 60
 
     def __init__(self, budget: int = PLENTY) -> None:
         super().__init__()
@@ -90,7 +89,7 @@ class ShelfTier(BlockTier):
         self._answer()
         self.loads += 1
         try:
-            return block_file.unpack(self.files[block], block)
+            return Block.unpack(self.files[block], block)
         except (KeyError, CorruptStateError):
             return None
 
@@ -98,7 +97,7 @@ class ShelfTier(BlockTier):
         self._answer()
         stored = 0
         for each in blocks:
-            data = b"".join(block_file.pack(each))
+            data = b"".join(each.pack())
             if each.start and each.parent not in self.files:
                 continue
             while self.nbytes + len(data) > self.budget and self._drop_leaf(spared={each.parent}):
