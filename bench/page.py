@@ -23,7 +23,7 @@ import perdure
 from bench.harness import Bench, Figure, Gauge, Pairs, Run, at_most
 from bench.machine import Watch
 from perdure.chat.message import Message
-from perdure.server.app_state import AppState
+from perdure.server.core.app_state import AppState
 from perdure.server.http_server import HttpServer, address, bind
 from perdure.sessions.turn import Turn
 from perdure.testing.toy import Faults, Gate, ToyModel

@@ -41,6 +41,9 @@ LAYERS = (
     "cli",
 )
 
+INSIDE: dict[str, tuple[str, ...]] = {"server": ("core", "protocols", "api", "app", "http_server")}
+"""The order within a layer, from low to high, of its folders and modules."""
+
 
 def layer_of(module: str) -> str:
     """The layer of a module such as `perdure.engine.batch`, or of `perdure` itself."""
@@ -59,6 +62,8 @@ def imports(file: Path, tree: ast.AST) -> Iterator[str]:
             if module == "perdure":
                 # Names out of the top are modules of it, or else the public names.
                 yield from (f"perdure.{a.name}" if is_layer(a.name) else "perdure" for a in node.names)
+            elif module.count(".") == 1 and layer_of(module) in INSIDE:
+                yield from (f"{module}.{alias.name}" for alias in node.names)
             elif module.split(".")[0] == "perdure":
                 yield module
 
@@ -69,8 +74,18 @@ def is_layer(name: str) -> bool:
 
 def upward(file: Path, tree: ast.AST) -> list[str]:
     """The imports of a file that reach a layer above its own."""
-    own = LAYERS.index(file.relative_to(SOURCE).with_suffix("").parts[0])
-    return [module for module in imports(file, tree) if LAYERS.index(layer_of(module)) > own]
+    layer, *inside = file.relative_to(SOURCE).with_suffix("").parts
+    own = LAYERS.index(layer)
+    order = INSIDE.get(layer, ())
+    found = []
+    for module in imports(file, tree):
+        if LAYERS.index(layer_of(module)) > own:
+            found.append(module)
+        elif layer_of(module) == layer and module.count(".") >= 2 and inside[0] in order:
+            target = module.split(".")[2]
+            if target not in order or order.index(target) > order.index(inside[0]):
+                found.append(module)
+    return found
 
 
 def test_every_module_has_a_layer() -> None:
@@ -80,6 +95,14 @@ def test_every_module_has_a_layer() -> None:
         if path.suffix == ".py" or (path.is_dir() and any(path.glob("*.py")))
     }
     assert there <= set(LAYERS), "place the new module in LAYERS"
+
+
+@pytest.mark.parametrize("layer", INSIDE)
+def test_every_module_of_a_layer_with_an_order_has_its_place(layer: str) -> None:
+    there = {
+        path.stem for path in (SOURCE / layer).iterdir() if path.suffix == ".py" or any(path.glob("*.py"))
+    }
+    assert there - {"__init__"} == set(INSIDE[layer])
 
 
 @pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda file: str(file.relative_to(SOURCE)))
@@ -103,6 +126,21 @@ def test_no_module_imports_upwards(file: Path) -> None:
 def test_the_check_sees_an_import_that_goes_up(line: str) -> None:
     """Planted: what an engine module must not say."""
     assert upward(SOURCE / "engine" / "llama" / "core.py", ast.parse(line))
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("core/follow.py", "from perdure.server.protocols.chat.routes import PROTOCOL"),
+        ("core/middleware/auth.py", "from perdure.server.api import page"),
+        ("protocols/chat/routes.py", "import perdure.server.api.sessions"),
+        ("api/page.py", "def late():\n    from perdure.server.app import build"),
+        ("core/keys.py", "from ..app import build"),
+        ("protocols/completions.py", "from perdure.server import app"),
+    ],
+)
+def test_the_check_sees_an_import_that_goes_up_inside_of_a_layer(file: str, line: str) -> None:
+    assert upward(SOURCE / "server" / file, ast.parse(line))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ import httpx
 
 import perdure
 from perdure.server.app import served
-from perdure.server.app_state import AppState
+from perdure.server.core.app_state import AppState
 from perdure.testing.toy import ToyModel
 
 _ENDS = {

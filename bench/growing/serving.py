@@ -95,10 +95,10 @@ def _start() -> int:
     """Serve the toy engine, for as long as this process lives. The port."""
     import perdure
     from perdure.memory import FullAttention
-    from perdure.server.app_state import AppState
+    from perdure.server.core.app_state import AppState
+    from perdure.server.core.keys import Keys
+    from perdure.server.core.settings import Limits
     from perdure.server.http_server import HttpServer, bind
-    from perdure.server.keys import Keys
-    from perdure.server.limits import Limits
     from perdure.testing.toy import ToyModel
 
     runtime = perdure.open(ToyModel(FullAttention), n_ctx=512, slots=8, template="chatml", cache=_BUDGET)

@@ -14,7 +14,7 @@ import pytest
 
 import perdure
 from decode.observed import toy
-from perdure.server.keys import Keys, new_key
+from perdure.server.core.keys import Keys, new_key
 from server.live_server import live_server, opened
 
 ROOT = Path(__file__).resolve().parents[2]

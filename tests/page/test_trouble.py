@@ -13,9 +13,9 @@ from page.conftest import OpenPage
 from page.gates import PatientTurnstile
 from page.user import User, letters
 from page.words import REPLY, open_words
-from perdure.server.app_state import AppState
+from perdure.server.core.app_state import AppState
+from perdure.server.core.keys import Keys, new_key
 from perdure.server.http_server import HttpServer, bind
-from perdure.server.keys import Keys, new_key
 from server.live_server import LiveServer, live_server, opened
 from server.test_command import serving
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perdure import Model
-from perdure.server.keys import Keys, new_key
+from perdure.server.core.keys import Keys, new_key
 from server.live_server import LiveServer, live_server, opened
 
 

@@ -10,7 +10,7 @@ import anthropic
 import pytest
 from anthropic.types import TextBlock, ToolUseBlock
 
-from perdure.server.keys import Keys
+from perdure.server.core.keys import Keys
 from server.live_server import LiveServer
 
 USER: Any = [{"role": "user", "content": "Hello"}]

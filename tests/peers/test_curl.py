@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from perdure.server.keys import Keys
+from perdure.server.core.keys import Keys
 from server.live_server import LiveServer
 
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

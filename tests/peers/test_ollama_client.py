@@ -8,7 +8,7 @@ from typing import Any
 import ollama
 import pytest
 
-from perdure.server.keys import Keys
+from perdure.server.core.keys import Keys
 from server.live_server import LiveServer
 
 MODEL = "llama3.2"

@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from perdure.server.keys import Keys
+from perdure.server.core.keys import Keys
 from server.live_server import LiveServer
 
 USER: Any = [{"role": "user", "content": "Hello"}]

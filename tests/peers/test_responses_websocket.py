@@ -11,7 +11,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from decode.observed import toy
-from perdure.server.keys import Keys, new_key
+from perdure.server.core.keys import Keys, new_key
 from server.live_server import LiveServer, live_server, opened
 from server.scripted import scripted
 

@@ -28,8 +28,8 @@ from hypothesis import strategies as st
 import zoo
 from decode.observed import toy
 from perdure.server.app import build
-from perdure.server.app_state import AppState
-from perdure.server.keys import Keys, new_key
+from perdure.server.core.app_state import AppState
+from perdure.server.core.keys import Keys, new_key
 from server.live_server import PATIENCE, LiveServer, hello, live_server, opened
 
 CHAT = "/v1/chat/completions"

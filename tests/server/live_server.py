@@ -14,10 +14,10 @@ import httpx
 
 import perdure
 from perdure import Runtime
-from perdure.server.app_state import AppState
+from perdure.server.core.app_state import AppState
+from perdure.server.core.keys import Keys
+from perdure.server.core.settings import Limits
 from perdure.server.http_server import HttpServer, address, bind
-from perdure.server.keys import Keys
-from perdure.server.limits import Limits
 
 PATIENCE = 60.0
 """Seconds after which a test that waits has failed. None is meant to wait so long."""

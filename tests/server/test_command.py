@@ -20,7 +20,7 @@ import pytest
 from filelock import FileLock
 
 from cli.pty_user import terminal
-from perdure.server.keys import Keys
+from perdure.server.core.keys import Keys
 from server.live_server import PATIENCE, events, hello
 
 CHAT = "/v1/chat/completions"

@@ -22,7 +22,7 @@ from perdure.errors import (
     StaleViewError,
     UnsupportedSystemError,
 )
-from perdure.server.api_error import to_api_error
+from perdure.server.core.api_error import to_api_error
 from perdure.testing.toy import Faults
 from server.live_server import LiveServer, check_freed, events, hello, live_server, opened, raw, streamed
 

@@ -16,11 +16,11 @@ from pydantic import BaseModel, ValidationError
 
 from decode.observed import Turnstile, open_toy, toy
 from perdure import InvalidInputError
-from perdure.server.keys import Keys, new_key
-from perdure.server.middleware.body_limits import JsonScan
-from perdure.server.middleware.host_check import AllowedHosts
-from perdure.server.schemas.completion import CompletionRequest
-from perdure.server.schemas.embedding import EmbeddingRequest
+from perdure.server.api.embeddings import EmbeddingRequest
+from perdure.server.core.keys import Keys, new_key
+from perdure.server.core.middleware.body_limits import JsonScan
+from perdure.server.core.middleware.host_check import AllowedHosts
+from perdure.server.protocols.completions import CompletionRequest
 from server.live_server import LiveServer, check_freed, hello, live_server, opened, raw
 from serving import Page, site
 

@@ -16,8 +16,8 @@ from websockets.sync.client import connect
 
 from decode.observed import Turnstile, toy
 from perdure import InvalidInputError
-from perdure.server.keys import Key, Keys, KeyUsage, new_key
-from perdure.server.middleware.host_check import AllowedHosts, check_origins
+from perdure.server.core.keys import Key, Keys, KeyUsage, new_key
+from perdure.server.core.middleware.host_check import AllowedHosts, check_origins
 from server.live_server import hello, live_server, opened
 
 CHAT = "/v1/chat/completions"

@@ -12,8 +12,8 @@ import pytest
 
 from decode.observed import toy
 from perdure import InvalidInputError
+from perdure.server.core.keys import Key, Keys, new_key
 from perdure.server.http_server import check_address
-from perdure.server.keys import Key, Keys, new_key
 from server.live_server import hello, live_server, opened
 
 CHAT = "/v1/chat/completions"

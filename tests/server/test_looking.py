@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from decode.observed import Turnstile, open_toy, toy
-from perdure.server.keys import Keys, new_key
+from perdure.server.core.keys import Keys, new_key
 from server.live_server import LiveServer, live_server, opened, streamed
 
 SESSIONS = "/v1/sessions"

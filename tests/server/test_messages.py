@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from decode.observed import Turnstile, open_toy, toy
-from perdure.server.keys import Keys, new_key
-from perdure.server.protocols.seal import Seal
+from perdure.server.core.cipher import Seal
+from perdure.server.core.keys import Keys, new_key
 from server.live_server import live_server, opened
 from server.scripted import scripted
 

@@ -23,8 +23,8 @@ from schemathesis.specs.openapi.checks import (
 
 from decode.observed import toy
 from perdure.server.app import build
-from perdure.server.app_state import AppState
-from perdure.server.reply_defaults import ReplyDefaults
+from perdure.server.core.app_state import AppState
+from perdure.server.core.settings import ReplyDefaults
 from server.live_server import LiveServer, live_server, opened
 
 

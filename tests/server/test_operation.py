@@ -15,9 +15,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode.observed import toy
-from perdure.server.app_state import AppState
+from perdure.server.core.app_state import AppState
+from perdure.server.core.middleware.access_log import JsonLines
 from perdure.server.http_server import HttpServer, address, bind
-from perdure.server.middleware.access_log import JsonLines
 from server.live_server import PATIENCE, LiveServer, hello, live_server, opened, streamed
 
 CHAT = "/v1/chat/completions"

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from decode.observed import Turnstile, open_toy, toy
-from perdure.server.reply_defaults import ReplyDefaults
+from perdure.server.core.settings import ReplyDefaults
 from server.live_server import live_server, opened, raw
 from server.scripted import scripted
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from decode.observed import Turnstile, open_toy, toy
-from perdure.server.keys import Keys, new_key
+from perdure.server.core.keys import Keys, new_key
 from perdure.sessions import sessions as sessions_module
 from perdure.sessions.storage import session_store
 from server.live_server import LiveServer, live_server, opened

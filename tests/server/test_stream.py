@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from perdure.server.direct_write import AnswerTransport
-from perdure.server.follow import SSE, Event, EventResponse, Events, EventTemplate, Sink, event
+from perdure.server.core.direct_write import AnswerTransport
+from perdure.server.core.follow import EventResponse, Sink
+from perdure.server.core.protocol import SSE, Event, Events, EventTemplate, event
+from perdure.server.core.settings import Limits
 from perdure.server.http_server import bind
-from perdure.server.limits import Limits
 from perdure.testing.toy import ToyModel
 from server.live_server import PATIENCE, check_freed, hello, live_server, opened, raw
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from decode.observed import Turnstile, open_toy, toy
-from perdure.server.keys import Keys, new_key
+from perdure.server.core.keys import Keys, new_key
 from perdure.sessions.info import SessionInfo
 from perdure.sessions.storage.session_store import SessionStore
 from server.live_server import PATIENCE, live_server, opened

@@ -16,9 +16,9 @@ from perdure.config import choices, settings
 from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from perdure.server.app_state import AppState
-    from perdure.server.keys import Keys
-    from perdure.server.live_settings import LiveSettings
+    from perdure.server.core.app_state import AppState
+    from perdure.server.core.keys import Keys
+    from perdure.server.core.settings import LiveSettings
 
 log = logging.getLogger("perdure.server")
 _LIVE = frozenset(field.name for kind in (LiveOptions, SamplingOptions) for field in fields(kind))
@@ -26,9 +26,8 @@ _LIVE = frozenset(field.name for kind in (LiveOptions, SamplingOptions) for fiel
 
 def live_settings(options: LiveOptions, sampling: SamplingOptions, *, host: str, keys: Keys) -> LiveSettings:
     """What a server has from its options; `host` is where it listens."""
-    from perdure.server.live_settings import LiveSettings
-    from perdure.server.middleware.host_check import AllowedHosts, check_origins
-    from perdure.server.reply_defaults import ReplyDefaults
+    from perdure.server.core.middleware.host_check import AllowedHosts, check_origins
+    from perdure.server.core.settings import LiveSettings, ReplyDefaults
 
     origins = check_origins(options.cors or (), keys=len(keys))
     further = options.allow_host or ()

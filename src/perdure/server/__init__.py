@@ -1,20 +1,23 @@
-"""HTTP server: OpenAI's routes, routes for sessions, API keys, metrics and logs.
+"""HTTP server: protocols that clients speak, our own routes, API keys, metrics, logs and the page.
 
-limits           how much one request may ask for, and how long it may take
-keys             API keys and their namespaces
-api_error        every exception as a status and a body in OpenAI's format
-middleware/      access log, host check, API keys, body limits
-app_state        what every route needs: the runtime, the caller, work in threads
-client_job       work for one client, which ends when the client leaves
-sse              a job as server-sent events
-metrics          counts and times for Prometheus
-recent_requests  the last requests, for the page
-schemas/         what is sent and what comes back, and how OpenAPI describes it
-protocols/       one folder a protocol that others defined: OpenAI's chat and responses, Anthropic's, Ollama's
-routes/          one module a resource: everything else
-page/            the page for browsers, built from web/
-app              all of it as one ASGI application
-http_server      the application on a socket, from its start to its end
+core/        what every route needs; imports nothing of the others
+    protocol         a protocol as a value, and the events that its streams are made of
+    follow           the one consumer of a stream: events to a client, usage to its key
+    direct_write     the fast path of a token to a socket
+    app_state        the runtime, the caller, work in threads
+    settings         limits, reply defaults, what can change while the server runs
+    keys             API keys and their namespaces
+    api_error        every exception as a status and a body
+    schemas          what is common to requests and answers, and how OpenAPI describes them
+    middleware/      access log, host check and CORS, API keys, body limits
+    metrics          counts and times for Prometheus
+    recent_requests  the last requests, for the page
+    cipher           texts that clients carry for the server and cannot read
+protocols/   a folder a protocol that others defined: chat completions, Responses, Messages, Ollama
+api/         our own routes: sessions, memories, the cache, models, embeddings, operation, the page
+page/        the page for browsers, built from web/
+app          all of it as one ASGI application
+http_server  the application on a socket, from its start to its end
 
-A request goes middleware → routes → app_state → client_job; what comes of it goes back the same way.
+A request goes middleware → route → runtime or session; a `Follower` reads what comes of it.
 """

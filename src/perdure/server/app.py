@@ -8,25 +8,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from perdure.server import api_error
-from perdure.server.api_error import too_many_connections
-from perdure.server.app_state import AppState
-from perdure.server.middleware.access_log import AccessLog
-from perdure.server.middleware.auth import OPEN, Auth
-from perdure.server.middleware.body_limits import BodyLimits
-from perdure.server.middleware.cors import Cors
-from perdure.server.middleware.host_check import HostCheck
-from perdure.server.protocols.chat import routes as chat
-from perdure.server.protocols.messages import routes as messages
-from perdure.server.protocols.messages.errors import MessagesErrorAnswer
-from perdure.server.protocols.ollama import routes as ollama
-from perdure.server.protocols.ollama.errors import OllamaErrorAnswer
-from perdure.server.protocols.responses import compact, conversations, websocket
-from perdure.server.protocols.responses import routes as responses
-from perdure.server.protocols.responses.runs import Runs
-from perdure.server.routes import (
+from perdure.server.api import (
     cache,
-    completions,
     embeddings,
     machine,
     memories,
@@ -36,17 +19,32 @@ from perdure.server.routes import (
     rerank,
     sessions,
 )
-from perdure.server.schemas.base import ErrorAnswer, ResponseSchema
+from perdure.server.core import api_error
+from perdure.server.core.api_error import too_many_connections
+from perdure.server.core.app_state import AppState
+from perdure.server.core.middleware.access_log import AccessLog
+from perdure.server.core.middleware.auth import OPEN, Auth
+from perdure.server.core.middleware.body_limits import BodyLimits
+from perdure.server.core.middleware.host_check import Cors, HostCheck
+from perdure.server.core.protocol import OPENAI
+from perdure.server.protocols import completions
+from perdure.server.protocols.chat import routes as chat
+from perdure.server.protocols.messages import routes as messages
+from perdure.server.protocols.ollama import routes as ollama
+from perdure.server.protocols.responses import routes as responses
+from perdure.server.protocols.responses.runs import Runs
 
+PROTOCOLS = (
+    chat.PROTOCOL,
+    messages.PROTOCOL,
+    responses.PROTOCOL,
+    ollama.PROTOCOL,
+    completions.PROTOCOL,
+)
+_API = (embeddings, rerank, models, sessions, memories, cache, machine, operation)
 _ABOUT = "Local language models whose sessions last. OpenAI's routes, and sessions as resources."
 _UNTRUE = ("HTTPValidationError", "ValidationError")
 """FastAPI documents these errors everywhere; here they have the shape of all others."""
-_ERRORS: dict[str, type[ResponseSchema]] = {
-    "/v1/messages": MessagesErrorAnswer,
-    "/api/": OllamaErrorAnswer,
-    "": ErrorAnswer,
-}
-"""What errors look like, by how a path begins."""
 
 
 def build(app_state: AppState) -> FastAPI:
@@ -61,25 +59,10 @@ def build(app_state: AppState) -> FastAPI:
     if app_state.page:
         # Before Ollama's: both have an answer for `/`, and a browser says that it wants HTML.
         app.include_router(page.router)
-    for module in (
-        chat,
-        messages,
-        # Before the routes of a response: `compact` is no id.
-        compact,
-        responses,
-        conversations,
-        websocket,
-        ollama,
-        completions,
-        embeddings,
-        rerank,
-        models,
-        sessions,
-        memories,
-        cache,
-        machine,
-        operation,
-    ):
+    for protocol in PROTOCOLS:
+        for router in protocol.routers:
+            app.include_router(router)
+    for module in _API:
         app.include_router(module.router)
     api_error.install(app)
     app.openapi = lambda: _document(app, app_state)  # type: ignore[method-assign]
@@ -91,7 +74,7 @@ def served(app_state: AppState) -> ASGIApp:
     app: ASGIApp = Auth(BodyLimits(build(app_state), lambda: app_state.limits), app_state.keys)
     app = HostCheck(app, lambda: app_state.hosts)
     app = Cors(app, lambda: app_state.origins)
-    return AccessLog(app, app_state.metrics)
+    return AccessLog(app, app_state.metrics, PROTOCOLS)
 
 
 def turned_away(app_state: AppState) -> ASGIApp:
@@ -101,12 +84,12 @@ def turned_away(app_state: AppState) -> ASGIApp:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await refused.response()(scope, receive, send)
 
-    return AccessLog(answer, app_state.metrics)
+    return AccessLog(answer, app_state.metrics, PROTOCOLS)
 
 
 def _error(path: str) -> dict[str, str]:
-    name = next(form.__name__ for prefix, form in _ERRORS.items() if path.startswith(prefix))
-    return {"$ref": f"#/components/schemas/{name}"}
+    protocol = next((each for each in PROTOCOLS if path.startswith(each.prefix)), OPENAI)
+    return {"$ref": f"#/components/schemas/{protocol.error_schema.__name__}"}
 
 
 def _document(app: FastAPI, app_state: AppState) -> dict[str, Any]:
@@ -119,7 +102,7 @@ def _document(app: FastAPI, app_state: AppState) -> dict[str, Any]:
         schemas = shown["components"]["schemas"]
         for name in _UNTRUE:
             schemas.pop(name, None)
-        for form in _ERRORS.values():
+        for form in {protocol.error_schema for protocol in (*PROTOCOLS, OPENAI)}:
             shown_form = form.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(shown_form.pop("$defs", {}))
             schemas[form.__name__] = shown_form

@@ -20,10 +20,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from perdure import system
 from perdure.errors import InvalidInputError
-from perdure.server import direct_write
 from perdure.server.app import served, turned_away
-from perdure.server.app_state import AppState
-from perdure.server.limits import Limits
+from perdure.server.core import direct_write
+from perdure.server.core.app_state import AppState
+from perdure.server.core.settings import Limits
 from perdure.worker.remote import BackendClient
 
 log = logging.getLogger("perdure.server")

@@ -351,6 +351,9 @@ class Session(StoredSession):
             pending, history = self._begin()
             try:
                 base, said = choose(history)
+                # Before any work: a turn that cannot be kept is not made.
+                if extra.follower is not None:
+                    extra.follower._lend(pending)
             except BaseException:
                 self._end(pending)
                 raise
@@ -370,8 +373,6 @@ class Session(StoredSession):
             self._end(pending)
             raise
         pending.job = weakref.ref(job, lambda _: pending.release())
-        if extra.follower is not None:
-            extra.follower._lend(pending)
         return job
 
 

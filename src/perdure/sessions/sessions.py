@@ -181,14 +181,21 @@ class Sessions:
         namespace: str = "",
         kind: str = RESPONSE,
     ) -> Session:
-        """A session for one response: it starts where `after` stands, and its next turn is the response."""
+        """A session for one response: it starts where `after` stands, and its next turn is the response.
+
+        Its origin says where that is. History and number of turns are of one moment: `after` may go on
+        meanwhile.
+        """
         _check_name(name)
         if after is None:
+            origin = {"session": None, "turn": 0, **origin}
             with self._lock:
                 start = Turn(kind="start", messages=())
                 info = self.store.create(namespace, name, [start], kind=kind, origin=origin)
                 return self._opened(info)
+        after._refresh()
         history, saved = after._history, after._saved
+        origin = {"session": after.name, "turn": len(history), **origin}
         with self._lock:
             info = self.store.create(
                 namespace, name, head=history.head, digest=history.place.digest, kind=kind, origin=origin

@@ -183,10 +183,10 @@ class StoredSession:
             self._history = base.then(numbers, [turn])
 
     def note(self, origin: Mapping[str, Any]) -> None:
-        """Write down something else of where it comes from."""
+        """Add to what is written down of its origin. Entries that are not named here stay."""
         with self._lock:
             self._check_there()
-            self._info = self._host.store.note(self._info, origin)
+            self._info = self._host.store.note(self._info, {**self._info.origin, **origin})
 
     def rewind(self, turns: int = 1, *, to: int | None = None) -> None:
         """Go back by a number of turns, or to after turn number `to`."""
@@ -317,9 +317,16 @@ class StoredSession:
             return pending, history
 
     def _lend(self, pending: PendingTurn) -> None:
-        """Have nobody else change the session while a turn that it is to follow is on its way."""
+        """Have nobody else change the session while a turn that it is to follow is on its way. Refused where
+        the session does not stand where that turn began: the turn could not become part of it."""
         with self._lock:
             self._take()
+            if self._history.head != pending.head:
+                self._host.store.release(self._info)
+                raise SessionError(
+                    f"session {self.name!r} has moved on since this turn was asked for, so it cannot become "
+                    "part of it: ask again"
+                )
             info, store, first = self._info, self._host.store, pending.let_go
 
             def let_go() -> None:
@@ -369,7 +376,7 @@ class StoredSession:
 
     def _check_free(self) -> None:
         pending = self._pending
-        if pending is None:
+        if pending is None or pending.ended:
             return
         job: TurnJob | None = pending.job() if pending.job is not None else None
         if pending.job is None or (job is not None and not (job.done or job.cancelled)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Protocol
@@ -19,12 +20,14 @@ from perdure.chat.transcript import Transcript
 from perdure.errors import (
     ContextOverflow,
     InvalidInputError,
+    PerdureError,
     SessionError,
     StateError,
     StoreError,
 )
 from perdure.sessions.fold import FoldingJob, TurnJob, foldable, summarised
 from perdure.sessions.history import History
+from perdure.sessions.storage.schema import RESPONSE
 from perdure.sessions.stored_session import PendingTurn, StoredSession, StoreHost
 from perdure.sessions.turn import Turn, added, plain_settings
 
@@ -52,6 +55,8 @@ class TurnExtra:
     """Written down with the turn's settings, as they are when it is kept."""
     follower: StoredSession | None = None
     """A session that stands where this one does, and is to go on with the same turn."""
+    date: str | None = None
+    """What the template is told where the history has no date; None for the clock's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +79,7 @@ class TurnTransaction:
     def submit(self, settings: dict[str, Any]) -> TurnJob:
         """Have the reply made. What takes time is done here: render and tokenise."""
         if settings.get("date") is None and self.host.chat_format.asks_date:
-            settings["date"] = _date(self.base)
+            settings["date"] = _date(self.base) or self.extra.date or today()
         return FoldingJob(self._folding(settings)) if self._is_full(settings) else self._ask(settings)
 
     def _ask(self, settings: dict[str, Any], fold: Turn | None = None) -> ChatJob:
@@ -129,6 +134,9 @@ class TurnTransaction:
                 )
             except (StoreError, StateError, SessionError, InvalidInputError) as error:
                 # What was said was said: the caller has the reply, and learns that it will not last.
+                if session.kind == RESPONSE:
+                    with suppress(PerdureError):
+                        session.note({"not_kept": str(error)})
                 return replace(reply, not_kept=str(error))
             session._history = base.then(numbers, turns, whole, prompt.rendering)
             if follower is not None:
@@ -208,13 +216,18 @@ class TurnTransaction:
         )
 
 
-def _date(history: History) -> str:
+def today() -> str:
+    """The date that a template is told of a conversation that begins now."""
+    return datetime.now().isoformat(timespec="seconds")
+
+
+def _date(history: History) -> str | None:
     """The day that the last turn was told, and so the day that the conversation began on: it stays, or each
     new day would change the prompt's beginning."""
     for _, turn in history.back():
         if isinstance(found := turn.settings.get("date"), str):
             return found
-    return datetime.now().isoformat(timespec="seconds")
+    return None
 
 
 def _usage(reply: ChatReply) -> dict[str, int | str]:

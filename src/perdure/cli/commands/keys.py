@@ -13,7 +13,7 @@ from perdure.cli.options.shared import Json
 from perdure.cli.output.facts import print_json
 
 if TYPE_CHECKING:
-    from perdure.server.keys import Key
+    from perdure.server.core.keys import Key
 
 app = typer.Typer(help="Keys of a server: who may use it, until when, and how much.", no_args_is_help=True)
 
@@ -56,7 +56,7 @@ def add(
 ) -> None:
     """Make a key, print it once, and put its hash into the file."""
     from perdure.cli.output import terminal
-    from perdure.server.keys import new_key
+    from perdure.server.core.keys import new_key
 
     path = _path(file)
     secret, key = new_key(
@@ -136,7 +136,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _keys(path: Path) -> list[Key]:
-    from perdure.server.keys import Keys
+    from perdure.server.core.keys import Keys
 
     has_some = any(line.split("#")[0].strip() for line in _lines(path))
     return list(Keys.read(path)) if has_some else []

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perdure.cli.settings_reload import SettingsReload
-    from perdure.server.app_state import AppState
-    from perdure.server.keys import Keys
+    from perdure.server.core.app_state import AppState
+    from perdure.server.core.keys import Keys
 
 _OLLAMA = 11434
 _Engine = "Engine"
@@ -152,9 +152,9 @@ def serve(
         _print_key(new_key)
         return
     try:
-        from perdure.server.app_state import AppState
+        from perdure.server.core.app_state import AppState
+        from perdure.server.core.keys import Keys
         from perdure.server.http_server import bind, check_address
-        from perdure.server.keys import Keys
     except ModuleNotFoundError as error:
         note(f"{error.name} is not installed: pip install 'perdure[server]'")
         raise typer.Exit(1) from None
@@ -211,8 +211,8 @@ def _listen(
     import sys
 
     from perdure.cli.output.log_notes import leave_warnings_to_the_log
+    from perdure.server.core.middleware.access_log import JsonLines
     from perdure.server.http_server import HttpServer, address
-    from perdure.server.middleware.access_log import JsonLines
 
     leave_warnings_to_the_log()
     logging.getLogger().addHandler(JsonLines(sys.stderr))
@@ -255,7 +255,7 @@ def _state(keys: Keys) -> str:
 def _print_key(namespace: str) -> None:
     from perdure import InvalidInputError
     from perdure.cli.output.terminal import note
-    from perdure.server.keys import new_key
+    from perdure.server.core.keys import new_key
 
     try:
         secret, key = new_key(namespace)

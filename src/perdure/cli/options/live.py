@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
-    from perdure.server.limits import Limits
+    from perdure.server.core.settings import Limits
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 _Access = "Access"
@@ -129,7 +129,7 @@ class LiveOptions:
 
     @property
     def limits(self) -> Limits:
-        from perdure.server.limits import Limits
+        from perdure.server.core.settings import Limits
 
         return Limits(
             body_bytes=self.body_bytes,

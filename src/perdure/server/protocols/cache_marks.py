@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from perdure.decode.slots import KeptPrefix
-from perdure.server.schemas.base import RequestSchema
+from perdure.server.core.schemas import RequestSchema
 
 BREAKPOINT = "prompt_cache_breakpoint"
 MARKS = 4

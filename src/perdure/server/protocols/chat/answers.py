@@ -9,9 +9,9 @@ from pydantic import Field
 
 from perdure.chat.reply import ChatReply
 from perdure.decode.request import TokenLogprob
-from perdure.server.app_state import AppState
-from perdure.server.routes.answer_head import AnswerHead, finite
-from perdure.server.schemas.base import ResponseSchema, ReuseAnswer, TimingsAnswer, UsageAnswer
+from perdure.server.core.app_state import AppState
+from perdure.server.core.schemas import ResponseSchema, ReuseAnswer, TimingsAnswer, UsageAnswer
+from perdure.server.protocols.answer_head import AnswerHead, finite
 
 
 class TopLogprob(ResponseSchema):

@@ -11,11 +11,9 @@ from perdure.chat.message import Message, parse_messages
 from perdure.chat.options import RESERVED
 from perdure.config import Overflow, ReasoningMode
 from perdure.decode.slots import KeptPrefix
-from perdure.server.api_error import ApiError
-from perdure.server.app_state import AppState
-from perdure.server.protocols.cache_marks import PromptCacheOptions, cache_marks
-from perdure.server.protocols.reply_request import ReplyRequest
-from perdure.server.schemas.base import (
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState
+from perdure.server.core.schemas import (
     Items,
     Name,
     RequestSchema,
@@ -23,6 +21,8 @@ from perdure.server.schemas.base import (
     StreamOptions,
     refuse_fields,
 )
+from perdure.server.protocols.cache_marks import PromptCacheOptions, cache_marks
+from perdure.server.protocols.reply_request import ReplyRequest
 
 REFUSED = {
     "functions": "give tools instead",

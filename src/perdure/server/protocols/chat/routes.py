@@ -10,12 +10,13 @@ from starlette.responses import Response
 
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
-from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
-from perdure.server.follow import Stream, answer
+from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.follow import Stream, answer
+from perdure.server.core.protocol import Protocol
+from perdure.server.core.schemas import streamed
 from perdure.server.protocols.chat.answers import ChatAnswer, ChatHead
 from perdure.server.protocols.chat.requests import ChatOptionsSchema, ChatRequest, reply_request
 from perdure.server.protocols.chat.stream import ChatWriter
-from perdure.server.schemas.openapi import streamed
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -57,3 +58,6 @@ async def chat_answer(
         session=session,
         messages=messages,
     )
+
+
+PROTOCOL = Protocol(name="OpenAI chat completions", prefix="/v1/chat", routers=(router,), writer=ChatWriter)

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
-from perdure.server.api_error import ApiError
-from perdure.server.follow import DONE, Events, EventTemplate, event
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.protocol import DONE, Events, EventTemplate, event
+from perdure.server.core.schemas import UsageAnswer
 from perdure.server.protocols.chat.answers import ChatHead
-from perdure.server.schemas.base import UsageAnswer
 
 
 class ChatWriter:

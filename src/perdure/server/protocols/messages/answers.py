@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from perdure.chat.reply import ChatReply
-from perdure.server.app_state import AppState
+from perdure.server.core.app_state import AppState
+from perdure.server.core.schemas import ResponseSchema
 from perdure.server.protocols.chat.answers import ExtensionAnswer, extension
 from perdure.server.protocols.messages.requests import FIVE_MINUTES, HOUR, MessagesRequest
-from perdure.server.schemas.base import ResponseSchema
 
 
 class CacheCreation(ResponseSchema):

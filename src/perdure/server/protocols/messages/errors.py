@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from perdure.server.api_error import ApiError
-from perdure.server.schemas.base import ResponseSchema
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.schemas import ResponseSchema
 
 _KINDS = {
     400: "invalid_request_error",

@@ -9,10 +9,10 @@ from pydantic import Field
 
 from perdure.chat.message import parse_messages
 from perdure.decode.slots import KeptPrefix
-from perdure.server.api_error import ApiError
-from perdure.server.app_state import AppState
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState
+from perdure.server.core.schemas import Items, RequestSchema
 from perdure.server.protocols.reply_request import ReplyRequest
-from perdure.server.schemas.base import Items, RequestSchema
 
 _BILLING = "x-anthropic-billing-header:"
 """How a block begins that Claude Code puts first, and that changes from request to request: no part of the

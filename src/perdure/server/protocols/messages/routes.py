@@ -6,9 +6,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from perdure.errors import ContextOverflow
-from perdure.server.app_state import AppState, AppStateDep, CallerDep
-from perdure.server.follow import answer
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.core.follow import answer
+from perdure.server.core.protocol import Protocol
+from perdure.server.core.schemas import errors, streamed
 from perdure.server.protocols.messages.answers import CountAnswer, MessagesAnswer, MessagesHead
+from perdure.server.protocols.messages.errors import MessagesErrorAnswer, error_body
 from perdure.server.protocols.messages.requests import (
     Conversation,
     CountRequest,
@@ -18,7 +21,6 @@ from perdure.server.protocols.messages.requests import (
 )
 from perdure.server.protocols.messages.stream import MessagesWriter
 from perdure.server.protocols.reply_request import ReplyRequest
-from perdure.server.schemas.openapi import errors, streamed
 from perdure.sessions.fold import TurnJob
 
 router = APIRouter(tags=["Anthropic"])
@@ -60,3 +62,13 @@ def _count(asked: CountRequest, app_state: AppState, namespace: str) -> CountAns
         return CountAnswer(input_tokens=app_state.runtime.count_chat(said, namespace=namespace, **options))
     except ContextOverflow as error:
         return CountAnswer(input_tokens=error.needed)
+
+
+PROTOCOL = Protocol(
+    name="Anthropic Messages",
+    prefix="/v1/messages",
+    routers=(router,),
+    writer=MessagesWriter,
+    error_schema=MessagesErrorAnswer,
+    error_body=error_body,
+)

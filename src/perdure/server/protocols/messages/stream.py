@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from perdure.chat.reply import ChatDelta, ChatReply
-from perdure.server.api_error import ApiError
-from perdure.server.follow import Event, Events, EventTemplate, named_event
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.protocol import Event, Events, EventTemplate, named_event
 from perdure.server.protocols.call_buffer import CallBuffer, WholeCall
 from perdure.server.protocols.chat.answers import extension
 from perdure.server.protocols.messages.answers import MessagesHead, MessagesUsage

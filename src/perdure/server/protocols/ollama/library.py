@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from perdure.errors import PerdureError
-from perdure.server.app_state import AppState
+from perdure.server.core.app_state import AppState
 from perdure.server.protocols.ollama.stream import rfc3339
 
 VERSION = "0.13.5"

@@ -11,9 +11,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from perdure.decode.embedding import Embeddings
-from perdure.server.api_error import ApiError
-from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
-from perdure.server.follow import JSON_LINES, answer, event, outcome
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.follow import answer, outcome
+from perdure.server.core.protocol import JSON_LINES, Protocol, event
+from perdure.server.core.schemas import errors
+from perdure.server.protocols.ollama.errors import OllamaErrorAnswer, error_body
 from perdure.server.protocols.ollama.library import VERSION, Library, tagged
 from perdure.server.protocols.ollama.requests import (
     CopyRequest,
@@ -29,7 +32,6 @@ from perdure.server.protocols.ollama.requests import (
     is_unload,
 )
 from perdure.server.protocols.ollama.stream import OllamaWriter, idle, nanoseconds
-from perdure.server.schemas.openapi import errors
 
 router = APIRouter(tags=["Ollama"])
 
@@ -97,7 +99,6 @@ async def _answered(
         caller,
         whole=writer.whole,
         writer=writer if asked.streams else None,
-        framing=JSON_LINES,
     )
 
 
@@ -231,3 +232,16 @@ _NAMES = 64
 async def running() -> Response:
     """How clients find out that somebody is there."""
     return PlainTextResponse("Ollama is running")
+
+
+PROTOCOL = Protocol(
+    name="Ollama",
+    prefix="/api/",
+    routers=(router,),
+    writer=OllamaWriter,
+    framing=JSON_LINES,
+    error_schema=OllamaErrorAnswer,
+    error_body=error_body,
+    # Its documentation's own `curl -d` names another type.
+    any_content_type=True,
+)

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.decode.request import Delta, Reply
-from perdure.server.api_error import ApiError
-from perdure.server.follow import Event, Events, EventTemplate, event
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.protocol import Event, Events, EventTemplate, event
+from perdure.server.core.schemas import ReuseAnswer
 from perdure.server.protocols.call_buffer import CallBuffer, WholeCall
 from perdure.server.protocols.messages.answers import call_input
 from perdure.server.protocols.ollama.errors import error_body
-from perdure.server.schemas.base import ReuseAnswer
 
 Kind = Literal["chat", "generate"]
 

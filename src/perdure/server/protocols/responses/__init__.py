@@ -1,1 +1,1 @@
-"""OpenAI's Responses. A stored response is a turn of a session."""
+"""OpenAI's Responses."""

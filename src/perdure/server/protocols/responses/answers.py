@@ -12,12 +12,12 @@ from pydantic import ConfigDict
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatReply
 from perdure.decode.request import TokenLogprob
-from perdure.server.api_error import ApiError
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.schemas import ResponseSchema
+from perdure.server.protocols.answer_head import finite
 from perdure.server.protocols.chat.answers import extension
-from perdure.server.protocols.responses.errors import error_detail
+from perdure.server.protocols.responses.errors import error_detail, not_kept
 from perdure.server.protocols.responses.items import Item, OutputForm
-from perdure.server.routes.answer_head import finite
-from perdure.server.schemas.base import ResponseSchema
 from perdure.sessions.turn import Turn
 
 
@@ -85,6 +85,7 @@ class ResponseHead:
     """The one that speaks, whatever was asked for."""
     echo: Mapping[str, Any]
     form: OutputForm
+    stores: bool = False
     with_logprobs: bool = False
     piece: Any = None
     """Token ids as bytes, for log probabilities."""
@@ -109,21 +110,24 @@ class ResponseHead:
 
     def whole(self, replies: Sequence[ChatReply]) -> dict[str, Any]:
         reply = replies[0]
-        return self.finished(
-            finish_reason=reply.finish_reason,
-            output=self.form.items(
-                reply.message,
-                status=_item_status(reply.finish_reason),
-                logprobs=self.logprobs(reply.logprobs),
-            ),
-            usage=usage(
+        output = self.form.items(
+            reply.message,
+            status=_item_status(reply.finish_reason),
+            logprobs=self.logprobs(reply.logprobs),
+        )
+        fields: ResponseFields = {
+            "usage": usage(
                 reply.usage.prompt_tokens,
                 reply.usage.cached_tokens,
                 reply.usage.completion_tokens,
                 reply.usage.reasoning_tokens,
             ),
-            perdure=extension(reply, self.id).model_dump(),
-        )
+            "perdure": extension(reply, self.id).model_dump(),
+        }
+        if self.stores and not reply.kept:
+            fields["error"] = error_detail(not_kept(reply.not_kept or "it was interrupted"))
+            return self.shown("failed", output, **fields)
+        return self.finished(finish_reason=reply.finish_reason, output=output, **fields)
 
     def stored(self, turn: Turn) -> dict[str, Any]:
         """The same of a turn that was read from the store."""

@@ -12,16 +12,15 @@ from starlette.responses import Response
 
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatReply
-from perdure.server.api_error import ApiError
-from perdure.server.app_state import AppState, AppStateDep, CallerDep
-from perdure.server.follow import answer
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.core.follow import answer
+from perdure.server.core.schemas import ResponseSchema, errors
 from perdure.server.protocols.responses import ids
 from perdure.server.protocols.responses.answers import usage
 from perdure.server.protocols.responses.items import Item, said_items
 from perdure.server.protocols.responses.requests import PromptRequest
 from perdure.server.protocols.responses.stored import Responses
-from perdure.server.schemas.base import ResponseSchema
-from perdure.server.schemas.openapi import errors
 from perdure.sessions.fold import HEADING, SUMMARY_TRIES
 
 router = APIRouter(tags=["Responses"])

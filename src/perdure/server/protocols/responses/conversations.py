@@ -7,14 +7,13 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Path
 from pydantic import Field
 
-from perdure.server.api_error import ApiError
-from perdure.server.app_state import AppStateDep, CallerDep
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppStateDep, CallerDep
+from perdure.server.core.schemas import PAGE, Items, Limit, RequestSchema, ResponseSchema, errors
 from perdure.server.protocols.responses.answers import DeletedResponse, ItemList
 from perdure.server.protocols.responses.conversation_items import ConversationItems
 from perdure.server.protocols.responses.requests import AfterItem, ItemOrder, Metadata
 from perdure.server.protocols.responses.stored import Responses
-from perdure.server.schemas.base import PAGE, Items, Limit, RequestSchema, ResponseSchema
-from perdure.server.schemas.openapi import errors
 from perdure.sessions.session import Session
 
 router = APIRouter(prefix="/v1/conversations", tags=["Responses"])
@@ -76,7 +75,7 @@ async def update(
 
     def work() -> ConversationAnswer:
         session = Responses(app_state, caller.namespace).conversation(conversation_id)
-        session.note({**session.origin, "metadata": asked.metadata or {}})
+        session.note({"metadata": asked.metadata or {}})
         return ConversationAnswer.of(session)
 
     return await app_state.call(work)

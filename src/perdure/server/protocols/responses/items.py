@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perdure.chat.message import Message, ToolCall
-from perdure.server.api_error import ApiError
+from perdure.server.core.api_error import ApiError
 from perdure.server.protocols.responses import ids
 
 Item = dict[str, Any]

@@ -10,11 +10,11 @@ from fastapi import Query
 from pydantic import BeforeValidator, Field
 
 from perdure.chat.message import Message
-from perdure.server.api_error import ApiError
-from perdure.server.app_state import AppState
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState
+from perdure.server.core.schemas import Items, RequestSchema
 from perdure.server.protocols.cache_marks import PromptCacheOptions
 from perdure.server.protocols.responses.items import Found, OutputForm, Unsealed, content_text, messages_of
-from perdure.server.schemas.base import Items, RequestSchema
 
 _ITEMS = 1 << 14
 _TOOLS = 1024

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from pydantic_core import to_json
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from perdure.errors import PerdureError
-from perdure.server.api_error import ApiError, to_api_error
-from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
-from perdure.server.follow import SSE, Event, EventResponse, Recorded, answer
+from perdure.server.core.api_error import ApiError, to_api_error
+from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.follow import EventResponse, Recorded, answer
+from perdure.server.core.protocol import SSE, Event, Protocol
+from perdure.server.core.schemas import NO_BODY, PAGE, Limit, errors, streamed
+from perdure.server.protocols.responses import compact, conversations, websocket
 from perdure.server.protocols.responses.answers import (
     DeletedResponse,
     InputTokensAnswer,
@@ -21,13 +26,10 @@ from perdure.server.protocols.responses.answers import (
     ResponseAnswer,
     ResponseHead,
 )
-from perdure.server.protocols.responses.errors import error_detail
 from perdure.server.protocols.responses.requests import AfterItem, ItemOrder, PromptRequest, ResponseRequest
 from perdure.server.protocols.responses.runs import Runs, followed
 from perdure.server.protocols.responses.stored import Responses, StoredResponse
 from perdure.server.protocols.responses.stream import ResponseWriter
-from perdure.server.schemas.base import PAGE, Limit
-from perdure.server.schemas.openapi import NO_BODY, errors, streamed
 from perdure.sessions.fold import TurnJob
 
 router = APIRouter(tags=["Responses"])
@@ -76,24 +78,20 @@ async def _stored(
     caller: Caller,
     runs: Runs,
 ) -> Response:
-    response = await app_state.call(responses.begin, asked)
     notes: dict[str, Any] = {}
-    try:
-        job = await app_state.call(responses.submit, response, notes)
-    except (PerdureError, ApiError) as error:
-        refused = to_api_error(error)
-        if asked.stream and refused.code == _TOO_LONG:
-            await app_state.call(response.end, "failed", error_detail(refused))
-        else:
-            await app_state.call(responses.delete, response.head.id)
-        return _refused(error, response.head, asked, app_state)
+    response, job = await app_state.call(responses.start, asked, notes)
+    if isinstance(job, ApiError):
+        return _refused(job, response.head, asked, app_state)
     if asked.background:
         run = runs.start(caller, response, job, notes, app_state)
-        return followed(run, -1, app_state) if asked.stream else _json(response.shown("queued"))
-    runs.read(caller.namespace, response.head.id, job)
+        if asked.stream:
+            return followed(run, -1, app_state)
+        return _json(await app_state.call(response.shown, "queued"))
+    writer = ResponseWriter(response.head, notes=notes)
+    runs.read(caller.namespace, response.head.id, job, writer)
     try:
-        writer = ResponseWriter(response.head, notes=notes)
-        return await _answered(job, response.head, asked, request, app_state, caller, writer)
+        answer = await _answered(job, response.head, asked, request, app_state, caller, writer)
+        return InterruptibleStream(answer, response, writer, app_state) if asked.stream else answer
     except BaseException:
         if not asked.stream:
             # Nobody was told its id.
@@ -124,6 +122,29 @@ async def _answered(
     )
 
 
+class InterruptibleStream(Response):
+    """The stream of a stored response. Where it breaks off, it is written down what was sent: a client that
+    comes back gets the rest of the same reply, or an error."""
+
+    def __init__(
+        self, stream: Response, response: StoredResponse, writer: ResponseWriter, app_state: AppState
+    ) -> None:
+        self.background = None
+        self._stream = stream
+        self._response = response
+        self._writer = writer
+        self._app_state = app_state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._stream(scope, receive, send)
+        finally:
+            if not self._writer.ended:
+                with suppress(PerdureError):
+                    sent = self._writer.sent
+                    await asyncio.shield(self._app_state.call(self._response.note_sent, sent))
+
+
 @router.get("/v1/responses/{response_id}", responses=streamed(404, 409), response_model=ResponseAnswer)
 async def read(
     response_id: ResponseId,
@@ -143,7 +164,9 @@ async def read(
     response = await app_state.call(responses.get, response_id)
     run = runs.background(caller.namespace, response_id)
     if run is not None:
-        return followed(run, starting_after, app_state) if stream else _json(response.shown())
+        if stream:
+            return followed(run, starting_after, app_state)
+        return _json(await app_state.call(response.shown))
     finished = await app_state.call(lambda: response.turn is not None or response.failure is not None)
     if finished and stream:
         return await app_state.call(_replayed, response, starting_after, app_state)
@@ -154,15 +177,17 @@ async def read(
             notes: dict[str, Any] = {}
             job = await app_state.call(responses.submit, response, notes)
             runs.start(caller, response, job, notes, app_state)
-        return _json(response.shown())
-    runs.take_over(caller.namespace, response_id)
+        return _json(await app_state.call(response.shown))
+    if (sent := runs.take_over(caller.namespace, response_id)) is not None:
+        await app_state.call(response.note_sent, sent)
     notes = {}
     job = await app_state.call(responses.submit, response, notes)
-    runs.read(caller.namespace, response_id, job)
-    writer = ResponseWriter(response.head, after=starting_after, notes=notes)
-    return await _answered(
+    writer = ResponseWriter(response.head, after=starting_after, sent=response.sent, notes=notes)
+    runs.read(caller.namespace, response_id, job, writer)
+    answer = await _answered(
         job, response.head, response.asked, request, app_state, caller, writer, stream=True
     )
+    return InterruptibleStream(answer, response, writer, app_state)
 
 
 @router.delete("/v1/responses/{response_id}", responses=errors(404, 409))
@@ -252,7 +277,7 @@ def _refused(
 
 
 def _replayed(response: StoredResponse, after: int, app_state: AppState) -> Response:
-    writer = ResponseWriter(response.head, after=after)
+    writer = ResponseWriter(response.head, after=after, sent=response.sent)
     turn, failure = response.turn, response.failure
     if turn is not None:
         return _recorded(writer.replay(turn), app_state)
@@ -268,3 +293,12 @@ def _recorded(events: Iterable[Event], app_state: AppState) -> EventResponse:
 
 def _json(shown: dict[str, Any]) -> Response:
     return Response(to_json(shown), media_type="application/json")
+
+
+PROTOCOL = Protocol(
+    name="OpenAI Responses",
+    prefix="/v1/responses",
+    # `compact` before the routes of a response: it is no id.
+    routers=(compact.router, router, conversations.router, websocket.router),
+    writer=ResponseWriter,
+)

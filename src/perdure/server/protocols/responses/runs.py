@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from perdure.chat.reply import ChatDelta, ChatReply
-from perdure.server.api_error import ApiError
-from perdure.server.app_state import AppState, Caller
-from perdure.server.follow import SSE, Event, EventResponse, Events, Follower, Sink
-from perdure.server.protocols.responses.errors import error_detail
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState, Caller
+from perdure.server.core.follow import EventResponse, Follower, Sink
+from perdure.server.core.protocol import SSE, Event, Events
+from perdure.server.protocols.responses.errors import error_detail, sent_differs
 from perdure.server.protocols.responses.stored import StoredResponse
-from perdure.server.protocols.responses.stream import ResponseWriter
+from perdure.server.protocols.responses.stream import OPENING, ResponseWriter, SentPart, failed_event
 from perdure.sessions.fold import TurnJob
 
 
@@ -33,6 +34,7 @@ class Run(Sink):
         self.finished = False
         self._response = response
         self._app_state = app_state
+        self._writer = writer
         self._events: list[Event] = []
         self._news = asyncio.Event()
         """Set when there are more events, or the end; each is set once."""
@@ -49,7 +51,14 @@ class Run(Sink):
         await asyncio.wait((self.task,))
 
     async def read(self, after: int, sink: Sink) -> None:
-        """Send its events behind number `after`, as they come."""
+        """Send its events behind number `after`, as they come. A client that has a part of another reply,
+        which was sent before this one was interrupted, gets an error."""
+        if after > OPENING:
+            while self._writer.came_again is None and not self.finished:
+                await self._news.wait()
+            if not self._writer.came_again:
+                await sink.close([failed_event(self._response.head, sent_differs(), number=after + 1)])
+                return
         at = after + 1
         while not self.finished:
             if len(self._events) <= at:
@@ -71,7 +80,9 @@ class Run(Sink):
             await self.send(events)
         elif self._cancelled:
             await self._app_state.call(self._response.end, "cancelled")
-        elif not self._app_state.stopping:
+        elif self._app_state.stopping:
+            await self._app_state.call(self._response.note_sent, self._writer.sent)
+        else:
             await self._app_state.call(self._response.end, "failed", error_detail(error))
             await self.send(events)
 
@@ -114,7 +125,7 @@ class Runs:
 
     def __init__(self) -> None:
         self._background: dict[tuple[str, str], Run] = {}
-        self._reading: dict[tuple[str, str], TurnJob] = {}
+        self._reading: dict[tuple[str, str], tuple[TurnJob, ResponseWriter]] = {}
 
     def background(self, namespace: str, response_id: str) -> Run | None:
         run = self._background.get((namespace, response_id))
@@ -129,28 +140,32 @@ class Runs:
         app_state: AppState,
     ) -> Run:
         """Have a response made in the background. `notes` are those of the stream's turn."""
-        writer = ResponseWriter(response.head, notes=notes)
+        writer = ResponseWriter(response.head, sent=response.sent, notes=notes)
         run = Run(response, stream, writer, app_state, caller)
         key = (caller.namespace, response.head.id)
         self._background[key] = run
         run.task.add_done_callback(lambda _: self._background.pop(key, None))
         return run
 
-    def read(self, namespace: str, response_id: str, stream: TurnJob) -> None:
+    def read(self, namespace: str, response_id: str, stream: TurnJob, writer: ResponseWriter) -> None:
         """A response is being made for a client that reads it."""
-        ended = [key for key, each in self._reading.items() if each.done or each.cancelled]
+        ended = [key for key, (each, _) in self._reading.items() if each.done or each.cancelled]
         for key in ended:
             del self._reading[key]
-        self._reading[namespace, response_id] = stream
+        self._reading[namespace, response_id] = stream, writer
 
     def is_read(self, namespace: str, response_id: str) -> bool:
-        stream = self._reading.get((namespace, response_id))
+        stream, _ = self._reading.get((namespace, response_id), (None, None))
         return stream is not None and not (stream.done or stream.cancelled)
 
-    def take_over(self, namespace: str, response_id: str) -> None:
-        """End what is made for a client whose connection broke, though nobody has noticed yet."""
-        if (before := self._reading.pop((namespace, response_id), None)) is not None:
-            before.cancel()
+    def take_over(self, namespace: str, response_id: str) -> SentPart | None:
+        """End what is made for a client whose connection broke, though nobody has noticed yet: what it was
+        sent."""
+        stream, writer = self._reading.pop((namespace, response_id), (None, None))
+        if stream is None or writer is None:
+            return None
+        stream.cancel()
+        return writer.sent
 
 
 def followed(run: Run, after: int, app_state: AppState) -> EventResponse:

@@ -9,12 +9,14 @@ from typing import Any
 
 from perdure.chat.message import Message
 from perdure.decode.sampling.settings import draw_seed
-from perdure.errors import SessionNotFoundError
-from perdure.server.api_error import ApiError
-from perdure.server.app_state import AppState
+from perdure.errors import ContextOverflow, SessionNotFoundError
+from perdure.server.core.api_error import ApiError, to_api_error
+from perdure.server.core.app_state import AppState
+from perdure.server.core.settings import ReplyDefaults
 from perdure.server.protocols.cache_marks import MARKS, cache_marks, has_breakpoint
 from perdure.server.protocols.responses import ids
 from perdure.server.protocols.responses.answers import ResponseHead
+from perdure.server.protocols.responses.errors import error_detail, not_kept
 from perdure.server.protocols.responses.items import Item, messages_of
 from perdure.server.protocols.responses.requests import (
     PromptRequest,
@@ -27,11 +29,11 @@ from perdure.server.protocols.responses.requests import (
     reply_options,
     tool_set,
 )
-from perdure.server.reply_defaults import ReplyDefaults
+from perdure.server.protocols.responses.stream import SentPart
 from perdure.sessions.fold import TurnJob
 from perdure.sessions.session import Session
 from perdure.sessions.turn import Turn
-from perdure.sessions.turn_transaction import TurnExtra
+from perdure.sessions.turn_transaction import TurnExtra, today
 
 CONVERSATION = "conversation"
 _RESPONSE = "response"
@@ -57,7 +59,30 @@ class Responses:
 
     # Beginning.
 
-    def begin(self, asked: ResponseRequest) -> StoredResponse:
+    def start(
+        self, asked: ResponseRequest, notes: dict[str, Any]
+    ) -> tuple[StoredResponse, TurnJob | ApiError]:
+        """A new response, and the job that makes it; `notes` are those of its turn.
+
+        A request that is refused leaves nothing behind, with one exception: a client that streams is told
+        within the stream that its prompt is too long, so that response stays as failed, and the error is
+        returned.
+        """
+        response = self._begin(asked)
+        try:
+            return response, self.submit(response, notes)
+        except ContextOverflow as error:
+            if asked.stream:
+                refused = to_api_error(error)
+                response.end("failed", error_detail(refused))
+                return response, refused
+            self.delete(response.head.id)
+            raise
+        except BaseException:
+            self.delete(response.head.id)
+            raise
+
+    def _begin(self, asked: ResponseRequest) -> StoredResponse:
         """A new response, written down before anybody hears of it."""
         before = self._before(asked)
         # Read once before anything is written: what is wrong with it is said now.
@@ -67,13 +92,13 @@ class Responses:
         seed = asked.seed if asked.seed is not None else defaults.sampling.get("seed")
         about = {
             "how": _RESPONSE,
-            "session": before.name if before is not None else None,
-            "turn": before.turns if before is not None else 0,
             "request": asked.model_dump(mode="json", exclude_none=True, by_alias=True),
             "seed": seed if seed is not None else draw_seed(),
             # Those of now: the settings may change before the reply is made again.
             "defaults": asdict(defaults),
             "created": int(time.time()),
+            # Templates with a date, too: it may be another day by then.
+            "date": today(),
             "model": self._app_state.name,
         }
         session = self._sessions.respond(response_id, about, after=before, namespace=self._namespace)
@@ -265,6 +290,7 @@ class Responses:
             model=model,
             echo=asked.echo,
             form=output_form(asked, tools, response_id, self._app_state, self._namespace),
+            stores=asked.stores,
             with_logprobs=bool(asked.top_logprobs) or "message.output_text.logprobs" in (asked.include or ()),
             piece=lambda token: self._app_state.runtime.model.piece(token, special=True),
         )
@@ -283,7 +309,8 @@ class Responses:
         options = {**defaults.fill(self._options(asked, said)), "seed": session.origin["seed"]}
         conversation = asked.conversation_id
         follower = self.conversation(conversation) if conversation is not None else None
-        extra = TurnExtra(preamble=instructions, notes=notes, follower=follower)
+        date = session.origin.get("date")
+        extra = TurnExtra(preamble=instructions, notes=notes, follower=follower, date=date)
         return session.submit(said, extra=extra, **options)
 
 
@@ -306,12 +333,26 @@ class StoredResponse:
     @property
     def failure(self) -> Mapping[str, Any] | None:
         """How it ended, where it did without a reply: the status, and the error."""
-        found = self.session.origin.get("ended")
-        return found if isinstance(found, Mapping) else None
+        if isinstance(ended := self.session.origin.get("ended"), Mapping):
+            return ended
+        if (why := self.session.origin.get("not_kept")) is not None:
+            return {"status": "failed", "error": error_detail(not_kept(why))}
+        return None
+
+    @property
+    def sent(self) -> SentPart | None:
+        """How far its events were sent before it was interrupted, if it was."""
+        sent = self.session.origin.get("sent")
+        return SentPart(**sent) if isinstance(sent, Mapping) else None
+
+    def note_sent(self, sent: SentPart) -> None:
+        """Write down how far its events were sent, unless more of them were before."""
+        if self.sent is None or self.sent.number < sent.number:
+            self.session.note({"sent": asdict(sent)})
 
     def end(self, status: str, error: Mapping[str, Any] | None = None) -> None:
         """Write down that there will be no reply."""
-        self.session.note({**self.session.origin, "ended": {"status": status, "error": error}})
+        self.session.note({"ended": {"status": status, "error": error}})
 
     def shown(self, running: str | None = None) -> dict[str, Any]:
         """As an object. `running` is its status while it is being made."""

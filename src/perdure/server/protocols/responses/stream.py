@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from json.encoder import encode_basestring
 from typing import Any, Literal
 
@@ -10,16 +12,27 @@ from pydantic_core import to_json
 
 from perdure.chat.message import Message, ToolCall
 from perdure.chat.reply import ChatDelta, ChatReply
-from perdure.server.api_error import ApiError
-from perdure.server.follow import Event, Events, named_event
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.protocol import Event, Events, named_event
 from perdure.server.protocols.call_buffer import CallBuffer
 from perdure.server.protocols.responses.answers import ResponseHead
+from perdure.server.protocols.responses.errors import sent_differs
 from perdure.server.protocols.responses.items import Item, text_part
 from perdure.sessions.turn import Turn
 
 Data = dict[str, Any]
+OPENING = 1
+"""The number of the last event that says nothing of the reply."""
 _NUMBER, _TEXT = -7_777_777, "\0"
 """Stand where a number and a text are to be put."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentPart:
+    """How far the events of a response were sent: the number of the last one, and a digest of their text."""
+
+    number: int
+    digest: str
 
 
 class ResponseWriter:
@@ -27,12 +40,28 @@ class ResponseWriter:
 
     The same tokens make the same events with the same numbers, so that a reader whose stream broke can go on
     behind the last one that it has: in `after` is its number. Calls come last, as they do in the whole.
+
+    Whether the reply that is made again is the same is checked against what was `sent` before: a client that
+    has a part of it gets nothing until the same part has come again, and an error where another one did.
     """
 
-    def __init__(self, head: ResponseHead, *, after: int = -1, notes: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        head: ResponseHead,
+        *,
+        after: int = -1,
+        sent: SentPart | None = None,
+        notes: dict[str, Any] | None = None,
+    ) -> None:
         self._head = head
         self._after = after
         self._number = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._before = sent
+        self._withheld: list[Event] = []
+        self.came_again: bool | None = True if sent is None else None
+        """Whether the part that was sent before has come again. None while that is not known."""
+        self.ended = False
         self._notes = notes if notes is not None else {}
         self._part: _OpenPart | None = None
         self._output: list[Item] = []
@@ -69,10 +98,18 @@ class ResponseWriter:
         self._hold(delta)
         return events
 
+    @property
+    def sent(self) -> SentPart:
+        return SentPart(self._number - 1, self._digest.hexdigest())
+
     def end(self, replies: Sequence[ChatReply]) -> Events:
         return self._ended(self._head.whole(replies))
 
     def error(self, error: ApiError) -> Events:
+        if self._withholds:
+            # The client has a part of another reply, or of one that did not come this far again.
+            self._part, self._before = None, None
+            self._output.clear()
         events = self._left("incomplete")
         failed = {"type": "response.failed", "response": self._head.failed(error, self._output)}
         return [*events, *self._numbered([failed])]
@@ -95,6 +132,10 @@ class ResponseWriter:
 
     # Inside.
 
+    @property
+    def _withholds(self) -> bool:
+        return self._before is not None and self._after > OPENING
+
     def _in_progress(self) -> Data:
         return {"type": "response.in_progress", "response": self._head.shown("in_progress")}
 
@@ -111,15 +152,17 @@ class ResponseWriter:
         self, part: _OpenPart, text: str, logprobs: list[dict[str, Any]] | None = None
     ) -> Sequence[Event]:
         part.texts.append(text)
+        self._digest.update(f"{part.kind}\0{text}\0".encode("utf-8", "surrogatepass"))
         self._notes.setdefault("deltas", {}).setdefault(part.kind, []).append(len(text))
         number, self._number = self._number, self._number + 1
         if logprobs:
             part.logprobs += logprobs
-        if number <= self._after:
-            return ()
-        if logprobs:
-            return (named_event({**part.delta(text), "sequence_number": number, "logprobs": logprobs}),)
-        return (part.event(text, number),)
+        events: tuple[Event, ...] = ()
+        if number > self._after and logprobs:
+            events = (named_event({**part.delta(text), "sequence_number": number, "logprobs": logprobs}),)
+        elif number > self._after:
+            events = (part.event(text, number),)
+        return events if self._before is None else self._checked(events)
 
     def _entered(self, kind: Literal["reasoning", "text"]) -> tuple[_OpenPart, Events]:
         """Have an item of this kind open."""
@@ -149,7 +192,7 @@ class ResponseWriter:
         )
         return part, [*left, *added]
 
-    def _left(self, status: str = "completed") -> list[Event]:
+    def _left(self, status: str = "completed") -> Sequence[Event]:
         """End the item that is open."""
         part, self._part = self._part, None
         if part is None:
@@ -174,6 +217,7 @@ class ResponseWriter:
 
     def _ended(self, response: dict[str, Any]) -> Events:
         status = response["status"]
+        self.ended = True
         self._take(self._calls.finish())
         events: list[Event] = []
         if not (self._part or self._output or self._whole_calls):
@@ -182,7 +226,10 @@ class ResponseWriter:
         events += self._left("incomplete" if status == "incomplete" else "completed")
         for number, call in enumerate(self._whole_calls):
             events += self._numbered(self._call(call, number))
-        return [*events, *self._numbered([{"type": f"response.{status}", "response": response}])]
+        events += self._numbered([{"type": f"response.{status}", "response": response}])
+        if self._withholds:
+            raise sent_differs()
+        return events
 
     def _call(self, call: ToolCall, number: int) -> list[Data]:
         form, index = self._head.form, len(self._output)
@@ -205,14 +252,30 @@ class ResponseWriter:
             {"type": "response.output_item.done", "output_index": index, "item": item},
         ]
 
-    def _numbered(self, events: Sequence[Data]) -> list[Event]:
+    def _numbered(self, events: Sequence[Data]) -> Sequence[Event]:
         """Events with their numbers, as far as they are behind `after`."""
         found = []
         for data in events:
             number, self._number = self._number, self._number + 1
             if number > self._after:
                 found.append(named_event({**data, "sequence_number": number}))
-        return found
+        return found if self._before is None else self._checked(found)
+
+    def _checked(self, events: Events) -> Events:
+        """Events of a response of which a part was sent before: none for a client that has of it, until the
+        same part has come again."""
+        assert self._before is not None
+        if self.came_again is None and self._number > self._before.number:
+            # Only text changes the digest, and text is counted event by event: it is of that very number.
+            self.came_again = self._digest.hexdigest() == self._before.digest
+        if not self._withholds:
+            return events
+        self._withheld += events
+        if not self.came_again:
+            return ()
+        self._before = None
+        events, self._withheld = self._withheld, []
+        return events
 
 
 class WarmUpWriter(ResponseWriter):
@@ -225,6 +288,12 @@ class WarmUpWriter(ResponseWriter):
         empty: Data = {"output": [], "status": "completed", "incomplete_details": None}
         response = {**self._head.whole(replies), **empty}
         return self._numbered([{"type": "response.completed", "response": response}])
+
+
+def failed_event(head: ResponseHead, error: ApiError, *, number: int) -> Event:
+    """The one event of a stream that says nothing of the reply."""
+    response = head.failed(error)
+    return named_event({"type": "response.failed", "response": response, "sequence_number": number})
 
 
 class _OpenPart:

@@ -14,13 +14,14 @@ from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect
 
 from perdure.errors import PerdureError
-from perdure.server.api_error import ApiError, rate_limited, to_api_error, validation
-from perdure.server.app_state import AppState, Caller
-from perdure.server.follow import Events, Follower, Sink, deliver
-from perdure.server.middleware.body_limits import JsonScan
+from perdure.server.core.api_error import ApiError, rate_limited, to_api_error, validation
+from perdure.server.core.app_state import AppState, Caller
+from perdure.server.core.follow import Follower, Sink, deliver
+from perdure.server.core.middleware.body_limits import JsonScan
+from perdure.server.core.protocol import Events
 from perdure.server.protocols.responses.items import Item
 from perdure.server.protocols.responses.requests import ResponseRequest, input_items
-from perdure.server.protocols.responses.stored import Responses
+from perdure.server.protocols.responses.stored import Responses, StoredResponse
 from perdure.server.protocols.responses.stream import ResponseWriter, WarmUpWriter
 from perdure.sessions.fold import TurnJob
 
@@ -140,18 +141,26 @@ class Connection:
         if not generates:
             asked = asked.model_copy(update={"store": False, "max_output_tokens": 1})
         notes: dict[str, Any] = {}
+        stored: StoredResponse | None = None
+        stream: TurnJob | ApiError
         if asked.stores:
-            response = await app_state.call(responses.begin, asked)
-            head = response.head
-            stream: TurnJob = await app_state.call(responses.submit, response, notes)
+            response, stream = await app_state.call(responses.start, asked, notes)
+            stored, head = response, response.head
         else:
             head = responses.unstored_head(asked)
             stream = await app_state.call(responses.submit_unstored, asked)
         writer = (ResponseWriter if generates else WarmUpWriter)(head, notes=notes)
+        if isinstance(stream, ApiError):
+            await WebSocketSink(self._socket).close([*writer.start(), *writer.error(stream)])
+            return
         # Each response is counted by itself: a connection may last for an hour.
         caller = replace(self._caller, notes={})
         follower = Follower(stream, app_state, caller, writer=writer)
-        await deliver(follower, WebSocketSink(self._socket), self._left.wait(), app_state.limits)
+        try:
+            await deliver(follower, WebSocketSink(self._socket), self._left.wait(), app_state.limits)
+        finally:
+            if stored is not None and not writer.ended:
+                await asyncio.shield(app_state.call(stored.note_sent, writer.sent))
         if follower.replies and not asked.stores:
             output = head.whole(follower.replies)["output"] if generates else []
             self._remembered[head.id] = [*items, *output]

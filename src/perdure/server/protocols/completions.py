@@ -5,26 +5,85 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import Response
 
 from perdure.decode.request import Delta, Reply, TokenLogprob
-from perdure.server.api_error import ApiError
-from perdure.server.app_state import AppState, AppStateDep, CallerDep
-from perdure.server.follow import DONE, SSE, EventResponse, Events, EventTemplate, Follower, event
-from perdure.server.routes.answer_head import AnswerHead, finite
-from perdure.server.schemas.base import ReuseAnswer, TimingsAnswer, UsageAnswer, refuse_fields
-from perdure.server.schemas.completion import (
-    REFUSED,
-    CompletionAnswer,
-    CompletionChoice,
-    CompletionExtensionAnswer,
-    CompletionLogprobs,
-    CompletionRequest,
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.core.follow import EventResponse, Follower
+from perdure.server.core.protocol import DONE, SSE, Events, EventTemplate, Protocol, event
+from perdure.server.core.schemas import (
+    Items,
+    RequestSchema,
+    ResponseSchema,
+    ReuseAnswer,
+    SamplingSchema,
+    StreamOptions,
+    TimingsAnswer,
+    Token,
+    UsageAnswer,
+    refuse_fields,
+    streamed,
 )
-from perdure.server.schemas.openapi import streamed
+from perdure.server.protocols.answer_head import AnswerHead, finite
+
+REFUSED = {"functions": "give them to /v1/chat/completions as tools"}
+
+
+class CompletionExtension(RequestSchema):
+    timeout: float | None = Field(None, gt=0, le=86400)
+    regex: str | None = Field(None, max_length=10_000)
+
+
+class CompletionRequest(SamplingSchema):
+    model: str = ""
+    prompt: str | Items[str] | Items[Token] | Items[Items[Token]]
+    max_tokens: int | None = Field(16, ge=1, lt=2**31)
+    """16, as OpenAI has it; null goes on until the model ends or the context is full."""
+    n: int | None = Field(None, ge=1, le=128)
+    best_of: int | None = Field(None, ge=1, le=128)
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    perdure: CompletionExtension | None = None
+
+
+class CompletionLogprobs(ResponseSchema):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionExtensionAnswer(ResponseSchema):
+    reuse: ReuseAnswer
+    timings: TimingsAnswer
+    seed: int
+
+
+class CompletionChoice(ResponseSchema):
+    index: int
+    text: str
+    finish_reason: Literal["stop", "length", "cancelled", "error"]
+    logprobs: CompletionLogprobs | None = None
+
+
+class CompletionAnswer(ResponseSchema):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageAnswer
+    system_fingerprint: str
+    perdure: CompletionExtensionAnswer
+
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -255,3 +314,8 @@ class CompletionWriter:
     ) -> dict[str, Any]:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._head.chunk([choice], {**self._usage, **(more or {})})
+
+
+PROTOCOL = Protocol(
+    name="OpenAI completions", prefix="/v1/completions", routers=(router,), writer=CompletionWriter
+)

@@ -1,15 +1,9 @@
 """Follower: the one consumer of a stream. It writes the stream's events to a client, whatever the protocol.
 
     stream    a reply being made: deltas, progress, replies
-    writer    a protocol's words for it: events `(name, data)` for start, delta, keep-alive, end and error
-    framing   events as bytes: server-sent events, or lines of JSON
+    writer    a protocol's words for it, as events (core/protocol.py)
     sink      where events go: an HTTP answer, a WebSocket, a log that readers come back to
     follower  reads the stream to its end, counts what it used, and has its key pay: once, however it ends
-
-    chat completions   data: {"choices": [{"delta": {"content": "Hi"}}]}
-    Messages           event: content_block_delta
-                       data: {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "Hi"}}
-    Ollama             {"message": {"role": "assistant", "content": "Hi"}, "done": false}
 
 Everything here runs in the event loop, and nothing here waits but for a client or a stream. Before the first
 event is sent, an error is raised and becomes a status; afterwards it is an event.
@@ -21,100 +15,31 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from json.encoder import encode_basestring
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from fastapi import Request
-from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from perdure.chat.message import Message
-from perdure.server.api_error import ApiError, ClientLeft, deadline, stopping, to_api_error
-from perdure.server.app_state import AppState, Caller
-from perdure.server.direct_write import WRITE
-from perdure.server.limits import Limits
+from perdure.server.core.api_error import ApiError, ClientLeft, deadline, stopping, to_api_error
+from perdure.server.core.app_state import AppState, Caller
+from perdure.server.core.direct_write import WRITE
+from perdure.server.core.protocol import Event, Events, Framing, Part, Writer, protocol_at
+from perdure.server.core.settings import Limits
 
 log = logging.getLogger("perdure.server")
 
 T = TypeVar("T")
-_BLANK = "\0"
 
 
-# Events.
-
-
-class Event(NamedTuple):
-    """One event, as it is sent."""
-
-    name: bytes
-    """Empty where the protocol has no names."""
-    data: bytes
-    """JSON."""
-
-
-Events = Sequence[Event]
-
-
-def event(data: dict[str, Any]) -> Event:
-    """An event without a name."""
-    return Event(b"", to_json(data))
-
-
-DONE = Event(b"", b"[DONE]")
-"""The last event of OpenAI's streams of chunks."""
-
-
-def named_event(data: dict[str, Any]) -> Event:
-    """An event whose name is the `type` of its data."""
-    return Event(data["type"].encode(), to_json(data))
-
-
-class EventTemplate:
-    """An event of which only one text changes: made once, and filled in for every token."""
-
-    def __init__(self, data: Callable[[str], dict[str, Any]], form: Callable[..., Event] = event) -> None:
-        self._name, whole = form(data(_BLANK))
-        self._before, self._after = whole.split(to_json(_BLANK))
-
-    def __call__(self, text: str) -> Event:
-        return Event(self._name, self._before + encode_basestring(text).encode() + self._after)
-
-
-@dataclass(frozen=True, slots=True)
-class Framing:
-    """How events stand in the body of an answer."""
-
-    media_type: str
-    frame: Callable[[Event], bytes]
-
-
-def _server_sent(event: Event) -> bytes:
-    name, data = event
-    return b"event: %b\ndata: %b\n\n" % (name, data) if name else b"data: %b\n\n" % data
-
-
-SSE = Framing("text/event-stream", _server_sent)
-JSON_LINES = Framing("application/x-ndjson", lambda event: event.data + b"\n")
-
-
-# What is followed, and in whose words.
-
-
-class Part(Protocol):
-    """A delta or a reply: it has, or may have, a reason for its end."""
-
-    @property
-    def finish_reason(self) -> str | None: ...
+# What is followed.
 
 
 D = TypeVar("D", bound=Part)
 R = TypeVar("R", bound=Part)
 D_co = TypeVar("D_co", bound=Part, covariant=True)
 R_co = TypeVar("R_co", bound=Part, covariant=True)
-D_contra = TypeVar("D_contra", bound=Part, contravariant=True)
-R_contra = TypeVar("R_contra", bound=Part, contravariant=True)
 
 
 class Stream(Protocol[D_co, R_co]):
@@ -129,24 +54,6 @@ class Stream(Protocol[D_co, R_co]):
     def cancel(self) -> None: ...
     async def areplies(self) -> Sequence[R_co]: ...
     async def drain(self, take: Callable[[Sequence[D_co]], bool]) -> bool: ...
-
-
-class Writer(Protocol[D_contra, R_contra]):
-    """The events of one stream, in the words of one protocol."""
-
-    def keep_alive(self, progress: dict[str, Any]) -> Events:
-        """For a client that waits, or a proxy in between. `progress` says how much of the prompt is read."""
-        ...
-
-    def start(self) -> Events: ...
-    def delta(self, delta: D_contra) -> Events:
-        """What a delta brings; every token makes one."""
-        ...
-
-    def end(self, replies: Sequence[R_contra]) -> Events: ...
-    def error(self, error: ApiError) -> Events:
-        """Ends every reply that has not ended."""
-        ...
 
 
 # Where events go.
@@ -390,6 +297,7 @@ class Follower(Generic[D, R]):
         assert writer is not None
         self._pending = list(writer.start())
         error: ApiError | None
+        last: Events = ()
         try:
             if sink.is_open:
                 await sink.send(self._take_pending())
@@ -397,6 +305,8 @@ class Follower(Generic[D, R]):
                 await sink.send(self._take_pending())
             replies = await self._ended()
             error = self.cut(replies)
+            if error is None:
+                last = writer.end(replies)
         except asyncio.CancelledError:
             notes["left"] = True
             raise
@@ -408,7 +318,7 @@ class Follower(Generic[D, R]):
             raise error
         if error is not None:
             notes["error"] = error.code or error.kind
-        last = writer.error(error) if error is not None else writer.end(replies)
+            last = writer.error(error)
         try:
             await sink.close([*self._take_pending(), *last], error)
         except asyncio.CancelledError:
@@ -452,7 +362,6 @@ async def answer(
     *,
     whole: Callable[[Sequence[R]], T],
     writer: Writer[D, R] | None = None,
-    framing: Framing = SSE,
     timeout: float | None = None,
     session: str | None = None,
     messages: Sequence[Message] = (),
@@ -462,7 +371,7 @@ async def answer(
         stream, app_state, caller, writer=writer, timeout=timeout, session=session, messages=messages
     )
     if writer is not None:
-        return EventResponse(follower, framing, app_state.limits)
+        return EventResponse(follower, protocol_at(request.scope).framing, app_state.limits)
     replies = await follower.whole(request)
     if (error := follower.cut(replies)) is not None:
         raise error

@@ -2,18 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 from fastapi import APIRouter, Request
+from pydantic import Field
 
 from perdure.decode.embedding import Embeddings
 from perdure.errors import InvalidInputError
-from perdure.server.api_error import ApiError
-from perdure.server.app_state import AppStateDep, CallerDep
-from perdure.server.follow import outcome
-from perdure.server.schemas.base import refuse_fields
-from perdure.server.schemas.embedding import EmbeddingUsage
-from perdure.server.schemas.openapi import errors
-from perdure.server.schemas.rerank import DocumentAnswer, RankedDocument, RerankAnswer, RerankRequest
+from perdure.server.api.embeddings import EmbeddingUsage
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppStateDep, CallerDep
+from perdure.server.core.follow import outcome
+from perdure.server.core.schemas import Items, RequestSchema, ResponseSchema, errors, refuse_fields
+
+
+class DocumentAsked(RequestSchema):
+    text: str
+
+
+class RerankRequest(RequestSchema):
+    model: str = ""
+    query: str = Field(min_length=1)
+    documents: Items[str | DocumentAsked] | None = None
+    texts: Items[str] | None = None
+    """Another word for `documents`."""
+    top_n: int | None = Field(None, ge=1, lt=2**31)
+    """How many of the best are given; all, if not told."""
+    return_documents: bool | None = None
+    """Whether each comes with its text."""
+
+
+class DocumentAnswer(ResponseSchema):
+    text: str
+
+
+class RankedDocument(ResponseSchema):
+    index: int
+    relevance_score: float
+    """From -1 to 1: the cosine of the angle between the vectors of the query and of the document."""
+    document: DocumentAnswer | None = None
+
+
+class RerankAnswer(ResponseSchema):
+    object: Literal["list"] = "list"
+    model: str
+    results: list[RankedDocument]
+    """The most relevant first."""
+    usage: EmbeddingUsage
+
 
 router = APIRouter(tags=["rerank"])
 

@@ -21,15 +21,13 @@ from perdure.chat.reply import ChatReply
 from perdure.decode.request import Reply
 from perdure.errors import TemplateError
 from perdure.runtime import Runtime
-from perdure.server.api_error import ApiError
-from perdure.server.keys import KeyAccount, Keys
-from perdure.server.limits import Limits
-from perdure.server.live_settings import LiveSettings
-from perdure.server.metrics import Metrics
-from perdure.server.middleware.host_check import AllowedHosts
-from perdure.server.protocols.seal import Seal
-from perdure.server.recent_requests import RecentRequests
-from perdure.server.reply_defaults import ReplyDefaults
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.cipher import Seal
+from perdure.server.core.keys import KeyAccount, Keys
+from perdure.server.core.metrics import Metrics
+from perdure.server.core.middleware.host_check import AllowedHosts
+from perdure.server.core.recent_requests import RecentRequests
+from perdure.server.core.settings import Limits, LiveSettings, ReplyDefaults
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from perdure.server.api_error import ApiError, ClientLeft
-from perdure.server.limits import Limits
+from perdure.server.core.api_error import ApiError, ClientLeft
+from perdure.server.core.protocol import protocol_at
+from perdure.server.core.settings import Limits
 
 _PIECE = 64 << 10
 """Bytes that are looked at in one go: what a long body costs, it costs in many small parts."""
@@ -20,7 +21,6 @@ _STEP[list(b"}]")] = -1
 
 JSON_TYPE = "application/json"
 FILE_TYPE = "application/octet-stream"
-OLLAMA = "/api/"
 _OF_BROWSERS = {b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"}
 UPLOADS = ("/v1/sessions/import",)
 """Where a body is a file: it is read by its route, and never held in memory."""
@@ -144,7 +144,7 @@ def typed(scope: Scope) -> Scope:
     without asking first is refused.
 
     Ollama reads every body as JSON, and its documentation's own `curl -d` names another type: so does this
-    server on its paths, unless a browser sent it, which says so.
+    server where that protocol is spoken, unless a browser sent it, which says so.
     """
     if scope["method"] not in ("POST", "PUT", "PATCH"):
         return scope
@@ -153,7 +153,7 @@ def typed(scope: Scope) -> Scope:
     given = headers.get(b"content-type", b"").decode("latin-1")
     if given.partition(";")[0].strip().lower() == wanted:
         return scope
-    if scope["path"].startswith(OLLAMA) and not headers.keys() & _OF_BROWSERS:
+    if protocol_at(scope).any_content_type and not headers.keys() & _OF_BROWSERS:
         others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
         return {**scope, "headers": [*others, (b"content-type", JSON_TYPE.encode())]}
     raise ApiError(

@@ -34,8 +34,8 @@ from perdure.errors import (
 log = logging.getLogger("perdure.server")
 
 _CROWDED = "too_many_connections"
-ERROR_FORM = "error_form"
-"""In the state of a request: what writes an error that is answered at its path, if not OpenAI's form."""
+PROTOCOL = "protocol"
+"""In the state of a request: the protocol that is spoken at its path."""
 
 
 class ApiError(Exception):
@@ -102,8 +102,8 @@ class ErrorResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shape: dict[str, Any] = self._error.body
-        if (form := scope.get("state", {}).get(ERROR_FORM)) is not None:
-            self.status_code, shape = form(self._error, scope.get("path", ""))
+        if (protocol := scope.get("state", {}).get(PROTOCOL)) is not None:
+            self.status_code, shape = protocol.error_body(self._error)
         # Escaped: whatever text an error quotes, its answer can be sent.
         self.body = json.dumps(shape).encode()
         self.headers["content-length"] = str(len(self.body))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from perdure.checks import is_number
 from perdure.errors import InvalidInputError
+from perdure.server.core.middleware.host_check import AllowedHosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +53,32 @@ class Limits:
             value = getattr(self, each.name)
             if not is_number(value) or not 0 < value < 2**53:
                 raise InvalidInputError(f"{each.name} is a number above 0, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyDefaults:
+    """Sampling settings, and the most tokens of a reply. What a request says wins, also if it is none."""
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+
+    def fill(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What is asked of a reply, whole."""
+        found = {**self.sampling, **options}
+        if self.max_tokens is not None and "max_tokens" not in found:
+            # A limit that the client never chose is no reason to refuse its prompt.
+            found.update(max_tokens=self.max_tokens, limit_to_context=True)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveSettings:
+    """Settings that hold for requests from now on. Each is a field of the app state, of the same name."""
+
+    limits: Limits
+    hosts: AllowedHosts | None
+    origins: tuple[str, ...]
+    aliases: tuple[str, ...]
+    strict: bool
+    log_text: bool
+    defaults: ReplyDefaults

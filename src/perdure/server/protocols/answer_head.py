@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from perdure.server.app_state import AppState
+from perdure.server.core.app_state import AppState
 
 
 class AnswerHead:

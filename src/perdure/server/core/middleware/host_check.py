@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from perdure.errors import InvalidInputError
-from perdure.server.api_error import ApiError, refuse
+from perdure.server.core.api_error import ApiError, refuse
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _OWN = (b"same-origin", b"none")
@@ -128,3 +129,29 @@ def check_origins(origins: Iterable[str], *, keys: int) -> tuple[str, ...]:
 
 def _forbidden(message: str, *, code: str) -> ApiError:
     return ApiError(403, message, kind="permission_error", code=code)
+
+
+class Cors:
+    """Adds the headers of CORS for the origins of this moment: they can change while the server runs."""
+
+    def __init__(self, app: ASGIApp, origins: Callable[[], tuple[str, ...]]) -> None:
+        self._app = app
+        self._origins = origins
+        self._answered: tuple[tuple[str, ...], ASGIApp] = ((), app)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origins = self._origins()
+        if origins != self._answered[0]:
+            self._answered = origins, self._with(origins)
+        await self._answered[1](scope, receive, send)
+
+    def _with(self, origins: tuple[str, ...]) -> ASGIApp:
+        if not origins:
+            return self._app
+        return CORSMiddleware(
+            self._app,
+            allow_origins=origins,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )

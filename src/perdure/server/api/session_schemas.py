@@ -9,8 +9,8 @@ from pydantic import Field
 
 from perdure.chat.message import Message
 from perdure.decode.slots import Plan
+from perdure.server.core.schemas import Items, Label, Name, RequestSchema, ResponseSchema
 from perdure.server.protocols.chat.requests import ChatMessage, ChatOptionsSchema
-from perdure.server.schemas.base import Items, Label, Name, RequestSchema, ResponseSchema
 from perdure.sessions.importing import ImportResult
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.session import Session

@@ -3,21 +3,81 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Literal
 
 from fastapi import APIRouter
+from pydantic import Field
 
-from perdure.server.app_state import AppState, AppStateDep
-from perdure.server.schemas.base import refuse_fields
-from perdure.server.schemas.completion import (
-    CodexModel,
-    DetokenizeAnswer,
-    DetokenizeRequest,
-    ModelAnswer,
-    ModelList,
-    TokenizeAnswer,
-    TokenizeRequest,
+from perdure.server.core.app_state import AppState, AppStateDep
+from perdure.server.core.schemas import (
+    Items,
+    RequestSchema,
+    ResponseSchema,
+    Token,
+    errors,
+    refuse_fields,
 )
-from perdure.server.schemas.openapi import errors
+
+
+class TokenizeRequest(RequestSchema):
+    content: str = Field(max_length=1 << 20)
+    special: bool = False
+    """Whether the likes of `<|im_end|>` are read as the tokens they name."""
+    add_special: bool = True
+    """Whether the marks are added that the model puts around every text."""
+
+
+class TokenizeAnswer(ResponseSchema):
+    tokens: list[int]
+    count: int
+
+
+class DetokenizeRequest(RequestSchema):
+    tokens: Items[Token]
+    special: bool = False
+
+
+class DetokenizeAnswer(ResponseSchema):
+    content: str
+
+
+class ModelAnswer(ResponseSchema):
+    """A model with the fields that OpenAI's clients read, and those of Anthropic's."""
+
+    id: str
+    object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
+    created: int
+    owned_by: str
+    n_ctx: int
+    """Tokens that one request can hold."""
+    n_vocab: int
+    architecture: str
+    digest: str
+
+
+class CodexModel(ResponseSchema):
+    """A model as Codex reads it."""
+
+    slug: str
+    display_name: str
+    context_window: int
+    supported_in_api: bool = True
+
+
+class ModelList(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[ModelAnswer]
+    has_more: bool = False
+    first_id: str
+    last_id: str
+    models: list[CodexModel]
+
 
 router = APIRouter(tags=["OpenAI"])
 

@@ -11,8 +11,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from perdure.server.api_error import ApiError
-from perdure.server.middleware.auth import ASSETS
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.middleware.auth import ASSETS
 from perdure.server.protocols.ollama.routes import running
 
 _POLICY = {

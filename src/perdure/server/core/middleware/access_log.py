@@ -6,14 +6,15 @@ import json
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from perdure.server.api_error import ERROR_FORM, ClientLeft, to_api_error
-from perdure.server.metrics import Metrics
-from perdure.server.protocols.error_format import error_body
+from perdure.server.core.api_error import PROTOCOL, ClientLeft, to_api_error
+from perdure.server.core.metrics import Metrics
+from perdure.server.core.protocol import OPENAI, Protocol
 
 log = logging.getLogger("perdure.server")
 
@@ -47,21 +48,22 @@ class JsonLines(logging.Handler):
 class AccessLog:
     """The outermost layer: whatever happens inside, the request is answered, counted and logged once."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, protocols: Sequence[Protocol]) -> None:
         self._app = app
         self._metrics = metrics
+        self._protocols = protocols
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        notes: dict[str, Any] = {}
+        path = scope.get("path", "")
+        protocol = next((each for each in self._protocols if path.startswith(each.prefix)), OPENAI)
+        scope.setdefault("state", {}).update({"notes": notes, PROTOCOL: protocol})
         if scope["type"] != "http":
-            scope.setdefault("state", {})["notes"] = {}
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
         request_id = uuid.uuid4().hex
         status = 0
-        notes: dict[str, Any] = {}
-        state = scope.setdefault("state", {})
-        state["notes"], state[ERROR_FORM] = notes, error_body
 
         async def noted(message: Message) -> None:
             nonlocal status

@@ -6,8 +6,8 @@ import time
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from perdure.server.api_error import ApiError, rate_limited, refuse
-from perdure.server.keys import METRICS, Key, KeyAccount, Keys
+from perdure.server.core.api_error import ApiError, rate_limited, refuse
+from perdure.server.core.keys import METRICS, Key, KeyAccount, Keys
 
 OPEN = frozenset({"/", "/health", "/ready", "/openapi.json"})
 """What anybody may ask for: whether the server lives, and how to speak to it."""

@@ -6,15 +6,14 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from perdure.server.app_state import AppStateDep, CallerDep
-from perdure.server.schemas.base import PAGE, DeletedAnswer, Limit, refuse_fields
-from perdure.server.schemas.openapi import errors
-from perdure.server.schemas.session import (
+from perdure.server.api.session_schemas import (
     MemoryAnswer,
     MemoryList,
     SessionAnswer,
     WakeMemoryRequest,
 )
+from perdure.server.core.app_state import AppStateDep, CallerDep
+from perdure.server.core.schemas import PAGE, DeletedAnswer, Limit, errors, refuse_fields
 
 router = APIRouter(prefix="/v1/memories", tags=["memories"])
 

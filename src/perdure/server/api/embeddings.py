@@ -4,20 +4,49 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import Response
 
 from perdure.decode.embedding import Embeddings
 from perdure.engine.contract import Floats
 from perdure.errors import InvalidInputError
-from perdure.server.api_error import ApiError
-from perdure.server.app_state import AppStateDep, CallerDep
-from perdure.server.follow import outcome
-from perdure.server.schemas.base import refuse_fields
-from perdure.server.schemas.embedding import EmbeddingAnswer, EmbeddingRequest
-from perdure.server.schemas.openapi import errors
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppStateDep, CallerDep
+from perdure.server.core.follow import outcome
+from perdure.server.core.schemas import Items, RequestSchema, ResponseSchema, Token, errors, refuse_fields
+
+
+class EmbeddingRequest(RequestSchema):
+    model: str = ""
+    input: str | Items[str] | Items[Token] | Items[Items[Token]]
+    dimensions: int | None = Field(None, ge=1, lt=2**31)
+    """As many as the model's vectors have; others are refused."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """`base64` is the numbers as 32-bit floats, little-endian."""
+    user: str | None = None
+    """Not used."""
+
+
+class Embedding(ResponseSchema):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(ResponseSchema):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingAnswer(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
 
 router = APIRouter(tags=["OpenAI"])
 

@@ -8,10 +8,9 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from perdure.server.api_error import ApiError, stopping
-from perdure.server.app_state import AppStateDep
-from perdure.server.schemas.base import ResponseSchema
-from perdure.server.schemas.openapi import errors
+from perdure.server.core.api_error import ApiError, stopping
+from perdure.server.core.app_state import AppStateDep
+from perdure.server.core.schemas import ResponseSchema, errors
 
 router = APIRouter(tags=["operation"])
 

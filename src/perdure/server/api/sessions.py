@@ -16,15 +16,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from perdure.atomic import open_private
 from perdure.chat.message import Message
 from perdure.errors import StoreFullError
-from perdure.server.api_error import ApiError, ClientLeft
-from perdure.server.app_state import AppState, AppStateDep, Caller, CallerDep
-from perdure.server.middleware.body_limits import FILE_TYPE, check_length, too_large
-from perdure.server.protocols.chat.answers import ChatAnswer
-from perdure.server.protocols.chat.requests import chat_options, check_chat_options, parsed
-from perdure.server.protocols.chat.routes import chat_answer
-from perdure.server.schemas.base import NAME, PAGE, DeletedAnswer, Limit, ReuseAnswer, refuse_fields
-from perdure.server.schemas.openapi import NO_BODY, errors, streamed
-from perdure.server.schemas.session import (
+from perdure.server.api.session_schemas import (
     CreateRequest,
     EditRequest,
     ForkRequest,
@@ -43,6 +35,23 @@ from perdure.server.schemas.session import (
     TreeAnswer,
     TurnList,
 )
+from perdure.server.core.api_error import ApiError, ClientLeft
+from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.middleware.body_limits import FILE_TYPE, check_length, too_large
+from perdure.server.core.schemas import (
+    NAME,
+    NO_BODY,
+    PAGE,
+    DeletedAnswer,
+    Limit,
+    ReuseAnswer,
+    errors,
+    refuse_fields,
+    streamed,
+)
+from perdure.server.protocols.chat.answers import ChatAnswer
+from perdure.server.protocols.chat.requests import chat_options, check_chat_options, parsed
+from perdure.server.protocols.chat.routes import chat_answer
 from perdure.sessions.export import manifest_of
 from perdure.sessions.session import Session
 from perdure.store.durable import translate_os_errors, write_all

@@ -1,0 +1,1 @@
+"""Core: what every protocol and route of the server needs."""

@@ -1,1 +1,0 @@
-"""What is sent and what comes back, one module a resource."""
