@@ -26,6 +26,7 @@ from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.decode.request import Request
 from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import KeptPrefix, ReuseReport
+from perdure.decode.stream import Stream, one_request
 from perdure.errors import CorruptStateError, StoreError
 from perdure.testing.toy import ToyModel
 from store.chains import SIZE, block, chain, root, same
@@ -340,7 +341,8 @@ def running(folder: Path | None, shelf: ShelfTier, **options: Any) -> Iterator[L
 
 def ask(backend: LocalBackend, prompt: Sequence[int] = PROMPT) -> tuple[list[int], ReuseReport]:
     request = Request(prompt=list(prompt), max_tokens=4, sampling=Sampling(temperature=0), ignore_eos=True)
-    reply = backend.submit(request).reply()
+    with Stream(one_request(request), backend.submit) as stream:
+        reply = stream.reply()
     return list(reply.tokens), reply.reuse
 
 
