@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import perdure
+from perdure import Sampling
 from perdure.backend import LocalBackend
 from perdure.cache.block import Block, BlockId, BlockMeta
 from perdure.cache.child_index import key_of
@@ -24,7 +25,6 @@ from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.tiered import Tiers
 from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.decode.request import Request
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import KeptPrefix, ReuseReport
 from perdure.decode.stream import Stream, one_request
 from perdure.errors import CorruptStateError, StoreError
