@@ -61,7 +61,12 @@ class BlockFolder:
         with translate_os_errors(path):
             try:
                 return Block.unpack(path.read_bytes(), BlockId(bytes.fromhex(path.name)))
-            except (FileNotFoundError, IsADirectoryError, CorruptStateError):
+            except FileNotFoundError:
+                if not self.folder.is_dir():
+                    # Not the file is gone but the mount, which may come back.
+                    raise
+                return None
+            except (IsADirectoryError, CorruptStateError):
                 return None
             except OSError as error:
                 if error.errno != errno.EIO:
@@ -72,7 +77,10 @@ class BlockFolder:
         """Put the files and their names onto the disk."""
         folders = {self.path(block.id).parent for block in blocks}
         for folder in folders:
-            make_folder(folder)
+            if not folder.is_dir():
+                with translate_os_errors(folder):
+                    # Not what is above it: where that is gone, a mount is, and nothing belongs in its place.
+                    folder.mkdir(0o700, exist_ok=True)
         for block in blocks:
             write_file(self.path(block.id), block.pack())
         for folder in folders:
@@ -106,8 +114,9 @@ class BlockFolder:
 
     def quarantine(self, path: Path) -> None:
         with translate_os_errors(path), suppress(FileNotFoundError):
-            make_folder(self.quarantined, ours=True)
-            os.replace(path, self.quarantined / path.name)
+            if self.folder.is_dir():
+                make_folder(self.quarantined, ours=True)
+                os.replace(path, self.quarantined / path.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +163,9 @@ class DiskTier(BlockTier):
         self.files = BlockFolder(folder)
         self._lock: FileLock | None = None
         self._changing = threading.RLock()
+        self._uncertain: set[BlockId] = set()
+        """Blocks with a file whose entry may be there or not: a transaction whose sync failed can be in the
+        log all the same, until another one takes its place there or the log is gone."""
         self.rebuilt = False
         with ExitStack() as undo:
             undo.callback(self._let_go)
@@ -221,17 +233,27 @@ class DiskTier(BlockTier):
             new = {block.id for block in fitting if self.lookup(block.id) is None}
             try:
                 self.files.write(fitting)
-                with self.table.writing():
-                    self.table.flush_touches()
-                    for block in fitting:
-                        self.table.add(block, block.file_size)
             except BaseException:
-                # What has no entry would fill the disk uncounted.
-                for name in new:
-                    with suppress(OSError):
-                        self.files.path(name).unlink(missing_ok=True)
+                self._delete_files(new - self._uncertain)
                 raise
+            self._uncertain |= new
+            with self.table.writing():
+                self.table.flush_touches()
+                for block in fitting:
+                    self.table.add(block, block.file_size)
+            self._delete_files(self._without_entry())
             return len(fitting)
+
+    def _without_entry(self) -> list[BlockId]:
+        """The blocks of transactions that failed whose files nobody would count."""
+        names = [name for name in self._uncertain if self.lookup(name) is None]
+        self._uncertain.clear()
+        return names
+
+    def _delete_files(self, names: Iterable[BlockId]) -> None:
+        for name in names:
+            with suppress(OSError):
+                self.files.path(name).unlink(missing_ok=True)
 
     def drop(self, blocks: Iterable[BlockId], prefixes: Iterable[KeptPrefix] = ()) -> None:
         """Forget blocks with all that follow them, and kept prefixes, in one transaction."""
@@ -311,7 +333,13 @@ class DiskTier(BlockTier):
         if not self.readonly and self.table.has_touched:
             with suppress(StoreError), self.table.writing():
                 self.table.flush_touches()
+        unlisted: list[BlockId] = []
+        with suppress(StoreError):
+            unlisted = self._without_entry()
         self.index.close()
+        if not self._log.exists():
+            # Else whoever opens the store next deletes what has no entry then.
+            self._delete_files(unlisted)
         self._let_go()
 
     # Opening.
