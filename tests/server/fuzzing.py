@@ -24,6 +24,7 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from websockets.sync.client import connect
 
 import zoo
 from decode.observed import toy
@@ -31,8 +32,11 @@ from perdure.server.app import build
 from perdure.server.core.app_state import AppState
 from perdure.server.core.keys import Keys, new_key
 from server.live_server import PATIENCE, LiveServer, hello, live_server, opened
+from server.odd_values import BODIES, odd_body
 
 CHAT = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+_LAST_EVENTS = frozenset({"error", "response.completed", "response.incomplete", "response.failed"})
 FILE = {"content-type": "application/octet-stream"}
 NAMES = ("alpha", "beta", "gamma")
 """Of sessions: few, so that calls meet, and the same for both keys."""
@@ -107,6 +111,7 @@ class Fuzzer:
             self.counts.sequences += 1
             for each in calls:
                 self._make(each)
+            self._odd_bodies(calls[0].caller, random.Random(f"{start} {self.counts.sequences}"))
             self._reimport(calls[0].caller, calls[0].name)
 
         one()
@@ -188,6 +193,28 @@ class Fuzzer:
                 connection.recv(after)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         self.counts.dropped += 1
+
+    def _odd_bodies(self, caller: str, chance: random.Random) -> None:
+        """Bodies with something odd in one place: one for any protocol, and some over one WebSocket."""
+        protocol = chance.choice(sorted(BODIES))
+        answer = self._clients[caller].post(protocol, content=odd_body(protocol, chance), headers=JSON)
+        self._check(caller, ("POST", protocol), answer)
+        headers = {"authorization": f"Bearer {self._secrets[caller]}"}
+        url = f"ws{self._server.url.removeprefix('http')}/v1/responses"
+        with connect(url, additional_headers=headers, close_timeout=1) as socket:
+            for _ in range(2):
+                asked = odd_body("/v1/responses", chance).decode()
+                socket.send('{"type": "response.create", ' + asked[1:])
+                event: dict[str, Any] = {"type": ""}
+                while event["type"] not in _LAST_EVENTS:
+                    text = str(socket.recv(timeout=PATIENCE))
+                    event = json.loads(text)
+                    for other, mark in MARKS.items():
+                        assert other == caller or mark not in text, f"a WebSocket shows a text of {other}"
+                status = event.get("status", 200)
+                self.counts.calls["WEBSOCKET", "/v1/responses"] += 1
+                self.counts.statuses[status if isinstance(status, int) else 200] += 1
+                assert not isinstance(status, int) or status < 500 or status == 504, event
 
     def _reimport(self, caller: str, name: str) -> None:
         """A session of one's own, exported, damaged and taken in again."""

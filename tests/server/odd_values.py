@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -206,6 +207,12 @@ def odd_bodies(protocol: str) -> Iterator[tuple[tuple[Any, ...], Any, bytes]]:
     for at in paths(BODIES[protocol]):
         for odd in ODD:
             yield at, odd, written(changed(BODIES[protocol], at, odd))
+
+
+def odd_body(protocol: str, chance: random.Random) -> bytes:
+    """A body of a protocol with something odd in one place."""
+    at = chance.choice(list(paths(BODIES[protocol])))
+    return written(changed(BODIES[protocol], at, chance.choice(ODD)))
 
 
 def written(body: dict[str, Any]) -> bytes:

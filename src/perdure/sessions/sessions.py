@@ -39,7 +39,7 @@ from perdure.store.durable import translate_os_errors
 _SAVED_AT_ONCE = 256
 """Tokens that a session has grown by when its state is next written."""
 _EXPIRED_AT_ONCE = 4
-_AT_HAND = 64
+_AT_HAND, _AT_HAND_BYTES = 64, 32 << 20
 """Sessions whose turns stay in memory when nobody holds them."""
 
 
@@ -68,6 +68,8 @@ class Sessions:
         self._lock = threading.RLock()
         self._open: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
         self._at_hand: OrderedDict[tuple[str, str], Session] = OrderedDict()
+        self._at_hand_bytes: dict[tuple[str, str], int] = {}
+        """What the origin of each of those takes."""
 
     def close(self) -> None:
         self.store.close()
@@ -328,6 +330,7 @@ class Sessions:
             if self._open.get(key) is session:
                 del self._open[key]
                 self._at_hand.pop(key, None)
+                self._at_hand_bytes.pop(key, None)
 
     def write_behind(self, tokens: Sequence[int], namespace: str, saved: int) -> int:
         """Have the state of a session written now and then, when nobody waits for the engine.
@@ -381,11 +384,28 @@ class Sessions:
                 return Session(self, info)
             if session is None or session.info.number != info.number:
                 session = self._open[key] = Session(self, info)
-            self._at_hand[key] = session
-            self._at_hand.move_to_end(key)
-            if len(self._at_hand) > _AT_HAND:
-                self._at_hand.popitem(last=False)
+            self._keep_at_hand(key, session)
             return session
+
+    def _keep_at_hand(self, key: tuple[str, str], session: Session) -> None:
+        """Keep a session in memory, and let those go that were not asked for the longest. A stored response
+        has its whole request in its origin: one that is large by itself is read again each time."""
+        if key not in self._at_hand:
+            self._at_hand_bytes[key] = _weight(session.origin)
+        self._at_hand[key] = session
+        self._at_hand.move_to_end(key)
+        while len(self._at_hand) > _AT_HAND or sum(self._at_hand_bytes.values()) > _AT_HAND_BYTES:
+            oldest, _ = self._at_hand.popitem(last=False)
+            self._at_hand_bytes.pop(oldest, None)
+
+
+def _weight(value: Any) -> int:
+    """About how many bytes of memory a JSON value takes."""
+    if isinstance(value, str):
+        return 56 + len(value)
+    if isinstance(value, Mapping):
+        return 64 + sum(_weight(name) + _weight(each) for name, each in value.items())
+    return 64 + sum(map(_weight, value)) if isinstance(value, (list, tuple)) else 32
 
 
 def _check_name(name: object) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+
+from pydantic_core import to_json
 
 from perdure.server.protocols.responses import ids
 from perdure.server.protocols.responses.answers import ItemList
 from perdure.server.protocols.responses.items import Item, said_items
 from perdure.sessions.session import Session
+
+_PAGE_BYTES = 4 << 20
+"""Of the items of one page, unless a single one is longer."""
 
 
 class ConversationItems:
@@ -31,8 +35,14 @@ class ConversationItems:
                 return ItemList.of((), limit)
         first = start[0] if start else turns if latest_first else 1
         numbers = range(first, 0, -1) if latest_first else range(first, turns + 1)
-        found = self._walk(numbers, start, latest_first=latest_first)
-        return ItemList.of(list(islice(found, limit + 1)), limit)
+        items: list[Item] = []
+        size = 0
+        for item in self._walk(numbers, start, latest_first=latest_first):
+            size += len(to_json(item))
+            if len(items) == limit or (items and size > _PAGE_BYTES):
+                return ItemList.of([*items, item], len(items))
+            items.append(item)
+        return ItemList.of(items, limit)
 
     def after_turn(self, turn: int) -> list[Item]:
         """All items behind a turn."""

@@ -1,0 +1,182 @@
+"""What one request may hold: each field of each protocol at its bound and beyond it (class 2, X13, X20)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from decode.observed import toy
+from perdure.server.core.keys import Keys
+from perdure.server.protocols.responses import conversation_items
+from perdure.sessions import sessions as sessions_module
+from server.live_server import LiveServer, live_server, opened
+
+USER = {"role": "user", "content": "Hi"}
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+
+FIELDS: dict[str, tuple[str, int, Callable[[int], dict[str, Any]]]] = {
+    "chat: messages": (CHAT, 4096, lambda n: {"messages": [USER] * n}),
+    "chat: logit_bias": (CHAT, 1024, lambda n: {"messages": [USER], "logit_bias": _numbered(n)}),
+    "chat: stop": (CHAT, 64, lambda n: {"messages": [USER], "stop": [f"{each}z" for each in range(n)]}),
+    "chat: stop's length": (CHAT, 1024, lambda n: {"messages": [USER], "stop": "z" * n}),
+    "chat: top_logprobs": (CHAT, 20, lambda n: {"messages": [USER], "logprobs": True, "top_logprobs": n}),
+    "chat: depth": (CHAT, 64, lambda n: {"messages": [USER], "extra": _deep(n - 1)}),
+    "chat: values": (
+        CHAT,
+        1 << 18,
+        lambda n: {"messages": [USER], "extra": [0] * (n if n > 1 << 18 else n - 64)},
+    ),
+    "completions: prompts": ("/v1/completions", 128, lambda n: {"prompt": ["Hi"] * n}),
+    "messages: messages": (MESSAGES, 4096, lambda n: {"max_tokens": 1, "messages": [USER] * n}),
+    "messages: tools": (
+        MESSAGES,
+        1024,
+        lambda n: {"messages": [USER], "tools": [{"name": f"f{i}"} for i in range(n)]},
+    ),
+    "messages: stop": (
+        MESSAGES,
+        64,
+        lambda n: {"messages": [USER], "stop_sequences": [f"{i}z" for i in range(n)]},
+    ),
+    "responses: items": (RESPONSES, 4096, lambda n: {"input": [USER] * n}),
+    "responses: tools": (
+        RESPONSES,
+        1024,
+        lambda n: {"input": "Hi", "tools": [_function(i) for i in range(n)]},
+    ),
+    "responses: metadata": (
+        RESPONSES,
+        16,
+        lambda n: {"input": "Hi", "metadata": {f"k{i}": "v" for i in range(n)}},
+    ),
+    "responses: metadata's names": (RESPONSES, 64, lambda n: {"input": "Hi", "metadata": {"k" * n: "v"}}),
+    "responses: metadata's values": (RESPONSES, 512, lambda n: {"input": "Hi", "metadata": {"k": "v" * n}}),
+    "responses: include": (RESPONSES, 64, lambda n: {"input": "Hi", "include": ["x"] * n}),
+    "responses: prompt_cache_key": (RESPONSES, 512, lambda n: {"input": "Hi", "prompt_cache_key": "k" * n}),
+    "ollama: messages": (
+        "/api/chat",
+        4096,
+        lambda n: {"model": "toy", "messages": [USER] * n, "stream": False},
+    ),
+    "ollama: stop": (
+        "/api/generate",
+        64,
+        lambda n: {
+            "model": "toy",
+            "prompt": "Hi",
+            "stream": False,
+            "options": {"stop": [f"{i}z" for i in range(n)]},
+        },
+    ),
+    "ollama: texts": ("/api/embed", 2048, lambda n: {"model": "toy", "input": ["a"] * n}),
+    "embeddings: texts": ("/v1/embeddings", 2048, lambda n: {"input": ["a"] * n}),
+    "sessions: name": ("/v1/sessions", 200, lambda n: {"name": "s" * n}),
+}
+"""Fields with the most that each may hold, and a body that holds so much."""
+
+
+def _numbered(count: int) -> dict[str, float]:
+    return {str(each): 0.5 for each in range(count)}
+
+
+def _deep(levels: int) -> Any:
+    value: Any = 0
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def _function(number: int) -> dict[str, Any]:
+    return {"type": "function", "name": f"f{number}"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with opened(toy(), n_ctx=512) as rt, live_server(rt) as server:
+        yield server
+
+
+def sent(client: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
+    limit = {"/v1/responses": "max_output_tokens"}.get(path, "max_tokens")
+    if path.startswith("/v1/") and path not in ("/v1/embeddings", "/v1/sessions"):
+        body = {limit: 1, **body}
+    return client.post(path, json=body)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_holds_as_much_as_its_bound_and_no_more(field: str, server: LiveServer) -> None:
+    """Class 2: at the bound a request may still be too long for the context, but it is not refused for the
+    field; beyond it is, and the server goes on."""
+    path, bound, body = FIELDS[field]
+    with server.client() as client:
+        at = sent(client, path, body(bound))
+        assert at.status_code in (200, 201, 400, 413), at.text[:300]
+        beyond = sent(client, path, body(bound + 1))
+        assert beyond.status_code in (400, 413), beyond.text[:300]
+        assert beyond.text != at.text, beyond.text[:300]
+        assert client.get("/health").status_code == 200
+
+
+@pytest.mark.soak
+def test_no_field_costs_memory_that_lasts(server: LiveServer) -> None:
+    """Class 2: every field at its bound and beyond, again and again; the process stays as large as it was."""
+    page = os.sysconf("SC_PAGE_SIZE")
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * page
+
+    def round_of_all(client: httpx.Client) -> None:
+        for path, bound, body in FIELDS.values():
+            for count in (bound, bound + 1, 4 * bound):
+                answer = sent(client, path, body(count))
+                assert answer.status_code < 500, answer.text[:300]
+                assert client.get("/health").status_code == 200
+
+    with server.client() as client:
+        for _ in range(3):
+            round_of_all(client)
+        before = resident()
+        for _ in range(10):
+            round_of_all(client)
+        assert resident() < before + (64 << 20)
+
+
+def test_a_page_of_items_is_bounded_in_bytes_x20(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> None:
+    """X20: pages of large items are short, and lead to all of them."""
+    monkeypatch.setattr(conversation_items, "_PAGE_BYTES", 1000)
+    texts = [f"{number} " + "x" * 300 for number in range(10)]
+    with server.client() as client:
+        items = [{"role": "user", "content": text} for text in texts]
+        conversation = client.post("/v1/conversations", json={"items": items}).json()["id"]
+        for order in ("asc", "desc"):
+            found: list[str] = []
+            params = {"order": order}
+            while True:
+                page = client.get(f"/v1/conversations/{conversation}/items", params=params).json()
+                found += [item["content"][0]["text"] for item in page["data"]]
+                assert 1 <= len(page["data"]) <= 2
+                if not page["has_more"]:
+                    break
+                params["after"] = page["last_id"]
+            assert found == (texts if order == "asc" else texts[::-1])
+
+
+def test_stored_responses_at_hand_are_bounded_in_bytes_x13(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X13: those that are large are read again, and found all the same."""
+    monkeypatch.setattr(sessions_module, "_AT_HAND_BYTES", 100_000)
+    with opened(toy(), n_ctx=512) as rt, live_server(rt, keys=Keys()) as server, server.client() as client:
+        ids = []
+        for number in range(8):
+            extra = {"input": "Hi", "metadata": {"n": str(number)}, "unknown": "x" * 40_000}
+            answer = client.post(RESPONSES, json={**extra, "max_output_tokens": 1})
+            assert answer.status_code == 200, answer.text[:300]
+            ids.append(answer.json()["id"])
+            assert sum(rt.sessions._at_hand_bytes.values()) <= 100_000
+            assert rt.sessions._at_hand.keys() == rt.sessions._at_hand_bytes.keys()
+        for number, response_id in enumerate(ids):
+            assert client.get(f"{RESPONSES}/{response_id}").json()["metadata"] == {"n": str(number)}
