@@ -14,5 +14,5 @@
     importing         what is taken of such a file, and what is left out
 
 Turns form a tree and never change; a session is a name for one of them, as a branch is in a version
-control system. So a fork costs a row, and going back costs none.
+control system. So a fork adds one row, and `rewind` adds none.
 """
