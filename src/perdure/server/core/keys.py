@@ -178,7 +178,7 @@ class Keys:
 
     def quota(self, namespace: str) -> Quota:
         """What a namespace may store: the smallest bound among its keys."""
-        keys = [key for key in self._keys if key.namespace == namespace]
+        keys = [key for key in self if key.namespace == namespace]
         return Quota(
             sessions=min((key.sessions for key in keys if key.sessions is not None), default=None),
             nbytes=min((key.stored_bytes for key in keys if key.stored_bytes is not None), default=None),
