@@ -11,10 +11,12 @@ import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from perdure.checks import is_whole
 from perdure.errors import InvalidInputError
+from perdure.options import options_of
+from perdure.request_options import RequestOptions, Sampling
 
 N_CTX = 4096
 """Tokens that one request can hold, unless somebody says otherwise."""
@@ -84,17 +86,14 @@ class Choice:
     origin: str
 
 
+_FILE_KINDS: dict[type, Any] = {float: float, int: int, bool: bool, str: str}
+"""How an option stands in the file; one of several texts or entries is a list of texts."""
+_REPLY = (options_of(RequestOptions)["max_tokens"], *options_of(Sampling).values())
 SETTINGS = (
     Setting("model", str, "the model to use when none is named"),
     Setting("store", str, "folder of the sessions"),
     Setting("ctx", int, "context size in tokens"),
-    Setting("max_tokens", int, "most tokens of a reply"),
-    Setting("temperature", float, "randomness; 0 always takes the likeliest token"),
-    Setting("top_p", float, "draw from the likeliest tokens that together have this much"),
-    Setting("top_k", int, "draw from the K likeliest tokens; 0: from all"),
-    Setting("min_p", float, "drop tokens below this share of the likeliest one"),
-    Setting("repeat_penalty", float, "above 1: fewer repetitions"),
-    Setting("seed", int, "the same seed gives the same reply"),
+    *(Setting(each.name, _FILE_KINDS.get(each.kind, list), each.help) for each in _REPLY),
     Setting("overflow", str, "what a full context means in chat: error, drop_oldest, shift or fold"),
     Setting("host", str, "address that the server listens on"),
     Setting("port", int, "port that the server listens on"),

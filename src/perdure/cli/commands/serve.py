@@ -163,9 +163,9 @@ def serve(
         check_address(host, len(known))
         settings_now = live_settings(live, sampling, host=host, keys=known)
         if open_page and not page:
-            raise InvalidInputError("--open and --no-page cannot both be meant")
+            raise InvalidInputError("--open needs the page; remove --no-page")
         if store is not None and no_store:
-            raise InvalidInputError("--store and --no-store cannot both be meant")
+            raise InvalidInputError("--store and --no-store exclude each other; remove one")
         listening = [bind(host, port), *([bind(host, _OLLAMA)] if ollama else [])]
     except InvalidInputError as error:
         note(str(error))

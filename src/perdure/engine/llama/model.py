@@ -40,7 +40,7 @@ from perdure.identity import Identity, content_digest, file_version
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.models.parts import part_names
 from perdure.models.quants import FILE_TYPES
-from perdure.option_names import refuse_unknown
+from perdure.options import refuse_unknown
 
 log = logging.getLogger("perdure.engine")
 

@@ -57,7 +57,7 @@ class Library:
     @property
     def name(self) -> str:
         """Which engine this is, for people."""
-        return f"llama.cpp {self.version} ({self.source.kind} {self.source.version}, {self.variant})"
+        return f"llama.cpp {self.version} ({self.source.name}, {self.variant})"
 
     # What state depends on.
 

@@ -44,7 +44,12 @@ class LibrarySource:
         return library_file(self.folder, stem)
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.version} at {self.folder}"
+        return f"{self.name} at {self.folder}"
+
+    @property
+    def name(self) -> str:
+        """The origin and what it calls this library, such as `fetched 0.5.0` or `own build`."""
+        return self.version if self.kind == "own" else f"{self.kind} {self.version}"
 
 
 def library_file(folder: Path, stem: str) -> Path | None:
