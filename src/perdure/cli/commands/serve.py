@@ -143,7 +143,7 @@ def serve(
     import perdure
     from perdure import InvalidInputError
     from perdure.cli.output.progress import fetching
-    from perdure.cli.output.terminal import note
+    from perdure.cli.output.terminal import agrees, note
     from perdure.cli.settings_reload import SettingsReload, live_settings, set_log_level
     from perdure.config import settings
     from perdure.engine import registry
@@ -172,7 +172,7 @@ def serve(
         raise typer.Exit(2) from None
     folder = None if no_store else store or settings().store
     opener = registry.engine_for(model)
-    source = opener.fetch(model, fetching)
+    source = opener.fetch(model, fetching, agrees)
     with perdure.open(
         source,
         n_ctx=engine.ctx,
