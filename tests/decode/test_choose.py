@@ -63,13 +63,16 @@ def test_no_event_loop_tokenises_or_queues_options(monkeypatch: pytest.MonkeyPat
     """Either may wait for an engine in another process, or take long."""
     threads: list[threading.Thread] = []
     with perdure.open(ToyModel(), n_ctx=64, slots=2) as rt:
-        for thing, name in ((rt.model, "tokenize"), (rt.backend, "submit")):
 
-            def noted(*given: Any, call: Any = getattr(thing, name), **settings: Any) -> Any:
+        def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+            def noted(*given: Any, **settings: Any) -> Any:
                 threads.append(threading.current_thread())
                 return call(*given, **settings)
 
-            monkeypatch.setattr(thing, name, noted)
+            return noted
+
+        monkeypatch.setattr(rt.model, "tokenize", noting(rt.model.tokenize))
+        monkeypatch.setattr(rt.backend, "submit", noting(rt.backend.submit))
         assert len(asyncio.run(rt.achoose("Hello", [" a", " b"]))) == 2
     assert len(threads) == 5
     assert threading.current_thread() not in threads
