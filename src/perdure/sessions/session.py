@@ -1,7 +1,7 @@
 """One conversation that lasts.
 
 A turn reads as it happens, in `Session._turn`: a summary first where the context is full, the reply, its
-commit. It is a plan (`decode/stream.py`): it goes on when its stream is asked for the reply, or read to the end.
+commit. It is a plan (`decode/stream.py`): asking its stream for the reply, or reading it to the end, runs it.
 """
 
 from __future__ import annotations
