@@ -25,7 +25,6 @@ from typing import IO, Any
 
 from perdure.atomic import atomic_write
 from perdure.cache.block import Block
-from perdure.cache.tiers import block_file
 from perdure.checks import is_whole
 from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.identity import Identity
@@ -85,7 +84,7 @@ class Export:
                 if part.name == _TURNS:
                     archive.skip(part.nbytes)
                 else:
-                    yield block_file.unpack(archive.read(part))
+                    yield Block.unpack(archive.read(part))
 
 
 def write_export(
@@ -105,7 +104,7 @@ def write_export(
     # Older versions stored settings with halves of surrogate pairs.
     encoded = said.encode("utf-8", "surrogatepass")
     contents: list[Callable[[], Sequence[bytes | memoryview]]] = [lambda: [encoded]]
-    contents += [lambda block=block: block_file.pack(block) for block in blocks]  # type: ignore[misc]
+    contents += [lambda block=block: block.pack() for block in blocks]  # type: ignore[misc]
     names = [_TURNS, *(_BLOCK.format(number) for number in range(len(blocks)))]
     parts = [_part(name, content()) for name, content in zip(names, contents, strict=True)]
     manifest: dict[str, Any] = {
