@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExportFile:
     """A file in an export, as its manifest names it."""
 
     name: str
@@ -63,7 +63,7 @@ class Export:
     settings: Mapping[str, Any]
     turns: tuple[Turn, ...]
     identity: Identity | None
-    parts: tuple[Part, ...]
+    parts: tuple[ExportFile, ...]
     digest: str
     signature: bytes
 
@@ -212,12 +212,12 @@ class _Archive:
         self._file.seek(size, os.SEEK_CUR)
         self._fill(size)
 
-    def read(self, part: Part) -> bytes:
+    def read(self, part: ExportFile) -> bytes:
         data = self.take(part.nbytes)
         _compare(part, hashlib.sha256(data).hexdigest())
         return data
 
-    def lines(self, part: Part) -> Iterator[bytes]:
+    def lines(self, part: ExportFile) -> Iterator[bytes]:
         """The lines of a part, one at a time; behind the last one it is compared with its digest."""
         digest, left = hashlib.sha256(), part.nbytes
         while left:
@@ -233,7 +233,7 @@ class _Archive:
         self._fill(part.nbytes)
         _compare(part, digest.hexdigest())
 
-    def check(self, part: Part) -> None:
+    def check(self, part: ExportFile) -> None:
         """Compare a part with its digest, without holding it in memory."""
         digest, left = hashlib.sha256(), part.nbytes
         while left:
@@ -294,9 +294,9 @@ def _manifest(archive: _Archive) -> dict[str, Any]:
     return manifest
 
 
-def _parts(listed: Any) -> tuple[Part, ...]:
+def _parts(listed: Any) -> tuple[ExportFile, ...]:
     """The turns first, then the blocks in their order."""
-    parts = tuple(Part(part["name"], part["bytes"], part["sha256"]) for part in listed)
+    parts = tuple(ExportFile(part["name"], part["bytes"], part["sha256"]) for part in listed)
     for number, part in enumerate(parts):
         name, most = (_BLOCK.format(number - 1), MAX_BLOCK) if number else (_TURNS, MAX_TURNS)
         size = part.nbytes
@@ -323,16 +323,16 @@ def _turns(lines: Iterator[bytes]) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def _compare(part: Part, found: str) -> None:
+def _compare(part: ExportFile, found: str) -> None:
     if found != part.sha256:
         raise CorruptStateError(f"{part.name} in this export is damaged: its digest does not match")
 
 
-def _part(name: str, content: Sequence[bytes | memoryview]) -> Part:
+def _part(name: str, content: Sequence[bytes | memoryview]) -> ExportFile:
     digest = hashlib.sha256()
     for each in content:
         digest.update(each)
-    return Part(name, sum(len(each) for each in content), digest.hexdigest())
+    return ExportFile(name, sum(len(each) for each in content), digest.hexdigest())
 
 
 def _put(file: IO[bytes], name: str, content: Sequence[bytes | memoryview]) -> None:
