@@ -121,6 +121,25 @@ class Option:
                 raise InvalidInputError(f"{self.name} is TOKEN=NUMBER, got {text!r}") from None
         return pairs
 
+    def to_json(self, value: Any) -> Any:
+        """A value as JSON has it: what is ruled out has a bias of -100."""
+        if isinstance(value, Mapping):
+            return {str(token): max(bias, -100.0) for token, bias in value.items()}
+        return list(value) if isinstance(value, tuple) else value
+
+    def from_json(self, value: Any) -> Any:
+        """The value that JSON has; its kind was checked, the range is `check`'s."""
+        if self.kind is list:
+            return tuple(value)
+        if self.kind is dict:
+            return {self._token(key): bias if bias > -100 else -math.inf for key, bias in value.items()}
+        return value
+
+    def _token(self, key: str) -> int:
+        if not key.isascii() or not key.isdigit() or len(key) > 9:
+            raise InvalidInputError(f"{self.name}: {key[:40]!r} is no token id")
+        return int(key)
+
     def _is_right(self, value: Any) -> bool:
         if value is None:
             return self.optional

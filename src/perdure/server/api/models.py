@@ -8,7 +8,7 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import Field
 
-from perdure.server.core.app_state import AppState, AppStateDep
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.schemas import (
     Items,
     RequestSchema,
@@ -97,9 +97,9 @@ async def read_model(name: str, app_state: AppStateDep) -> ModelAnswer:
 
 
 @router.post("/tokenize", responses=errors(), tags=["tokens"])
-async def tokenize(asked: TokenizeRequest, app_state: AppStateDep) -> TokenizeAnswer:
+async def tokenize(asked: TokenizeRequest, app_state: AppStateDep, caller: CallerDep) -> TokenizeAnswer:
     """A text as token ids."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     tokens = await app_state.call(
         app_state.runtime.model.tokenize, asked.content, special=asked.special, bos=asked.add_special
     )
@@ -107,9 +107,9 @@ async def tokenize(asked: TokenizeRequest, app_state: AppStateDep) -> TokenizeAn
 
 
 @router.post("/detokenize", responses=errors(), tags=["tokens"])
-async def detokenize(asked: DetokenizeRequest, app_state: AppStateDep) -> DetokenizeAnswer:
+async def detokenize(asked: DetokenizeRequest, app_state: AppStateDep, caller: CallerDep) -> DetokenizeAnswer:
     """Token ids as text."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     text = await app_state.call(app_state.runtime.model.detokenize, asked.tokens, special=asked.special)
     return DetokenizeAnswer(content=text)
 
