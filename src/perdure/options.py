@@ -158,9 +158,11 @@ class Option:
 
     def _in_range(self, value: float) -> bool:
         # A number that is none is in no range.
-        return (self.low is None or self.low <= value) and (
-            value <= self.high if self.high is not None else math.isfinite(value)
+        low, high = (
+            (-_LARGEST if self.low is None else self.low),
+            _LARGEST if self.high is None else self.high,
         )
+        return low <= value <= high
 
     def _is_text(self, text: str) -> bool:
         if self.choices and text not in self.choices:
@@ -176,6 +178,7 @@ _KINDS: dict[type, str] = {
     list: "texts",
     dict: "entries",
 }
+_LARGEST = 1e300
 _SHOWN = 80
 """Characters of a wrong value in an error."""
 _KEY = "option"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
 
+from perdure.options import options_of
+from perdure.request_options import RequestOptions, Sampling
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.schemas import (
     Items,
@@ -79,7 +81,49 @@ class ModelList(ResponseSchema):
     models: list[CodexModel]
 
 
+class OptionAnswer(ResponseSchema):
+    """A setting of sampling, as it is defined: the page makes its fields from them."""
+
+    name: str
+    kind: Literal["number", "integer", "texts", "biases"]
+    low: float | None
+    high: float | None
+    items: int | None
+    characters: int | None
+    default: str
+    help: str
+    common: bool
+
+
+class OptionList(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[OptionAnswer]
+
+
 router = APIRouter(tags=["OpenAI"])
+_KINDS: dict[type, Any] = {float: "number", int: "integer", list: "texts", dict: "biases"}
+_OPTIONS = OptionList(
+    data=[
+        OptionAnswer(
+            name=each.name,
+            kind=_KINDS[each.kind],
+            low=each.low,
+            high=each.high,
+            items=each.items,
+            characters=each.characters,
+            default=each.default_text,
+            help=each.help,
+            common=each.common,
+        )
+        for each in (*options_of(Sampling).values(), options_of(RequestOptions)["max_tokens"])
+    ]
+)
+
+
+@router.get("/v1/options", responses=errors(), tags=["perdure"])
+async def list_options() -> OptionList:
+    """The sampling settings that every protocol takes, with their ranges and defaults."""
+    return _OPTIONS
 
 
 @router.get("/v1/models", responses=errors())

@@ -144,7 +144,8 @@ def _annotation(option: Option) -> Any:
     text = Annotated[str, Field(max_length=option.characters)]
     if option.kind is dict:
         bias = Annotated[float, Field(ge=-100, le=100)]
-        return Annotated[dict[str, bias], BeforeValidator(functools.partial(_few, option.items))]
+        few = BeforeValidator(functools.partial(_few, option.items))
+        return Annotated[dict[str, bias], Field(max_length=option.items), few]
     if option.kind is list:
         return Annotated[Items[text], Field(max_length=option.items)]
     if option.kind is str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -38,6 +37,9 @@ _ENGINE = frozenset(
 )
 """Settings of the engine, which are chosen when the server is started."""
 _DURATION = re.compile(r"(?:-?\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+|-?\d+(?:\.\d+)?")
+
+_LARGEST = 2.0**63
+"""Of any number in the options."""
 
 Format = Literal["", "json"] | dict[str, Any]
 KeepAlive = Annotated[str, Field(max_length=40)] | int | float
@@ -259,7 +261,7 @@ def _check_images(images: list[Any] | None, where: str) -> None:
 
 
 def _number(name: str, value: Any) -> float | int:
-    if not is_number(value) or not math.isfinite(value):
+    if not is_number(value) or not abs(value) <= _LARGEST:
         raise _invalid(f"options.{name}", f"a number, got {str(value)[:40]!r}")
     return value
 
