@@ -48,6 +48,8 @@ class Settings:
     """A folder for the store, instead of the one under `home`."""
 
     gpu_layers: int | Literal["auto"] = "auto"
+    engine: str | None = None
+    """The backend of the library that is fetched where there is none; "auto" is the best for the machine."""
     """How many layers of a model go to the GPU, where there is one."""
 
     @property
@@ -100,6 +102,7 @@ SETTINGS = (
     Setting("slots", int, "requests that the server serves at once"),
     Setting("queue", int, "requests that may wait for the server"),
     Setting("threads", int, "threads of the server's engine"),
+    Setting("engine", str, "library to fetch first: cpu, vulkan, cuda, cuda12, metal, or auto for the best"),
     Setting("gpu_layers", str, "layers on the GPU: a number, or auto for as many as fit"),
     Setting("alias", list, "further names of the server's model"),
     Setting("allow_host", list, "further host names of the server"),
@@ -132,6 +135,7 @@ def settings() -> Settings:
         llama_variant=os.environ.get("PERDURE_LLAMA_VARIANT") or None,
         sessions=Path(str(store.value)).expanduser() if store else None,
         gpu_layers=_layers(chosen["gpu_layers"]) if "gpu_layers" in chosen else "auto",
+        engine=str(chosen["engine"].value) if "engine" in chosen else None,
     )
 
 

@@ -122,7 +122,7 @@ Limit = Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="
 AfterName = Annotated[str | None, _after_option("NAME")]
 AfterAddress = Annotated[str | None, _after_option("ADDRESS")]
 AfterId = Annotated[str | None, _after_option("ID")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Skip confirmation.")]
 Ctx = Annotated[
     int | None,
     typer.Option(

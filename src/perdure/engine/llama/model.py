@@ -114,9 +114,12 @@ class Model:
         chosen = choose_devices(library.loaded().device_list, devices)
         if not chosen or asked == 0:
             if asked not in (0, "auto"):
+                problem = library.loaded().gpu_problem
                 raise InvalidInputError(
-                    f"{asked} layers were to go to a GPU, but the llama.cpp library in use has none: install "
-                    "one with a GPU backend (perdure engine install), or leave gpu_layers out"
+                    f"{asked} layers were to go to a GPU, but the llama.cpp library in use "
+                    + (f"cannot use its GPU backend: {problem}. " if problem else "has none: install ")
+                    + ("Or " if problem else "one with a GPU backend (perdure engine install), or ")
+                    + "leave gpu_layers out"
                 )
             return CPU_ONLY
         needs = ModelBytes.of(models.read_parts(self.path), cells=cells, kv=self._kv_offload)
