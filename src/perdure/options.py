@@ -4,7 +4,7 @@
 and characters. The keywords of the library, the fields of HTTP, the options of the command, the keys of the
 config file, `/set`, Ollama's options, the page's settings and the tables in the docs are made from it.
 
-    temperature: float = option(0.8, low=0, high=100, help="randomness; 0 always takes the likeliest token")
+    temperature: float = option(0.8, low=0, high=100, help="divides the logits; 0: the likeliest token")
 """
 
 from __future__ import annotations

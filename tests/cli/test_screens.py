@@ -137,7 +137,7 @@ def test_tables_and_errors_break_between_words(environment: dict[str, str], colu
     for line in settings.splitlines():
         assert len(line) < columns
         assert re.match(r"[a-z_]+ +(?<=.{17})\S| {17}\S", line), line
-    assert "  (default; randomness; 0 always takes the likeliest token;" in settings
+    assert "  (default; divides the logits; 0 always takes the likeliest token;" in settings
     assert f"{model}x" in error.split()
 
 

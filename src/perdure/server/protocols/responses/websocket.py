@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect
 
 from perdure.errors import PerdureError
-from perdure.server.core.api_error import ApiError, rate_limited, to_api_error, validation
+from perdure.server.core.api_error import ApiError, rate_limited, to_api_error, unauthorised, validation
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.follow import Follower, Sink, deliver
 from perdure.server.core.middleware.body_limits import JsonScan
@@ -27,6 +27,8 @@ from perdure.sessions.fold import TurnStream
 
 router = APIRouter(tags=["Responses"])
 
+_POLICY = 1008
+"""The code of WebSocket with which a connection is ended whose key is not good any more."""
 _SECONDS = 3600.0
 """That a connection may last."""
 _REMEMBERED = 8
@@ -64,7 +66,6 @@ class Connection:
         self._socket = socket
         self._caller = caller
         self._app_state = app_state
-        self._responses = Responses(app_state, caller.namespace)
         self._remembered: OrderedDict[str, list[Item]] = OrderedDict()
         """All items of the latest responses that are not stored, by id."""
         self._received: asyncio.Queue[str | None] = asyncio.Queue(maxsize=4)
@@ -102,6 +103,11 @@ class Connection:
         account = self._caller.account
         try:
             asked, generates = self._parsed(text)
+            if account is not None and not account.is_good:
+                await self._refuse(unauthorised("this key was withdrawn, or has expired: ask for a new one"))
+                self._left.set()
+                await self._socket.close(_POLICY)
+                return
             if account is not None and (over := account.admit()) is not None:
                 raise rate_limited(over.why, over.retry_after)
             await self._respond(asked, generates)
@@ -132,7 +138,7 @@ class Connection:
         return asked, generates
 
     async def _respond(self, asked: ResponseRequest, generates: bool) -> None:
-        app_state, responses = self._app_state, self._responses
+        app_state, responses = self._app_state, Responses(self._app_state, self._caller.namespace)
         items = input_items(asked)
         previous = asked.previous_response_id
         if previous is not None and previous in self._remembered:
