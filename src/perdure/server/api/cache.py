@@ -148,7 +148,7 @@ async def tree(
 @router.post("/warm", status_code=201, responses=errors(507))
 async def warm(asked: WarmRequest, app_state: AppStateDep, caller: CallerDep) -> RecordAnswer:
     """Compute a prefix once, and keep it."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     record = await app_state.work(
         app_state.runtime.cache.warm, asked.prompt, labels=asked.labels, namespace=caller.namespace
     )
