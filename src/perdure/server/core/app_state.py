@@ -6,8 +6,8 @@ import functools
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ParamSpec, Protocol, TypeVar
@@ -43,6 +43,30 @@ class Cancellable(Protocol):
     """Something that is being computed for somebody."""
 
     def cancel(self) -> object: ...
+
+
+class InFlight:
+    """How many requests are being answered, those over WebSockets included."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    @contextmanager
+    def admit(self, limit: int) -> Iterator[None]:
+        """Count one for as long as it takes, or refuse it."""
+        if self._count >= limit:
+            raise ApiError(
+                429,
+                f"{limit} requests are in flight, which is the limit; ask again later",
+                kind="rate_limit_error",
+                code="too_many_requests",
+                retry_after=1,
+            )
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
 
 
 @dataclass(kw_only=True, eq=False)
@@ -84,6 +108,7 @@ class AppState:
         self.seal = Seal(key, limit=self.limits.body_bytes)
         self.names: dict[str, dict[str, None]] = {}
         """Names that clients gave the model, by namespace."""
+        self.in_flight = InFlight()
         self.running: WeakSet[Cancellable] = WeakSet()
         """What is being computed for clients."""
 

@@ -118,16 +118,9 @@ async def embed(asked: EmbedRequest, request: Request, app_state: AppStateDep, c
     check_keep_alive(asked.keep_alive)
     texts = [asked.input] if isinstance(asked.input, str) else list(asked.input)
     started = time.perf_counter()
-    found = await _embedded(texts, request, app_state)
-    width = len(found.vectors[0]) if len(found.vectors) else 0
-    if asked.dimensions is not None and asked.dimensions != width:
-        raise ApiError(
-            400,
-            f"dimensions: the vectors of this model have {width}; leave it out",
-            param="dimensions",
-            code="invalid_value",
-        )
-    caller.charge(sum(found.tokens))
+    if asked.dimensions is not None:
+        check_width(asked.dimensions, await app_state.call(lambda: app_state.runtime.embedding_width))
+    found = await embedded(texts, request, app_state, caller)
 
     def body() -> bytes:
         shown = {
@@ -148,19 +141,8 @@ async def embeddings(
 ) -> dict[str, Any]:
     """An older route for one text."""
     check_keep_alive(asked.keep_alive)
-    found = await _embedded([asked.prompt], request, app_state)
-    caller.charge(sum(found.tokens))
+    found = await embedded([asked.prompt], request, app_state, caller)
     return {"embedding": found.vectors[0].tolist()}
-
-
-async def _embedded(texts: list[str], request: Request, app_state: AppState) -> Embeddings:
-    if not texts or not all(texts):
-        raise ApiError(
-            400, "input: give at least one text, and none that is empty", param="input", code="invalid_value"
-        )
-    found = await outcome(await app_state.call(app_state.runtime.submit_embed, texts), request, app_state)
-    app_state.metrics.embedded(sum(found.tokens))
-    return found
 
 
 @router.get("/api/tags", responses=errors())
