@@ -23,7 +23,7 @@ from perdure.decode.keywords import ReplyKeywords, RequestKeywords, SamplingKeyw
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 
 PARTS = {
-    "Runtime": ("open", "Runtime", "Job", "ChatJob", "TurnJob"),
+    "Runtime": ("open", "Runtime", "Stream"),
     "Sessions": ("Session", "SessionInfo", "SessionMemory", "Turn", "ImportResult"),
     "Requests": (
         "Sampling",

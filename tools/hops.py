@@ -35,7 +35,7 @@ _ENDS = {
     "Template.render",
     "ToyModel.tokenize",
     "ToyCore.decode",
-    "OutputQueue.put",
+    "OutputQueue.push",
     "Index.run",
     "DiskTier.store",
     "DiskTier.load",

@@ -22,9 +22,9 @@ from perdure.checks import check_whole, is_whole
 from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
 from perdure.decode.embedding import EmbeddingQueue, Embeddings
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
-from perdure.decode.output_queue import Job
 from perdure.decode.request import Request, check_prompt_size
 from perdure.decode.sampling.settings import Sampling
+from perdure.decode.stream import OutputQueue, Stream, one_request
 from perdure.engine.context import Context
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.engine.keywords import ContextKeywords
@@ -83,7 +83,10 @@ class Backend(Protocol):
         """Requests waiting, and being served."""
         ...
 
-    def submit(self, request: Request) -> Job: ...
+    def submit(self, request: Request) -> OutputQueue:
+        """Queue a request. What is wrong with it is raised here."""
+        ...
+
     def embed(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
         """Have vectors made of texts. Cancelling the future ends that."""
         ...
@@ -183,7 +186,7 @@ class LocalBackend:
     def load(self) -> tuple[int, int]:
         return self.engine_loop.load
 
-    def submit(self, request: Request) -> Job:
+    def submit(self, request: Request) -> OutputQueue:
         return self.engine_loop.submit(request)
 
     def embed(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
@@ -215,13 +218,9 @@ class LocalBackend:
         """Have a prompt computed, for its state alone. The token after it is drawn and dropped."""
         # The last token is doubled: what is fed to draw from is not kept.
         prompt = [*tokens.tolist(), int(tokens[-1])]
-        job = self.submit(
-            Request(prompt=prompt, max_tokens=1, sampling=Sampling(temperature=0), namespace=namespace)
-        )
-        try:
-            job.reply()
-        finally:
-            job.cancel()
+        request = Request(prompt=prompt, max_tokens=1, sampling=Sampling(temperature=0), namespace=namespace)
+        with Stream(one_request(request), self.submit) as stream:
+            stream.reply()
 
 
 def _bytes(name: str, value: int) -> int:

@@ -1,18 +1,17 @@
 """Every public name, from where it is defined. `import perdure` has them all."""
 
-from perdure.chat.job import ChatJob
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.chat.template.template import Template
 from perdure.decode.choice import Choice
 from perdure.decode.embedding import Embeddings
-from perdure.decode.output_queue import Job
 from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
 from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import KeptPrefix, Plan, ReuseReport
 from perdure.decode.slots import KeptPrefix as CacheMark
 from perdure.decode.slots import KeptPrefix as Pin
+from perdure.decode.stream import Stream
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import Embedder, Pooling
@@ -66,7 +65,6 @@ from perdure.identity import Identity
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.opening import open  # noqa: A004
 from perdure.runtime import Runtime
-from perdure.sessions.fold import TurnJob
 from perdure.sessions.importing import ImportResult
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.session import Session
@@ -81,7 +79,6 @@ __all__ = [
     "CannotRewindError",
     "Capabilities",
     "ChatDelta",
-    "ChatJob",
     "ChatReply",
     "Checkpoint",
     "Choice",
@@ -107,7 +104,6 @@ __all__ = [
     "ImportResult",
     "IncompatibleStateError",
     "InvalidInputError",
-    "Job",
     "KeptPrefix",
     "LibraryFetchError",
     "LogitsView",
@@ -148,6 +144,7 @@ __all__ = [
     "StoreLockedError",
     "StoreReadOnlyError",
     "StoreVersionError",
+    "Stream",
     "Template",
     "TemplateError",
     "Timings",
@@ -156,7 +153,6 @@ __all__ = [
     "Tool",
     "ToolCall",
     "Turn",
-    "TurnJob",
     "UnsupportedSystemError",
     "Usage",
     "open",

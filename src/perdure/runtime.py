@@ -10,24 +10,23 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, Unpack, cast, overload
+from typing import Any, TypeVar, Unpack, cast
 
 import numpy as np
 
 from perdure.backend import Backend
 from perdure.cache.prefix_cache import PrefixCacheCalls
 from perdure.chat.chat_format import ChatFormat
-from perdure.chat.job import ChatJob
 from perdure.chat.keywords import ChatKeywords, TurnKeywords
 from perdure.chat.message import Message, parse_messages
 from perdure.chat.options import ChatOptions
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.template.template import Template
-from perdure.decode.choice import Choice, Normalisation, Options
+from perdure.decode.choice import Choice, Normalisation, OptionScoring
 from perdure.decode.embedding import Embeddings
 from perdure.decode.keywords import RequestKeywords
-from perdure.decode.output_queue import Job, result_of
 from perdure.decode.request import Delta, Reply, Request, check_prompt_size
+from perdure.decode.stream import Stream, one_request, result_of, submitted
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.errors import InvalidInputError, TokenError
 from perdure.sessions.memories import Memories
@@ -37,7 +36,8 @@ from perdure.store.holder import StoreLock
 from perdure.worker.attached import AttachedBackend
 from perdure.worker.listener import Listener
 
-J = TypeVar("J", Job, ChatJob, Future[Embeddings])
+D = TypeVar("D")
+R = TypeVar("R")
 
 
 class Runtime:
@@ -104,22 +104,19 @@ class Runtime:
     def memories(self) -> Memories:
         return self.sessions.memories
 
-    def submit(self, prompt: str | Sequence[int], **request: Unpack[RequestKeywords]) -> Job:
+    def submit(self, prompt: str | Sequence[int], **request: Unpack[RequestKeywords]) -> Stream[Delta, Reply]:
         """Queue a request and return at once.
 
         The keywords are in `RequestKeywords`: `max_tokens`, `stop`, `schema`, `regex` or `grammar`, `n`,
         `logprobs`, `prompt_logprobs`, `ignore_eos`, `processors`, `namespace`, `timeout`, and those of
         `Sampling`, or a `sampling` as a whole.
         """
-        return self.backend.submit(Request.of(self._prompt(prompt), **request))
+        return self._stream(Request.of(self._prompt(prompt), **request))
 
     def generate(self, prompt: str | Sequence[int], **request: Unpack[RequestKeywords]) -> Reply:
         """The reply to a prompt; the keywords are those of `submit`."""
-        job = self.submit(prompt, **request)
-        try:
-            return job.reply()
-        finally:
-            job.cancel()
+        with self.submit(prompt, **request) as stream:
+            return stream.reply()
 
     def stream(self, prompt: str | Sequence[int], **request: Unpack[RequestKeywords]) -> Iterator[Delta]:
         """The reply piece by piece. It is queued at once; leaving the loop early cancels the rest."""
@@ -127,11 +124,8 @@ class Runtime:
 
     async def agenerate(self, prompt: str | Sequence[int], **request: Unpack[RequestKeywords]) -> Reply:
         """Like `generate`, for asyncio."""
-        job = await _submitted(lambda: self.submit(prompt, **request))
-        try:
-            return await job.areply()
-        finally:
-            job.cancel()
+        with await submitted(lambda: self.submit(prompt, **request)) as stream:
+            return await stream.areply()
 
     def astream(
         self, prompt: str | Sequence[int], **request: Unpack[RequestKeywords]
@@ -141,7 +135,7 @@ class Runtime:
 
     def submit_chat(
         self, messages: Sequence[Message | Mapping[str, Any]], **settings: Unpack[ChatKeywords]
-    ) -> ChatJob:
+    ) -> Stream[ChatDelta, ChatReply]:
         """Queue a reply to messages and return at once.
 
         The keywords are those of `submit` and: `tools`, `tool_choice`, `parallel_tool_calls`, `reasoning`
@@ -168,11 +162,8 @@ class Runtime:
         self, messages: Sequence[Message | Mapping[str, Any]], **settings: Unpack[ChatKeywords]
     ) -> ChatReply:
         """The reply to messages; the keywords are those of `submit_chat`."""
-        job = self.submit_chat(messages, **settings)
-        try:
-            return job.reply()
-        finally:
-            job.cancel()
+        with self.submit_chat(messages, **settings) as stream:
+            return stream.reply()
 
     def chat_stream(
         self, messages: Sequence[Message | Mapping[str, Any]], **settings: Unpack[ChatKeywords]
@@ -184,11 +175,8 @@ class Runtime:
         self, messages: Sequence[Message | Mapping[str, Any]], **settings: Unpack[ChatKeywords]
     ) -> ChatReply:
         """Like `chat`, for asyncio."""
-        job = await _submitted(lambda: self.submit_chat(messages, **settings))
-        try:
-            return await job.areply()
-        finally:
-            job.cancel()
+        with await submitted(lambda: self.submit_chat(messages, **settings)) as stream:
+            return await stream.areply()
 
     def achat_stream(
         self, messages: Sequence[Message | Mapping[str, Any]], **settings: Unpack[ChatKeywords]
@@ -249,13 +237,8 @@ class Runtime:
         `by="token"` compares log probabilities per token, so that long options are not at a disadvantage.
         The prompt is read once for each option.
         """
-        asked = Options(self.model, prompt, options, by=by, namespace=namespace)
-        jobs = [self.backend.submit(request) for request in asked.requests]
-        try:
-            return asked.ranked([job.reply() for job in jobs])
-        finally:
-            for job in jobs:
-                job.cancel()
+        with self._submit_options(prompt, options, by, namespace) as scoring:
+            return scoring.ranked([stream.reply() for stream in scoring.streams])
 
     async def achoose(
         self,
@@ -266,13 +249,17 @@ class Runtime:
         namespace: str = "",
     ) -> list[Choice]:
         """Like `choose`, for asyncio."""
-        asked = Options(self.model, prompt, options, by=by, namespace=namespace)
-        jobs = [self.backend.submit(request) for request in asked.requests]
-        try:
-            return asked.ranked([await job.areply() for job in jobs])
-        finally:
-            for job in jobs:
-                job.cancel()
+        with await submitted(lambda: self._submit_options(prompt, options, by, namespace)) as scoring:
+            return scoring.ranked([await stream.areply() for stream in scoring.streams])
+
+    def _submit_options(
+        self,
+        prompt: str | Sequence[int],
+        options: Sequence[str | Sequence[int]],
+        by: Normalisation,
+        namespace: str,
+    ) -> OptionScoring:
+        return OptionScoring(self.model, prompt, options, self._stream, by=by, namespace=namespace)
 
     def embed(self, texts: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Embeddings:
         """The vectors of texts, or of one: each given as text or as token ids.
@@ -287,7 +274,7 @@ class Runtime:
 
     async def aembed(self, texts: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Embeddings:
         """Like `embed`, for asyncio."""
-        return await asyncio.wrap_future(await _submitted(lambda: self.submit_embed(texts)))
+        return await asyncio.wrap_future(await submitted(lambda: self.submit_embed(texts)))
 
     def submit_embed(self, texts: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Future[Embeddings]:
         """Queue texts to be made vectors and return at once. Cancel what it gives to end that."""
@@ -297,6 +284,9 @@ class Runtime:
     def embedding_width(self) -> int:
         """Numbers of a vector that `embed` gives."""
         return self.backend.embedding_width()
+
+    def _stream(self, request: Request) -> Stream[Delta, Reply]:
+        return Stream(one_request(request), self.backend.submit)
 
     def _tokens(self, text: str | Tokens, at: int) -> Tokens:
         if not isinstance(text, str):
@@ -357,43 +347,12 @@ def _texts(given: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Sequence[s
     return [cast(Tokens, given)] if one else cast("Sequence[str | Tokens]", given)
 
 
-@overload
-def _deltas(job: Job) -> Iterator[Delta]: ...
-@overload
-def _deltas(job: ChatJob) -> Iterator[ChatDelta]: ...
-def _deltas(job: Job | ChatJob) -> Iterator[Any]:
-    try:
-        yield from job
-    finally:
-        job.cancel()
+def _deltas(stream: Stream[D, R]) -> Iterator[D]:
+    with stream:
+        yield from stream
 
 
-async def _submitted(submit: Callable[[], J]) -> J:
-    """What `submit` queues, from a thread: there may be much to tokenise, or an engine to wait for.
-
-    Whoever is cancelled meanwhile has it cancelled once it is there.
-    """
-    submitted = asyncio.get_running_loop().run_in_executor(None, submit)
-    try:
-        return await asyncio.shield(submitted)
-    except asyncio.CancelledError:
-        submitted.add_done_callback(_cancel_result)
-        raise
-
-
-def _cancel_result(submitted: asyncio.Future[J]) -> None:
-    if submitted.exception() is None:
-        submitted.result().cancel()
-
-
-@overload
-def _adeltas(submit: Callable[[], Job]) -> AsyncIterator[Delta]: ...
-@overload
-def _adeltas(submit: Callable[[], ChatJob]) -> AsyncIterator[ChatDelta]: ...
-async def _adeltas(submit: Callable[[], Any]) -> AsyncIterator[Any]:
-    job: Job | ChatJob = await _submitted(submit)
-    try:
-        async for delta in job:
+async def _adeltas(submit: Callable[[], Stream[D, R]]) -> AsyncIterator[D]:
+    with await submitted(submit) as stream:
+        async for delta in stream:
             yield delta
-    finally:
-        job.cancel()

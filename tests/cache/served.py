@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inside import core_of
-from perdure import Context, Job, LogitsView, Reply, Sampling
+from perdure import Context, LogitsView, Reply, Sampling, Stream
 from perdure.cache.prefix_cache import PrefixCache
 from perdure.cache.slots.cache import SlotCache
 from perdure.decode.engine_loop import CHUNK, EngineLoop
 from perdure.decode.request import Request
+from perdure.decode.stream import one_request
 from perdure.memory import SlidingWindow
 from subjects import NARROW, ON_A_GPU, Compared, Row, Subject, check
 
@@ -121,16 +122,17 @@ class Served:
 
     # Asking.
 
-    def submit(self, prompt: Sequence[int], rows: list[Row] | None = None, **request: Any) -> Job:
+    def submit(
+        self, prompt: Sequence[int], rows: list[Row] | None = None, **request: Any
+    ) -> Stream[Any, Any]:
         def record(_: Sequence[int], view: LogitsView) -> NDArray[np.float32]:
             if rows is not None:
                 rows.append(view.copy())
             return view.copy()
 
         fields: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True, "sampling": Sampling(temperature=0)}
-        return self.engine_loop.submit(
-            Request(prompt=list(prompt), processors=(record,), **{**fields, **request})
-        )
+        asked = Request(prompt=list(prompt), processors=(record,), **{**fields, **request})
+        return Stream(one_request(asked), self.engine_loop.submit)
 
     def say(self, prompt: Sequence[int], **request: Any) -> Answer:
         """The answer to a prompt, every row of it checked against a fresh context."""

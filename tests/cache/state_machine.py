@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inside import core_of
-from perdure import Job, PerdureError, Reply
+from perdure import PerdureError, Reply, Stream
 from perdure.engine.contract import Outcome
 from subjects import NARROW, Row, Subject, check
 
@@ -251,9 +251,11 @@ class RuntimeMachine(RuleBasedStateMachine):
         prompt = [*found.tokens[: self.longest - 40], *self.text(text), *self.text((9, 5))]
         self.interrupt(found, prompt, step, None)
 
-    def interrupt(self, talk: Talk, prompt: list[int], step: int, act: Callable[[Job], None] | None) -> None:
+    def interrupt(
+        self, talk: Talk, prompt: list[int], step: int, act: Callable[[Stream[Any, Any]], None] | None
+    ) -> None:
         rows: list[Row] = []
-        submitted: Future[Job] = Future()
+        submitted: Future[Stream[Any, Any]] = Future()
         with self.disturbed(step, lambda: act(submitted.result()) if act else None, fails=act is None):
             job = self.served.submit(prompt, rows, namespace=talk.space)
             submitted.set_result(job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +12,11 @@ import pytest
 import perdure
 from decode.observed import Clock
 from perdure import Runtime
-from perdure.chat.job import ChatJob, ContextShift
+from perdure.chat.plans import ContextWindow
+from perdure.chat.reply import ReplyReader
 from perdure.decode import engine_loop as loop_module
 from perdure.decode import request as request_module
-from perdure.decode.output_queue import Job
+from perdure.decode.request import Request
 from perdure.testing.toy import ToyModel
 
 SAID = [{"role": "user", "content": "Hi"}]
@@ -29,17 +30,15 @@ def rt() -> Any:
         yield runtime
 
 
-def before_going_on(job: ChatJob, act: Callable[[], None]) -> None:
+def before_going_on(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """Have something happen between the first request of a reply and the next."""
-    shift = job._shift
-    assert shift is not None
+    shifted = ContextWindow.shifted
 
-    def go_on(tokens: Sequence[int], told: int) -> tuple[Job, int]:
+    def going_on(window: ContextWindow, request: Request, reader: ReplyReader) -> Request:
         act()
-        assert shift is not None
-        return shift.go_on(tokens, told)
+        return shifted(window, request, reader)
 
-    job._shift = ContextShift(shift.limit, go_on)
+    monkeypatch.setattr(ContextWindow, "shifted", going_on)
 
 
 def test_going_on_does_not_start_the_time_anew_h7(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,18 +58,22 @@ def test_going_on_does_not_start_the_time_anew_h7(rt: Runtime, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_cancel_between_two_requests_is_not_lost_h7(rt: Runtime, asynchronous: bool) -> None:
+def test_a_cancel_between_two_requests_is_not_lost_h7(
+    rt: Runtime, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = rt.submit_chat(SAID, **ENDLESS)
-    before_going_on(job, job.cancel)
+    before_going_on(monkeypatch, job.cancel)
     reply = asyncio.run(job.areply()) if asynchronous else job.reply()
     assert reply.finish_reason == "cancelled"
     assert len(reply.tokens) < 400
 
 
-def test_the_event_loop_does_not_wait_for_the_next_request_to_be_queued(rt: Runtime) -> None:
+def test_the_event_loop_does_not_wait_for_the_next_request_to_be_queued(
+    rt: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[threading.Thread] = []
     job = rt.submit_chat(SAID, **ENDLESS)
-    before_going_on(job, lambda: threads.append(threading.current_thread()))
+    before_going_on(monkeypatch, lambda: threads.append(threading.current_thread()))
     assert asyncio.run(job.areply()).finish_reason == "length"
     assert threads
     assert threading.current_thread() not in threads

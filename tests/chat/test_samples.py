@@ -123,7 +123,7 @@ def test_who_takes_no_more_is_called_no_more_until_it_asks_again(way: str) -> No
         ended = False
         while not ended:
             before = len(calls)
-            ended = await job.drain(take)
+            ended = await job.consume(take)
             assert len(calls) <= before + 1
 
     with opened(way) as rt:

@@ -11,7 +11,7 @@ import numpy as np
 
 import perdure
 from inside import core_of, inside
-from perdure import Delta, Job, Reply, Runtime
+from perdure import Delta, Reply, Runtime, Stream
 from perdure.decode.slots import SlotAssignment
 from perdure.decode.text import TextStream
 from perdure.memory import FullAttention, MemorySpec
@@ -105,7 +105,7 @@ class Seen:
         return [delta.finish_reason for delta in self.deltas if delta.finish_reason is not None]
 
 
-def read(job: Job) -> Seen:
+def read(job: Stream[Any, Any]) -> Seen:
     """Everything to the end, and the error where there is one."""
     seen = Seen()
     try:
@@ -116,7 +116,7 @@ def read(job: Job) -> Seen:
     return seen
 
 
-def outcome(job: Job) -> list[Reply]:
+def outcome(job: Stream[Any, Any]) -> list[Reply]:
     """All samples, also where one has an error."""
     job.output.wait(finish=True)
     return job.output.replies

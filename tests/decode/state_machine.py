@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from decode.observed import Clock, Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
 from inside import inside
-from perdure import BusyError, ContextOverflow, Delta, EngineError, Job, Reply, Runtime
+from perdure import BusyError, ContextOverflow, Delta, EngineError, Reply, Runtime, Stream
 from perdure.decode import engine_loop as module
 from perdure.engine.contract import Outcome
 from perdure.memory import MemorySpec
@@ -33,7 +33,7 @@ QUEUE = 4
 class Asked:
     """A request, what its consumer did, and what it saw."""
 
-    job: Job | None
+    job: Stream[Any, Any] | None
     settings: dict[str, Any]
     seen: list[Delta] = field(default_factory=list)
     may_be_cancelled: bool = False

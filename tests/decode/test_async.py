@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode.observed import Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
-from perdure import BusyError, InvalidInputError, Runtime
-from perdure.decode.output_queue import AsyncioListener, Job, Listener, OutputQueue, notify
-from perdure.decode.request import Delta
+from perdure import BusyError, InvalidInputError, Reply, Runtime
+from perdure.decode.request import Delta, Request
+from perdure.decode.stream import AsyncioListener, Listener, OutputQueue, Stream, notify, one_request
 from perdure.memory import FullAttention
 
 T = TypeVar("T")
@@ -266,6 +266,11 @@ def test_a_loop_that_is_gone_is_not_kept_for_its_readers() -> None:
     assert [loop() for loop in loops] == [None] * 3
 
 
+def streamed(output: OutputQueue) -> Stream[Delta, Reply]:
+    """A stream of what comes into `output`."""
+    return Stream(one_request(Request(prompt=[1])), lambda request: output)
+
+
 def test_one_call_wakes_all_readers_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is told to an event loop once, however many of its tasks wait for it."""
     told: list[int] = []
@@ -307,18 +312,18 @@ def test_what_is_new_is_taken_in_the_call_that_tells_of_it() -> None:
     """No task of the loop gets a turn between the two."""
     taken: list[Delta] = []
 
-    def take(deltas: list[Delta]) -> bool:
+    def take(deltas: Sequence[Delta]) -> bool:
         taken.extend(deltas)
         return True
 
     async def main() -> None:
         output = OutputQueue()
-        job = Job(output, lambda: None, prompt_tokens=1)
-        draining = asyncio.create_task(job.drain(take))
+        job = streamed(output)
+        draining = asyncio.create_task(job.consume(take))
         await asyncio.sleep(0)
         for text in "abc":
-            output.put(Delta(text))
-            notify([output])
+            if not output.push([Delta(text)]):
+                notify([output])
             assert taken[-1].text == text
         output.finish([])
         assert await draining
@@ -330,28 +335,28 @@ def test_what_is_new_is_taken_in_the_call_that_tells_of_it() -> None:
 def test_what_is_handed_over_in_the_readers_loop_touches_no_queue() -> None:
     taken: list[str] = []
 
-    def take(deltas: list[Delta]) -> bool:
+    def take(deltas: Sequence[Delta]) -> bool:
         assert not output.deltas
         taken.extend(delta.text for delta in deltas)
         return True
 
     async def main() -> None:
-        draining = asyncio.create_task(Job(output, lambda: None, prompt_tokens=1).drain(take))
+        draining = asyncio.create_task(streamed(output).consume(take))
         # Nobody takes it yet.
-        assert not output.hand([Delta("a")])
+        assert not output.push([Delta("a")])
         await asyncio.sleep(0)
         assert taken == ["a"]
-        assert output.hand([Delta("b"), Delta("c")])
+        assert output.push([Delta("b"), Delta("c")])
         assert taken == ["a", "b", "c"]
         # In another thread it waits for the loop.
-        assert not await asyncio.to_thread(output.hand, [Delta("d")])
+        assert not await asyncio.to_thread(output.push, [Delta("d")])
         # And so does what comes behind it.
-        assert not output.hand([Delta("e")])
+        assert not output.push([Delta("e")])
         notify([output])
         assert taken == ["a", "b", "c", "d", "e"]
         draining.cancel()
         # It was cancelled, though it has not heard of it yet.
-        assert not output.hand([Delta("f")])
+        assert not output.push([Delta("f")])
         await asyncio.wait([draining])
         assert [delta.text for delta in output.deltas] == ["f"]
         assert not output._on_change
@@ -361,33 +366,31 @@ def test_what_is_handed_over_in_the_readers_loop_touches_no_queue() -> None:
     assert len(taken) == 5
 
 
-@given(st.lists(st.sampled_from(["hand", "thread", "put", "stop", "tell", "turn"]), max_size=30))
+@given(st.lists(st.sampled_from(["push", "thread", "stop", "tell", "turn"]), max_size=30))
 def test_readers_get_every_delta_once_and_in_order_however_it_comes(steps: list[str]) -> None:
-    """Handed over in the loop or in a thread, put and told of later; taken by readers that stop and go on."""
+    """Pushed in the loop or in a thread, and told of later; read by readers that stop and go on."""
     taken: list[str] = []
     texts = [str(number) for number in range(len(steps))]
 
     async def main() -> None:
         output, going_on = OutputQueue(), True
 
-        def take(deltas: list[Delta]) -> bool:
+        def take(deltas: Sequence[Delta]) -> bool:
             nonlocal going_on
             taken.extend(delta.text for delta in deltas)
             told, going_on = going_on, True
             return told
 
         async def read() -> None:
-            while not await Job(output, lambda: None, prompt_tokens=1).drain(take):
+            while not await streamed(output).consume(take):
                 await asyncio.sleep(0)
 
         reading = asyncio.create_task(read())
         for step, text in zip(steps, texts, strict=True):
-            if step == "hand" and not output.hand([Delta(text)]):
+            if step == "push" and not output.push([Delta(text)]):
                 notify([output])
-            elif step == "thread" and not await asyncio.to_thread(output.hand, [Delta(text)]):
+            elif step == "thread" and not await asyncio.to_thread(output.push, [Delta(text)]):
                 await asyncio.to_thread(notify, [output])
-            elif step == "put":
-                output.put(Delta(text))
             elif step == "stop":
                 going_on = False
             elif step == "tell":
@@ -399,7 +402,7 @@ def test_readers_get_every_delta_once_and_in_order_however_it_comes(steps: list[
         assert not output._on_change
 
     run(main())
-    given_out = [text for step, text in zip(steps, texts, strict=True) if step in ("hand", "thread", "put")]
+    given_out = [text for step, text in zip(steps, texts, strict=True) if step in ("push", "thread")]
     assert taken == given_out
 
 
@@ -409,11 +412,11 @@ def test_a_reader_that_takes_all_deltas_by_calls_may_stop_and_go_on() -> None:
             job = rt.submit("hello", max_tokens=20, n=2, seed=1)
             deltas: list[Delta] = []
 
-            def take(new: list[Delta]) -> bool:
+            def take(new: Sequence[Delta]) -> bool:
                 deltas.extend(new)
                 return len(deltas) % 2 == 0
 
-            while not await job.drain(take):
+            while not await job.consume(take):
                 pass
             check_delivery(deltas, await job.areplies(), rt.model)
 
@@ -421,12 +424,12 @@ def test_a_reader_that_takes_all_deltas_by_calls_may_stop_and_go_on() -> None:
 
 
 def test_a_reader_that_cannot_take_a_delta_is_told_why() -> None:
-    def take(deltas: list[Delta]) -> bool:
+    def take(deltas: Sequence[Delta]) -> bool:
         raise ValueError("full")
 
     async def main() -> None:
         with open_toy() as rt, pytest.raises(ValueError, match="full"):
-            await rt.submit("hello", max_tokens=3, **GREEDY).drain(take)
+            await rt.submit("hello", max_tokens=3, **GREEDY).consume(take)
 
     run(main())
 
@@ -436,7 +439,7 @@ def test_a_task_that_is_cancelled_while_it_drains_ends_its_request() -> None:
         gate = Turnstile()
         with open_toy(gate=gate) as rt:
             job = rt.submit("hello", max_tokens=100, **GREEDY)
-            draining = asyncio.create_task(job.drain(lambda deltas: True))
+            draining = asyncio.create_task(job.consume(lambda deltas: True))
             await _reached(gate)
             draining.cancel()
             await asyncio.wait([draining])

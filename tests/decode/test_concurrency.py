@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 import perdure
 from decode.observed import check_delivery, check_idle, read
 from inside import inside
-from perdure import Job, LogitsView, Model, Reply, Runtime, models
-from perdure.decode.group import SequenceGroup
+from perdure import LogitsView, Model, Reply, Runtime, Stream, models
 from perdure.decode.keywords import Processor
-from perdure.decode.output_queue import OutputQueue
 from perdure.decode.sampling.sampler import Sampler
-from perdure.decode.sequence import TokenSequence
+from perdure.decode.sequence import SequenceGroup, TokenSequence
+from perdure.decode.stream import OutputQueue
 from perdure.testing.toy import ToyModel
 
 Row = NDArray[np.float32]
@@ -84,7 +83,7 @@ def random_asks(dice: random.Random, count: int, longest: int, most: int) -> lis
 
 def serve(rt: Runtime, crowd: Sequence[Ask], tokens: Sequence[int], stagger: Sequence[int]) -> list[Reply]:
     """All of them, each asked for when the one before has given so many deltas; some others are dropped."""
-    jobs: list[Job] = []
+    jobs: list[Stream[Any, Any]] = []
     for ask, wait in zip(crowd, stagger, strict=True):
         jobs.append(rt.submit(ask.prompt(tokens), **ask.settings))
         passer_by = rt.submit(ask.prompt(tokens)[::-1], **ask.settings)
@@ -228,7 +227,7 @@ def alone(model: Model, asks: Sequence[Ask]) -> tuple[list[tuple[int, ...]], lis
     return scripts, apart
 
 
-def follow(rt: Runtime, prompt: list[int], script: Sequence[int], into: list[Row]) -> Job:
+def follow(rt: Runtime, prompt: list[int], script: Sequence[int], into: list[Row]) -> Stream[Any, Any]:
     """Have a reply follow `script`, and keep its rows."""
     return rt.submit(prompt, max_tokens=len(script), processors=[recorder(into, script)], ignore_eos=True)
 
@@ -315,7 +314,7 @@ def test_the_bound_is_below_what_one_wrong_token_makes(real: Model) -> None:
 
 # What a crowd leaves.
 
-KEPT = (TokenSequence, SequenceGroup, Job, OutputQueue, Sampler)
+KEPT = (TokenSequence, SequenceGroup, Stream, OutputQueue, Sampler)
 
 
 def living() -> int:

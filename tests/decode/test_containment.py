@@ -10,15 +10,15 @@ import pytest
 from decode.observed import check_idle, open_toy
 from decode.unexpected import ERRORS, PLACES, plant
 from perdure import Runtime
-from perdure.decode.output_queue import Job, OutputQueue, notify
 from perdure.decode.request import Reply
 from perdure.decode.sampling.sampler import draw
 from perdure.decode.sampling.together import draw_together
+from perdure.decode.stream import OutputQueue, Stream, notify
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
 
-def outcome(job: Job) -> list[Reply]:
+def outcome(job: Stream[Any, Any]) -> list[Reply]:
     """All samples, also where one has an error. Nobody is left waiting for them."""
     assert job.output.wait(finish=True, timeout=60)
     return job.output.replies

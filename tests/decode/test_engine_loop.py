@@ -42,6 +42,7 @@ from perdure.decode.engine_loop import CHUNK, EngineLoop
 from perdure.decode.request import MAX_SAMPLES, Reply, Request
 from perdure.decode.scheduler import admit
 from perdure.decode.sequence import TokenSequence
+from perdure.decode.stream import Stream, one_request
 from perdure.engine.contract import Outcome
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 from perdure.testing.toy import Faults, PlannedFault, ToyCore, ToyModel
@@ -709,6 +710,6 @@ def test_an_engine_loop_works_on_a_bare_context_without_a_cache() -> None:
     model = ToyModel()
     with model.context(n_ctx=64, n_seq=2) as context:
         loop = EngineLoop(model, context)
-        job = loop.submit(Request(prompt=[1, 2, 3], max_tokens=4))
+        job = Stream(one_request(Request(prompt=[1, 2, 3], max_tokens=4)), loop.submit)
         assert len(job.reply().tokens) <= 4
         loop.close()

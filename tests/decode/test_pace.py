@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from perdure import Delta, Reply
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
 from perdure.decode.sampling.settings import Sampling
 from perdure.decode.scheduler import Pace
+from perdure.decode.stream import Stream, one_request
 from perdure.testing.toy import ToyModel
 
 
@@ -56,6 +58,10 @@ def test_no_chunk_is_larger_than_a_step() -> None:
     assert settled(1e-6, largest=8) == 8
 
 
+def stream(loop: EngineLoop, request: Request) -> Stream[Delta, Reply]:
+    return Stream(one_request(request), loop.submit)
+
+
 def test_steps_of_replies_say_nothing_of_how_fast_prompts_are_read() -> None:
     """One token each of many replies takes far longer than as many tokens of one prompt."""
     model = ToyModel()
@@ -63,11 +69,11 @@ def test_steps_of_replies_say_nothing_of_how_fast_prompts_are_read() -> None:
         loop = EngineLoop(model, context, stall=10.0)
         try:
             jobs = [
-                loop.submit(Request(prompt=[40 + at], max_tokens=12, ignore_eos=True)) for at in range(20)
+                stream(loop, Request(prompt=[40 + at], max_tokens=12, ignore_eos=True)) for at in range(20)
             ]
             assert [len(job.reply(60).tokens) for job in jobs] == [12] * 20
             assert loop._pace.chunk == 64
-            loop.submit(Request(prompt=[40] * 50, max_tokens=1)).reply(60)
+            stream(loop, Request(prompt=[40] * 50, max_tokens=1)).reply(60)
             assert loop._pace.chunk == context.n_batch
         finally:
             loop.close()
@@ -82,7 +88,7 @@ def test_where_steps_return_before_they_are_computed_readers_get_the_same() -> N
             loop = EngineLoop(model, context)
             try:
                 jobs = [
-                    loop.submit(Request(prompt=[40 + at] * 40, max_tokens=9, sampling=Sampling(seed=at)))
+                    stream(loop, Request(prompt=[40 + at] * 40, max_tokens=9, sampling=Sampling(seed=at)))
                     for at in range(2)
                 ]
                 deltas = [[delta.tokens for delta in job] for job in jobs]

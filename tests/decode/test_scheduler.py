@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perdure.decode.group import SequenceGroup, make_group
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.steering import BreakerTable
 from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Step, admit
+from perdure.decode.sequence import SequenceGroup, make_group
 from perdure.decode.slots import FreshSlots, KeptPrefix, PendingPrefix, SlotAssignment, Slots
 from perdure.engine.context import Context
 from perdure.testing.toy import ToyModel
@@ -205,7 +205,7 @@ def test_who_has_no_slot_or_is_done_is_in_no_step(model: ToyModel, context: Cont
     groups = [asked(model, context, 5), asked(model, context, 6)]
     slots = FreshSlots(context)
     admitted(groups[:1], slots)
-    groups[0].cancel()
+    groups[0].end_cancelled()
     assert BatchScheduler().plan(groups, slots, BUDGET, turn=0) == []
 
 

@@ -71,14 +71,14 @@ def served(script: Script, store: Path, **settings: Any) -> Iterator[LiveServer]
 
 
 def _follow(rt: Runtime, script: Script) -> None:
-    submit = rt.chat_format.submit
+    plan = rt.chat_format.plan
 
     def scripted(messages: Sequence[Any], **settings: Any) -> Any:
         tools = [Tool.parse(tool) for tool in settings.get("tools") or ()]
         text = script([_plain(message) for message in messages], tools)
-        return submit(messages, processors=(saying(text, rt.model),), **settings)
+        return plan(messages, processors=(saying(text, rt.model),), **settings)
 
-    rt.chat_format.submit = scripted  # type: ignore[method-assign]
+    rt.chat_format.plan = scripted  # type: ignore[method-assign]
 
 
 def _plain(message: Any) -> Mapping[str, Any]:

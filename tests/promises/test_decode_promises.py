@@ -32,10 +32,10 @@ from perdure import (
     EngineError,
     GrammarError,
     InvalidInputError,
-    Job,
     LogitsView,
     Model,
     Runtime,
+    Stream,
 )
 from perdure.decode import engine_loop as module
 from perdure.decode.keywords import Processor
@@ -354,24 +354,24 @@ class Phases:
     def __init__(self, kind: type[MemorySpec], *, exact: bool) -> None:
         self.gate = Turnstile()
         self.rt = open_toy(kind, gate=self.gate, slots=1, exact=exact, n_batch=16)
-        self.other: Job | None = None
+        self.other: Stream[Any, Any] | None = None
 
-    def queued(self, **request: Any) -> Job:
+    def queued(self, **request: Any) -> Stream[Any, Any]:
         self.other = self.rt.submit("in front", max_tokens=5, **GREEDY)
         self.gate.reached.wait()
         return self.rt.submit("behind", max_tokens=50, **GREEDY, **request)
 
-    def reading(self, **request: Any) -> Job:
+    def reading(self, **request: Any) -> Stream[Any, Any]:
         job = self.rt.submit(words(200), max_tokens=50, **GREEDY, **request)
         self.gate.pass_through(70)
         return job
 
-    def writing(self, **request: Any) -> Job:
+    def writing(self, **request: Any) -> Stream[Any, Any]:
         job = self.rt.submit(words(20), max_tokens=100, **GREEDY, **request)
         self.gate.pass_through(50)
         return job
 
-    def between_samples(self, **request: Any) -> Job:
+    def between_samples(self, **request: Any) -> Stream[Any, Any]:
         """The first of three samples is done, the second is being written."""
         job = self.rt.submit(words(20), max_tokens=10, n=3, **GREEDY, **request)
         self.gate.pass_through(33)

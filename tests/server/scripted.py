@@ -41,12 +41,12 @@ def saying(text: str, model: Any) -> Callable[..., Any]:
 def steer(rt: Runtime, *texts: str) -> None:
     """Have a runtime's replies be `texts`, one after another, and then the last one for ever."""
     left = chain(texts[:-1], repeat(texts[-1]))
-    submit = rt.chat_format.submit
+    plan = rt.chat_format.plan
 
     def steered(messages: Any, **settings: Any) -> Any:
-        return submit(messages, processors=(saying(next(left), rt.model),), **settings)
+        return plan(messages, processors=(saying(next(left), rt.model),), **settings)
 
-    rt.chat_format.submit = steered  # type: ignore[method-assign]
+    rt.chat_format.plan = steered  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -235,15 +235,15 @@ def test_c8_a_second_turn_is_refused_while_the_first_is_only_being_prepared(
     """At once: it does not wait until the first message is rendered and tokenised."""
     with talking(toy) as talk:
         session = talk.session("alice")
-        submit = talk.rt.chat_format.submit
+        plan = talk.rt.chat_format.plan
         refused: list[BaseException] = []
 
         def preparing(*given: Any, **settings: Any) -> Any:
             with pytest.raises(SessionBusyError) as caught:
                 session.submit("Me too", **ASK)
             refused.append(caught.value)
-            return submit(*given, **settings)
+            return plan(*given, **settings)
 
-        monkeypatch.setattr(talk.rt.chat_format, "submit", preparing)
+        monkeypatch.setattr(talk.rt.chat_format, "plan", preparing)
         assert session.say("Hello", **ASK).kept
         assert len(refused) == 1

@@ -20,6 +20,7 @@ from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
 from perdure.decode.sampling.settings import Sampling
+from perdure.decode.stream import Stream, one_request
 from perdure.engine.batch import Batch
 from perdure.engine.contract import Outcome
 from perdure.engine.llama.core import LlamaCore
@@ -346,7 +347,7 @@ def test_p7_another_block_size_is_a_miss_not_a_collision(
         places = SlotCache(context, budget=1 << 24, lower=[behind], block_size=size)
         loop = EngineLoop(subject.model, context, slots=places)
         request = Request(prompt=prompt, max_tokens=2, sampling=Sampling(temperature=0), ignore_eos=True)
-        reply = loop.submit(request).reply()
+        reply = Stream(one_request(request), loop.submit).reply()
         loop.close()
         places.store_all()
         context.close()

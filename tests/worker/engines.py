@@ -39,7 +39,7 @@ FOLDER = "PERDURE_TEST_FOLDER"
 """Where tests and rigged engines meet: two pipes, and a mark that something happened before."""
 MEAL = 600 << 20
 
-SENDING = {"sending": "_taken", "sending a step": "pack_step"}
+SENDING = {"sending": "_new_output", "sending a step": "pack_step"}
 """What else the engine thread of a child does, and the function that does it."""
 
 QUICK = RestartPolicy(backoff=0.01, backoff_limit=0.05)

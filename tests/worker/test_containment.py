@@ -14,12 +14,12 @@ import pytest
 from decode.observed import outcome
 from decode.unexpected import ERRORS, PLACES
 from perdure import PerdureError
-from perdure.decode.output_queue import Job, OutputQueue, notify
 from perdure.decode.request import Delta
+from perdure.decode.stream import OutputQueue, notify
 from perdure.worker import service
 from perdure.worker.connection import Connection
 from perdure.worker.protocol import RequestId
-from perdure.worker.service import OutputSender, ServedRequest
+from perdure.worker.service import OutputSender
 from worker.engines import SENDING, Hold, isolated, mark, pid, remote
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
@@ -120,16 +120,15 @@ def test_the_event_loop_goes_on_while_the_engine_is_started_again_c5(hold: Hold,
 def test_after_the_error_of_its_output_a_request_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = map(Connection, socket.socketpair())
     output, told = OutputQueue(), RequestId(1)
-    request, ended = ServedRequest(told), list[RequestId]()
-    request.job = Job(output, lambda: None, prompt_tokens=1)
-    OutputSender(here, ended.append).watch(request)
+    ended = list[RequestId]()
+    OutputSender(here, ended.append).watch(told, output)
     with monkeypatch.context() as planted:
-        planted.setattr(service, "_taken", None)
-        output.put(Delta("lost"))
+        planted.setattr(service, "_new_output", None)
+        output.push([Delta("lost")])
         notify([output])
     answer = there.receive(timeout=60)
     assert (answer.id, type(answer.error), ended) == (told, TypeError, [told])
-    output.put(Delta("more"))
+    output.push([Delta("more")])
     notify([output])
     output.finish([])
     assert not there.readable()

@@ -16,7 +16,7 @@ import pytest
 
 import perdure
 from decode.observed import Seen, alone, check_delivery, outcome, read
-from perdure import BusyError, EngineDiedError, EngineError, GrammarError, Job, Reply, Runtime
+from perdure import BusyError, EngineDiedError, EngineError, GrammarError, Reply, Runtime, Stream
 from perdure.memory import FullAttention
 from worker.engines import (
     ABORT,
@@ -308,7 +308,7 @@ class ConcurrentReaders:
     seen: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def read(self, job: Job) -> Seen:
+    def read(self, job: Stream[Any, Any]) -> Seen:
         seen = Seen()
         try:
             for delta in job:

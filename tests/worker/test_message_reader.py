@@ -100,11 +100,11 @@ def test_messages_are_handled_in_order_while_loop_and_thread_take_turns_w1(place
         for number in range(3000):
             place.other.send(number)
             if number % 500 == 100:
-                place.reader.read_in(loop)
+                place.reader.attach_loop(loop)
             elif number % 500 == 300:
-                in_loop(loop, place.reader.about_to_wait)
+                in_loop(loop, place.reader.detach_waiting_loop)
             elif number % 500 == 400:
-                place.reader.read_in(None)
+                place.reader.attach_loop(None)
         place.await_message(2999)
         assert [message for _, message in place.seen] == list(range(3000))
 
@@ -113,22 +113,22 @@ def test_messages_are_handled_in_order_while_loop_and_thread_take_turns_w1(place
 def test_a_loop_that_waits_itself_leaves_the_reading_to_the_thread(place: Place) -> None:
     with running_loop() as loop:
         loop_thread = in_loop(loop, threading.get_ident)
-        place.reader.read_in(loop)
+        place.reader.attach_loop(loop)
         until_read_by(place, loop_thread)
 
         def ask() -> int:
-            place.reader.about_to_wait()
+            place.reader.detach_waiting_loop()
             place.other.send("answer")
             return place.await_message("answer")
 
         assert in_loop(loop, ask) == place.thread.ident
         until_read_by(place, loop_thread)
-        place.reader.read_in(None)
+        place.reader.attach_loop(None)
 
 
 def test_a_loop_that_is_stuck_loses_the_reading_to_the_thread(place: Place) -> None:
     with running_loop() as loop:
-        place.reader.read_in(loop)
+        place.reader.attach_loop(loop)
         until_read_by(place, in_loop(loop, threading.get_ident))
         go_on = threading.Event()
         loop.call_soon_threadsafe(go_on.wait, PATIENCE)
@@ -139,7 +139,7 @@ def test_a_loop_that_is_stuck_loses_the_reading_to_the_thread(place: Place) -> N
 
 def test_a_loop_that_is_closed_leaves_the_reading_to_the_thread(place: Place) -> None:
     with running_loop() as loop:
-        place.reader.read_in(loop)
+        place.reader.attach_loop(loop)
         until_read_by(place, in_loop(loop, threading.get_ident))
     place.other.send("after")
     assert place.await_message("after") == place.thread.ident
@@ -147,7 +147,7 @@ def test_a_loop_that_is_closed_leaves_the_reading_to_the_thread(place: Place) ->
 
 def test_what_goes_wrong_in_the_loop_is_raised_where_the_connection_is_looked_after(place: Place) -> None:
     with running_loop() as loop:
-        place.reader.read_in(loop)
+        place.reader.attach_loop(loop)
         until_read_by(place, in_loop(loop, threading.get_ident))
         place.other.send(KeyError("not understood"))
         place.thread.join(PATIENCE)

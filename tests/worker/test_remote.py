@@ -387,14 +387,14 @@ def test_an_engine_that_an_event_loop_reads_answers_there_and_where_the_loop_its
     expected = shared.generate("Hello", **asked).tokens
 
     async def main() -> None:
-        remote(shared).read_in(asyncio.get_running_loop())
+        remote(shared).attach_loop(asyncio.get_running_loop())
         try:
             for _ in range(3):
                 assert (await shared.agenerate("Hello", **asked)).tokens == expected
                 assert shared.generate("Hello", **asked).tokens == expected
                 assert shared.model.tokenize("Hello") == ToyModel().tokenize("Hello")
         finally:
-            remote(shared).read_in(None)
+            remote(shared).attach_loop(None)
 
     asyncio.run(main())
     assert shared.generate("Hello", **asked).tokens == expected

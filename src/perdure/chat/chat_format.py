@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
 from perdure.backend import Backend
+from perdure.chat import plans
 from perdure.chat.formats.registry import detect
-from perdure.chat.job import ChatJob, ContextShift, ReasoningBudget, SampleRequest
-from perdure.chat.keywords import TurnKeywords
+from perdure.chat.keywords import ChatKeywords, TurnKeywords
 from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.options import ChatOptions
 from perdure.chat.overflow import drop_oldest, overflow
 from perdure.chat.parsing.family import Family, Thought, reasoned
 from perdure.chat.parsing.learned import CallForm, learn
 from perdure.chat.parsing.reply_parser import ReplyParser
+from perdure.chat.plans import ContextWindow, Exchange, ExchangePlan
 from perdure.chat.prompt_builder import Prompt, PromptBuilder
-from perdure.chat.reply import ChatReply
+from perdure.chat.reply import ChatDelta, ChatReply, ReplyReader
 from perdure.chat.template.renderer import Rendering
 from perdure.chat.template.template import Template
 from perdure.chat.transcript import ChatTokenizer, Transcript
 from perdure.config import ReasoningMode
-from perdure.decode.output_queue import Job
 from perdure.decode.request import Request, take_deadline
+from perdure.decode.stream import Stream, StreamPlan
 from perdure.errors import ContextOverflow, InvalidInputError
 
 
@@ -101,22 +102,36 @@ class ChatFormat:
         )
 
     def submit(
+        self, messages: Sequence[Message | Mapping[str, Any]], **asked: Unpack[ChatKeywords]
+    ) -> Stream[ChatDelta, ChatReply]:
+        """A reply to messages. The keywords are those of `ChatOptions` and of `Request.of`."""
+        return Stream(self._replies(messages, asked), self._backend.submit)
+
+    def _replies(
+        self, messages: Sequence[Message | Mapping[str, Any]], asked: Mapping[str, Any]
+    ) -> StreamPlan[ChatDelta, ChatReply]:
+        return [exchange.reply for exchange in (yield from self.plan(messages, **asked))]
+
+    def plan(
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         *,
         namespace: str = "",
         known: Transcript | None = None,
         before: Rendering | None = None,
-        then: Callable[[Prompt, Transcript, ChatReply], ChatReply] | None = None,
+        silent: bool = False,
         **asked: Unpack[TurnKeywords],
-    ) -> ChatJob:
-        """A reply to messages. The keywords are those of `ChatOptions` and of `Request.of`; `then` is given
-        the prompt, the prompt with the reply to it, and the reply, and may wait for the disk."""
+    ) -> ExchangePlan:
+        """The plan of a reply to messages, or of several: for a `Stream` on the backend of this format.
+
+        `known` is a transcript that the messages may go on from, and `before` how their beginning was
+        rendered. Of a `silent` reply the stream's caller gets no deltas.
+        """
         settings: dict[str, Any] = {**asked}
         options = ChatOptions.take(settings)
-        return self._for(options)._submit(messages, options, settings, namespace, known, before, then)
+        return self._for(options)._plan(messages, options, settings, namespace, known, before, silent)
 
-    def _submit(
+    def _plan(
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         options: ChatOptions,
@@ -124,15 +139,14 @@ class ChatFormat:
         namespace: str,
         known: Transcript | None,
         before: Rendering | None,
-        then: Callable[[Prompt, Transcript, ChatReply], ChatReply] | None,
-    ) -> ChatJob:
+        silent: bool,
+    ) -> ExchangePlan:
         # From here on: what goes on from this request, if anything does, ends at the same instant.
         deadline = take_deadline(settings)
         # The prompt has all tools, whichever may be called: it is then the same for every choice.
         tools, grammar = self._tools(options, settings)
-        makes_calls = options.tool_choice != "none"
-        asked = parse_messages(messages)
-        prompt, dropped = self._fitting(asked, options, settings, namespace, known, before)
+        parsed = parse_messages(messages)
+        prompt, dropped = self._fitting(parsed, options, settings, namespace, known, before)
         # Its own limits are checked before anything is queued.
         request = Request.of(
             prompt.transcript.tokens,
@@ -144,70 +158,68 @@ class ChatFormat:
             **({"grammar": grammar} if grammar is not None else {}),
             **settings,
         )
-        if not makes_calls:
+        if options.tool_choice == "none":
             request = replace(request, sampling=request.sampling.without(self._call_tokens))
-        if options.limit_to_context and request.max_tokens is not None and options.overflow != "shift":
-            request = self._as_fits(request, request.max_tokens)
+        window = self._window(options, request, prompt)
+        if options.limit_to_context and request.max_tokens is not None and window is None:
+            room = self._backend.n_ctx - len(request.prompt)
+            request = replace(
+                request, max_tokens=min(request.max_tokens, room), continued=room < request.max_tokens
+            )
         has_budget = options.reasoning_budget is not None and self.family.reasoning is not None
-        goes_on = has_budget or options.overflow == "shift"
+        goes_on = has_budget or window is not None
+        readers = [
+            ReplyReader(
+                self._parser(options, prompt, tools),
+                index=index,
+                hides=options.reasoning == "hide",
+                silent=silent,
+                is_last=not silent and (not goes_on or index == request.n - 1),
+                waits=goes_on or bool(tools),
+                budget=options.reasoning_budget if has_budget else None,
+                limit=window.limit if window is not None else None,
+            )
+            for index in range(request.n)
+        ]
+        is_call = grammar is not None
+
+        def sample(request: Request, reader: ReplyReader) -> plans.ReplyPlan:
+            first = self._reasoned(request, prompt, is_call=is_call)
+            if has_budget:
+                return self._with_budget(first, request, reader, window, is_call=is_call)
+            assert window is not None
+            return plans.context_shift(first, reader, window)
+
         if goes_on:
-            # Settled here: what goes on in another request draws with the same seed.
-            request = replace(request, sampling=request.sampling.seeded())
-
-        def sample(index: int) -> SampleRequest:
-            """The request of one sample, or of all where none goes on in another."""
-            asked_of = request
-            if goes_on:
-                scored = request.prompt_logprobs if index == 0 else None
-                seeded = request.sampling.seeded(index)
-                asked_of = replace(request, n=1, sampling=seeded, prompt_logprobs=scored)
-            return self._sample(options, asked_of, prompt, is_call=grammar is not None)
-
-        def ended(reply: ChatReply) -> ChatReply:
+            replies = yield from plans.samples_in_turn(request, readers, sample)
+        else:
+            request = self._reasoned(request, prompt, is_call=is_call)
+            replies = yield from plans.samples_together(request, readers)
+        exchanges = []
+        for reader, raw in zip(readers, replies, strict=True):
+            reply = reader.reply(raw, tools=tools, dropped=dropped)
             whole = self._transcript(prompt, reply)
-            self._builder.remember(whole, asked, reply.message, namespace)
-            message = replace(reply.message, reasoning=None) if hides else reply.message
+            # Hidden reasoning is remembered all the same: templates show it while the model works with tools.
+            self._builder.remember(whole, parsed, reply.message, namespace)
+            message = replace(reply.message, reasoning=None) if options.reasoning == "hide" else reply.message
             reply = replace(reply, message=message, prefill=prompt.prefill, notes=prompt.notes)
-            return then(prompt, whole, reply) if then is not None else reply
+            exchanges.append(Exchange(prompt, whole, reply))
+        return exchanges
 
-        # What is hidden is remembered all the same: templates show it while the model works with tools.
-        hides = options.reasoning == "hide"
-        mode: ReasoningMode = "capture" if hides else options.reasoning
-
-        def parser() -> ReplyParser:
-            if prompt.prefill is not None:
-                return ReplyParser(
-                    self.family,
-                    reasoning=mode,
-                    tools=tools,
-                    thinking=prompt.thinking,
-                    goes_on=True,
-                    makes_calls=makes_calls,
-                )
-            text = prompt.transcript.text
-            return ReplyParser.after(self.family, text, reasoning=mode, tools=tools, makes_calls=makes_calls)
-
-        return ChatJob(
-            sample(0),
-            parser,
-            n=request.n,
-            later=sample if goes_on else None,
-            prompt_tokens=len(request.prompt),
-            tools=tools,
-            dropped=dropped,
-            hides=hides,
-            then=ended,
-            waits=then is not None,
-        )
-
-    def _sample(
-        self, options: ChatOptions, request: Request, prompt: Prompt, *, is_call: bool
-    ) -> SampleRequest:
-        """A request on its way, and what it goes on in where a budget or the context ends it."""
-        held = self._reasoned(request, prompt, is_call=is_call)
-        budget = self._budget(options, request, is_call=is_call)
-        shift = self._shift(options, held, prompt)
-        return SampleRequest(self._backend.submit(self._first(options, held)), budget, shift)
+    def _parser(self, options: ChatOptions, prompt: Prompt, tools: Sequence[Tool]) -> ReplyParser:
+        mode: ReasoningMode = "capture" if options.reasoning == "hide" else options.reasoning
+        makes_calls = options.tool_choice != "none"
+        if prompt.prefill is not None:
+            return ReplyParser(
+                self.family,
+                reasoning=mode,
+                tools=tools,
+                thinking=prompt.thinking,
+                goes_on=True,
+                makes_calls=makes_calls,
+            )
+        text = prompt.transcript.text
+        return ReplyParser.after(self.family, text, reasoning=mode, tools=tools, makes_calls=makes_calls)
 
     def _transcript(self, prompt: Prompt, reply: ChatReply) -> Transcript:
         """A prompt with the reply to it."""
@@ -227,12 +239,12 @@ class ChatFormat:
         if not self.family.calls_stand_apart:
             return frozenset()
         meanings = self.family.scanner.meanings
-        found = (
+        tokens = (
             token
             for token, text in self.tokenizer.marks.items()
             if meanings.get(text) in ("call", "call mark")
         )
-        return frozenset(found) - self._backend.model.ends
+        return frozenset(tokens) - self._backend.model.ends
 
     def _fitting(
         self,
@@ -256,29 +268,19 @@ class ChatFormat:
 
         dropped = 0
         if options.overflow not in ("drop_oldest", "shift"):
-            found = prompt(messages)
+            fitting = prompt(messages)
         else:
             room = reply_room(settings, self._backend.n_ctx) if options.overflow != "shift" else limit // 4
 
             def fits(each: Prompt | ContextOverflow) -> bool:
                 return isinstance(each, Prompt) and len(each) + room <= limit
 
-            found, dropped = drop_oldest(messages, prompt, fits=fits, limit=limit - room)
-        if isinstance(found, ContextOverflow):
-            raise found
-        if len(found) > limit:
-            raise overflow(len(found), limit)
-        return found, dropped
-
-    def _first(self, options: ChatOptions, request: Request) -> Request:
-        """What is asked of the engine first: where a reply may shift, as much of it as fits."""
-        if options.overflow != "shift" or request.max_tokens is None:
-            return request
-        return self._as_fits(request, request.max_tokens)
-
-    def _as_fits(self, request: Request, wanted: int) -> Request:
-        room = self._backend.n_ctx - len(request.prompt)
-        return replace(request, max_tokens=min(wanted, room), continued=room < wanted)
+            fitting, dropped = drop_oldest(messages, prompt, fits=fits, limit=limit - room)
+        if isinstance(fitting, ContextOverflow):
+            raise fitting
+        if len(fitting) > limit:
+            raise overflow(len(fitting), limit)
+        return fitting, dropped
 
     def _tools(self, options: ChatOptions, settings: Mapping[str, Any]) -> tuple[tuple[Tool, ...], Any]:
         """The tools that may be called, and what holds the reply to them where it must be a call."""
@@ -320,56 +322,38 @@ class ChatFormat:
         grammar = reasoned(request.grammar, self.family, thought, is_call=is_call, control=self._control)
         return replace(request, grammar=grammar)
 
-    def _budget(self, options: ChatOptions, request: Request, *, is_call: bool) -> ReasoningBudget | None:
+    def _with_budget(
+        self,
+        request: Request,
+        answer: Request,
+        reader: ReplyReader,
+        window: ContextWindow | None,
+        *,
+        is_call: bool,
+    ) -> plans.ReplyPlan:
         markers = self.family.reasoning
-        if options.reasoning_budget is None or markers is None:
-            return None
-        closing = tuple(self._backend.model.tokenize(markers.close, special=True, bos=False))
-        if request.grammar is not None:
-            answer = reasoned(request.grammar, self.family, "closed", is_call=is_call, control=self._control)
-            request = replace(request, grammar=answer)
+        assert markers is not None
+        if answer.grammar is not None:
+            grammar = reasoned(answer.grammar, self.family, "closed", is_call=is_call, control=self._control)
+            answer = replace(answer, grammar=grammar)
+        return plans.reasoning_budget(
+            request,
+            reader,
+            answer=answer,
+            close=markers.close,
+            closing=self._backend.model.tokenize(markers.close, special=True, bos=False),
+            n_ctx=self._backend.n_ctx,
+            window=window,
+        )
 
-        def go_on(tokens: Sequence[int]) -> Job:
-            used = len(tokens)
-            left = None if request.max_tokens is None else max(1, request.max_tokens - used)
-            prompt = [*request.prompt, *tokens]
-            if len(prompt) >= self._backend.n_ctx:
-                raise ContextOverflow(
-                    f"no room for an answer after {used} tokens of reasoning: {self._backend.n_ctx} fit",
-                    needed=len(prompt) + 1,
-                    fits=self._backend.n_ctx,
-                )
-            return self._backend.submit(
-                replace(request, prompt=prompt, max_tokens=left, prompt_logprobs=None)
-            )
-
-        return ReasoningBudget(options.reasoning_budget, markers.close, closing, go_on)
-
-    def _shift(self, options: ChatOptions, request: Request, prompt: Prompt) -> ContextShift | None:
-        """Half of what may go goes: what is left is computed anew, for a state is only ever of its tokens."""
+    def _window(self, options: ChatOptions, request: Request, prompt: Prompt) -> ContextWindow | None:
+        """Half of what may go goes."""
         if options.overflow != "shift":
             return None
-        limit = request.max_tokens
-        if limit is None:
+        if request.max_tokens is None:
             raise InvalidInputError("with overflow shift a reply could go on for ever: give max_tokens")
-        head = self._head(prompt.transcript)
-        room = (self._backend.n_ctx - head) // 2
-
-        def go_on(tokens: Sequence[int], told: int) -> tuple[Job, int]:
-            whole = [*request.prompt, *tokens]
-            kept = [*whole[:head], *whole[max(head, len(whole) - room) :]]
-            again = replace(
-                request,
-                prompt=kept,
-                keep_at=(),
-                pins=(),
-                prompt_logprobs=None,
-                reply_prefix=tuple(tokens),
-                told=told,
-            )
-            return self._backend.submit(self._as_fits(again, limit - len(tokens))), len(whole) - len(kept)
-
-        return ContextShift(limit, go_on)
+        n_ctx, head = self._backend.n_ctx, self._head(prompt.transcript)
+        return ContextWindow(head=head, room=(n_ctx - head) // 2, n_ctx=n_ctx, limit=request.max_tokens)
 
     def _head(self, transcript: Transcript) -> int:
         """The tokens before the first turn, which always stay: a system message, or the first mark alone."""
@@ -379,8 +363,8 @@ class ChatFormat:
 
 def reply_room(settings: Mapping[str, Any], n_ctx: int) -> int:
     """Tokens to leave for a reply: what it may have, or a quarter of the context."""
-    wanted = settings.get("max_tokens")
-    return wanted - 1 if isinstance(wanted, int) and wanted > 0 else (n_ctx - 1) // 4
+    limit = settings.get("max_tokens")
+    return limit - 1 if isinstance(limit, int) and limit > 0 else (n_ctx - 1) // 4
 
 
 def _template(backend: Backend, chosen: str | os.PathLike[str] | Template | None) -> Template:

@@ -1,12 +1,15 @@
-"""What comes back from a conversation."""
+"""What comes back from a conversation, and how it is read out of what the engine writes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from perdure.chat.message import Message, ToolCall
+from perdure.chat.message import Message, Tool, ToolCall
+from perdure.chat.parsing.arguments import check_arguments
+from perdure.chat.parsing.reply_parser import Part, ReplyParser, gather
 from perdure.chat.prefill import Prefill
-from perdure.decode.request import FinishReason, Reply, Timings, TokenLogprob, Usage
+from perdure.decode.request import Delta, FinishReason, Reply, Timings, TokenLogprob, Usage
 from perdure.decode.slots import ReuseReport
 
 
@@ -113,3 +116,165 @@ class ChatReply:
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
         return self.raw.logprobs
+
+
+class ReplyReader:
+    """Reads one sample as it is written, in as many requests as that takes: deltas of a message, and in the
+    end the message.
+
+    A reader that `hides` gives no reasoning out; a `silent` one gives out nothing but that it was cut short.
+    `budget` is how many tokens of reasoning there may be, and `limit` how many tokens in all, where a reply
+    goes on past the end of the context.
+    """
+
+    def __init__(
+        self,
+        parser: ReplyParser,
+        *,
+        index: int = 0,
+        hides: bool = False,
+        silent: bool = False,
+        is_last: bool = True,
+        waits: bool = False,
+        budget: int | None = None,
+        limit: int | None = None,
+    ) -> None:
+        self._parser = parser
+        self._index = index
+        self._hides = hides
+        self._silent = silent
+        self.is_last = is_last
+        self.waits = waits
+        self.may_interrupt = budget is not None
+        self._budget = budget
+        self._limit = limit
+        self.tokens: list[int] = []
+        self.emitted = 0
+        """Tokens whose text was read to the end; of later ones the engine may hold some back."""
+        self.shifted = 0
+        """Tokens of the conversation that were left out on the way."""
+        self.is_full = False
+        """Whether only the end of the context ended the request."""
+        self._parts: list[Part] = []
+        self._calls: set[int] = set()
+        self._reasoning_tokens = 0
+        self._start = 0
+        """Tokens of earlier requests."""
+        self._characters = 0
+        """Of this request, as far as it was read."""
+        self._finished = False
+        self._unshown: list[ChatDelta] = []
+        self.spent = budget is not None and budget <= 0 and parser.thinking
+        """Whether the model has reasoned for as long as it may, and has not ended."""
+
+    def read(self, delta: Delta) -> list[ChatDelta]:
+        """What is new, as a message's deltas. Every token comes here."""
+        tokens, reason = delta.tokens, delta.finish_reason
+        self.tokens += tokens
+        self._characters += len(delta.text)
+        parser = self._parser
+        parts = parser.push(delta.text)
+        if reason is not None:
+            if reason == "length" and self._limit is not None and len(self.tokens) < self._limit:
+                self.is_full, reason = True, None
+            else:
+                parts += parser.finish()
+                self._finished = True
+        if parser.thinking:
+            self._reasoning_tokens += len(tokens)
+            if self._budget is not None and not self._finished:
+                self.spent = self._reasoning_tokens >= self._budget
+        text, reasoning, calls = self._take(parts)
+        if self._silent:
+            return [ChatDelta(finish_reason=reason)] if reason == "cancelled" else []
+        if self._hides:
+            reasoning = ""
+        if reason == "stop" and self._calls:
+            reason = "tool_calls"
+        elif not (text or reasoning or calls or tokens or reason):
+            return []
+        new = ChatDelta(
+            text=text,
+            reasoning=reasoning,
+            tool_calls=calls,
+            tokens=tokens,
+            logprobs=delta.logprobs,
+            index=self._index,
+            finish_reason=reason,
+        )
+        if not self._unshown:
+            return [new]
+        unshown, self._unshown = self._unshown, []
+        return [*unshown, new]
+
+    def _take(self, parts: Sequence[Part]) -> tuple[str, str, tuple[CallDelta, ...]]:
+        self._parts += parts
+        if len(parts) == 1 and parts[0].kind == "text":
+            return parts[0].text, "", ()
+        calls = []
+        for part in parts:
+            if part.kind == "call":
+                (self._calls.discard if part.dropped else self._calls.add)(part.call)
+                calls.append(CallDelta(part.call, part.id, part.name, part.text, part.dropped))
+        text = "".join(part.text for part in parts if part.kind == "text")
+        reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
+        return text, reasoning, tuple(calls)
+
+    # Going on in another request.
+
+    def begin(self) -> None:
+        """Another request follows."""
+        self._start, self._characters, self.is_full = len(self.tokens), 0, False
+
+    def so_far(self, reply: Reply) -> Reply:
+        """The reply of a request that another one goes on from, as far as it was read: tokens that came after
+        the last delta are not part of it."""
+        tokens = tuple(self.tokens[self._start :])
+        logprobs = None if reply.logprobs is None else reply.logprobs[: len(tokens)]
+        return replace(reply, tokens=tokens, text=reply.text[: self._characters], logprobs=logprobs)
+
+    def end_reasoning(self, text: str, tokens: Sequence[int], reply: Reply) -> Reply:
+        """Have the reasoning end here, by these tokens; and the reply so far with them."""
+        self._budget, self.spent, self.may_interrupt = None, False, False
+        self.tokens += tokens
+        self.emitted = len(self.tokens)
+        # They were not drawn: nothing else could have come.
+        certain = tuple(TokenLogprob(token, 0.0) for token in tokens) if reply.logprobs is not None else ()
+        said, reasoning, calls = self._take(self._parser.push(text))
+        self._unshown.append(
+            ChatDelta(
+                text=said,
+                reasoning="" if self._hides else reasoning,
+                tool_calls=calls,
+                tokens=tuple(tokens),
+                logprobs=certain,
+                index=self._index,
+            )
+        )
+        return replace(
+            reply,
+            tokens=reply.tokens + tuple(tokens),
+            text=reply.text + text,
+            logprobs=None if reply.logprobs is None else reply.logprobs + certain,
+        )
+
+    # The end.
+
+    def finish(self, reply: Reply) -> None:
+        """Read what is left of the last request's reply: where the engine died, text came without a delta."""
+        if not self._finished:
+            self._take([*self._parser.push(reply.text[self._characters :]), *self._parser.finish()])
+            self._finished = True
+
+    def reply(self, raw: Reply, *, tools: Sequence[Tool], dropped: int) -> ChatReply:
+        """The finished reply. `raw` is all that was written, in whatever requests."""
+        message = gather(self._parts)
+        usage = replace(raw.usage, reasoning_tokens=self._reasoning_tokens)
+        problems = [check_arguments(call, tools) for call in message.tool_calls]
+        return ChatReply(
+            message=message,
+            raw=replace(raw, index=self._index, usage=usage),
+            dropped=dropped,
+            shifted=self.shifted,
+            problems=tuple(problem for problem in problems if problem is not None),
+        )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from perdure import ChatReply, ContextOverflow, InvalidInputError, Job, PerdureError
+from perdure import ChatReply, ContextOverflow, InvalidInputError, PerdureError
 from perdure.cli.output import progress, terminal, words
 from perdure.cli.output.reply_json import logprob_line, reply_json, timing_line
 from perdure.cli.output.reply_view import ReplyView
@@ -20,7 +20,9 @@ from perdure.cli.runtime import model_path
 from perdure.cli.store import sessions_in
 
 if TYPE_CHECKING:
-    from perdure import Reply, Runtime, Session, TurnJob
+    from perdure import ChatDelta, Delta, Reply, Runtime, Session, Stream
+
+    AnyStream = Stream[Delta, Reply] | Stream[ChatDelta, ChatReply]
 
 LAST = "last-run"
 """The session that a run without a name is kept in, until the next one."""
@@ -37,19 +39,19 @@ class Output:
     limited: bool
     """Whether the reply was to end by a number of tokens."""
 
-    def follow(self, job: Job | TurnJob) -> tuple[list[Reply] | list[ChatReply], bool]:
-        """Show a job until it ends, or until Ctrl-C ends it: its replies, and whether that was so."""
-        shown = ReplyView(think=False) if not isinstance(job, Job) and self.samples == 1 else None
+    def follow(self, stream: AnyStream, *, raw: bool = False) -> tuple[list[Reply] | list[ChatReply], bool]:
+        """Show a stream until it ends, or until Ctrl-C ends it: its replies, and whether that was so."""
+        shown = ReplyView(think=False) if not raw and self.samples == 1 else None
         view = None if self.as_json else shown or SampleView(self.samples)
-        with terminal.stopped_by_ctrl_c(job) as stopped, progress.reading(job) as begun:
+        with terminal.stopped_by_ctrl_c(stream) as stopped, progress.reading(stream) as begun:
             held = []
-            for delta in job:
+            for delta in stream:
                 begun()
                 if view is not None and self.stream:
                     view.add(delta)  # type: ignore[arg-type]
                 else:
                     held.append(delta)
-            replies = job.replies()
+            replies = stream.replies()
         if view is not None:
             for delta in held:
                 view.add(delta)  # type: ignore[arg-type]
@@ -96,12 +98,12 @@ class Asking:
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
         with _advised(self.runtime.n_ctx):
-            job: Job | TurnJob = (
+            stream: AnyStream = (
                 self.runtime.submit(self.text, **self.request)
                 if raw
                 else self.runtime.submit_chat(messages, **self.request)
             )
-        replies, stopped = self.output.follow(job)
+        replies, stopped = self.output.follow(stream, raw=raw)
         self.output.tell(self.runtime, replies)
         return stopped
 
@@ -109,8 +111,8 @@ class Asking:
         """Ask in a conversation: the one of that name, or one that the next run may continue."""
         session = self.runtime.session(name or LAST, system=self.system)
         with _advised(self.runtime.n_ctx):
-            job = session.submit(self.text, keep_partial=True, **self.request)
-        replies, stopped = self.output.follow(job)
+            stream = session.submit(self.text, keep_partial=True, **self.request)
+        replies, stopped = self.output.follow(stream)
         self.output.tell(self.runtime, replies, session if name else None)
         [reply] = replies
         assert isinstance(reply, ChatReply)

@@ -17,7 +17,7 @@ from perdure.cli.runtime import model_path, opened
 from perdure.errors import ContextOverflow, PerdureError, SessionError, SessionNotFoundError
 
 if TYPE_CHECKING:
-    from perdure import ChatReply, Runtime, Session, Turn, TurnJob
+    from perdure import ChatDelta, ChatReply, Runtime, Session, Stream, Turn
     from perdure.engine.keywords import LoadingKeywords
     from perdure.engine.model import Model
     from perdure.sessions.sessions import Sessions
@@ -128,7 +128,7 @@ class Conversation:
             settings["seed"] = (last[-1].seed + 1) % (1 << 32)
         return self.follow(lambda: self.session.submit_regenerate(keep_partial=True, **settings))
 
-    def follow(self, submit: Callable[[], TurnJob]) -> bool:
+    def follow(self, submit: Callable[[], Stream[ChatDelta, ChatReply]]) -> bool:
         """Show a reply until it ends, or until Ctrl-C ends it."""
         started = time.time()
         try:

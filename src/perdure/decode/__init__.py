@@ -3,9 +3,8 @@
 sampling/     settings, sampler, grammars: rows of logits in, tokens out
 text          bytes to text, piece by piece; stop strings
 request       what is asked for, and what comes back
-output_queue  deltas for whoever listens: threads, asyncio, another process; jobs, which read them
-sequence      one reply in the making: its tokens, and the choice of the next
-group         the samples of one request, and their output
+stream        a reply being made: the queue that is filled, and the handle that reads it
+sequence      the samples of one request: their tokens, and the choice of the next
 slots         which slot a request gets, and how much of its prompt is there
 scheduler     who gets a slot, and what the next steps compute; no thread
 executor      computes a step, draws, forks samples, contains errors

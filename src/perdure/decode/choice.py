@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Literal
 
 import numpy as np
 
-from perdure.decode.request import Reply, Request
+from perdure.decode.request import Delta, Reply, Request
 from perdure.decode.sampling.settings import Sampling
+from perdure.decode.stream import Stream
 from perdure.engine.contract import Tokenizer
 from perdure.errors import InvalidInputError, TokenError
 
@@ -34,15 +37,16 @@ class Choice:
         return self.logprob / len(self.tokens)
 
 
-class Options:
-    """The options of one call, each with the request that scores it. What is wrong with them is raised before
-    anything is computed."""
+class OptionScoring:
+    """The options of one call, each with the stream of the request that scores it. What is wrong with them is
+    raised before anything is computed."""
 
     def __init__(
         self,
         model: Tokenizer,
         prompt: str | Sequence[int],
         options: Sequence[str | Sequence[int]],
+        submit: Callable[[Request], Stream[Delta, Reply]],
         *,
         by: Normalisation,
         namespace: str,
@@ -60,7 +64,7 @@ class Options:
         self._by = by
         if not before or not all(self._tokens):
             raise TokenError("choose needs a prompt and options of at least one token each")
-        self.requests = [
+        requests = [
             Request(
                 prompt=[*before, *own],
                 prompt_logprobs=0,
@@ -70,9 +74,28 @@ class Options:
             )
             for own in self._tokens
         ]
+        self.streams: list[Stream[Delta, Reply]] = []
+        with ExitStack() as undo:
+            undo.callback(self.cancel)
+            for request in requests:
+                self.streams.append(submit(request))
+            undo.pop_all()
+
+    def cancel(self) -> None:
+        """End what is left of it."""
+        for stream in self.streams:
+            stream.cancel()
+
+    def __enter__(self) -> OptionScoring:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
 
     def ranked(self, scored: Sequence[Reply]) -> list[Choice]:
-        """The likeliest first, out of the replies to `requests`."""
+        """The likeliest first, out of the replies of `streams`."""
         sums = []
         for own, reply in zip(self._tokens, scored, strict=True):
             entries = (reply.prompt_logprobs or ())[-len(own) :]
@@ -88,10 +111,10 @@ class Options:
         weights = np.exp(compared - peak) if np.isfinite(peak) else np.ones(len(compared))
         shares = weights / weights.sum()
         every = enumerate(zip(self._options, self._tokens, sums, shares, strict=True))
-        found = [
+        choices = [
             Choice(
                 index=index, option=option, tokens=tuple(own), logprob=float(each), probability=float(share)
             )
             for index, (option, own, each, share) in every
         ]
-        return [found[at] for at in np.argsort(-shares, kind="stable")]
+        return [choices[at] for at in np.argsort(-shares, kind="stable")]

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from perdure.checks import is_whole
 from perdure.config import QUEUE
 from perdure.decode.executor import Executor
-from perdure.decode.group import SequenceGroup, make_group
-from perdure.decode.output_queue import Job
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.steering import BreakerTable
 from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Pace, Scheduler, admit
+from perdure.decode.sequence import SequenceGroup, make_group
 from perdure.decode.slots import FreshSlots, Slots
+from perdure.decode.stream import OutputQueue
 from perdure.engine.context import Context
 from perdure.engine.model import Model
 from perdure.errors import BusyError, ClosedError, EngineError, InvalidInputError
@@ -93,7 +93,7 @@ class EngineLoop:
 
     # For callers, from any thread.
 
-    def submit(self, request: Request) -> Job:
+    def submit(self, request: Request) -> OutputQueue:
         """Queue a request. Whatever is wrong with it is raised here, before any work."""
         self.check_thread()
         group = make_group(
@@ -104,6 +104,7 @@ class EngineLoop:
             grammars=self._grammars,
             breakers=self._breakers,
             deadline=request.ends_at(time.monotonic()),
+            canceller=self,
         )
         with self._changed:
             if self._closing:
@@ -121,7 +122,7 @@ class EngineLoop:
             if group.deadline is not None:
                 self._next_deadline = min(self._next_deadline, group.deadline)
             self._changed.notify_all()
-        return Job(group, lambda: self._cancel(group), prompt_tokens=len(request.prompt))
+        return group
 
     def call(self, function: Callable[[], T]) -> T:
         """Run `function` in the engine thread, between two steps, and return what it returns."""
@@ -160,8 +161,9 @@ class EngineLoop:
         if threading.current_thread() is self._thread:
             raise InvalidInputError("a processor cannot wait for the runtime that waits for it")
 
-    def _cancel(self, group: SequenceGroup) -> None:
-        self._executor.cancel(group)
+    def cancel(self, output: SequenceGroup) -> None:
+        """End a request that was submitted here. The garbage collector calls this, too, anywhere."""
+        self._executor.cancel(output)
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
@@ -231,7 +233,7 @@ class EngineLoop:
         now = time.monotonic()
         for group in groups:
             if group.overdue(now):
-                group.cancel()
+                group.end_cancelled()
         self._collect(groups)
 
     def _admit(self) -> None:
@@ -257,7 +259,7 @@ class EngineLoop:
             if group.done:
                 with self._changed:
                     (self._active if group in self._active else self._waiting).remove(group)
-                group.deliver()
+                group.complete()
 
     def _end_all(self, error: BaseException | None) -> None:
         with self._changed:
@@ -270,5 +272,5 @@ class EngineLoop:
             call.answer.set_exception(ClosedError("this runtime is closed"))
         cause = None if error is None else EngineError(f"the engine thread ended: {error!r}")
         for group in groups:
-            group.cancel() if cause is None else group.fail(cause)
-            group.deliver()
+            group.end_cancelled() if cause is None else group.fail(cause)
+            group.complete()

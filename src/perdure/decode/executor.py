@@ -14,14 +14,13 @@ from typing import TypeAlias
 import numpy as np
 
 from perdure import system
-from perdure.decode.group import SequenceGroup
-from perdure.decode.output_queue import notify
 from perdure.decode.sampling.candidates import Candidates
 from perdure.decode.sampling.sampler import Sampler, draw
 from perdure.decode.sampling.together import CompiledChain, draw_together
 from perdure.decode.scheduler import TIMED, Chunk, Pace, Step
-from perdure.decode.sequence import TokenSequence
+from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.decode.slots import SlotAssignment, Slots
+from perdure.decode.stream import notify
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Rows
 from perdure.errors import DecodeCancelled, InvalidInputError, PerdureError

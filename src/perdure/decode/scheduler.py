@@ -14,8 +14,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from perdure.checks import is_number
-from perdure.decode.group import SequenceGroup
-from perdure.decode.sequence import TokenSequence
+from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.decode.slots import PendingPrefix, Slots
 from perdure.errors import InvalidInputError
 

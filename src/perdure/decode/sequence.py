@@ -1,4 +1,4 @@
-"""One reply in the making, as a sequence of tokens."""
+"""The replies in the making of one request, each a sequence of tokens."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from numpy.typing import NDArray
 
 from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
 from perdure.decode.sampling.candidates import Candidates
-from perdure.decode.sampling.grammar import Matcher
+from perdure.decode.sampling.grammar import Grammars, Matcher
 from perdure.decode.sampling.sampler import Sampler
+from perdure.decode.sampling.steering import BreakerTable
 from perdure.decode.sampling.together import CompiledChain, Shown
-from perdure.decode.slots import ReuseReport
+from perdure.decode.slots import PendingPrefix, ReuseReport, SlotAssignment
+from perdure.decode.stream import Canceller, OutputQueue
 from perdure.decode.text import TextStream
 from perdure.engine.context import Context
 from perdure.engine.contract import Floats
 from perdure.engine.logits import Candidate, LogitsView, Step
+from perdure.engine.model import Model
 from perdure.engine.row_kernels import NothingToDraw
-from perdure.errors import GrammarError, InvalidInputError
+from perdure.engine.state import Checkpoint
+from perdure.engine.token_ids import token_array
+from perdure.errors import ContextOverflow, GrammarError, InvalidInputError
 
 
 class TokensView(Sequence[int]):
@@ -61,7 +66,7 @@ class TokenSequence:
         sampler: Sampler,
         matcher: Matcher | None,
         limit: int,
-        put: Callable[[Delta], None],
+        push: Callable[[Sequence[Delta]], bool],
     ) -> None:
         self.request = request
         self.index = index
@@ -86,7 +91,7 @@ class TokenSequence:
         self.sampler = sampler
         self._matcher = matcher
         self._longest = self.prompt_length + limit
-        self._put = put
+        self._push = push
         self._text = self._text_behind(request.reply_prefix[request.told :])
         self._text_decides = bool(request.stops) or matcher is not None
         self._undelivered: list[tuple[int, tuple[TokenLogprob, ...]]] = []
@@ -204,13 +209,13 @@ class TokenSequence:
         elif len(self.tokens) >= self._longest:
             self.finish("length", text, (token,), new)
         else:
-            self._put(Delta(text, (token,), new, self.index))
+            self._push([Delta(text, (token,), new, self.index)])
 
     def deliver(self) -> None:
         """Put what was taken since the last time into the output queue, as text."""
         undelivered, self._undelivered = self._undelivered, []
         for token, new in undelivered:
-            self._put(Delta(self._text_of(token), (token,), new, self.index))
+            self._push([Delta(self._text_of(token), (token,), new, self.index)])
 
     def _text_of(self, token: int) -> str:
         text = self._text.push(self._piece(token, special=token in self.request.shown))
@@ -238,7 +243,7 @@ class TokenSequence:
         self._parts.append(rest)
         self.finish_reason, self.error = reason, error
         self.finished = time.monotonic()
-        self._put(Delta(text + rest, tokens, logprobs, self.index, reason))
+        self._push([Delta(text + rest, tokens, logprobs, self.index, reason)])
 
     def lost(self, error: Exception) -> Reply:
         """What there is of a reply that could not be put together: the error."""
@@ -310,3 +315,123 @@ def _processed(values: object, context: Context) -> NDArray[np.float32]:
     if not np.isfinite(found.max()):
         raise InvalidInputError("a processor ruled out every token, or returned numbers that are none")
     return found
+
+
+class SequenceGroup(OutputQueue):
+    """The samples of one request, and the output queue that they fill.
+
+    The first sample computes the prompt; the others start where it ends, in slots of their own. A sample that
+    finds no free slot waits for one of its siblings': none is left without a slot while a sibling has one, so
+    the last to finish leaves nobody behind.
+    """
+
+    def __init__(self, prompt_tokens: int, canceller: Canceller | None, deadline: float | None) -> None:
+        super().__init__(prompt_tokens, canceller)
+        self.sequences: list[TokenSequence] = []
+        self.deadline = deadline
+        self.pending_prefix: PendingPrefix | None = None
+        """What it waits for though there is room, if it does."""
+        self.checkpoint: Checkpoint | None = None
+
+    @property
+    def done(self) -> bool:
+        # At every step, for everybody: a generator would take four times as long.
+        for sequence in self.sequences:  # noqa: SIM110
+            if sequence.finish_reason is None:
+                return False
+        return True
+
+    @property
+    def waiting(self) -> list[TokenSequence]:
+        return [each for each in self.sequences if each.seq is None and not each.done]
+
+    @property
+    def slots(self) -> int:
+        """How many slots it has."""
+        return sum(sequence.seq is not None for sequence in self.sequences)
+
+    def overdue(self, now: float) -> bool:
+        return self.cancelled or (self.deadline is not None and now >= self.deadline)
+
+    def start(self, slot: SlotAssignment) -> None:
+        """Give its first sample a slot."""
+        first = self.sequences[0]
+        first.seq, first.cached, first.report = slot.seq, slot.cached, slot.report
+        self.read = slot.cached
+        now = time.monotonic()
+        for sequence in self.sequences:
+            sequence.started = now
+
+    def end_cancelled(self) -> None:
+        for sequence in self.sequences:
+            if not sequence.done:
+                sequence.finish("cancelled")
+
+    def fail(self, error: Exception, sequence: TokenSequence | None = None) -> None:
+        """End `sequence` by an error. While its prompt is computed, that is the error of all samples."""
+        for each in self.sequences if sequence is None or not sequence.written else [sequence]:
+            if not each.done:
+                each.finish("error", error=error)
+
+    def complete(self) -> None:
+        """Finish the queue with all replies. One that cannot be put together is an error of this request."""
+        try:
+            replies = [sequence.reply() for sequence in self.sequences]
+        except Exception as error:
+            replies = [sequence.lost(error) for sequence in self.sequences]
+        self.sequences, self.checkpoint = [], None
+        self.finish(replies)
+
+
+def make_group(
+    request: Request,
+    *,
+    model: Model,
+    piece: Callable[..., bytes],
+    context: Context,
+    grammars: Grammars,
+    breakers: BreakerTable,
+    deadline: float | None,
+    canceller: Canceller | None = None,
+) -> SequenceGroup:
+    """The sequences of a request. Whatever is wrong with it is raised here, before any work."""
+    ids = token_array(request.prompt, context.n_vocab, what="a prompt")
+    # The last token that is written is never fed, so it needs no room.
+    room = context.n_ctx - len(ids) + 1
+    new = request.max_tokens or 1
+    if new > room:
+        raise ContextOverflow(
+            f"the prompt has {len(ids)} tokens and {new} more are wanted; {context.n_ctx} fit in all",
+            needed=len(ids) + new,
+            fits=context.n_ctx,
+        )
+    sampling = request.sampling.seeded()
+    if request.ignore_eos:
+        sampling = sampling.without(sorted(model.ends))
+    sampling.check(context.n_vocab)
+    group = SequenceGroup(len(ids), canceller, deadline)
+    for index in range(request.n):
+        sampler = Sampler(sampling.seeded(index), n_ctx=context.n_ctx, breakers=breakers.find)
+        sampler.prime(request.prompt)
+        group.sequences.append(
+            TokenSequence(
+                request,
+                index=index,
+                ends=model.ends,
+                piece=piece,
+                sampler=sampler,
+                matcher=_matcher(request, grammars),
+                limit=request.max_tokens or room,
+                push=group.push,
+            )
+        )
+    return group
+
+
+def _matcher(request: Request, grammars: Grammars) -> Matcher | None:
+    if request.grammar is None:
+        return None
+    matcher = grammars.matcher(request.grammar)
+    for token in request.reply_prefix:
+        matcher.consume(token)
+    return matcher

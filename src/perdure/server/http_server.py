@@ -109,7 +109,7 @@ class HttpServer(uvicorn.Server):
         """Have the tokens of an engine in another process come straight to the loop that sends them on."""
         backend = self._app_state.runtime.backend
         if isinstance(backend, BackendClient):
-            backend.read_in(loop)
+            backend.attach_loop(loop)
 
     def stop(self, *, now: bool = False) -> None:
         """Have it stop, from any thread; `now` without waiting for replies."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
@@ -12,14 +13,16 @@ from typing import Any, Protocol, Unpack
 
 from perdure.chat.keywords import TurnKeywords
 from perdure.chat.message import Message
+from perdure.chat.plans import SummaryCut
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
 from perdure.checks import is_whole
 from perdure.decode.request import take_deadline
 from perdure.decode.slots import Plan, ReuseReport, TierUsage
+from perdure.decode.stream import Stream, StreamPlan, submitted
 from perdure.errors import InvalidInputError, PerdureError, SessionError
 from perdure.sessions.export import write_export
-from perdure.sessions.fold import TurnJob, fold_turn, foldable, summarised, written
+from perdure.sessions.fold import FoldPlan, TurnStream, fold_turn, foldable, summarised
 from perdure.sessions.history import History, Place
 from perdure.sessions.info import SessionInfo
 from perdure.sessions.stored_session import StoredSession
@@ -70,7 +73,7 @@ class Session(StoredSession):
         keep_partial: bool = False,
         extra: TurnExtra | None = None,
         **settings: Unpack[TurnKeywords],
-    ) -> TurnJob:
+    ) -> TurnStream:
         """Queue a turn and return at once. It becomes part of the session when its reply is asked for, or
         read to its end; with `keep_partial` also when it is cancelled."""
         messages = said_messages(said)
@@ -78,20 +81,30 @@ class Session(StoredSession):
 
     def submit_unkept(
         self, said: Said, *, preamble: Sequence[Message] = (), **settings: Unpack[TurnKeywords]
-    ) -> TurnJob:
+    ) -> TurnStream:
         """Queue a reply to what is said, as if it were the next turn. The session stays as it is."""
+        return Stream(
+            self._unkept(said_messages(said), preamble, {**self.settings, **settings}),
+            self._host.backend.submit,
+        )
+
+    def _unkept(
+        self, said: Sequence[Message], preamble: Sequence[Message], settings: dict[str, Any]
+    ) -> StreamPlan[ChatDelta, ChatReply]:
         history = self._history
-        return self._host.chat_format.submit(
-            (*preamble, *history.messages, *said_messages(said)),
+        exchanges = yield from self._host.chat_format.plan(
+            (*preamble, *history.messages, *said),
             namespace=self.namespace,
             known=self._usable_of(history),
             before=history.rendering,
-            **{**self.settings, **settings},
+            **settings,
         )
+        return [exchange.reply for exchange in exchanges]
 
     def say(self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]) -> ChatReply:
         """The reply to a message; the keywords are those of `Runtime.submit_chat`."""
-        return _answered(self.submit(said, keep_partial=keep_partial, **settings))
+        with self.submit(said, keep_partial=keep_partial, **settings) as stream:
+            return stream.reply()
 
     def stream(
         self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
@@ -103,40 +116,41 @@ class Session(StoredSession):
         self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
     ) -> ChatReply:
         """Like `say`, for asyncio. The event loop waits for no summary and for no disk."""
-        return await _aanswered(
-            await asyncio.to_thread(self.submit, said, keep_partial=keep_partial, **settings)
-        )
+        with await submitted(lambda: self.submit(said, keep_partial=keep_partial, **settings)) as stream:
+            return await stream.areply()
 
     async def astream(
         self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
     ) -> AsyncGenerator[ChatDelta, None]:
         """Like `stream`, for asyncio. The event loop waits for no summary and for no disk."""
-        job = await asyncio.to_thread(self.submit, said, keep_partial=keep_partial, **settings)
+        stream = await submitted(lambda: self.submit(said, keep_partial=keep_partial, **settings))
         try:
-            async for delta in job:
+            async for delta in stream:
                 yield delta
         finally:
-            job.cancel()
+            stream.cancel()
             if keep_partial:
                 with suppress(PerdureError):
-                    await job.areply()
+                    await stream.areply()
 
     def edit(
         self, turn: int, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
     ) -> ChatReply:
         """Say something else in turn number `turn`, from 1, and go on from its new reply."""
-        return _answered(self.submit_edit(turn, said, keep_partial=keep_partial, **settings))
+        with self.submit_edit(turn, said, keep_partial=keep_partial, **settings) as stream:
+            return stream.reply()
 
     async def aedit(
         self, turn: int, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
     ) -> ChatReply:
         """Like `edit`, for asyncio."""
-        submit = asyncio.to_thread(self.submit_edit, turn, said, keep_partial=keep_partial, **settings)
-        return await _aanswered(await submit)
+        submit = functools.partial(self.submit_edit, turn, said, keep_partial=keep_partial, **settings)
+        with await submitted(submit) as stream:
+            return await stream.areply()
 
     def submit_edit(
         self, turn: int, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
-    ) -> TurnJob:
+    ) -> TurnStream:
         """Queue an edit and return at once."""
         messages = said_messages(said)
 
@@ -148,14 +162,17 @@ class Session(StoredSession):
 
     def regenerate(self, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]) -> ChatReply:
         """Another reply to the last message, in the place of the one there is."""
-        return _answered(self.submit_regenerate(keep_partial=keep_partial, **settings))
+        with self.submit_regenerate(keep_partial=keep_partial, **settings) as stream:
+            return stream.reply()
 
     async def aregenerate(self, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]) -> ChatReply:
         """Like `regenerate`, for asyncio."""
-        submit = asyncio.to_thread(self.submit_regenerate, keep_partial=keep_partial, **settings)
-        return await _aanswered(await submit)
+        with await submitted(lambda: self.submit_regenerate(keep_partial=keep_partial, **settings)) as stream:
+            return await stream.areply()
 
-    def submit_regenerate(self, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]) -> TurnJob:
+    def submit_regenerate(
+        self, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
+    ) -> TurnStream:
         """Queue another reply and return at once."""
 
         def choose(history: History) -> tuple[History, list[Message]]:
@@ -170,10 +187,10 @@ class Session(StoredSession):
         was submitted with `keep_partial` is kept as far as it is written."""
         with self._lock:
             pending = self._pending
-            job: TurnJob | None = pending.job() if pending is not None and pending.job is not None else None
-        if job is None or job.done or job.cancelled:
+            stream = pending.stream() if pending is not None and pending.stream is not None else None
+        if stream is None or stream.done or stream.cancelled:
             return False
-        job.stop()
+        stream.stop()
         return True
 
     # Moving about.
@@ -212,8 +229,14 @@ class Session(StoredSession):
             if summary is None:
                 chat_format = self._host.chat_format
                 turns = foldable(self._start, base, keep)
-                steps = summarised(chat_format, turns, keep, self.namespace, wanted, deadline)
-                turn = written(steps)
+                plan = summarised(chat_format, turns, keep, self.namespace, wanted, deadline)
+                try:
+                    with Stream(_only(plan), self._host.backend.submit) as stream:
+                        turn = stream.reply()
+                except SummaryCut as cut:
+                    raise SessionError(
+                        "the summary was cut short by its timeout: nothing was folded"
+                    ) from cut
             else:
                 turn = fold_turn(foldable(self._start, base, keep), summary, keep)
             with self._lock:
@@ -341,7 +364,7 @@ class Session(StoredSession):
         settings: Mapping[str, Any],
         keep_partial: bool,
         extra: TurnExtra | None = None,
-    ) -> TurnJob:
+    ) -> TurnStream:
         extra = extra or TurnExtra()
         wanted = {**self.settings, **settings}
         if wanted.get("n", 1) != 1:
@@ -359,7 +382,7 @@ class Session(StoredSession):
                 raise
         # Without the lock: it takes time to render and to tokenise.
         try:
-            job = TurnTransaction(
+            stream = TurnTransaction(
                 host=self._host,
                 session=self,
                 base=base,
@@ -372,29 +395,19 @@ class Session(StoredSession):
         except BaseException:
             self._end(pending)
             raise
-        pending.job = weakref.ref(job, lambda _: pending.release())
-        return job
+        pending.stream = weakref.ref(stream)
+        return stream
 
 
-def _answered(job: TurnJob) -> ChatReply:
+def _only(plan: FoldPlan) -> StreamPlan[ChatDelta, Turn]:
+    return [(yield from plan)]
+
+
+def _deltas(stream: TurnStream, keep_partial: bool) -> Generator[ChatDelta, None, None]:
     try:
-        return job.reply()
+        yield from stream
     finally:
-        job.cancel()
-
-
-async def _aanswered(job: TurnJob) -> ChatReply:
-    try:
-        return await job.areply()
-    finally:
-        job.cancel()
-
-
-def _deltas(job: TurnJob, keep_partial: bool) -> Generator[ChatDelta, None, None]:
-    try:
-        yield from job
-    finally:
-        job.cancel()
+        stream.cancel()
         if keep_partial:
             with suppress(PerdureError):
-                job.reply()
+                stream.reply()

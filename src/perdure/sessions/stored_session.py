@@ -23,7 +23,7 @@ from perdure.errors import (
     SessionNotFoundError,
     StoreError,
 )
-from perdure.sessions.fold import TurnJob
+from perdure.sessions.fold import TurnStream
 from perdure.sessions.history import Chunk, History, Place, Read
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.storage.session_store import SessionStore
@@ -40,13 +40,13 @@ class StoreHost(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PendingTurn:
-    """A turn on its way, or a fold. A job that nobody holds any more is cancelled, so it must not be held
-    here."""
+    """A turn on its way, or a fold. A stream that nobody holds any more is cancelled, so it must not be
+    held here."""
 
     head: int
     """The turn at which the session stood when it began."""
     let_go: Callable[[], None]
-    job: weakref.ref[Any] | None = None
+    stream: weakref.ref[TurnStream] | None = None
     """None while it is being prepared."""
     ended: bool = False
 
@@ -304,7 +304,7 @@ class StoredSession:
     # One at a time.
 
     def _begin(self) -> tuple[PendingTurn, History]:
-        """Have the session for a turn or a fold; nobody else gets it before `_end`, or the job's end."""
+        """Have the session for a turn or a fold; nobody else gets it before `_end`, or the stream's end."""
         with self._lock:
             self._take()
             try:
@@ -378,8 +378,8 @@ class StoredSession:
         pending = self._pending
         if pending is None or pending.ended:
             return
-        job: TurnJob | None = pending.job() if pending.job is not None else None
-        if pending.job is None or (job is not None and not (job.done or job.cancelled)):
+        stream = pending.stream() if pending.stream is not None else None
+        if pending.stream is None or (stream is not None and not (stream.done or stream.cancelled)):
             raise SessionBusyError(
                 f"session {self.name!r} is answering another turn: wait for it, cancel it, or fork it"
             )

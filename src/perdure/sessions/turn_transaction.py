@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 from perdure.backend import Backend
 from perdure.chat.chat_format import ChatFormat, reply_room
-from perdure.chat.job import ChatJob
 from perdure.chat.message import Message
 from perdure.chat.options import ChatOptions
+from perdure.chat.plans import SummaryCut
 from perdure.chat.prompt_builder import Prompt
-from perdure.chat.reply import ChatReply
+from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
+from perdure.decode.stream import Stream, StreamPlan
 from perdure.errors import (
     ContextOverflow,
     InvalidInputError,
@@ -25,7 +26,7 @@ from perdure.errors import (
     StateError,
     StoreError,
 )
-from perdure.sessions.fold import FoldingJob, TurnJob, foldable, summarised
+from perdure.sessions.fold import FoldPlan, TurnStream, cut_short, foldable, summarised
 from perdure.sessions.history import History
 from perdure.sessions.storage.schema import RESPONSE
 from perdure.sessions.stored_session import PendingTurn, StoredSession, StoreHost
@@ -76,34 +77,33 @@ class TurnTransaction:
     pending: PendingTurn
     extra: TurnExtra
 
-    def submit(self, settings: dict[str, Any]) -> TurnJob:
+    def submit(self, settings: dict[str, Any]) -> TurnStream:
         """Have the reply made. What takes time is done here: render and tokenise."""
+        return Stream(self._turn(settings), self.host.backend.submit, waits=True)
+
+    def _turn(self, settings: dict[str, Any]) -> StreamPlan[ChatDelta, ChatReply]:
+        """A turn as it happens: a summary first where the context is full, the reply, and its commit."""
         if settings.get("date") is None and self.host.chat_format.asks_date:
             settings["date"] = _date(self.base) or self.extra.date or today()
-        return FoldingJob(self._folding(settings)) if self._is_full(settings) else self._ask(settings)
+        try:
+            fold = (yield from self._folded(settings)) if self._is_full(settings) else None
+            messages = self.base.messages if fold is None else fold.messages
+            [exchange] = yield from self.host.chat_format.plan(
+                (*self.extra.preamble, *messages, *self.said),
+                namespace=self.session.namespace,
+                known=self.base.transcript_under(self.host.backend.model.digest) if fold is None else None,
+                before=self.base.rendering if fold is None else None,
+                deadline=self.deadline,
+                **settings,
+            )
+            self.session.last = self._commit(settings, fold, *exchange)
+            return [self.session.last]
+        except SummaryCut as cut:
+            return [cut_short(cut.reply)]
+        finally:
+            self.pending.release()
 
-    def _ask(self, settings: dict[str, Any], fold: Turn | None = None) -> ChatJob:
-        """Have the reply made, behind a fold if there is one."""
-
-        def settle(prompt: Prompt, whole: Transcript, reply: ChatReply) -> ChatReply:
-            try:
-                self.session.last = self._settle(settings, fold, prompt, whole, reply)
-                return self.session.last
-            finally:
-                self.pending.release()
-
-        messages = self.base.messages if fold is None else fold.messages
-        return self.host.chat_format.submit(
-            (*self.extra.preamble, *messages, *self.said),
-            namespace=self.session.namespace,
-            known=self.base.transcript_under(self.host.backend.model.digest) if fold is None else None,
-            before=self.base.rendering if fold is None else None,
-            then=settle,
-            deadline=self.deadline,
-            **settings,
-        )
-
-    def _settle(
+    def _commit(
         self,
         settings: dict[str, Any],
         fold: Turn | None,
@@ -194,8 +194,8 @@ class TurnTransaction:
             return error.needed + room, True
         return len(prompt) + room, False
 
-    def _folding(self, settings: dict[str, Any]) -> Generator[ChatJob, ChatReply, ChatJob]:
-        """The fold that makes room for a turn, and then the turn. Nothing is stored before its reply."""
+    def _folded(self, settings: dict[str, Any]) -> FoldPlan:
+        """The fold that makes room for a turn. Nothing is stored before the turn's reply."""
         limit = self.host.backend.n_ctx - 1
         # Before anything is written: what no summary makes room for.
         needed, at_least = self._needed(settings, self.session._start.messages)
@@ -206,7 +206,7 @@ class TurnTransaction:
             )
             needed, at_least = self._needed(settings, turn.messages)
             if needed <= limit:
-                return self._ask(settings, turn)
+                return turn
         raise ContextOverflow(
             f"even after folding, this message needs {'at least ' if at_least else ''}{needed} tokens with "
             f"its reply, and {limit} fit: send less, or ask for a shorter reply",

@@ -8,8 +8,7 @@ child             the process with the engine
 process           one such process, from its start to its end
 restart_policy    when the process is started again, and when it is given up
 supervisor        keeps one running: restarts, back-off, hangs, memory
-pending_request   one request that is not answered yet, over all its tries
-pending_requests  all requests and calls that are not answered yet
+pending_requests  requests and calls that are not answered yet, over all their tries
 proxies           tokenizer and prefix cache, asked of the child
 remote            all of it behind the protocol of a backend
 listener          serves the engine of a store to other processes that use the store

@@ -18,7 +18,7 @@ from perdure.errors import ClosedError, EngineError, PerdureError, StoreLockedEr
 from perdure.store.holder import Holder, StoreLock, read_holder
 from perdure.worker.connection import Connection
 from perdure.worker.listener import GREETING, Listener
-from perdure.worker.process import Death
+from perdure.worker.process import ExitInfo
 from perdure.worker.protocol import Leaving, Welcome
 from perdure.worker.remote import BackendClient
 from perdure.worker.restart_policy import Health, State
@@ -100,8 +100,8 @@ class AttachedBackend(BackendClient):
         self._since = time.monotonic()
         self._held: tuple[StoreLock, Backend, Listener] | None = None
         self._link = link
-        self._meet(link.welcome.ready)
-        self._pending.connect(link.connection, self.slots, self._hear)
+        self._handshake(link.welcome.ready)
+        self._pending.connect(link.connection, self.slots, self._handle_other)
         self._thread = threading.Thread(target=self._run, name="perdure-attached", daemon=True)
         self._thread.start()
 
@@ -114,7 +114,7 @@ class AttachedBackend(BackendClient):
     def load(self) -> tuple[int, int]:
         """Requests waiting, and being served, of all processes that use the engine."""
         answer = self._pending.ask("backend", "load", (), {})
-        self._reader.about_to_wait()
+        self._reader.detach_waiting_loop()
         try:
             waiting, served = answer.result(_TICK)
             return waiting, served
@@ -136,7 +136,7 @@ class AttachedBackend(BackendClient):
     def close(self) -> None:
         """End what is running as cancelled. An engine of this process is left to nobody."""
         self._pending.shut()
-        self._reader.read_in(None)
+        self._reader.attach_loop(None)
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
@@ -148,7 +148,7 @@ class AttachedBackend(BackendClient):
             backend.close()
             lock.release()
 
-    def _nudge(self) -> None:
+    def _request_start(self) -> None:
         if self._state == "failed":
             with self._changed:
                 self._wanted = True
@@ -180,7 +180,7 @@ class AttachedBackend(BackendClient):
         """Hand on what the other process says until it is gone."""
         self._reader.read_all(link.connection, self._pending.handle, self._pending.end_overdue, seconds=_TICK)
 
-    def _hear(self, message: Any) -> None:
+    def _handle_other(self, message: Any) -> None:
         if isinstance(message, Leaving):
             self._pending.pause()
 
@@ -189,7 +189,7 @@ class AttachedBackend(BackendClient):
         self._last_death = f"{holder}, which had the store, has ended"
         log.warning("%s; the next one takes its place", self._last_death)
         self._set("restarting")
-        self._pending.disconnect(Death(reason=self._last_death, signal=None, code=None, said=""))
+        self._pending.disconnect(ExitInfo(reason=self._last_death, signal=None, code=None, said=""))
 
     def _move(self) -> bool:
         """Have an engine again: of this process or of another one. False where this is closed first."""
@@ -212,7 +212,7 @@ class AttachedBackend(BackendClient):
                     link.connection.close()
                     return False
             self._set("ready")
-            self._pending.connect(link.connection, self.slots, self._hear)
+            self._pending.connect(link.connection, self.slots, self._handle_other)
             return True
         return False
 

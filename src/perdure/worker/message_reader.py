@@ -16,8 +16,8 @@ from perdure.worker.connection import Connection
 class MessageReader:
     """Reads one connection after another, and has messages handled, all that are there at once.
 
-    The thread that calls `read_all` reads, until an event loop asks for it with `read_in`: tokens for tasks
-    of that loop then wake one thread and not two. A loop that does not get to it loses it to the thread.
+    The thread that calls `read_all` reads, until `attach_loop` names an event loop: tokens for tasks of that
+    loop then wake one thread and not two. From a loop that does not read, the thread takes over.
 
     Always holds: messages are handled in the order in which they came, one at a time, with `handling` held.
     """
@@ -25,103 +25,103 @@ class MessageReader:
     def __init__(self) -> None:
         self.handling = threading.RLock()
         self._changed = threading.Event()
-        self._wanted_by: asyncio.AbstractEventLoop | None = None
-        self._asked = False
-        self.lent: Loan | None = None
-        """What an event loop reads now."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_ready = False
+        self.attached: LoopReader | None = None
+        """How an event loop reads, where one does now."""
         self._error: Exception | None = None
 
-    # In the thread that looks after the connection.
+    # In the thread that checks the connection.
 
     def read_all(
         self,
         connection: Connection,
         handle: Callable[[Iterable[Any]], None],
-        look_after: Callable[[], None],
+        check_health: Callable[[], None],
         *,
         seconds: float,
     ) -> None:
-        """Return when the other side is gone. `look_after` is called every so many seconds."""
+        """Return when the other side is gone. `check_health` is called every so many seconds."""
         self._error = None
-        self._ask_loop()
+        self._await_loop()
         due = time.monotonic() + seconds
         try:
             while True:
                 self._read(connection, handle, max(0.0, due - time.monotonic()))
                 if time.monotonic() >= due:
                     with self.handling:
-                        look_after()
+                        check_health()
                     due = time.monotonic() + seconds
         except EOFError:
             return
         finally:
-            self.take_back()
+            self.detach_loop()
 
     def _read(self, connection: Connection, handle: Callable[[Iterable[Any]], None], timeout: float) -> None:
         if self._error is not None:
             raise self._error
-        loop = self._wanted_by
-        if loop is not None and self._asked:
-            self._asked = False
-            self._lend(Loan(self, loop, connection, handle))
-        loan = self.lent
-        if loan is None:
+        loop = self._loop
+        if loop is not None and self._loop_ready:
+            self._loop_ready = False
+            self._attach(LoopReader(self, loop, connection, handle))
+        attached = self.attached
+        if attached is None:
             with suppress(TimeoutError):
                 message = connection.receive(timeout)
                 with self.handling:
                     handle([message])
             return
-        before = loan.reads
-        if not self._changed.wait(timeout) and loan.reads == before and connection.readable():
-            self.take_back()
-            self._ask_loop()
+        before = attached.reads
+        if not self._changed.wait(timeout) and attached.reads == before and connection.readable():
+            self.detach_loop()
+            self._await_loop()
         self._changed.clear()
 
-    def _lend(self, loan: Loan) -> None:
+    def _attach(self, attached: LoopReader) -> None:
         with self.handling:
-            self.lent = loan
+            self.attached = attached
         try:
-            loan.loop.call_soon_threadsafe(loan.begin)
+            attached.loop.call_soon_threadsafe(attached.begin)
         except RuntimeError:
-            self.take_back()
+            self.detach_loop()
 
     # From any thread.
 
-    def read_in(self, loop: asyncio.AbstractEventLoop | None) -> None:
+    def attach_loop(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """Read in `loop` from the next message on, or with None in the thread again."""
-        self._wanted_by = loop
-        self.take_back()
-        self._ask_loop()
+        self._loop = loop
+        self.detach_loop()
+        self._await_loop()
 
-    def about_to_wait(self) -> None:
+    def detach_waiting_loop(self) -> None:
         """The calling thread waits for a message: if it is the loop's, another one has to read it."""
-        loan = self.lent
-        if loan is not None and loan.thread == threading.get_ident():
-            self.take_back()
-            self._ask_loop()
+        attached = self.attached
+        if attached is not None and attached.thread == threading.get_ident():
+            self.detach_loop()
+            self._await_loop()
 
-    def _ask_loop(self) -> None:
+    def _await_loop(self) -> None:
         """Have the loop say that it can read, once it gets to it."""
-        if (loop := self._wanted_by) is not None:
+        if (loop := self._loop) is not None:
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._ask)
+                loop.call_soon_threadsafe(self._loop_came)
 
-    def _ask(self) -> None:
-        self._asked = True
+    def _loop_came(self) -> None:
+        self._loop_ready = True
 
-    def take_back(self, loan: Loan | None = None, error: Exception | None = None) -> None:
-        """Have the thread read again: what `loan` names, or whatever is lent."""
+    def detach_loop(self, only: LoopReader | None = None, error: Exception | None = None) -> None:
+        """Have the thread read again, where a loop does; with `only`, where that one does."""
         with self.handling:
-            found = self.lent
-            if found is None or loan not in (None, found):
+            attached = self.attached
+            if attached is None or only not in (None, attached):
                 return
-            self.lent = None
+            self.attached = None
             self._error = error
             self._changed.set()
-        found.end()
+        attached.end()
 
 
-class Loan:
+class LoopReader:
     """A connection while an event loop reads it."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Loan:
 
     def begin(self) -> None:
         with self._reader.handling:
-            if self._reader.lent is not self:
+            if self._reader.attached is not self:
                 return
             self.thread = threading.get_ident()
             assert self._descriptor is not None
@@ -152,7 +152,7 @@ class Loan:
             self._read()
 
     def end(self) -> None:
-        """Have the loop forget it, in the loop's own thread. Called once, when it is not lent any more."""
+        """Have the loop forget it, in the loop's own thread. Called once, when it is detached."""
         if self.thread is not None and self.thread != threading.get_ident():
             with suppress(RuntimeError):
                 self.loop.call_soon_threadsafe(self._forget)
@@ -161,20 +161,20 @@ class Loan:
 
     def _read(self) -> None:
         with self._reader.handling:
-            if self._reader.lent is not self:
+            if self._reader.attached is not self:
                 return
             self.reads += 1
             try:
                 self._handle(self._connection.take())
             except Exception as error:
-                self._reader.take_back(self, error)
+                self._reader.detach_loop(self, error)
 
     def _forget(self) -> None:
-        found, self._descriptor = self._descriptor, None
-        if found is not None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
             if self.thread is not None and not self.loop.is_closed():
-                self.loop.remove_reader(found)
-            os.close(found)
+                self.loop.remove_reader(descriptor)
+            os.close(descriptor)
 
     def __del__(self) -> None:
         # A loop that was closed just then has dropped what it was to do.

@@ -1,27 +1,182 @@
-"""Everything that was asked of the engine and is not answered yet."""
+"""Requests and calls that the engine has not answered yet."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from perdure.decode.output_queue import OutputQueue, notify
-from perdure.decode.request import Request
+from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
+from perdure.decode.slots import ReuseReport
+from perdure.decode.stream import NAP, Canceller, OutputQueue, notify
 from perdure.errors import BusyError, ClosedError, EngineDiedError, InvalidInputError
 from perdure.worker.connection import Connection, pack
-from perdure.worker.pending_request import PendingRequest
-from perdure.worker.process import Death
-from perdure.worker.protocol import Answer, Call, Cancel, Pulse, RequestId, StepOutput, Target
+from perdure.worker.process import ExitInfo
+from perdure.worker.protocol import (
+    Answer,
+    Call,
+    Cancel,
+    PlainDelta,
+    Pulse,
+    RequestId,
+    StepOutput,
+    Submit,
+    Target,
+)
 
 TRIES = 2
 """How often anything is asked at most: what the engine dies of must not kill it for ever."""
 _SLACK = 2.0
 """Seconds past its time after which a request is ended here, if the engine does not get to it."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """What has been delivered of one sample."""
+
+    text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+class PendingRequest(OutputQueue):
+    """The output queue of a request that another process answers, over all its tries.
+
+    Always holds: it is finished once; what was pushed is in the replies, whoever finishes it; once a reader
+    could have seen a part of it, it is not tried again. Only the thread that reads from the engine's process
+    delivers and ends it, so nobody holds a lock while a reader's queue is touched. Text that was held back in
+    a process that died, such as half a character, is lost with it; its tokens are not.
+    """
+
+    def __init__(self, id_: RequestId, request: Request, canceller: Canceller) -> None:
+        super().__init__(len(request.prompt), canceller)
+        self.id = id_
+        # Seeded here, so that a second try draws as the first did, and a reply cut short can tell.
+        self.request = replace(request, sampling=request.sampling.seeded())
+        self.tries = 0
+        self.submitted = time.monotonic()
+        self.deadline = request.ends_at(self.submitted)
+        self._first: float | None = None
+        self._delivered: list[PlainDelta] = []
+        self._acknowledging = threading.Lock()
+        self._acknowledged = threading.Event()
+        self.refusal: Exception | None = None
+        """Why the engine did not take it."""
+
+    @property
+    def delivered(self) -> bool:
+        return self._first is not None
+
+    def overdue(self, slack: float = 0.0) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline + slack
+
+    def message(self) -> Submit:
+        """What is sent for it, with what is left of its time."""
+        if self.deadline is None:
+            return Submit(self.id, self.request)
+        left = max(1e-3, self.deadline - time.monotonic())
+        return Submit(self.id, replace(self.request, timeout=left, deadline=None))
+
+    # Whether it was taken.
+
+    def acknowledge(self, refusal: Exception | None = None) -> None:
+        """The engine has taken or refused it, or nobody can say for now; after the first call, a refusal ends
+        the request."""
+        with self._acknowledging:
+            late = self._acknowledged.is_set()
+            if not late:
+                self.refusal = refusal
+                self._acknowledged.set()
+        if late and refusal is not None:
+            self.fail(refusal)
+
+    def wait_acknowledged(self, patience: float) -> None:
+        """Wait for `acknowledge`, or so long. In short naps: Python may miss a Ctrl-C as a wait begins."""
+        end = time.monotonic() + patience
+        while not self._acknowledged.wait(NAP) and time.monotonic() < end:
+            pass
+        self.acknowledge()
+
+    # What comes of it.
+
+    def deliver(self, deltas: Sequence[PlainDelta]) -> bool:
+        """Push what came of it, as `OutputQueue.push` does."""
+        if self._first is None:
+            self._first = time.monotonic()
+        # At every token, which mostly brings one: they are sorted only where a process dies of them.
+        self._delivered += deltas
+        return self.push([Delta(*deltas[0])] if len(deltas) == 1 else [Delta(*plain) for plain in deltas])
+
+    def end_cancelled(self) -> None:
+        """End it here, as cancelled."""
+        self._end("cancelled", None)
+
+    def fail(self, error: Exception) -> None:
+        self._end("error", error)
+
+    def fail_by_exit(self, info: ExitInfo, *, again: bool) -> None:
+        """End it by the exit of the process that worked on it."""
+        kept = sum(len(tokens) for _, tokens, _, _, _ in self._delivered)
+        if kept:
+            what = f"{kept} tokens of the reply had come, the rest is lost"
+        elif again:
+            what = (
+                f"nothing of this request had come, in {self.tries} tries: it may be what the engine dies of"
+            )
+        else:
+            what = "nothing of this request had come"
+        message = f"{info.reason}; {what}"
+        self.fail(EngineDiedError(message, signal=info.signal, code=info.code, kept=kept))
+
+    def _end(self, reason: FinishReason, error: Exception | None) -> None:
+        if self.finished:
+            return
+        samples = self._samples()
+        for index, sample in enumerate(samples):
+            if sample.finish_reason is None:
+                self.push([Delta(index=index, finish_reason=reason)])
+        self.finish([self._reply(sample, at, reason, error) for at, sample in enumerate(samples)])
+
+    def _samples(self) -> list[Sample]:
+        """What has been delivered, by sample."""
+        samples = [Sample() for _ in range(self.request.n)]
+        for text, tokens, logprobs, index, reason in self._delivered:
+            sample = samples[index]
+            sample.text.append(text)
+            sample.tokens.extend(tokens)
+            sample.logprobs.extend(logprobs)
+            sample.finish_reason = reason
+        return samples
+
+    def _reply(self, sample: Sample, index: int, reason: FinishReason, error: Exception | None) -> Reply:
+        now = time.monotonic()
+        first = self._first or now
+        cut_short = sample.finish_reason is None
+        prompt = len(self.request.prompt)
+        return Reply(
+            text="".join(sample.text),
+            tokens=tuple(sample.tokens),
+            finish_reason=reason if cut_short else sample.finish_reason or reason,
+            usage=Usage(prompt_tokens=prompt, completion_tokens=len(sample.tokens)),
+            timings=Timings(
+                queued=first - self.submitted,
+                prefill=0.0,
+                decode=now - first,
+                prefilled_tokens=prompt,
+                decoded_tokens=len(sample.tokens),
+            ),
+            reuse=ReuseReport(computed=prompt, why="the engine's process did not live to tell"),
+            seed=self.request.sampling.seeded(index).seed or 0,
+            index=index,
+            logprobs=None if self.request.logprobs is None else tuple(sample.logprobs),
+            error=error if cut_short else None,
+        )
 
 
 class PendingCall:
@@ -32,7 +187,7 @@ class PendingCall:
         self.tries = 0
         self.answer: Future[Any] = Future()
 
-    def settle(self, value: Any = None, error: Exception | None = None) -> None:
+    def resolve(self, value: Any = None, error: Exception | None = None) -> None:
         # Whoever asked may have given up just now.
         with suppress(InvalidStateError):
             if error is None:
@@ -67,7 +222,7 @@ class PendingRequests:
 
     def submit(self, request: Request) -> PendingRequest:
         """Ask for a reply. While there is no engine it waits here, if there is room."""
-        pending = PendingRequest(self._next(), request)
+        pending = PendingRequest(self._next_id(), request, self)
         data = packed(pending.message())
         with self._changing:
             self._check_open()
@@ -80,18 +235,17 @@ class PendingRequests:
                         waiting=waiting,
                         limit=limit,
                     )
-                pending.settle()
+                pending.acknowledge()
             self._requests[pending.id] = pending
             if self._connection is not None and not self._leaving:
                 self._send(self._connection, pending, data)
         return pending
 
-    def cancel(self, pending: PendingRequest) -> None:
-        """Takes no lock: the garbage collector calls this for jobs that were dropped, anywhere."""
-        pending.cancelled = True
+    def cancel(self, output: PendingRequest) -> None:
+        """Takes no lock: the garbage collector calls this for streams that were dropped, anywhere."""
         connection = self._connection
-        if connection is not None and not pending.finished:
-            connection.send(Cancel(pending.id))
+        if connection is not None and not output.finished:
+            connection.send(Cancel(output.id))
 
     def ask(
         self, target: Target, name: str, args: tuple[Any, ...], keywords: Mapping[str, Any]
@@ -100,7 +254,7 @@ class PendingRequests:
 
         To cancel what it gives is to withdraw the call.
         """
-        call = PendingCall(Call(self._next(), target, name, args, keywords))
+        call = PendingCall(Call(self._next_id(), target, name, args, keywords))
         call.answer.add_done_callback(lambda answer: self._withdraw(call, answer))
         data = packed(call.call)
         with self._changing:
@@ -160,7 +314,7 @@ class PendingRequests:
         with self._changing:
             self._leaving = True
 
-    def disconnect(self, death: Death) -> None:
+    def disconnect(self, info: ExitInfo) -> None:
         """The engine is gone. What it did not get to show is asked again, once; the rest ends. One that has
         said that it was leaving did not die of anything that it was asked."""
         with self._changing:
@@ -173,16 +327,16 @@ class PendingRequests:
                     call.tries = 0
             requests, calls = list(self._requests.values()), list(self._calls.values())
         for pending in requests:
-            pending.settle()
+            pending.acknowledge()
             again = pending.tries >= TRIES
             if pending.cancelled:
-                pending.cancel()
+                pending.end_cancelled()
             elif pending.delivered or again:
-                pending.die(death, again=again)
+                pending.fail_by_exit(info, again=again)
         for call in calls:
             if call.tries >= TRIES:
-                message = f"{death.reason} twice during {call.call.target}.{call.call.name}"
-                call.settle(error=EngineDiedError(message, signal=death.signal, code=death.code))
+                message = f"{info.reason} twice during {call.call.target}.{call.call.name}"
+                call.resolve(error=EngineDiedError(message, signal=info.signal, code=info.code))
         self._sweep()
 
     def handle(self, messages: Iterable[Any]) -> None:
@@ -210,10 +364,10 @@ class PendingRequests:
         if pending is not None:
             if answer.error is not None:
                 self._drop(answer.id)
-            pending.settle(answer.error)
+            pending.acknowledge(answer.error)
         elif call is not None:
             self._drop(answer.id)
-            call.settle(answer.value, answer.error)
+            call.resolve(answer.value, answer.error)
 
     def _deliver(self, output: StepOutput, changed: list[OutputQueue]) -> None:
         for id_, deltas, replies in output:
@@ -221,16 +375,16 @@ class PendingRequests:
             if pending is None:
                 continue
             if deltas and not pending.deliver(deltas):
-                changed.append(pending.output)
+                changed.append(pending)
             if replies is not None:
                 self._drop(id_)
-                pending.finish(replies)
+                pending.finish(list(replies))
 
     def _progress(self, read: Mapping[RequestId, int]) -> None:
         """How much of their prompts requests have read."""
         for id_, count in read.items():
             if (pending := self._requests.get(id_)) is not None:
-                pending.output.read = count
+                pending.read = count
 
     def end_overdue(self) -> None:
         """End whose time is up though the engine did not see to it, and who gave up while it was gone."""
@@ -238,10 +392,10 @@ class PendingRequests:
             requests, connection = list(self._requests.values()), self._connection
         for pending in requests:
             if connection is None and pending.cancelled:
-                pending.cancel()
+                pending.end_cancelled()
             elif pending.overdue(_SLACK if connection is not None else 0.0):
-                self.cancel(pending)
                 pending.cancel()
+                pending.end_cancelled()
         self._sweep()
 
     def end_all(self, error: Exception | None) -> None:
@@ -250,18 +404,18 @@ class PendingRequests:
             self._connection = None
             requests, calls = list(self._requests.values()), list(self._calls.values())
         for pending in requests:
-            pending.settle()
+            pending.acknowledge()
             if error is None or pending.cancelled:
-                pending.cancel()
+                pending.end_cancelled()
             else:
                 pending.fail(error)
         for call in calls:
-            call.settle(error=error or ClosedError("this runtime is closed"))
+            call.resolve(error=error or ClosedError("this runtime is closed"))
         self._sweep()
 
     # Inside.
 
-    def _next(self) -> RequestId:
+    def _next_id(self) -> RequestId:
         return RequestId(next(self._ids))
 
     def _unfinished(self) -> int:

@@ -22,7 +22,7 @@ _LINGER = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Death:
+class ExitInfo:
     """How a process ended, and what it said last."""
 
     reason: str
@@ -35,7 +35,7 @@ class Death:
 
 
 class Process:
-    """Owns a child, its socket and the file that it complains into. `bury` gives all three back.
+    """Owns a child, its socket and the file that it complains into. `wait_exit` gives all three back.
 
     The thread that makes it must outlive the child: the system ends the child with that thread.
     """
@@ -57,7 +57,7 @@ class Process:
             undo.pop_all()
         self.connection = Connection(ours)
         self.connection.send(setup)
-        self._verdict: str | None = None
+        self._kill_reason: str | None = None
 
     @property
     def pid(self) -> int:
@@ -74,10 +74,10 @@ class Process:
 
     def kill(self, why: str) -> None:
         """End it now. `why` is what its death will be put down to."""
-        self._verdict = self._verdict or why
+        self._kill_reason = self._kill_reason or why
         self._child.kill()
 
-    def bury(self, linger: float = _LINGER) -> Death:
+    def wait_exit(self, linger: float = _LINGER) -> ExitInfo:
         """Wait for its end, after so long by force, and give everything back."""
         self.connection.close()
         try:
@@ -90,9 +90,9 @@ class Process:
         name = signal.Signals(-code).name if code < 0 else None
         how = f"was ended by {name}" if name else f"exited with code {code}"
         reason = f"the engine's process {self.pid} {how}"
-        if self._verdict is not None:
-            reason = f"the engine's process {self.pid} was ended: {self._verdict}"
-        return Death(reason=reason, signal=name, code=None if name else code, said=said)
+        if self._kill_reason is not None:
+            reason = f"the engine's process {self.pid} was ended: {self._kill_reason}"
+        return ExitInfo(reason=reason, signal=name, code=None if name else code, said=said)
 
     def _said(self) -> str:
         size = os.fstat(self._log.fileno()).st_size

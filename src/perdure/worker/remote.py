@@ -18,8 +18,8 @@ from perdure import system
 from perdure.backend import Backend, BackendKeywords
 from perdure.config import QUEUE
 from perdure.decode.embedding import Embeddings
-from perdure.decode.output_queue import Job, result_of
 from perdure.decode.request import Request
+from perdure.decode.stream import OutputQueue, result_of
 from perdure.engine import registry
 from perdure.engine.contract import Tokens
 from perdure.engine.keywords import LoadingKeywords
@@ -50,18 +50,18 @@ class BackendClient:
         self._pending = PendingRequests(queue)
         self._reader = MessageReader()
 
-    def read_in(self, loop: asyncio.AbstractEventLoop | None) -> None:
+    def attach_loop(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """Have what the engine says read in the event loop of those who wait for it; None: not any more."""
-        self._reader.read_in(loop)
+        self._reader.attach_loop(loop)
 
-    def _meet(self, about: Ready) -> None:
+    def _handshake(self, about: Ready) -> None:
         """What the engine says about itself."""
         self.n_ctx = about.n_ctx
         self.slots = about.slots
         self.model = RemoteTokenizer(about, self._ask)
         self.cache = RemotePrefixCache(self._ask)
 
-    def _nudge(self) -> None:
+    def _request_start(self) -> None:
         """Somebody waits for the engine."""
 
     @property
@@ -69,7 +69,7 @@ class BackendClient:
         """Requests waiting, and being served, as far as can be told from here without asking."""
         return self._pending.load
 
-    def submit(self, request: Request) -> Job:
+    def submit(self, request: Request) -> OutputQueue:
         if request.processors:
             raise InvalidInputError(
                 f"processors are functions of this process and the engine is in another; {self.no_processors}"
@@ -77,23 +77,20 @@ class BackendClient:
         if (prompt := _plain(request.prompt)) is not request.prompt:
             request = replace(request, prompt=prompt)
         pending = self._pending.submit(request)
-        self._nudge()
-        job = Job(
-            pending.output, lambda: self._pending.cancel(pending), prompt_tokens=len(pending.request.prompt)
-        )
-        self._reader.about_to_wait()
+        self._request_start()
+        self._reader.detach_waiting_loop()
         try:
-            pending.await_settled(_PATIENCE)
+            pending.wait_acknowledged(_PATIENCE)
         except BaseException:
-            job.cancel()
+            pending.cancel()
             raise
         if pending.refusal is not None:
             raise pending.refusal
-        return job
+        return pending
 
     def embed(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
         answer = self._pending.ask("backend", "embed", ([_plain(text) for text in texts],), {})
-        self._nudge()
+        self._request_start()
         return answer
 
     def embedding_width(self) -> int:
@@ -109,8 +106,8 @@ class BackendClient:
     ) -> T:
         sent = {key: _plain(value) for key, value in keywords.items()}
         answer: Future[T] = self._pending.ask(target, method.__name__, tuple(map(_plain, args)), sent)
-        self._nudge()
-        self._reader.about_to_wait()
+        self._request_start()
+        self._reader.detach_waiting_loop()
         return result_of(answer)
 
 
@@ -144,10 +141,10 @@ class RemoteBackend(BackendClient):
         queue = settings.get("queue", QUEUE)
         super().__init__(queue if isinstance(queue, int) else 0)
         self._supervisor = Supervisor(setup, restart_policy or RestartPolicy(), self._pending, self._reader)
-        self._meet(self._supervisor.start())
+        self._handshake(self._supervisor.start())
 
-    def _nudge(self) -> None:
-        self._supervisor.nudge()
+    def _request_start(self) -> None:
+        self._supervisor.request_start()
 
     def health(self) -> Health:
         return self._supervisor.health()

@@ -10,8 +10,8 @@ from typing import Any
 
 from perdure.backend import Backend
 from perdure.decode.embedding import Embeddings
-from perdure.decode.output_queue import Job, OutputQueue
 from perdure.decode.request import Reply
+from perdure.decode.stream import OutputQueue
 from perdure.engine.contract import Tokenizer
 from perdure.errors import EngineError, InvalidInputError
 from perdure.worker.connection import Connection, pack
@@ -35,27 +35,6 @@ _BACKEND_CALLS = frozenset({"embed", "embedding_width", "load"})
 """What may be asked of the backend itself."""
 
 
-class ServedRequest:
-    """One request here. A cancel may come before it is queued."""
-
-    def __init__(self, id_: RequestId) -> None:
-        self.id = id_
-        self.cancelled = False
-        self.read = 0
-        """Tokens of its prompt that the other side knows to be read."""
-        self.job: Job | Future[Embeddings] | None = None
-
-    @property
-    def output(self) -> OutputQueue:
-        assert isinstance(self.job, Job)
-        return self.job.output
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        if self.job is not None:
-            self.job.cancel()
-
-
 class OutputSender:
     """Output listener that sends what comes of requests to the other side, from the engine thread.
 
@@ -67,31 +46,30 @@ class OutputSender:
         self._connection = connection
         self._done = done
 
-    def watch(self, request: ServedRequest) -> None:
+    def watch(self, id_: RequestId, output: OutputQueue) -> None:
         """Send all that comes of a request, from its beginning."""
-        output = request.output
         while True:
             with output.lock:
                 if not output.deltas and not output.finished:
-                    output.subscribe(self, (request, output))
+                    output.subscribe(self, (id_, output))
                     return
-                item = _taken(request.id, output)
+                item = _new_output(id_, output)
             # Until it is subscribed, nobody else sends for it, so the order holds.
             self._send([item])
             if item[2] is not None:
                 return
 
-    def notify(self, waiters: Sequence[tuple[ServedRequest, OutputQueue]]) -> None:
+    def notify(self, waiters: Sequence[tuple[RequestId, OutputQueue]]) -> None:
         """Called in the engine thread, with the requests of a step that have something new."""
         items: StepOutput = []
-        for request, output in waiters:
+        for id_, output in waiters:
             try:
                 with output.lock:
-                    items.append(_taken(request.id, output))
+                    items.append(_new_output(id_, output))
             except Exception as error:
-                output.forget((request, output))
-                request.cancel()
-                self._fail(request.id, error)
+                output.forget((id_, output))
+                output.cancel()
+                self._fail(id_, error)
         self._send(items)
 
     def _send(self, items: StepOutput) -> None:
@@ -129,7 +107,12 @@ class RequestService:
         self._backend = backend
         self._failed = failed
         self._output = OutputSender(connection, self._forget)
-        self._requests: dict[RequestId, ServedRequest] = {}
+        self._requests: dict[RequestId, OutputQueue | Future[Embeddings] | None] = {}
+        """What was asked here and has not ended; None while it is being queued."""
+        self._cancelled: set[RequestId] = set()
+        """Those of them whose end was asked for, some before they were queued."""
+        self._read: dict[RequestId, int] = {}
+        """Tokens of their prompts that the other side knows to be read."""
         self._long_texts = ThreadPoolExecutor(_LONG_TEXTS, thread_name_prefix="perdure-text")
 
     def ready(self) -> Ready:
@@ -152,11 +135,11 @@ class RequestService:
 
     def progress(self) -> dict[RequestId, int]:
         """How much of their prompts requests have read, of those that have read more since the last time."""
-        found = {}
-        for request in list(self._requests.values()):
-            if isinstance(request.job, Job) and request.job.prompt_read > request.read:
-                found[request.id] = request.read = request.job.prompt_read
-        return found
+        news = {}
+        for id_, output in list(self._requests.items()):
+            if isinstance(output, OutputQueue) and (read := output.read) > self._read.get(id_, 0):
+                news[id_] = self._read[id_] = read
+        return news
 
     def handle(self, message: Any) -> None:
         try:
@@ -169,24 +152,24 @@ class RequestService:
     def close(self) -> None:
         """Nobody waits for any of it any more."""
         self._long_texts.shutdown(wait=False, cancel_futures=True)
-        for request in list(self._requests.values()):
-            request.cancel()
+        for id_ in list(self._requests):
+            self._cancel(id_)
 
     def _handle(self, message: Any) -> None:
         match message:
             case Submit():
                 # In the order they came; a grammar may take long to compile.
-                request = self._requests[message.id] = ServedRequest(message.id)
+                self._requests[message.id] = None
                 if message.request.grammar is None:
-                    self._submit(request, message)
+                    self._submit(message)
                 else:
-                    _in_a_thread(self._submit, request, message)
+                    _in_a_thread(self._submit, message)
             case Cancel():
                 self._cancel(message.id)
             case Call(target="backend", name="embed"):
-                request = self._requests[message.id] = ServedRequest(message.id)
+                self._requests[message.id] = None
                 # The first has to open a context for it.
-                _in_a_thread(self._embed, request, message)
+                _in_a_thread(self._embed, message)
             case Call(target="model") if _is_short(message):
                 self._answer(message)
             case Call(target="model"):
@@ -195,46 +178,50 @@ class RequestService:
             case Call():
                 _in_a_thread(self._answer, message)
 
-    def _submit(self, request: ServedRequest, message: Submit) -> None:
+    def _submit(self, message: Submit) -> None:
         try:
-            request.job = self._backend.submit(message.request)
+            output = self._backend.submit(message.request)
         except BaseException as error:
-            self._failed(error)
-            self._forget(request.id)
-            self._connection.send(Answer(request.id, error=portable(error)))
+            self._forget(message.id)
+            self._send_error(message.id, error)
             return
-        self._connection.send(Answer(request.id))
-        if request.cancelled:
-            request.job.cancel()
-        self._output.watch(request)
+        self._requests[message.id] = output
+        self._connection.send(Answer(message.id))
+        if message.id in self._cancelled:
+            output.cancel()
+        self._output.watch(message.id, output)
 
     def _cancel(self, id_: RequestId) -> None:
-        request = self._requests.get(id_)
-        if request is not None:
-            request.cancel()
+        if id_ in self._requests:
+            self._cancelled.add(id_)
+            if (output := self._requests.get(id_)) is not None:
+                output.cancel()
 
     def _forget(self, id_: RequestId) -> None:
         self._requests.pop(id_, None)
+        self._cancelled.discard(id_)
+        self._read.pop(id_, None)
 
-    def _embed(self, request: ServedRequest, call: Call) -> None:
+    def _embed(self, call: Call) -> None:
         try:
-            vectors = request.job = self._backend.embed(*call.args)
+            vectors = self._backend.embed(*call.args)
         except BaseException as error:
-            self._forget(request.id)
-            self._send_error(request.id, error)
+            self._forget(call.id)
+            self._send_error(call.id, error)
             return
-        vectors.add_done_callback(lambda vectors: self._embedded(request, vectors))
-        if request.cancelled:
+        self._requests[call.id] = vectors
+        vectors.add_done_callback(lambda vectors: self._embedded(call.id, vectors))
+        if call.id in self._cancelled:
             vectors.cancel()
 
-    def _embedded(self, request: ServedRequest, vectors: Future[Embeddings]) -> None:
-        self._forget(request.id)
+    def _embedded(self, id_: RequestId, vectors: Future[Embeddings]) -> None:
+        self._forget(id_)
         if vectors.cancelled():
             return
         if (error := vectors.exception()) is not None:
-            self._send_error(request.id, error)
+            self._send_error(id_, error)
         else:
-            self._connection.send(Answer(request.id, value=vectors.result()))
+            self._connection.send(Answer(id_, value=vectors.result()))
 
     def _answer(self, call: Call) -> None:
         try:
@@ -271,7 +258,9 @@ def portable(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else EngineError(f"the engine's process raised {error!r}")
 
 
-def _taken(id_: RequestId, output: OutputQueue) -> tuple[RequestId, list[PlainDelta], list[Reply] | None]:
+def _new_output(
+    id_: RequestId, output: OutputQueue
+) -> tuple[RequestId, list[PlainDelta], list[Reply] | None]:
     """All that is new of a request, out of its output queue; called with its lock held."""
     deltas: list[PlainDelta] = []
     for delta in output.deltas:

@@ -11,7 +11,7 @@ from typing import Any
 from perdure.errors import ClosedError, EngineDiedError, EngineError, ModelFileError
 from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests
-from perdure.worker.process import Death, Process
+from perdure.worker.process import ExitInfo, Process
 from perdure.worker.protocol import Close, Failed, Line, Ready, Setup
 from perdure.worker.restart_policy import Health, RestartPolicy, State
 
@@ -22,10 +22,11 @@ _NAP = 0.1
 
 
 class Supervisor:
-    """One thread that starts the process, has what it says read, looks after it, buries it, and starts again.
+    """One thread that starts the process, has its messages read, checks its health, waits for its exit, and
+    starts the next one.
 
-    Always holds: there is at most one process; whatever was at the pending when it died is asked again or
-    ended before the next one starts; nothing waits longer than the starts that may fail in a row.
+    Always holds: there is at most one process; requests pending when the process died are retried or failed
+    before the next start; nothing waits longer than the starts that may fail in a row.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Supervisor:
         self._changed = threading.Condition()
         self._state: State = "starting"
         self._process: Process | None = None
-        self._about: Ready | None = None
+        self._ready_info: Ready | None = None
         self._error: Exception | None = None
         self._ready_at: float | None = None
         self._restarts = 0
@@ -63,10 +64,10 @@ class Supervisor:
         if self._error is not None:
             self.close()
             raise self._error
-        assert self._about is not None
-        return self._about
+        assert self._ready_info is not None
+        return self._ready_info
 
-    def nudge(self) -> None:
+    def request_start(self) -> None:
         """Somebody waits for the engine: if it was given up, try again."""
         if self._state == "failed":
             with self._changed:
@@ -88,7 +89,7 @@ class Supervisor:
     def close(self) -> None:
         """Let the process end what is running as cancelled and exit; after a while, make it."""
         self._pending.shut()
-        self._reader.read_in(None)
+        self._reader.attach_loop(None)
         with self._changed:
             self._closing.set()
             self._changed.notify_all()
@@ -118,14 +119,14 @@ class Supervisor:
         delay, failures = self._policy.backoff, 0
         while not self._closing.is_set():
             try:
-                lived = self._live()
+                lived = self._run_once()
                 failures = 0
             except Exception as error:
                 lived = 0.0
                 failures += 1
                 if self._closing.is_set():
                     return
-                if self._about is None:
+                if self._ready_info is None:
                     # The first start is the caller's own; it is there to be told.
                     self._error = error
                     return
@@ -141,7 +142,7 @@ class Supervisor:
             self._pause(delay)
             delay = min(2 * delay, self._policy.backoff_limit)
 
-    def _live(self) -> float:
+    def _run_once(self) -> float:
         """One process from its start to its end: how many seconds it was ready."""
         process = Process(self._setup)
         with self._changed:
@@ -149,13 +150,13 @@ class Supervisor:
         try:
             self._await_ready(process)
         except EOFError:
-            death = self._bury(process)
+            info = self._wait_exit(process)
             raise EngineDiedError(
-                f"the engine could not be started: {death}", signal=death.signal, code=death.code
+                f"the engine could not be started: {info}", signal=info.signal, code=info.code
             ) from None
         except BaseException:
             process.kill("it was not wanted any more")
-            self._bury(process)
+            self._wait_exit(process)
             raise
         began = time.monotonic()
         try:
@@ -163,22 +164,22 @@ class Supervisor:
         except Exception as error:
             log.exception("the engine's process is not understood")
             process.kill(f"what it said could not be read: {error!r}")
-        death = self._bury(process)
+        info = self._wait_exit(process)
         if not self._closing.is_set():
-            self._last_death = str(death)
+            self._last_death = str(info)
             # One line: what the process said last follows at a level of its own.
-            log.error("%s; it is started again", death.reason)
-            if death.said:
-                log.info("%s", death.said)
-            self._pending.disconnect(death)
+            log.error("%s; it is started again", info.reason)
+            if info.said:
+                log.info("%s", info.said)
+            self._pending.disconnect(info)
         return time.monotonic() - began
 
-    def _bury(self, process: Process) -> Death:
+    def _wait_exit(self, process: Process) -> ExitInfo:
         with self._changed:
             self._process = self._ready_at = None
-            self._state = "starting" if self._about is None else "restarting"
+            self._state = "starting" if self._ready_info is None else "restarting"
             self._changed.notify_all()
-        return process.bury()
+        return process.wait_exit()
 
     def _await_ready(self, process: Process) -> None:
         end = time.monotonic() + self._policy.start_timeout
@@ -194,16 +195,16 @@ class Supervisor:
                 continue
             match message:
                 case Ready():
-                    return self._meet(message)
+                    return self._handshake(message)
                 case Failed():
                     raise message.error
                 case Line():
-                    _hear(message)
+                    _log_line(message)
 
-    def _meet(self, about: Ready) -> None:
-        if self._about is None:
-            self._about = about
-        elif about != self._about:
+    def _handshake(self, ready: Ready) -> None:
+        if self._ready_info is None:
+            self._ready_info = ready
+        elif ready != self._ready_info:
             raise ModelFileError(
                 f"the model file {self._setup.model} was changed while the engine was gone: "
                 "what was promised of it no longer holds; open the runtime again"
@@ -213,8 +214,8 @@ class Supervisor:
 
     def _serve(self, process: Process) -> None:
         """Hand on what the process says until it is gone."""
-        assert self._about is not None
-        self._pending.connect(process.connection, self._about.slots, _hear)
+        assert self._ready_info is not None
+        self._pending.connect(process.connection, self._ready_info.slots, _log_line)
         with self._changed:
             self._state = "ready"
             self._ready_at = time.monotonic()
@@ -224,11 +225,11 @@ class Supervisor:
         self._reader.read_all(
             process.connection,
             self._pending.handle,
-            lambda: self._look_after(process),
+            lambda: self._check_health(process),
             seconds=self._setup.pulse,
         )
 
-    def _look_after(self, process: Process) -> None:
+    def _check_health(self, process: Process) -> None:
         now, policy = time.monotonic(), self._policy
         if not self._pending.busy:
             self._pending.heard = now
@@ -266,7 +267,7 @@ class Supervisor:
             self._changed.notify_all()
 
 
-def _hear(message: Any) -> None:
+def _log_line(message: Any) -> None:
     """What the process says that nobody asked for: lines of its log."""
     if isinstance(message, Line):
         logging.getLogger(message.logger).log(message.level, "%s", message.text)

@@ -53,7 +53,7 @@ class Stream(Protocol[D_co, R_co]):
     def written(self) -> int: ...
     def cancel(self) -> None: ...
     async def areplies(self) -> Sequence[R_co]: ...
-    async def drain(self, take: Callable[[Sequence[D_co]], bool]) -> bool: ...
+    async def consume(self, push: Callable[[Sequence[D_co]], bool]) -> bool: ...
 
 
 # Where events go.
@@ -301,7 +301,7 @@ class Follower(Generic[D, R]):
         try:
             if sink.is_open:
                 await sink.send(self._take_pending())
-            while not await self._stream.drain(lambda deltas: self._take(deltas, sink)):
+            while not await self._stream.consume(lambda deltas: self._take(deltas, sink)):
                 await sink.send(self._take_pending())
             replies = await self._ended()
             error = self.cut(replies)

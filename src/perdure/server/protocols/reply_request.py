@@ -8,7 +8,7 @@ from typing import Any
 
 from perdure.chat.message import Message
 from perdure.runtime import Runtime
-from perdure.sessions.fold import TurnJob
+from perdure.sessions.fold import TurnStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class ReplyRequest:
     timeout: float | None = None
     """Seconds that the client gives it."""
 
-    def submit(self, runtime: Runtime, namespace: str, agent: str = "") -> TurnJob:
+    def submit(self, runtime: Runtime, namespace: str, agent: str = "") -> TurnStream:
         """Queue it for a program. It takes time to render and to tokenise, so this is called in a thread."""
         if self.session is None:
             return runtime.submit_chat(self.messages, namespace=namespace, **self.options)

@@ -21,7 +21,7 @@ from perdure.server.protocols.messages.requests import (
 )
 from perdure.server.protocols.messages.stream import MessagesWriter
 from perdure.server.protocols.reply_request import ReplyRequest
-from perdure.sessions.fold import TurnJob
+from perdure.sessions.fold import TurnStream
 
 router = APIRouter(tags=["Anthropic"])
 
@@ -44,7 +44,7 @@ async def messages(
     )
 
 
-def _submit(asked: MessagesRequest, app_state: AppState, namespace: str) -> tuple[ReplyRequest, TurnJob]:
+def _submit(asked: MessagesRequest, app_state: AppState, namespace: str) -> tuple[ReplyRequest, TurnStream]:
     """In one thread: to read what is asked takes time too."""
     wanted = reply_request(asked, app_state, namespace)
     return wanted, wanted.submit(app_state.runtime, namespace)

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from perdure.chat.message import Message
+from perdure.chat.plans import SUMMARY_TRIES
 from perdure.chat.reply import ChatReply
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
@@ -21,7 +22,7 @@ from perdure.server.protocols.responses.answers import usage
 from perdure.server.protocols.responses.items import Item, said_items
 from perdure.server.protocols.responses.requests import PromptRequest
 from perdure.server.protocols.responses.stored import Responses
-from perdure.sessions.fold import HEADING, SUMMARY_TRIES
+from perdure.sessions.fold import HEADING
 
 router = APIRouter(tags=["Responses"])
 

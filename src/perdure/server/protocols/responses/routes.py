@@ -30,7 +30,7 @@ from perdure.server.protocols.responses.requests import AfterItem, ItemOrder, Pr
 from perdure.server.protocols.responses.runs import Runs, followed
 from perdure.server.protocols.responses.stored import Responses, StoredResponse
 from perdure.server.protocols.responses.stream import ResponseWriter
-from perdure.sessions.fold import TurnJob
+from perdure.sessions.fold import TurnStream
 
 router = APIRouter(tags=["Responses"])
 
@@ -101,7 +101,7 @@ async def _stored(
 
 
 async def _answered(
-    job: TurnJob,
+    job: TurnStream,
     head: ResponseHead,
     asked: ResponseRequest,
     request: Request,

@@ -14,7 +14,7 @@ from perdure.server.core.protocol import SSE, Event, Events
 from perdure.server.protocols.responses.errors import error_detail, sent_differs
 from perdure.server.protocols.responses.stored import StoredResponse
 from perdure.server.protocols.responses.stream import OPENING, ResponseWriter, SentPart, failed_event
-from perdure.sessions.fold import TurnJob
+from perdure.sessions.fold import TurnStream
 
 
 class Run(Sink):
@@ -24,7 +24,7 @@ class Run(Sink):
     def __init__(
         self,
         response: StoredResponse,
-        stream: TurnJob,
+        stream: TurnStream,
         writer: ResponseWriter,
         app_state: AppState,
         caller: Caller,
@@ -125,7 +125,7 @@ class Runs:
 
     def __init__(self) -> None:
         self._background: dict[tuple[str, str], Run] = {}
-        self._reading: dict[tuple[str, str], tuple[TurnJob, ResponseWriter]] = {}
+        self._reading: dict[tuple[str, str], tuple[TurnStream, ResponseWriter]] = {}
 
     def background(self, namespace: str, response_id: str) -> Run | None:
         run = self._background.get((namespace, response_id))
@@ -135,7 +135,7 @@ class Runs:
         self,
         caller: Caller,
         response: StoredResponse,
-        stream: TurnJob,
+        stream: TurnStream,
         notes: dict[str, Any],
         app_state: AppState,
     ) -> Run:
@@ -147,7 +147,7 @@ class Runs:
         run.task.add_done_callback(lambda _: self._background.pop(key, None))
         return run
 
-    def read(self, namespace: str, response_id: str, stream: TurnJob, writer: ResponseWriter) -> None:
+    def read(self, namespace: str, response_id: str, stream: TurnStream, writer: ResponseWriter) -> None:
         """A response is being made for a client that reads it."""
         ended = [key for key, (each, _) in self._reading.items() if each.done or each.cancelled]
         for key in ended:

@@ -30,7 +30,7 @@ from perdure.server.protocols.responses.requests import (
     tool_set,
 )
 from perdure.server.protocols.responses.stream import SentPart
-from perdure.sessions.fold import TurnJob
+from perdure.sessions.fold import TurnStream
 from perdure.sessions.session import Session
 from perdure.sessions.turn import Turn
 from perdure.sessions.turn_transaction import TurnExtra, today
@@ -61,7 +61,7 @@ class Responses:
 
     def start(
         self, asked: ResponseRequest, notes: dict[str, Any]
-    ) -> tuple[StoredResponse, TurnJob | ApiError]:
+    ) -> tuple[StoredResponse, TurnStream | ApiError]:
         """A new response, and the job that makes it; `notes` are those of its turn.
 
         A request that is refused leaves nothing behind, with one exception: a client that streams is told
@@ -109,7 +109,7 @@ class Responses:
         """Of a response that leaves nothing behind."""
         return self._head(ids.new_response(), asked, int(time.time()), self._app_state.name)
 
-    def submit_unstored(self, asked: ResponseRequest) -> TurnJob:
+    def submit_unstored(self, asked: ResponseRequest) -> TurnStream:
         """Have a reply made that leaves nothing behind."""
         before = self._before(asked)
         instructions, said = self._read(asked)
@@ -130,7 +130,7 @@ class Responses:
 
     def submit_summary(
         self, asked: PromptRequest, words: str, *, temperature: float, timeout: float
-    ) -> tuple[TurnJob, list[Message]]:
+    ) -> tuple[TurnStream, list[Message]]:
         """Have all that was said summed up, asked for in these words; and what that was."""
         before = self._before(asked)
         instructions, said = self._read(asked)
@@ -301,7 +301,7 @@ class Responses:
         head = self._head(session.name, asked, int(about["created"]), str(about["model"]))
         return StoredResponse(self, session, asked, head)
 
-    def submit(self, response: StoredResponse, notes: dict[str, Any]) -> TurnJob:
+    def submit(self, response: StoredResponse, notes: dict[str, Any]) -> TurnStream:
         """Have the reply made, now or again: with the same seed it is the same one."""
         asked, session = response.asked, response.session
         instructions, said = self._read(asked)

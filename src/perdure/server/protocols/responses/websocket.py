@@ -24,7 +24,7 @@ from perdure.server.protocols.responses.items import Item
 from perdure.server.protocols.responses.requests import ResponseRequest, input_items
 from perdure.server.protocols.responses.stored import Responses, StoredResponse
 from perdure.server.protocols.responses.stream import ResponseWriter, WarmUpWriter
-from perdure.sessions.fold import TurnJob
+from perdure.sessions.fold import TurnStream
 
 router = APIRouter(tags=["Responses"])
 
@@ -172,7 +172,7 @@ class Connection:
             asked = asked.model_copy(update={"store": False, "max_output_tokens": 1})
         notes: dict[str, Any] = {}
         stored: StoredResponse | None = None
-        stream: TurnJob | ApiError
+        stream: TurnStream | ApiError
         if asked.stores:
             response, stream = await app_state.call(responses.start, asked, notes)
             stored, head = response, response.head

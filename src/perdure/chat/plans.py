@@ -1,0 +1,240 @@
+"""Plans: how one reply is made out of several requests.
+
+A plan is a generator that yields a request with its reader, receives the replies to it, and returns what came
+of all. `Stream` runs it:
+
+    reply = yield from reasoning_budget(request, reader, ...)
+
+asks for reasoning until its budget is spent, and in a second request for the answer behind it.
+
+A plan starts no thread and waits for nothing itself. It is thrown the error of a request that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+from perdure.chat.message import Message
+from perdure.chat.prompt_builder import Prompt
+from perdure.chat.reply import ChatDelta, ChatReply, ReplyReader
+from perdure.chat.transcript import Transcript
+from perdure.decode.request import Delta, Reply, Request
+from perdure.decode.stream import DeltaReader
+from perdure.errors import ContextOverflow, SessionError
+
+ReplyPlan: TypeAlias = Generator[tuple[Request, DeltaReader[ChatDelta] | None], list[Reply], Reply]
+"""The plan of one sample."""
+SUMMARY_REQUEST = "Summarise our conversation so far: names, facts, decisions, open questions."
+_SHORTER = "Summarise our conversation so far in one short sentence."
+SUMMARY_TRIES = ((SUMMARY_REQUEST, 0.0), (SUMMARY_REQUEST, 0.7), (_SHORTER, 1.0))
+"""What is asked for, and at which temperature. A small model may have nothing to say at first, or not come to
+an end."""
+
+
+class Exchange(NamedTuple):
+    """A prompt, the reply to it, and the transcript of both."""
+
+    prompt: Prompt
+    transcript: Transcript
+    reply: ChatReply
+
+
+ExchangePlan: TypeAlias = Generator[
+    tuple[Request, DeltaReader[ChatDelta] | None], list[Reply], list[Exchange]
+]
+
+
+def once(request: Request, reader: ReplyReader) -> ReplyPlan:
+    """A sample in one request. Where its reader ends that, the caller goes on."""
+    reader.begin()
+    [reply] = yield request, reader
+    if reader.spent or reader.is_full:
+        return reader.so_far(reply)
+    reader.finish(reply)
+    return reply
+
+
+class _SeveralReaders:
+    """Reads the samples of one request."""
+
+    spent = may_interrupt = False
+    is_last = True
+
+    def __init__(self, readers: Sequence[ReplyReader]) -> None:
+        self._readers = readers
+        self.waits = readers[0].waits
+
+    def read(self, delta: Delta) -> list[ChatDelta]:
+        return self._readers[delta.index].read(delta)
+
+
+def samples_together(
+    request: Request, readers: Sequence[ReplyReader]
+) -> Generator[tuple[Request, DeltaReader[ChatDelta]], list[Reply], list[Reply]]:
+    """All samples in one request."""
+    replies = yield request, readers[0] if len(readers) == 1 else _SeveralReaders(readers)
+    for reader, reply in zip(readers, replies, strict=True):
+        reader.finish(reply)
+    return replies
+
+
+def samples_in_turn(
+    request: Request, readers: Sequence[ReplyReader], sample: Callable[[Request, ReplyReader], ReplyPlan]
+) -> Generator[tuple[Request, DeltaReader[ChatDelta] | None], list[Reply], list[Reply]]:
+    """One sample after the other: each may go on in requests of its own."""
+    # Seeded here: what goes on in another request draws with the same seed.
+    sampling = request.sampling.seeded()
+    replies = []
+    for index, reader in enumerate(readers):
+        scored = request.prompt_logprobs if index == 0 else None
+        alone = replace(request, n=1, sampling=sampling.seeded(index), prompt_logprobs=scored)
+        replies.append((yield from sample(alone, reader)))
+    return replies
+
+
+@dataclass(frozen=True, slots=True)
+class ContextWindow:
+    """What a reply keeps when the context is full: the first `head` tokens, and the last `room` of all."""
+
+    head: int
+    room: int
+    n_ctx: int
+    limit: int
+    """Tokens that the reply may have in all."""
+
+    def fitted(self, request: Request, count: int) -> Request:
+        """A request for `count` tokens, or for as many as fit, to be continued then."""
+        room = self.n_ctx - len(request.prompt)
+        return replace(request, max_tokens=min(count, room), continued=room < count)
+
+    def fits(self, request: Request) -> bool:
+        """Whether a request fits with all that it may write. The last token that is written needs no room."""
+        room = self.n_ctx - len(request.prompt)
+        return room > 0 and (request.max_tokens or 1) <= room + 1
+
+    def shifted(self, request: Request, reader: ReplyReader) -> Request:
+        """The request that goes on from the reply to `request` so far, without the oldest tokens."""
+        whole = [*request.prompt, *reader.tokens]
+        kept = [*whole[: self.head], *whole[max(self.head, len(whole) - self.room) :]]
+        reader.shifted += len(whole) - len(kept)
+        again = replace(
+            request,
+            prompt=kept,
+            keep_at=(),
+            pins=(),
+            prompt_logprobs=None,
+            reply_prefix=tuple(reader.tokens),
+            told=reader.emitted,
+        )
+        return self.fitted(again, self.limit - len(reader.tokens))
+
+
+def context_shift(
+    request: Request, reader: ReplyReader, window: ContextWindow, *, first: Request | None = None
+) -> ReplyPlan:
+    """A sample that goes on past the end of the context: without the oldest tokens, the rest computed anew,
+    for a state is only ever of its tokens. It begins with `first`, or with as much of `request` as fits."""
+    reply: Reply | None = None
+    current = first or window.fitted(request, window.limit)
+    while True:
+        reply = joined(reply, (yield from once(current, reader)))
+        if reader.spent or not reader.is_full:
+            return reply
+        current = window.shifted(request, reader)
+
+
+def reasoning_budget(
+    request: Request,
+    reader: ReplyReader,
+    *,
+    answer: Request,
+    close: str,
+    closing: Sequence[int],
+    n_ctx: int,
+    window: ContextWindow | None,
+) -> ReplyPlan:
+    """A sample whose reasoning ends with the tokens `closing` when its budget is spent. `answer` is the
+    request from there on, but for its prompt."""
+    if window is None:
+        reply = yield from once(request, reader)
+    else:
+        reply = yield from context_shift(request, reader, window)
+    if not reader.spent:
+        return reply
+    reply = reader.end_reasoning(close, closing, reply)
+    used = len(reply.tokens)
+    left = None if answer.max_tokens is None else max(1, answer.max_tokens - used)
+    rest = replace(answer, prompt=[*answer.prompt, *reply.tokens], max_tokens=left, prompt_logprobs=None)
+    if window is not None:
+        first = rest if window.fits(rest) else window.shifted(request, reader)
+        return joined(reply, (yield from context_shift(request, reader, window, first=first)))
+    if len(rest.prompt) >= n_ctx:
+        raise ContextOverflow(
+            f"no room for an answer after {used} tokens of reasoning: {n_ctx} fit",
+            needed=len(rest.prompt) + 1,
+            fits=n_ctx,
+        )
+    return joined(reply, (yield from once(rest, reader)))
+
+
+class SummaryCut(Exception):
+    """A summary was cancelled, or its time was up."""
+
+    def __init__(self, reply: ChatReply) -> None:
+        super().__init__(reply)
+        self.reply = reply
+
+
+def summary(
+    ask: Callable[..., ExchangePlan], messages: Sequence[Message], *, n_ctx: int, **settings: Any
+) -> Generator[tuple[Request, DeltaReader[ChatDelta] | None], list[Reply], str]:
+    """A summary of messages, written by the model. Only one that came to its end is taken. `ask` is
+    `ChatFormat.plan`."""
+    options = {
+        "max_tokens": min(192, n_ctx // 8),
+        **settings,
+        "overflow": "drop_oldest",
+        "reasoning": "hide",
+    }
+    why = "empty"
+    for words, temperature in SUMMARY_TRIES:
+        [exchange] = yield from ask(
+            [*messages, Message(role="user", content=words)],
+            silent=True,
+            **{"temperature": temperature, "seed": 1, **options},
+        )
+        reply = exchange.reply
+        if reply.finish_reason == "cancelled":
+            raise SummaryCut(reply)
+        text = reply.text.strip()
+        if text and reply.finish_reason == "stop":
+            return text
+        why = f"not finished within {options['max_tokens']} tokens" if text else why
+    raise SessionError(
+        f"the model's summary was {why}: nothing was folded, and nothing is lost. Give a summary of your "
+        f"own, more room for one (max_tokens) or a larger context than {n_ctx} tokens; or have "
+        "the oldest turns left out (drop_oldest) instead"
+    )
+
+
+def joined(first: Reply | None, rest: Reply) -> Reply:
+    """One reply out of two, of which the second went on from the first."""
+    if first is None:
+        return rest
+    written = len(first.tokens) + len(rest.tokens)
+    return replace(
+        rest,
+        text=first.text + rest.text,
+        tokens=first.tokens + rest.tokens,
+        usage=replace(first.usage, completion_tokens=written),
+        reuse=first.reuse,
+        timings=replace(
+            first.timings,
+            decode=first.timings.decode + rest.timings.queued + rest.timings.prefill + rest.timings.decode,
+            decoded_tokens=written,
+        ),
+        logprobs=None if rest.logprobs is None else (first.logprobs or ()) + rest.logprobs,
+        prompt_logprobs=first.prompt_logprobs,
+    )

@@ -1,0 +1,677 @@
+"""A reply being made: the output queue that one thread fills, and the stream that its caller holds.
+
+    request ──submit──▶ OutputQueue ◀──push── engine thread, or whoever reads what the worker says
+                            │
+          plan ──▶ Stream ◀─┘   iterate it, await it, ask it for the reply, cancel it
+
+A plan is a generator that yields requests and receives their replies. Most yield one request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
+
+from perdure.decode.request import Delta, Reply, Request, Usage
+
+log = logging.getLogger("perdure.decode")
+T = TypeVar("T")
+D = TypeVar("D")
+R = TypeVar("R")
+Shown = TypeVar("Shown", covariant=True)
+
+NAP = 0.2
+"""Seconds: threads wait in short naps, since Python may miss a Ctrl-C that comes just as a wait begins."""
+_MANY = 256
+"""Deltas that are not read in one go while an event loop waits."""
+
+
+class Listener(Protocol):
+    """Is told that output queues changed.
+
+    `notify` is called in the thread that fills the queues, once for all of a step that this listener waits
+    for, with the waiters that it gave to `OutputQueue.listen` or `subscribe`. It must not wait, and must be
+    hashable.
+    """
+
+    def notify(self, waiters: Sequence[Any]) -> None: ...
+
+
+class ThreadListener:
+    """Threads that wait: a waiter is a lock that its thread tries to acquire."""
+
+    def notify(self, waiters: Sequence[threading.Lock]) -> None:
+        for waiter in waiters:
+            waiter.release()
+
+
+class AsyncioListener:
+    """Those who wait in one event loop: a waiter is called there, and one call reaches all of them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        # Weak: the table of listeners must not keep loops alive.
+        self._loop = weakref.ref(loop)
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> AsyncioListener:
+        """The one listener of a loop, so that one call serves all who wait there."""
+        listener = _listeners.get(loop)
+        return listener if listener is not None else _listeners.setdefault(loop, cls(loop))
+
+    def notify(self, waiters: Sequence[Callable[[], None]]) -> None:
+        loop = self._loop()
+        if loop is not None and asyncio._get_running_loop() is loop:
+            _call(waiters)
+        elif loop is not None:
+            # One that is closed has nobody left to wake.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_call, waiters)
+
+
+_listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncioListener] = (
+    weakref.WeakKeyDictionary()
+)
+THREADS = ThreadListener()
+
+
+class Canceller(Protocol):
+    """Ends requests on demand: the engine loop, or the client of a worker."""
+
+    def cancel(self, output: Any) -> None: ...
+
+
+class OutputQueue:
+    """Deltas and then the replies of one request. Filling it never waits; readers may be slow or gone."""
+
+    def __init__(self, prompt_tokens: int = 0, canceller: Canceller | None = None) -> None:
+        self.lock = threading.RLock()
+        self.deltas: deque[Delta] = deque()
+        self.replies: list[Reply] = []
+        self.finished = False
+        self.prompt_tokens = prompt_tokens
+        self.read = 0
+        """Tokens of the prompt whose state is there, for whoever asks while it waits."""
+        self.written = 0
+        """Tokens of all deltas so far."""
+        self.cancelled = False
+        self._canceller = canceller
+        self._on_every_change: list[tuple[Listener, Any]] = []
+        self._on_change: list[tuple[Listener, Any]] = []
+        self._on_finish: list[tuple[Listener, Any]] = []
+        self._direct: DirectReader | None = None
+
+    # For the thread that fills it.
+
+    def push(self, deltas: Sequence[Delta]) -> bool:
+        """Give deltas to the direct reader, where this is called in its event loop: every token may come so,
+        and touches no queue. False: they are in the queue, and listeners learn of them at the next `notify`.
+
+        One thread at a time pushes.
+        """
+        for delta in deltas:
+            self.written += len(delta.tokens)
+        if self._direct is not None and not self.deltas and self._direct.push(deltas):
+            return True
+        with self.lock:
+            self.deltas += deltas
+        return False
+
+    def finish(self, replies: list[Reply]) -> None:
+        """Close the queue and tell everybody. Only the first time does something."""
+        with self.lock:
+            if self.finished:
+                return
+            self.replies = replies
+            self.finished = True
+            # Whoever keeps the queue keeps what came of it, and not what it was made with.
+            self._canceller = None
+        notify([self])
+
+    # For those who read it.
+
+    def cancel(self) -> None:
+        """End the request within one step; its reply says `cancelled`."""
+        self.cancelled = True
+        if (canceller := self._canceller) is not None:
+            canceller.cancel(self)
+
+    def pop_all(self) -> list[Delta]:
+        """The deltas that nobody has read yet. They are taken, and not waited for."""
+        with self.lock:
+            deltas = list(self.deltas)
+            self.deltas.clear()
+        return deltas
+
+    def each(self, end: float | None = None) -> Iterator[Delta]:
+        """Each delta as it comes, waited for in this thread, until all are read, or the instant `end`."""
+        while True:
+            if not self.wait(timeout=_until(end)):
+                raise TimeoutError
+            with self.lock:
+                # Another reader of the same queue may have been faster.
+                delta = self.deltas.popleft() if self.deltas else None
+                over = self.finished
+            if delta is not None:
+                yield delta
+            elif over:
+                return
+
+    def listen(self, listener: Listener, waiter: Any, *, finish: bool = False) -> None:
+        """Tell `listener` of the next change, or only of the end; called with `lock` held, once a wait."""
+        (self._on_finish if finish else self._on_change).append((listener, waiter))
+
+    def subscribe(self, listener: Listener, waiter: Any) -> None:
+        """Tell `listener` of every change from now on, and of the end; called with `lock` held."""
+        self._on_every_change.append((listener, waiter))
+
+    def due(self) -> list[tuple[Listener, Any]]:
+        """The listeners to be told now; who only listens is told once."""
+        with self.lock:
+            waiters = self._on_every_change + self._on_change
+            if self._on_change:
+                self._on_change = []
+            if self.finished:
+                waiters += self._on_finish
+                self._on_every_change, self._on_finish = [], []
+        return waiters
+
+    def wait(self, *, finish: bool = False, timeout: float | None = None) -> bool:
+        """Have this thread wait for something to read, or for the end. False: `timeout` seconds passed."""
+        waiter = threading.Lock()
+        with self.lock:
+            if self._ready(finish):
+                return True
+            waiter.acquire()
+            self.listen(THREADS, waiter, finish=finish)
+        if timeout is None:
+            while not waiter.acquire(timeout=NAP):
+                pass
+            return True
+        end = time.monotonic() + timeout
+        while not waiter.acquire(timeout=max(0.0, min(NAP, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                self.forget(waiter)
+                return self._ready(finish)
+        return True
+
+    async def wait_end(self) -> None:
+        """Have this task wait for the end."""
+        with self.lock:
+            if self.finished:
+                return
+            loop = asyncio.get_running_loop()
+            waiter = loop.create_future()
+            self.listen(AsyncioListener.of(loop), functools.partial(_resolve, waiter), finish=True)
+        await waiter
+
+    @contextlib.contextmanager
+    def read_by(self, reader: DirectReader) -> Iterator[None]:
+        """While this is open, `reader` is given what comes in its event loop."""
+        self._direct = reader
+        try:
+            yield
+        finally:
+            if self._direct is reader:
+                self._direct = None
+            self.forget(reader.poll)
+
+    def forget(self, waiter: Any) -> None:
+        """Tell nobody of this waiter any more."""
+        with self.lock:
+            self._on_every_change = [each for each in self._on_every_change if each[1] != waiter]
+            self._on_change = [each for each in self._on_change if each[1] != waiter]
+            self._on_finish = [each for each in self._on_finish if each[1] != waiter]
+
+    def _ready(self, finish: bool) -> bool:
+        return self.finished or (not finish and bool(self.deltas))
+
+
+class DirectReader:
+    """Reads one output queue in an event loop, by calls: no task is woken for a token.
+
+    It ends when `push` gives False, which is the result, or raises; and when all was read.
+    """
+
+    def __init__(self, output: OutputQueue, push: Callable[[Sequence[Delta]], bool]) -> None:
+        self._output = output
+        self._push = push
+        self._loop = asyncio.get_running_loop()
+        self._listener = AsyncioListener.of(self._loop)
+        self.ended: asyncio.Future[bool] = self._loop.create_future()
+        """Whether all was read."""
+
+    def push(self, deltas: Sequence[Delta]) -> bool:
+        """Read what was never in the queue. False where this is not the event loop, or it has ended."""
+        # Whoever waited may have been cancelled meanwhile.
+        if asyncio._get_running_loop() is not self._loop or self.ended.done():
+            return False
+        try:
+            if not self._push(deltas):
+                self.ended.set_result(False)
+        except Exception as error:
+            self.ended.set_exception(error)
+        return True
+
+    def poll(self) -> None:
+        """Read what is in the queue, and listen for more; called in the event loop."""
+        output = self._output
+        while not self.ended.done():
+            with output.lock:
+                deltas = list(output.deltas)
+                output.deltas.clear()
+                if not deltas and not output.finished:
+                    output.listen(self._listener, self.poll)
+                    return
+            if deltas:
+                self.push(deltas)
+            else:
+                self.ended.set_result(True)
+
+
+def notify(queues: Iterable[OutputQueue]) -> None:
+    """Tell the listeners of all `queues` what is new: one call a listener."""
+    due: dict[Listener, list[Any]] = {}
+    for queue in queues:
+        for listener, waiter in queue.due():
+            due.setdefault(listener, []).append(waiter)
+    for listener, waiters in due.items():
+        try:
+            listener.notify(waiters)
+        except Exception:
+            # Called in the engine thread, which has others to serve.
+            log.exception("%d readers could not be told of their replies", len(waiters))
+
+
+def _call(waiters: Sequence[Callable[[], None]]) -> None:
+    for waiter in waiters:
+        try:
+            waiter()
+        except Exception:
+            log.exception("a reader could not be told of its reply")
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _until(end: float | None) -> float | None:
+    return None if end is None else max(0.0, end - time.monotonic())
+
+
+class DeltaReader(Protocol[Shown]):
+    """Makes what a stream's caller is shown out of the deltas of a request, in the caller's thread."""
+
+    @property
+    def spent(self) -> bool:
+        """Whether the request is to end now, since its plan goes on in another one."""
+        ...
+
+    @property
+    def may_interrupt(self) -> bool:
+        """Whether `spent` may ever come true: each delta is then read as it comes."""
+        ...
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no other request follows, as far as is known."""
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """Whether its plan takes its time with the reply: no event loop waits for that."""
+        ...
+
+    def read(self, delta: Delta) -> Sequence[Shown]: ...
+
+
+StreamPlan: TypeAlias = Generator[tuple[Request, DeltaReader[D] | None], list[Reply], list[R]]
+"""Yields requests with their readers, receives their replies or is thrown their error, and returns what the
+caller gets. A reader of None shows the deltas as they are."""
+
+
+def one_request(request: Request) -> StreamPlan[Delta, Reply]:
+    """The plan of a request by itself."""
+    return (yield request, None)
+
+
+class Stream(Generic[D, R]):
+    """A reply being made: iterate it for deltas, ask it for the reply, cancel or stop it.
+
+    Dropping it cancels what is left of it. An error is raised where the reply is asked for, or at the end of
+    the iteration. It is the same in process and across a worker, for a prompt, a chat and a session's turn:
+    what differs is its plan. What a plan does with a reply is done once, in the thread of whoever asks for
+    the reply or reads the stream to its end; never in an event loop if it may wait.
+    """
+
+    def __init__(
+        self, plan: StreamPlan[D, R], submit: Callable[[Request], OutputQueue], *, waits: bool = False
+    ) -> None:
+        self._plan = plan
+        self._submit = submit
+        self._waits = waits
+        self._advancing = threading.Lock()
+        self._changing = threading.Lock()
+        self._result: list[R] | None = None
+        self._error: BaseException | None = None
+        self._prompt_before = 0
+        self._written_before = 0
+        """Tokens of the requests before the one at hand."""
+        self._written_at_prompt = 0
+        """Tokens that were written when the prompt at hand was asked for."""
+        self.prompt_tokens = 0
+        """Of the prompt that is answered, or of the summary that is written first."""
+        self.cancelled = False
+        self.stopped = False
+        """Whether its reader had it end, and wants what there is."""
+        self.output = OutputQueue()
+        """What comes of the request at hand."""
+        self._reader: DeltaReader[D] | None = None
+        self._begin(*next(plan))
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more is computed for it."""
+        if self._result is not None or self._error is not None:
+            return True
+        return self.output.finished and (self._reader is None or self._reader.is_last)
+
+    @property
+    def prompt_read(self) -> int:
+        """Tokens of the prompt whose state is there."""
+        return self.output.read
+
+    @property
+    def written(self) -> int:
+        """Tokens that have come so far, of all samples and requests."""
+        return self._written_before + self.output.written
+
+    @property
+    def usage(self) -> Usage:
+        """What was read and written for it so far, in all its requests."""
+        # How far a prompt is read is told from time to time; once something is written, all of it was.
+        written = self.written
+        answering = written > self._written_at_prompt
+        read = self.prompt_tokens if answering else min(self.prompt_read, self.prompt_tokens)
+        return Usage(prompt_tokens=self._prompt_before + read, completion_tokens=written)
+
+    def cancel(self) -> None:
+        """End it within one step; its reply says `cancelled`."""
+        with self._changing:
+            self.cancelled = True
+            output = self.output
+        output.cancel()
+
+    def stop(self) -> None:
+        """Cancel it because no more is wanted: for whoever reads it, that is an end like any other."""
+        self.stopped = True
+        self.cancel()
+
+    # For threads.
+
+    def replies(self, timeout: float | None = None) -> list[R]:
+        """All samples, once all are finished."""
+        end = None if timeout is None else time.monotonic() + timeout
+        try:
+            while True:
+                output, reader = self.output, self._reader
+                if reader is not None and reader.may_interrupt:
+                    for _ in self._read(output, reader, end):
+                        pass
+                elif not output.wait(finish=True, timeout=_until(end)):
+                    raise TimeoutError
+                if not self._advance(output):
+                    return self._replies()
+        except TimeoutError:
+            if timeout is None:
+                raise
+            raise TimeoutError(f"no reply within {timeout} seconds") from None
+
+    def reply(self, timeout: float | None = None) -> R:
+        """The only, or first, sample."""
+        return self.replies(timeout)[0]
+
+    def __iter__(self) -> Iterator[D]:
+        while True:
+            output, reader = self.output, self._reader
+            if reader is None:
+                yield from cast(Iterator[D], output.each())
+            else:
+                yield from self._read(output, reader, None)
+            if not self._advance(output):
+                return
+
+    def _read(self, output: OutputQueue, reader: DeltaReader[D], end: float | None) -> Iterator[D]:
+        for delta in () if reader.spent else output.each(end):
+            yield from reader.read(delta)
+            if reader.spent:
+                break
+        if reader.spent:
+            output.cancel()
+            output.wait(finish=True)
+
+    # For asyncio.
+
+    async def areplies(self) -> list[R]:
+        """Like `replies`, for asyncio."""
+        with self._cancelled_with_task():
+            while True:
+                output, reader = self.output, self._reader
+                if reader is not None and reader.may_interrupt:
+                    await self._aread(output, reader, lambda deltas: True)
+                else:
+                    await output.wait_end()
+                if not await self._aadvance(output):
+                    return self._replies()
+
+    async def areply(self) -> R:
+        """Like `reply`, for asyncio."""
+        return (await self.areplies())[0]
+
+    async def consume(self, push: Callable[[Sequence[D]], bool]) -> bool:
+        """Have `push` called in the event loop with what is new, whenever there is something, until it gives
+        False or all deltas were pushed: whether they were. No task is woken for a token."""
+        with self._cancelled_with_task():
+            while True:
+                output, reader = self.output, self._reader
+                if not await self._aread(output, reader, push):
+                    return False
+                if not await self._aadvance(output):
+                    return True
+
+    async def __aiter__(self) -> AsyncIterator[D]:
+        listener = AsyncioListener.of(loop := asyncio.get_running_loop())
+        with self._cancelled_with_task():
+            while True:
+                output, reader = self.output, self._reader
+                # At every token: nothing is called that need not be.
+                waiter = None
+                with output.lock:
+                    delta = None
+                    if output.deltas and (reader is None or not reader.spent):
+                        delta = output.deltas.popleft()
+                    elif not output.finished:
+                        waiter = loop.create_future()
+                        output.listen(
+                            listener,
+                            functools.partial(_resolve, waiter),
+                            finish=reader is not None and reader.spent,
+                        )
+                if delta is not None:
+                    if reader is None:
+                        yield cast(D, delta)
+                        continue
+                    for shown in reader.read(delta):
+                        yield shown
+                    if reader.spent:
+                        output.cancel()
+                elif waiter is not None:
+                    # Another reader of the same stream may be faster.
+                    await waiter
+                elif not await self._aadvance(output):
+                    return
+
+    async def _aread(
+        self, output: OutputQueue, reader: DeltaReader[D] | None, push: Callable[[Sequence[D]], bool]
+    ) -> bool:
+        """Push what comes of one request: whether all of it was pushed."""
+        if reader is None:
+            return await _pushed(output, cast(Callable[[Sequence[Delta]], bool], push))
+        wanted = True
+
+        def show(deltas: Sequence[Delta]) -> bool:
+            nonlocal wanted
+            # At every token, which mostly comes alone: nothing is called that need not be.
+            if len(deltas) == 1:
+                shown = reader.read(deltas[0])
+            else:
+                shown = []
+                for delta in deltas:
+                    shown += reader.read(delta)
+                    if reader.spent:
+                        break
+            wanted = not shown or push(shown)
+            return wanted and not reader.spent
+
+        if not reader.spent:
+            await _pushed(output, show)
+        if wanted and reader.spent:
+            output.cancel()
+            await output.wait_end()
+        return wanted
+
+    @contextlib.contextmanager
+    def _cancelled_with_task(self) -> Iterator[None]:
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    # From one request to the next, and to the end.
+
+    def _begin(self, request: Request, reader: DeltaReader[D] | None) -> None:
+        while True:
+            try:
+                output = self._submit(request)
+                break
+            except Exception as error:
+                request, reader = self._plan.throw(error)
+        with self._changing:
+            self._written_before += self.output.written
+            if self._reader is None or reader is not self._reader:
+                # Who goes on with the same reader goes on from the prompt before.
+                self._prompt_before += self.prompt_tokens
+                self.prompt_tokens = len(request.prompt)
+                self._written_at_prompt = self._written_before
+            self.output, self._reader = output, reader
+            cancelled = self.cancelled
+        if cancelled:
+            # It came between the two requests and was meant for both.
+            output.cancel()
+
+    def _advance(self, output: OutputQueue) -> bool:
+        """Have the plan go on behind a request that has ended: whether another one follows."""
+        with self._advancing:
+            if self._error is not None:
+                raise self._error
+            if self._result is not None:
+                return False
+            if self.output is not output:
+                # Another reader was faster.
+                return True
+            self._read_rest(output)
+            error = next((reply.error for reply in output.replies if reply.error is not None), None)
+            plan = self._plan
+            try:
+                self._begin(*(plan.send(output.replies) if error is None else plan.throw(error)))
+            except StopIteration as end:
+                self._result = end.value
+                return False
+            except BaseException as error:
+                self._error = error
+                raise
+            return True
+
+    def _read_rest(self, output: OutputQueue) -> None:
+        """Whoever asked for the reply alone has read nothing yet."""
+        reader = self._reader
+        if reader is not None and not reader.spent:
+            for delta in output.pop_all():
+                reader.read(delta)
+
+    async def _aadvance(self, output: OutputQueue) -> bool:
+        waits = self._waits or (self._reader is not None and self._reader.waits)
+        if waits or len(output.deltas) > _MANY:
+            return await asyncio.to_thread(self._advance, output)
+        return self._advance(output)
+
+    def _replies(self) -> list[R]:
+        assert self._result is not None
+        return self._result
+
+    def __enter__(self) -> Stream[D, R]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancel what is left of it."""
+        self.cancel()
+
+    def __del__(self) -> None:
+        # Takes no lock: the garbage collector may call this anywhere.
+        if (output := getattr(self, "output", None)) is not None and not output.finished:
+            output.cancel()
+
+
+async def _pushed(output: OutputQueue, push: Callable[[Sequence[Delta]], bool]) -> bool:
+    reader = DirectReader(output, push)
+    with output.read_by(reader):
+        reader.poll()
+        return await reader.ended
+
+
+class _Cancellable(Protocol):
+    def cancel(self) -> object: ...
+
+
+C = TypeVar("C", bound=_Cancellable)
+
+
+async def submitted(submit: Callable[[], C]) -> C:
+    """What `submit` queues, from a thread: there may be much to tokenise, or an engine to wait for.
+
+    A task that is cancelled meanwhile has it cancelled once it is there.
+    """
+    queued = asyncio.get_running_loop().run_in_executor(None, submit)
+    try:
+        return await asyncio.shield(queued)
+    except asyncio.CancelledError:
+        queued.add_done_callback(_cancel_result)
+        raise
+
+
+def _cancel_result(queued: asyncio.Future[Any]) -> None:
+    if queued.exception() is None:
+        queued.result().cancel()
+
+
+def result_of(answer: Future[T]) -> T:
+    """What `answer` gives or raises, waited for in short naps so that no Ctrl-C is missed."""
+    while not answer.done():
+        try:
+            answer.exception(NAP)
+        except TimeoutError:
+            continue
+    return answer.result()
