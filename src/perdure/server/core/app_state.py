@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -90,6 +91,8 @@ class AppState:
     strict: bool = False
     log_text: bool = False
     defaults: ReplyDefaults = field(default_factory=ReplyDefaults)
+    debug: bool = field(default_factory=lambda: sys.flags.dev_mode)
+    """Whether the event loop is watched (`LoopWatch`)."""
     page: bool = True
     """Whether the page is served at `/`."""
     started: float = field(default_factory=time.time)
@@ -138,20 +141,14 @@ class AppState:
         *,
         listed: bool = True,
     ) -> None:
-        """Count what came of a stream, and have its caller pay. A request may have several streams: one of
-        them is `listed` among the latest requests."""
+        """Count what came of a stream. Of several in one request, one is `listed` in the latest requests."""
         for reply in replies:
             self.metrics.reply(reply)
         if listed:
             self.recent.add(caller.namespace, replies, session)
-        # The samples of a prompt share it.
-        prompts = [reply.usage for reply in replies if reply.index == 0]
-        caller.charge(
-            sum(usage.prompt_tokens for usage in prompts),
-            sum(reply.usage.completion_tokens for reply in replies),
-        )
         notes = caller.notes
-        notes["cached_tokens"] = notes.get("cached_tokens", 0) + sum(usage.cached_tokens for usage in prompts)
+        cached = sum(reply.usage.cached_tokens for reply in replies if reply.index == 0)
+        notes["cached_tokens"] = notes.get("cached_tokens", 0) + cached
         notes["finish_reason"] = replies[0].finish_reason
 
     def check_message_count(self, count: int) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
-from perdure.decode.embedding import Embeddings
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
-from perdure.server.core.follow import answer, outcome
+from perdure.server.core.embeddings import check_width, embed
+from perdure.server.core.follow import answer
 from perdure.server.core.protocol import JSON_LINES, Protocol, event
 from perdure.server.core.schemas import errors
 from perdure.server.protocols.ollama.errors import OllamaErrorAnswer, error_body
@@ -113,14 +113,15 @@ def _all_lines(lines: Sequence[dict[str, Any]]) -> Response:
 
 
 @router.post("/api/embed", responses=errors(504), response_model=dict[str, Any])
-async def embed(asked: EmbedRequest, request: Request, app_state: AppStateDep, caller: CallerDep) -> Response:
+async def embed_texts(
+    asked: EmbedRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> Response:
     """Texts as vectors. What does not fit is an error, never cut."""
     check_keep_alive(asked.keep_alive)
     texts = [asked.input] if isinstance(asked.input, str) else list(asked.input)
     started = time.perf_counter()
-    if asked.dimensions is not None:
-        check_width(asked.dimensions, await app_state.call(lambda: app_state.runtime.embedding_width))
-    found = await embedded(texts, request, app_state, caller)
+    await check_width(asked.dimensions, app_state)
+    found = await embed(texts, request, app_state, caller)
 
     def body() -> bytes:
         shown = {
@@ -141,7 +142,7 @@ async def embeddings(
 ) -> dict[str, Any]:
     """An older route for one text."""
     check_keep_alive(asked.keep_alive)
-    found = await embedded([asked.prompt], request, app_state, caller)
+    found = await embed([asked.prompt], request, app_state, caller)
     return {"embedding": found.vectors[0].tolist()}
 
 

@@ -194,7 +194,9 @@ class Connection:
         if follower.replies and not asked.stores:
             output = head.whole(follower.replies)["output"] if generates else []
             size += sum(len(to_json(item)) for item in output)
-            self._remembered.add(head.id, RememberedItems([*items, *output], size), app_state.limits.body_bytes)
+            self._remembered.add(
+                head.id, RememberedItems([*items, *output], size), app_state.limits.body_bytes
+            )
 
     async def _refuse(self, error: ApiError) -> None:
         shown = {**error.body, "type": "error", "status": error.status}
