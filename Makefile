@@ -14,7 +14,12 @@ DOCS := $(VENV)/.for-docs
 KERNELS := src/perdure/engine/row_kernels/row_kernels.c
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar on
 
-.PHONY: chat test soak bench lint setup engine page browser dist docs api clean
+# Where the quick checks look: the toy engine, no server, no page. `make check` is ruff, mypy and these.
+CHECKED := tests/chat/parsing tests/decode tests/sessions tests/store tests/memory \
+  tests/test_layers.py tests/test_public_names.py tests/test_typing.py
+ZOO := llama or qwen3 or qwen3moe or deepseek2 or gemma3 or mamba or jamba
+
+.PHONY: chat test check soak bench lint setup engine page browser dist docs api clean
 
 chat: $(CHAT)
 	@$(BIN)/perdure chat
@@ -22,6 +27,9 @@ chat: $(CHAT)
 test:
 	@$(MAKE) --no-print-directory -j 2 lint browser
 	$(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist worksteal
+
+check: lint
+	$(BIN)/python -m pytest -q -m "not soak and not model" -k "toy or not ($(ZOO))" -n $(WORKERS) --dist worksteal $(CHECKED)
 
 soak: $(TEST)
 	$(BIN)/python -m pytest -m soak

@@ -161,11 +161,11 @@ def _woken(kind: str, store: Path, text: str, *, cold: bool) -> float:
 
 def _found(store: Path, name: str) -> float:
     from perdure.cache.tiers.disk import DiskTier
-    from perdure.sessions.storage.session_store import SessionStore
+    from perdure.sessions.store.sqlite.store import SqliteStore
 
     started = time.perf_counter()
-    with closing(DiskTier(store, budget=1 << 40)), closing(SessionStore(store)) as sessions:
-        sessions.turns.chain(sessions.find("", name).head)
+    with closing(DiskTier(store, budget=1 << 40)), closing(SqliteStore(store)) as sessions:
+        sessions.chain(sessions.find("", name).head, name)
         return time.perf_counter() - started
 
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 import subjects
 import zoo
-from perdure.decode.sampling import settings as settings_of_a_draw
+from perdure import request_options as settings_of_a_draw
 from perdure.engine.llama.native import probe
 from subjects import Subject
 

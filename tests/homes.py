@@ -14,7 +14,7 @@ def new_home(folder: Path) -> Path:
     here = settings()
     if here.engines.is_dir():
         (folder / "engines").symlink_to(here.engines)
-    verdicts = here.home / "verdicts.json"
-    if verdicts.is_file():
-        shutil.copy(verdicts, folder)
+    probes = here.home / "probes.json"
+    if probes.is_file():
+        shutil.copy(probes, folder)
     return folder

@@ -39,7 +39,7 @@ alike on many CPUs. Where they are not, such tests use `PRECISE` and a bound tha
 class Noise:
     """The KL that rounding makes of the same tokens in other batch shapes or other cells, at most.
 
-    With the usual settings, and with those above. The figures are measured: docs/exactness.md.
+    With the usual settings, and with those above. Measured: docs/internals/exactness_measurements.md.
     """
 
     usual: float

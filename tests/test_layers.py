@@ -16,7 +16,8 @@ SOURCE = Path(perdure.__file__).parent
 LAYERS = (
     "errors",
     "checks",
-    "option_names",
+    "options",
+    "request_options",
     "system",
     "atomic",
     "config",

@@ -17,7 +17,7 @@ from bench.growing.sessions import ASK, chain, fill
 from bench.harness import Figure, Gauge, Run, at_most
 from perdure.cache.tiers.disk import DiskTier
 from perdure.memory import FullAttention
-from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.testing.toy import ToyModel
 
 _LENGTH = 10
@@ -30,7 +30,7 @@ def large(run: Run) -> Iterator[Figure]:
         folders = {}
         for size, entries in ((10, 100), (sessions, blocks)):
             folders[size] = new_folder(cleanup)
-            store = SessionStore(folders[size])
+            store = SqliteStore(folders[size])
             fill(store, (("", f"s{number}") for number in range(size)), chain(2))
             store.close()
             enter_blocks(folders[size], entries)

@@ -16,7 +16,7 @@ from bench.growing.measure import LINEAR, Operation, growing, new_folder, opened
 from bench.harness import Figure, Gauge, Run, at_most
 from perdure import Message, Session, Turn
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.store.sqlite.store import SqliteStore
 
 ASK: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
 
@@ -43,7 +43,7 @@ def _turn(text: str, before: Turn) -> Turn:
     )
 
 
-def fill(store: SessionStore, names: Iterator[tuple[str, str]], turns: Sequence[Turn]) -> None:
+def fill(store: SqliteStore, names: Iterator[tuple[str, str]], turns: Sequence[Turn]) -> None:
     """Sessions of the same few turns, all in one transaction."""
     with store._writing():
         for namespace, name in names:
@@ -61,7 +61,7 @@ def talked(size: int, cleanup: ExitStack, *, namespaces: bool = False) -> perdur
     key = size, namespaces
     if key not in _prepared:
         folder = new_folder(_preparing)
-        store = SessionStore(folder)
+        store = SqliteStore(folder)
         names = ((f"n{n}", "s") if namespaces else ("", f"s{n}") for n in range(size))
         fill(store, names, chain(2))
         store.close()

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.decode.sampling.settings import Sampling
 from perdure.engine.llama.native import library
+from perdure.request_options import Sampling
 
 
 class ChainParams(ctypes.Structure):

@@ -22,13 +22,13 @@ from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
 from perdure.decode.embedding import EmbeddingFuture, EmbeddingQueue
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.request import Request, check_prompt_size
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.stream import OutputQueue, Stream, one_request
 from perdure.engine.context import Context
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.engine.keywords import ContextKeywords
 from perdure.engine.model import Model
 from perdure.errors import InvalidInputError
+from perdure.request_options import Sampling
 
 _WAITING = 256 << 20
 """Bytes that may wait to be written, at least. Most of them are those of blocks in memory."""

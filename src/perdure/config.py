@@ -11,10 +11,12 @@ import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from perdure.checks import is_whole
 from perdure.errors import InvalidInputError
+from perdure.options import options_of
+from perdure.request_options import RequestOptions, Sampling
 
 N_CTX = 4096
 """Tokens that one request can hold, unless somebody says otherwise."""
@@ -46,6 +48,8 @@ class Settings:
     """A folder for the store, instead of the one under `home`."""
 
     gpu_layers: int | Literal["auto"] = "auto"
+    engine: str | None = None
+    """The backend of the library that is fetched where there is none; "auto" is the best for the machine."""
     """How many layers of a model go to the GPU, where there is one."""
 
     @property
@@ -84,23 +88,21 @@ class Choice:
     origin: str
 
 
+_FILE_KINDS: dict[type, Any] = {float: float, int: int, bool: bool, str: str}
+"""How an option stands in the file; one of several texts or entries is a list of texts."""
+_REPLY = (options_of(RequestOptions)["max_tokens"], *options_of(Sampling).values())
 SETTINGS = (
     Setting("model", str, "the model to use when none is named"),
     Setting("store", str, "folder of the sessions"),
     Setting("ctx", int, "context size in tokens"),
-    Setting("max_tokens", int, "most tokens of a reply"),
-    Setting("temperature", float, "randomness; 0 always takes the likeliest token"),
-    Setting("top_p", float, "draw from the likeliest tokens that together have this much"),
-    Setting("top_k", int, "draw from the K likeliest tokens; 0: from all"),
-    Setting("min_p", float, "drop tokens below this share of the likeliest one"),
-    Setting("repeat_penalty", float, "above 1: fewer repetitions"),
-    Setting("seed", int, "the same seed gives the same reply"),
+    *(Setting(each.name, _FILE_KINDS.get(each.kind, list), each.help) for each in _REPLY),
     Setting("overflow", str, "what a full context means in chat: error, drop_oldest, shift or fold"),
     Setting("host", str, "address that the server listens on"),
     Setting("port", int, "port that the server listens on"),
     Setting("slots", int, "requests that the server serves at once"),
     Setting("queue", int, "requests that may wait for the server"),
     Setting("threads", int, "threads of the server's engine"),
+    Setting("engine", str, "library to fetch first: cpu, vulkan, cuda, cuda12, metal, or auto for the best"),
     Setting("gpu_layers", str, "layers on the GPU: a number, or auto for as many as fit"),
     Setting("alias", list, "further names of the server's model"),
     Setting("allow_host", list, "further host names of the server"),
@@ -133,6 +135,7 @@ def settings() -> Settings:
         llama_variant=os.environ.get("PERDURE_LLAMA_VARIANT") or None,
         sessions=Path(str(store.value)).expanduser() if store else None,
         gpu_layers=_layers(chosen["gpu_layers"]) if "gpu_layers" in chosen else "auto",
+        engine=str(chosen["engine"].value) if "engine" in chosen else None,
     )
 
 

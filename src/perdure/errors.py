@@ -30,6 +30,7 @@ PerdureError
 │   ├── StoreLockedError         another process writes to it
 │   ├── StoreReadOnlyError       it may only be read
 │   ├── StoreFullError           the disk, or the budget, has no room (.needed)
+│   │   └── QuotaError               a key has stored as much as it may (.limit)
 │   ├── StoreVersionError        it was made by a newer perdure (.found, .known)
 │   └── StoreDamagedError        its index cannot be read; verify() rebuilds it
 ├── SessionError             a session could not be used; nothing was changed
@@ -214,6 +215,14 @@ class StoreFullError(StoreError):
     def __init__(self, message: str, *, needed: int) -> None:
         super().__init__(message)
         self.needed = needed
+
+
+class QuotaError(StoreFullError):
+    """A namespace has stored as much as it may."""
+
+    def __init__(self, message: str, *, needed: int, limit: int) -> None:
+        super().__init__(message, needed=needed)
+        self.limit = limit
 
 
 class StoreVersionError(StoreError):

@@ -17,7 +17,7 @@ from perdure.engine import registry
 from perdure.engine.keywords import LoadingKeywords
 from perdure.engine.model import Model as ModelContract
 from perdure.errors import InvalidInputError, StoreLockedError
-from perdure.option_names import refuse_unknown
+from perdure.options import refuse_unknown
 from perdure.runtime import Runtime
 from perdure.store.holder import StoreLock
 from perdure.worker.attached import Link, check_settings, hold_or_attach

@@ -7,7 +7,6 @@ from perdure.decode.choice import Choice
 from perdure.decode.embedding import Embeddings
 from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
 from perdure.decode.sampling.grammar import Grammar
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import KeptPrefix, Plan, ReuseReport
 from perdure.decode.slots import KeptPrefix as CacheMark
 from perdure.decode.slots import KeptPrefix as Pin
@@ -42,6 +41,7 @@ from perdure.errors import (
     OutOfMemoryError,
     PerdureError,
     PinnedError,
+    QuotaError,
     RowError,
     SamplingError,
     SequenceError,
@@ -64,6 +64,7 @@ from perdure.errors import (
 from perdure.identity import Identity
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.opening import open  # noqa: A004
+from perdure.request_options import Sampling
 from perdure.runtime import Runtime
 from perdure.sessions.importing import ImportResult
 from perdure.sessions.info import SessionInfo, SessionMemory
@@ -120,6 +121,7 @@ __all__ = [
     "PinnedError",
     "Plan",
     "Pooling",
+    "QuotaError",
     "Recurrent",
     "Reply",
     "ReuseReport",

@@ -32,7 +32,8 @@ BOUND = {
     "mamba": 1e-8,
     "jamba": 2.1e-4,
 }
-"""The KL of a row from a fresh context's by rounding alone, at most, as measured: docs/exactness.md."""
+"""The KL of a row from a fresh context's by rounding alone, at most, as measured:
+docs/internals/exactness_measurements.md."""
 EXPERTS = ("qwen3moe", "deepseek2")
 """Rounding can send a token to another expert, so that only equal shapes tell noise from error."""
 PLENTY = 64 << 20

@@ -500,7 +500,7 @@ def test_a_chat_shows_its_history_takes_back_and_has_settings(environment: dict[
         assert re.search(r"temperature +0.0 +\(set\)", ask(user, "/set", "a> "))
         assert "top_k is 1 from the next reply on." in ask(user, "/set top-k 1", "a> ")
         assert "top_k is 40 from the next reply on." in ask(user, "/set top_k default", "a> ")
-        assert "temperature is a number, got 'hot'" in ask(user, "/set temperature hot", "a> ")
+        assert "temperature is a number from 0 to 100, got 'hot'" in ask(user, "/set temperature hot", "a> ")
         assert "temperature is a number from 0" in ask(user, "/set temperature -1", "a> ")
         assert "there is no setting 'heat'" in ask(user, "/set heat 1", "a> ")
         ask(user, "/set max_tokens 2", "a> ")

@@ -257,7 +257,7 @@ def test_ctrl_c_while_a_model_or_a_library_is_made_ready_leaves_nothing_half_don
         assert [line for line in running.stderr if not line.startswith("Starting; ")] == []
     left = {file.name for file in home.rglob("*") if not file.is_dir() and file.suffix != ".lock"}
     # What was known before, who had the store, and what a server in the background said.
-    assert left <= {"verdicts.json", "digests.json", "sessions.holder", "server.log"}
+    assert left <= {"probes.json", "digests.json", "sessions.holder", "server.log"}
 
 
 def test_nothing_slow_is_imported_before_the_command_hears_ctrl_c() -> None:

@@ -99,7 +99,7 @@ def test_the_commands_of_the_migration_page_run(zoo_path: Callable[[str], Path],
 
 def test_options_of_others_in_the_migration_page_are_answered_as_it_says() -> None:
     """What the page calls ours is what the error suggests."""
-    from perdure.option_names import PEERS
+    from perdure.options import PEERS
 
     page = read("migrate.md")
     for theirs in ("n_threads", "type_k", "flash_attn", "num_predict", "num_ctx"):

@@ -29,7 +29,8 @@ from perdure.testing.toy import ToyModel
 Row = NDArray[np.float32]
 
 CROWD_KL = 4e-2
-"""KL in nats of a token's distribution in a crowd from that alone, at most (docs/exactness.md, "Crowds")."""
+"""KL in nats of a token's distribution in a crowd from that alone, at most: "Crowds" in
+docs/internals/exactness_measurements.md."""
 CROWD_MEAN = 3e-3
 """The mean of many."""
 

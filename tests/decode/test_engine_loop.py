@@ -39,12 +39,13 @@ from perdure import (
 from perdure.decode import engine_loop as module
 from perdure.decode import executor
 from perdure.decode.engine_loop import CHUNK, EngineLoop
-from perdure.decode.request import MAX_SAMPLES, Reply, Request
+from perdure.decode.request import Reply, Request
 from perdure.decode.scheduler import admit
 from perdure.decode.sequence import TokenSequence
 from perdure.decode.stream import Stream, one_request
 from perdure.engine.contract import Outcome
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
+from perdure.request_options import MAX_SAMPLES
 from perdure.testing.toy import Faults, PlannedFault, ToyCore, ToyModel
 
 KINDS = MEMORY_KINDS

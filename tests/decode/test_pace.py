@@ -9,9 +9,9 @@ import pytest
 from perdure import Delta, Reply
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.scheduler import Pace
 from perdure.decode.stream import Stream, one_request
+from perdure.request_options import Sampling
 from perdure.testing.toy import ToyModel
 
 

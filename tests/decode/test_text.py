@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from perdure import InvalidInputError
 from perdure.decode import text as module
+from perdure.decode.request import Request
 from perdure.decode.text import TextStream
 
 HARD = "é 한국어 각 🙂 👩‍👩‍👧‍👦 🇳🇱 e\u0301 \u200b ffi \x00 \ufffd \r\n"
@@ -161,5 +163,24 @@ def test_half_a_character_at_the_end_is_shown_as_the_replacement_mark() -> None:
 
 @pytest.mark.parametrize("stops", ["END", [""], ["a", ""], [None], [b"a"], [1]])
 def test_stops_that_are_no_texts_are_refused(stops: list[str]) -> None:
-    with pytest.raises(InvalidInputError):
-        TextStream(stops)
+    with pytest.raises(InvalidInputError, match="stop"):
+        Request(prompt=[1], stops=stops)
+
+
+def test_x9_stops_are_bounded_in_number_and_length() -> None:
+    """X9: stops of any length and number cost every stream of the engine."""
+    assert Request(prompt=[1], stops=["x" * 1024] * 64).stops
+    for stops in (["x"] * 65, ["x" * 1025]):
+        with pytest.raises(InvalidInputError, match="at most 64 texts of at most 1,024 characters"):
+            Request(prompt=[1], stops=stops)
+
+
+def test_x9_what_is_kept_of_stops_is_bounded_in_bytes() -> None:
+    """X9: the tables of stops that were once used stay, and stay small."""
+    module._borders.cache_clear()
+    tracemalloc.start()
+    for seed in range(600):
+        TextStream([f"{seed:04}" + "ab" * 510])
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 4 << 20

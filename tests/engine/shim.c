@@ -5,6 +5,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -21,6 +22,9 @@ static void * real(const char * name) {
 #endif
 
 static void die(void) {
+#ifdef WORDS
+    fputs(WORDS "\n", stderr);
+#endif
 #if DEATH == SIGABRT
     abort();
 #else

@@ -38,6 +38,11 @@ def shim(folder: Path, **defines: object) -> Path:
     return folder
 
 
+def empty_library(path: Path) -> None:
+    """A shared library with nothing in it."""
+    subprocess.run(["gcc", "-shared", "-o", path, "-x", "c", "/dev/null"], check=True)
+
+
 def cpu_variants(source: LibrarySource) -> list[str]:
     """The CPU variants of a library by name, in no order of merit; none where they are built in."""
     return [backend.variant for backend in backends(source.folder) if backend.kind == "cpu"]

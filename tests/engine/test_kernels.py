@@ -95,9 +95,9 @@ def test_m3_state_without_extra_buffers_is_not_used(answer: Answer, store: Path,
     home = tmp_path / "home"
     home.mkdir()
     source = library.loaded().source
-    known = probe.verdict(source)
+    known = probe.result_of(source)
     without = replace(known, attempts=(replace(known.attempts[-1], extra_buffers=False),))
-    (home / "verdicts.json").write_text(json.dumps({probe._key(source): asdict(without)}))
+    (home / "probes.json").write_text(json.dumps({probe._key(source): asdict(without)}))
     change = {"PERDURE_HOME": str(home), "PERDURE_LLAMA": str(source.folder)}
     never_mixed(answer, store, **change)
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.shims import cpu_variants, needs_compiler, shim
+from engine.shims import cpu_variants, empty_library, needs_compiler, shim
 from perdure import libraries
 from perdure.engine.llama.native import guard, library, probe, source
 from perdure.engine.llama.native.backends import BUILT_IN
+from perdure.engine.llama.native.causes import cause_of, last_words
 from perdure.engine.llama.native.declarations import Functions
 from perdure.engine.llama.native.source import LibrarySource
 from perdure.errors import EngineLibraryError
@@ -96,12 +97,17 @@ def test_m1_the_next_library_is_used_where_the_first_one_dies(
     sound = libraries.install_folder(shim(tmp_path / "sound"))
     dying = libraries.install_folder(shim(tmp_path / "dying", AT_STEP=1))
     monkeypatch.delenv("PERDURE_LLAMA", raising=False)
-    assert use().startswith("answered")
     with caplog.at_level(logging.WARNING, "perdure.engine"):
         chosen = probe.choose()
-    assert chosen.source.version == sound.name
-    assert [Path(failed.folder).name for failed in chosen.passed] == [dying.name]
-    assert "SIGILL at a f16 model, a step of 1 tokens" in caplog.text
+        assert chosen.source.version == sound.name
+        assert [Path(failed.folder).name for failed in chosen.passed] == [dying.name]
+        [line] = caplog.messages
+        assert "SIGILL at a f16 model, a step of 1 tokens" in line
+        # It is told once a machine.
+        caplog.clear()
+        assert probe.choose() == chosen
+        assert not caplog.messages
+    assert use().startswith("answered")
 
 
 def test_m1_one_is_fetched_where_the_compiled_one_dies(
@@ -132,9 +138,9 @@ def test_m1_sigill_in_the_code_of_extra_buffers_turns_those_off(
     """As a Xeon with AMX does with a library that gcc 12 compiled."""
     folder = shim(tmp_path / "amx", WITH_EXTRA_BUFFERS=1, AT_STEP=2)
     monkeypatch.setenv("PERDURE_LLAMA", str(folder))
-    found = probe.choose().verdict
+    found = probe.choose().result
     assert [(each.extra_buffers, each.died[:6]) for each in found.attempts] == [(True, "SIGILL"), (False, "")]
-    # The same library would die in this process if the verdict were not heeded.
+    # The same library would die in this process if the result were not heeded.
     assert use().startswith("answered")
 
 
@@ -146,7 +152,7 @@ def test_m1_a_variant_that_dies_gives_way_to_the_next_lower_one(
     best = library.loaded().variant
     folder = shim(tmp_path / "variants", WITH_BACKEND=f'"ggml-cpu-{best}."', AT_STEP=3)
     monkeypatch.setenv("PERDURE_LLAMA", str(folder))
-    found = probe.choose().verdict
+    found = probe.choose().result
     assert found.usable
     assert found.variant not in (None, best)
     assert [each.variant for each in found.deaths] == [None, None]
@@ -160,51 +166,171 @@ def test_m1_a_gpu_backend_whose_symbols_break_the_tokenizer_is_left_out(
     if library.loaded().variant == BUILT_IN:
         pytest.skip("the backends of this library are built in")
     folder = shim(tmp_path / "cuda", WITH_BACKEND='"ggml-cuda"', AT_TOKENIZE=1, DEATH="SIGSEGV")
-    (folder / "libggml-cuda.so").write_bytes(b"no library at all")
+    empty_library(folder / "libggml-cuda.so")
     monkeypatch.setenv("PERDURE_LLAMA", str(folder))
-    found = probe.choose().verdict
+    found = probe.choose().result
     assert found.usable
     assert not found.gpu
     assert "SIGSEGV at a f16 model, tokenizing" in found.deaths[0].died
     assert use().startswith("answered")
 
 
-def test_a_verdict_is_remembered_until_the_library_or_the_cpu_or_what_is_beside_it_changes(
+PTX = "CUDA error: the provided PTX was compiled with an unsupported toolchain"
+
+
+def with_cuda(folder: Path) -> Path:
+    """A library whose CUDA backend ends the process as a driver does that is too old for its PTX."""
+    words = f'"{PTX}"'
+    shim(folder, WITH_BACKEND='"ggml-cuda"', AT_STEP=1, DEATH="SIGABRT", WORDS=words)
+    empty_library(folder / "libggml-cuda.so")
+    return folder
+
+
+@pytest.mark.usefixtures("one_variant")
+def test_the_reason_why_a_gpu_is_not_used_is_told_once_and_by_gpu_layers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    zoo_path: Callable[[str], Path],
+) -> None:
+    if library.loaded().variant == BUILT_IN:
+        pytest.skip("the backends of this library are built in")
+    monkeypatch.setenv("PERDURE_LLAMA", str(with_cuda(tmp_path / "cuda")))
+    program = """
+import sys, logging, perdure
+logging.basicConfig(format="logged: %(message)s")
+try:
+    perdure.Model(sys.argv[1], gpu_layers=5)
+except perdure.InvalidInputError as error:
+    print("refused:", error)
+with perdure.Model(sys.argv[1]) as model:
+    print("layers", model.gpu_layers)
+"""
+    for told in (1, 0):
+        ended = subprocess.run(
+            [sys.executable, "-c", program, str(zoo_path("llama"))],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        refused, layers = ended.stdout.splitlines()
+        assert "newer CUDA than the driver knows" in refused
+        assert "perdure engine install cuda12" in refused
+        assert layers == "layers 0"
+        lines = [line for line in ended.stderr.splitlines() if line.startswith("logged: ")]
+        assert len(lines) == told
+        assert all("newer CUDA than the driver knows" in line for line in lines)
+    result = probe.choose().result
+    assert PTX in result.deaths[0].words
+    assert result.backends == ("cuda",)
+
+
+@pytest.mark.usefixtures("one_variant")
+def test_a_library_that_needs_one_that_is_nowhere_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library.loaded().variant == BUILT_IN:
+        pytest.skip("the backends of this library are built in")
+    folder = shim(tmp_path / "cuda")
+    runtime = tmp_path / "home" / "runtime" / "cuda13" / "nvidia" / "cu99" / "lib"
+    runtime.mkdir(parents=True)
+    needed = runtime / "libcudart.so.99"
+    link = ["gcc", "-shared", "-Wl,--no-as-needed", "-x", "c", "/dev/null", "-x", "none"]
+    subprocess.run([*link, "-Wl,-soname,libcudart.so.99", "-o", needed], check=True)
+    subprocess.run([*link, "-o", folder / "libggml-cuda.so", needed], check=True)
+    monkeypatch.setenv("PERDURE_LLAMA", str(folder))
+    # Found under PERDURE_HOME, it is loaded; what it lacks then is another matter.
+    assert "refused to start" not in probe.choose().result.gpu_problem
+    assert "libcudart" not in probe.choose().result.gpu_problem
+    needed.unlink()
+    needed.parent.rmdir()
+    problem = probe.choose().result.gpu_problem
+    assert "libcudart.so.99 is not on this machine" in problem
+    assert "nvidia-cuda-runtime" in problem
+
+
+@pytest.mark.usefixtures("one_variant")
+def test_a_library_whose_gpu_is_ruled_out_gives_way_to_another_with_a_gpu_but_not_to_a_cpu_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library.loaded().variant == BUILT_IN:
+        pytest.skip("the backends of this library are built in")
+    plain = libraries.install_folder(shim(tmp_path / "plain"))
+    ruled_out = libraries.install_folder(with_cuda(tmp_path / "cuda"))
+    monkeypatch.delenv("PERDURE_LLAMA", raising=False)
+    chosen = probe.choose()
+    assert (chosen.source.version, chosen.passed) == (ruled_out.name, ())
+    assert not chosen.result.gpu
+    # The one without a GPU was not even tried.
+    assert not any(plain.name in key.folder for key in probe._read_results().values())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence", "advice"),
+    [
+        (PTX, "newer CUDA than the driver knows", "cuda12"),
+        ("CUDA error: no kernel image is available for execution", "no code for this card", "vulkan"),
+        ("CUDA driver version is insufficient for CUDA runtime version", "driver is older", "cuda12"),
+        ("cuda: libcublas.so.12: cannot open shared object file", "CUDA 12 runtime", "cublas-cu12"),
+        ("libcuda.so.1: cannot open shared object file", "no NVIDIA driver", "--gpus all"),
+        ("ggml_cuda_init: no CUDA-capable device is detected", "no NVIDIA driver", "CUDA_VISIBLE"),
+        ("vulkan: libvulkan.so.1: cannot open shared object file", "no Vulkan loader", "libvulkan1"),
+        ("ggml_vulkan: No devices found.", "no Vulkan driver", "mesa"),
+        (
+            "ggml_backend_cuda_buffer_type_alloc_buffer: cudaMalloc failed: out of memory",
+            "in use",
+            "nvidia-smi",
+        ),
+        ("/lib/libc.so.6: version `GLIBC_2.38' not found", "needs GLIBC_2.38", "perdure[compile]"),
+        ("CUDA error: an illegal memory access was encountered", "fails on this card", "vulkan"),
+        ("cuda: file too short", "damaged", "perdure engine test"),
+    ],
+)
+def test_the_usual_causes_have_a_sentence_and_a_command(words: str, sentence: str, advice: str) -> None:
+    told = last_words(f"first line\n{words}\nand then it aborted\n")
+    assert told == words
+    cause = cause_of(told)
+    assert cause is not None
+    assert sentence in cause.sentence
+    assert advice in cause.advice
+
+
+def test_a_result_is_remembered_until_the_library_or_the_cpu_or_what_is_beside_it_changes(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shim(tmp_path / "one")
     one = LibrarySource(kind="own", folder=folder, version="1")
-    first = probe.verdict(one)
-    book = json.loads((home / "verdicts.json").read_bytes())
-    assert len(book) == 1
+    first = probe.result_of(one)
+    known = json.loads((home / "probes.json").read_bytes())
+    assert len(known) == 1
 
-    # A remembered verdict is believed: this one is planted.
-    (key,) = book
-    book[key]["attempts"][0]["died"] = "planted"
-    (home / "verdicts.json").write_text(json.dumps(book))
-    assert not probe.verdict(one).usable
+    # A remembered result is believed: this one is planted.
+    (key,) = known
+    known[key]["attempts"][0]["died"] = "planted"
+    (home / "probes.json").write_text(json.dumps(known))
+    assert not probe.result_of(one).usable
     with monkeypatch.context() as other:
         other.setattr(probe, "processor", lambda: "another CPU")
-        assert probe.verdict(one) == first
+        assert probe.result_of(one) == first
     with monkeypatch.context() as other:
         other.setenv("LD_LIBRARY_PATH", str(tmp_path))
-        assert probe.verdict(one) == first
+        assert probe.result_of(one) == first
     with monkeypatch.context() as other:
         other.setattr(sys, "base_prefix", "another Python")
-        assert probe.verdict(one) == first
+        assert probe.result_of(one) == first
     # The same files with other content are another library.
     (folder / "libllama.so").unlink()
     (shim(tmp_path / "two", VERSION='"0.5.7"') / "libllama.so").rename(folder / "libllama.so")
-    assert probe.verdict(one).usable
-    assert len(json.loads((home / "verdicts.json").read_bytes())) == 5
+    assert probe.result_of(one).usable
+    assert len(json.loads((home / "probes.json").read_bytes())) == 5
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b"{", b'{"a": {}}', b'{"a": {"folder": "x", "attempts": 7}}'])
-def test_a_damaged_book_of_verdicts_costs_a_probe(damage: bytes, tmp_path: Path, home: Path) -> None:
+def test_a_damaged_file_of_results_costs_a_probe(damage: bytes, tmp_path: Path, home: Path) -> None:
     home.mkdir()
-    (home / "verdicts.json").write_bytes(damage)
+    (home / "probes.json").write_bytes(damage)
     one = LibrarySource(kind="own", folder=shim(tmp_path / "one"), version="1")
-    assert probe.verdict(one).usable
+    assert probe.result_of(one).usable
 
 
 # Another layout.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from perdure.engine.llama.native import source
 from perdure.engine.llama.native.backends import backends
 from perdure.engine.llama.native.source import candidates, find_library, library_file, library_folder
 from perdure.errors import EngineLibraryError
+from perdure.libraries.machine import Gpu, Machine
 
 
 @pytest.fixture
@@ -111,3 +113,52 @@ def test_backends_are_told_from_the_other_files(tmp_path: Path) -> None:
         ("cuda", "default"),
         ("metal", "default"),
     ]
+
+
+H200 = Machine(
+    system="linux",
+    cpu="x86_64",
+    cuda=(13, 0),
+    cards=(Gpu("NVIDIA H200", (9, 0), 139 << 30),),
+    runtimes=frozenset({12}),
+)
+
+
+@pytest.mark.parametrize(
+    ("machine", "engine", "agrees", "backend", "told"),
+    [
+        (H200, None, None, None, "which is not used: `perdure engine install` fetches"),
+        (H200, None, False, None, "which is not used"),
+        (H200, None, True, "cuda12", "taking @node-llama-cpp/linux-x64-cuda-ext@3.22.1 (187 MB)"),
+        (H200, "auto", None, "cuda12", "taking"),
+        (H200, "vulkan", None, "vulkan", ""),
+        (Machine(system="linux", cpu="x86_64", vulkan=("Radeon",)), None, None, "vulkan", "taking"),
+        (Machine(system="linux", cpu="x86_64"), None, None, None, ""),
+    ],
+    ids=["nobody to ask", "no", "yes", "auto", "named", "small", "no GPU"],
+)
+def test_the_first_library_fits_the_machine_and_its_size_is_agreed_to(
+    machine: Machine,
+    engine: str | None,
+    agrees: bool | None,
+    backend: str | None,
+    told: str,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Fetched(Exception):
+        pass
+
+    def install(backend: str | None = None, progress: object = None) -> libraries.Installed:
+        raise Fetched(backend)
+
+    if engine is not None:
+        monkeypatch.setenv("PERDURE_ENGINE", engine)
+    monkeypatch.setattr(source, "read_machine", lambda: machine)
+    monkeypatch.setattr(libraries, "install", install)
+    agree = None if agrees is None else lambda what, nbytes: agrees
+    with caplog.at_level(logging.WARNING, "perdure.engine"), pytest.raises(Fetched) as fetched:
+        find_library(agree=agree)
+    assert fetched.value.args == (backend,)
+    assert [line for line in caplog.messages if told in line] if told else not caplog.messages

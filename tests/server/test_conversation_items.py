@@ -13,7 +13,7 @@ from decode.observed import toy
 from perdure import Message, Session, Turn
 from perdure.server.protocols.responses.conversation_items import ConversationItems
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.storage import turn_table
+from perdure.sessions.store.sqlite import turn_table
 from server.live_server import live_server, opened
 
 ROUTE = "/v1/conversations"

@@ -15,7 +15,7 @@ import pytest
 from decode.observed import Turnstile, open_toy, toy
 from perdure.server.core.keys import Keys, new_key
 from perdure.sessions import sessions as sessions_module
-from perdure.sessions.storage import session_store
+from perdure.sessions.store.sqlite import store as sqlite_store
 from server.live_server import LiveServer, live_server, opened
 from server.scripted import THINKS, scripted, steer
 
@@ -90,7 +90,7 @@ def test_a_stored_response_expires_and_what_goes_on_from_it_stays(
         first = respond()
         second = respond(previous_response_id=first)
         assert found(first, second) == [200, 200]
-        for module in (sessions_module, session_store):
+        for module in (sessions_module, sqlite_store):
             monkeypatch.setattr(module, "time", Later)
         third = respond(previous_response_id=second)
         assert found(first, second, third) == [404, 404, 200]

@@ -20,7 +20,7 @@ from perdure.server.core.keys import Keys, new_key
 from perdure.sessions import turn_transaction
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.store.sqlite.store import SqliteStore
 from server.live_server import LiveServer, check_freed, live_server, opened
 from server.scripted import THINKS, steer
 from server.test_responses import PATH, events, resumed, text_of
@@ -105,7 +105,7 @@ def test_a_response_that_could_not_be_stored_has_failed_x5(how: str, monkeypatch
         raise StoreFullError("no room left", needed=1)
 
     with opened(toy(), n_ctx=1024) as rt, live_server(rt) as server, server.client() as client:
-        monkeypatch.setattr(SessionStore, "add", full)
+        monkeypatch.setattr(SqliteStore, "add", full)
         body = {**ASKED, "stream": how == "stream", "background": how == "background"}
         if how == "stream":
             with client.stream("POST", PATH, json=body) as response:

@@ -14,7 +14,7 @@ import pytest
 from decode.observed import Turnstile, open_toy, toy
 from perdure.server.core.keys import Keys, new_key
 from perdure.sessions.info import SessionInfo
-from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.store.sqlite.store import SqliteStore
 from server.live_server import PATIENCE, live_server, opened
 
 SESSIONS = "/v1/sessions"
@@ -42,9 +42,9 @@ def test_deleting_twice_while_another_key_creates_loses_nothing_of_its_d1(
     somebody else's has been made.
     """
     alice, bob = tenants
-    find, both, created = SessionStore.find, threading.Barrier(2), threading.Event()
+    find, both, created = SqliteStore.find, threading.Barrier(2), threading.Event()
 
-    def found_by_both(store: SessionStore, namespace: str, name: str) -> SessionInfo:
+    def found_by_both(store: SqliteStore, namespace: str, name: str) -> SessionInfo:
         found = find(store, namespace, name)
         if namespace == "bob" and not created.is_set():
             second = both.wait(PATIENCE) == 1
@@ -54,7 +54,7 @@ def test_deleting_twice_while_another_key_creates_loses_nothing_of_its_d1(
 
     assert bob.post(SESSIONS, json={"name": "s"}).status_code == 201
     answers: queue.Queue[int] = queue.Queue()
-    monkeypatch.setattr(SessionStore, "find", found_by_both)
+    monkeypatch.setattr(SqliteStore, "find", found_by_both)
     deleting = [
         threading.Thread(target=lambda: answers.put(bob.delete(f"{SESSIONS}/s").status_code))
         for _ in range(2)

@@ -12,8 +12,8 @@ import pytest
 
 from decode.observed import toy
 from perdure.server.core.middleware.body_limits import FILE_TYPE
-from perdure.sessions.storage.session_folder import TRANSFERS
-from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.store.sqlite.folder import TRANSFERS
+from perdure.sessions.store.sqlite.store import SqliteStore
 from server.live_server import LiveServer, live_server, opened, raw
 
 IMPORT = "/v1/sessions/import"
@@ -73,7 +73,7 @@ def test_what_a_killed_process_left_goes_when_the_store_is_next_opened(tmp_path:
     left = tmp_path / TRANSFERS / "session-x"
     left.mkdir(parents=True)
     (left / "session").write_bytes(b"words of a conversation")
-    SessionStore(tmp_path).close()
+    SqliteStore(tmp_path).close()
     assert not left.exists()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from perdure import PerdureError
 from perdure.sessions.export import read_export, write_export
 from perdure.sessions.turn import FIRST, Turn
+from sessions.database import index_of
 from sessions.talking import ASK, Talk, talking
 from subjects import Subject
 
@@ -130,7 +131,7 @@ def check(talk: Talk, path: Path, rng: random.Random) -> str:
         result = sessions.import_(path, rng.choice([None, "x"]), trust_state=rng.random() < 0.5)
     except PerdureError as error:
         assert sessions.list() == [], "a refused import leaves nothing"
-        assert not sessions.store.index.rows("SELECT 1 FROM turn"), "not even turns"
+        assert not index_of(sessions).rows("SELECT 1 FROM turn"), "not even turns"
         return f"refused: {type(error).__name__}"
     session = result.session
     session.history()

@@ -17,14 +17,13 @@ import perdure
 from perdure import CorruptStateError, SessionError, StateError, StoreDamagedError, StoreError
 from perdure.sessions.info import SessionInfo
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.storage import schema as schema_module
-from perdure.sessions.storage import session_store as store_module
-from perdure.sessions.storage import turn_table
-from perdure.sessions.storage.repair import FOUND
-from perdure.sessions.storage.schema import MIGRATIONS, seal
-from perdure.sessions.storage.session_folder import FILE, MARK
-from perdure.sessions.storage.session_store import SessionStore
-from perdure.sessions.storage.verify import Verification, verify
+from perdure.sessions.store.sqlite import schema as schema_module
+from perdure.sessions.store.sqlite import turn_table
+from perdure.sessions.store.sqlite.folder import FILE, MARK
+from perdure.sessions.store.sqlite.repair import FOUND
+from perdure.sessions.store.sqlite.schema import MIGRATIONS, row_checksum
+from perdure.sessions.store.sqlite.store import SqliteStore
+from perdure.sessions.store.sqlite.verify import Verification, verify
 from perdure.sessions.turn import Turn
 from perdure.testing.toy import ToyModel
 from sessions.talking import talking
@@ -253,8 +252,8 @@ def test_d1_numbers_that_are_damaged_are_found_and_mended(
     assert found.database
     assert found.repair is not None, found.not_repaired
     assert verify(folder, lambda done, total: None).sound
-    with closing(SessionStore(folder)) as store:
-        store.counters.check()
+    with closing(SqliteStore(folder)) as store:
+        store.check_counts()
 
 
 def test_a_damaged_description_of_a_table_is_found_and_mended(closed: Path, damaged: Damaged) -> None:
@@ -281,10 +280,10 @@ def test_a_database_that_is_cut_short_is_refused(closed: Path, damaged: Damaged)
 def test_a_database_that_is_gone_is_not_taken_for_a_new_one(closed: Path, damaged: Damaged) -> None:
     folder = damaged(closed, lambda folder: (folder / FILE).unlink())
     with pytest.raises(StoreDamagedError, match=f"gone.*delete {MARK}"):
-        SessionStore(folder)
+        SqliteStore(folder)
     assert not (folder / FILE).exists()
     (folder / MARK).unlink()
-    with closing(SessionStore(folder)) as store:
+    with closing(SqliteStore(folder)) as store:
         assert store.list() == []
 
 
@@ -300,7 +299,7 @@ def test_the_database_of_another_store_is_refused(closed: Path, damaged: Damaged
     folder = damaged(closed, swap)
     for readonly in (False, True):
         with pytest.raises(StoreDamagedError, match="not the one that was here"):
-            SessionStore(folder, readonly=readonly)
+            SqliteStore(folder, readonly=readonly)
     (folder / MARK).unlink()
     assert everything(folder) == theirs
 
@@ -430,7 +429,7 @@ def test_a_session_that_is_not_what_it_was_is_not_given_to_anybody(
         assert told(sessions.memories.wake(None, "again"))[1:] == known["", "alice"][1:]
         sessions.memories.forget("perdure://alice/3#here")
     folder = damaged(closed, changed(f"UPDATE session SET {column} WHERE number = 1"))
-    with closing(SessionStore(folder)) as store, store.index.writing():
+    with closing(SqliteStore(folder)) as store, store.index.writing():
         store.index.run("DELETE FROM memory")
     found = mended(folder, known)
     assert found.repair is not None
@@ -464,7 +463,7 @@ def test_a_repair_that_was_interrupted_is_finished(
         finally:
             monkeypatch.undo()
         with pytest.raises(StoreDamagedError, match="interrupted"):
-            SessionStore(folder)
+            SqliteStore(folder)
         mended(folder, known)
         assert everything(folder) == {**known, ("", "alice"): known["", "alice"][:2]}
     assert stops >= 2
@@ -486,7 +485,7 @@ def test_a_database_of_before_there_were_seals_is_taken_over(closed: Path, tmp_p
             database.execute(f"INSERT INTO main.{table} ({chosen}) SELECT {chosen} FROM now.{table}")
         database.execute("PRAGMA main.user_version = 1")
         database.execute(f"PRAGMA main.application_id = {0x50455244}")
-    with closing(SessionStore(old)) as store:
+    with closing(SqliteStore(old)) as store:
         assert len(store.list()) == 3
     assert everything(old) == known
     assert verify(old, lambda done, total: None).sound
@@ -513,11 +512,13 @@ def test_a_session_that_is_believed_unproved_is_found(
     """Planted: the entry of a session is taken as it lies."""
     known = everything(closed)
 
+    proved = schema_module.read_session
+
     def believing(row: Any) -> SessionInfo:
         *said, depth, digest, _ = row
-        return schema_module.read_session((*said, depth, digest, seal(*said, depth, digest)))
+        return proved((*said, depth, digest, row_checksum(*said, depth, digest)))
 
-    monkeypatch.setattr(store_module, "read_session", believing)
+    monkeypatch.setattr(schema_module, "read_session", believing)
     folder = damaged(closed, changed("UPDATE session SET head = 5 WHERE number = 1"))
     with pytest.raises(AssertionError):
         read(folder, known, equal)

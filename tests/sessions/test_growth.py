@@ -16,10 +16,11 @@ from perdure import CorruptStateError, Message
 from perdure.chat.transcript import Transcript
 from perdure.sessions import turn as turn_module
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.storage.schema import seal, turn_seal
-from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.store.sqlite.schema import row_checksum, turn_checksum
+from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.sessions.turn import FIRST, Turn, transcript
 from perdure.store.index import Index
+from sessions.database import index_of
 from sessions.talking import ASK, talking
 from subjects import Subject
 
@@ -187,7 +188,7 @@ def test_turns_are_the_same_however_they_are_read(tmp_path: Path) -> None:
 
 def test_a_place_is_sealed_alike_one_by_one_and_at_once() -> None:
     for place in ((1, None, 0, bytes(32)), (2**40, 7, 12, bytes(range(32)))):
-        assert turn_seal(*place) == seal(*place)
+        assert turn_checksum(*place) == row_checksum(*place)
 
 
 @pytest.mark.parametrize("column", ["parent = OTHER", "seal = x'00'", "digest = x'00'"])
@@ -199,9 +200,9 @@ def test_a_damaged_place_on_the_way_leads_to_no_start(column: str, tmp_path: Pat
         assert sessions.get("a").system is None
     with Sessions(tmp_path) as sessions:
         head = sessions.store.find("", "a").head
-        with sessions.store.index.writing():
+        with index_of(sessions).writing():
             statement = f"UPDATE turn SET {column} WHERE number = ?"
-            sessions.store.index.run(statement.replace("OTHER", str(other.info.head)), head - 30)
+            index_of(sessions).run(statement.replace("OTHER", str(other.info.head)), head - 30)
         with pytest.raises(CorruptStateError):
             _ = sessions.get("a").system
 
@@ -232,7 +233,7 @@ def test_the_transcript_of_a_session_is_made_in_one_pass(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("count", [30, 300])
 def test_a_page_of_a_list_reads_a_page(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And all pages together are all of them, each once, the latest first."""
-    store = SessionStore(tmp_path)
+    store = SqliteStore(tmp_path)
     with store.index.writing():
         pass
     for number in range(count):
@@ -254,12 +255,12 @@ def test_a_page_of_a_list_reads_a_page(count: int, tmp_path: Path, monkeypatch: 
     store.close()
 
 
-LISTS: dict[str, tuple[str, Callable[[SessionStore], object]]] = {
+LISTS: dict[str, tuple[str, Callable[[SqliteStore], object]]] = {
     "the first page": ("session_latest", lambda store: store.list("", limit=7)),
     "a later page": ("session_latest", lambda store: store.list("", limit=7, after=store.find("", "a"))),
     "of all namespaces": ("session_all", lambda store: store.list(limit=7)),
-    "expired responses": ("session_response", lambda store: store.old_responses(1e12, limit=4)),
-    "memories": ("memory_order", lambda store: store.memories.numbers("", after=0, limit=7)),
+    "expired responses": ("session_response", lambda store: store.expired(1e12, limit=4)),
+    "memories": ("memory_order", lambda store: store.memories("", limit=7)),
 }
 
 
@@ -269,7 +270,7 @@ def test_lists_are_read_through_an_index_and_not_sorted(
 ) -> None:
     """A count of rows does not show those that SQLite looks at and leaves, such as stored responses."""
     index, read = LISTS[use]
-    store = SessionStore(tmp_path)
+    store = SqliteStore(tmp_path)
     store.create("", "a", chain(0))
     queries: list[tuple[str, tuple[Any, ...]]] = []
     rows = Index.rows
@@ -293,15 +294,15 @@ def test_stored_responses_expire_a_few_at_a_time(tmp_path: Path, monkeypatch: py
     with Sessions(tmp_path) as sessions:
         sessions.create("kept")
         made = [sessions.respond(f"r{number}", {"how": "response"}).name for number in range(10)]
-        with sessions.store.index.writing():
-            sessions.store.index.run("UPDATE session SET seal = x'00' WHERE name = 'r0'")
+        with index_of(sessions).writing():
+            index_of(sessions).run("UPDATE session SET seal = x'00' WHERE name = 'r0'")
         sessions.expire_responses(3600)
         assert all(sessions.store.has("", name) for name in made[1:])
         left = []
         for _ in range(5):
             # As if an hour had passed.
             sessions.expire_responses(-3600)
-            left.append([name for _, name in sessions.store.old_responses(1e12, limit=100)])
+            left.append([name for _, name in sessions.store.expired(1e12, limit=100)])
         assert left[0] == ["r0", *made[4:]]
         assert left[-1] == ["r0"]
         assert [info.name for info in sessions.list()] == ["kept"]

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from perdure import InvalidInputError, Session, SessionBusyError, SessionNotFoundError
-from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.history import TurnReference
+from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.sessions.turn import Turn
+from sessions.database import index_of
 from sessions.talking import ASK, said, talking
 from subjects import Subject
 
@@ -61,23 +63,22 @@ def test_d1_numbers_are_never_given_out_again(toy: Subject, tmp_path: Path) -> N
     seen: dict[str, set[int]] = {"session": set(), "turn": set(), "memory": set()}
     for opening in range(3):
         with talking(toy, tmp_path) as talk:
-            store = talk.rt.sessions.store
             for namespace in ("", "other"):
                 session = talk.rt.session("alice", namespace=namespace)
                 talk.say(session, f"Hello number {opening}")
                 session.label("here")
                 for table, known in seen.items():
-                    new = {row[0] for row in store.index.rows(f"SELECT number FROM {table}")}
+                    new = {row[0] for row in index_of(talk.rt.sessions).rows(f"SELECT number FROM {table}")}
                     assert not new & known
                     known |= new
                 talk.rt.memories.forget("perdure://alice/1#here", namespace)
                 session.delete()
-                assert not store.index.rows("SELECT number FROM turn")
+                assert not index_of(talk.rt.sessions).rows("SELECT number FROM turn")
 
 
 def test_d1_a_change_checks_number_namespace_and_name(tmp_path: Path) -> None:
     """Were a number given out again all the same, what has it now would still be safe."""
-    store = SessionStore(tmp_path)
+    store = SqliteStore(tmp_path)
     old = store.create("", "alice", [START])
     store.delete(old)
     with store.index.writing():
@@ -89,13 +90,12 @@ def test_d1_a_change_checks_number_namespace_and_name(tmp_path: Path) -> None:
         lambda: store.delete(old),
         lambda: store.move(old, new.head, digest=START.digest, expected=old.head),
         lambda: store.add(old, [turn], parent=new.head, expected=old.head),
-        lambda: store.label(old, new.head, 0, START.digest, "x", "memory", ""),
+        lambda: store.label(old, TurnReference(new.head, START.digest, 0), "x", "memory", ""),
     ]
     for change in changes:
         with pytest.raises(SessionNotFoundError):
             change()
     assert store.find("other", "bob") == new
-    assert not store.exists(old)
     store.close()
 
 
@@ -106,7 +106,7 @@ def test_d1_a_memory_that_was_replaced_is_not_the_one_that_is_forgotten(toy: Sub
         first = session.label("here")
         second = session.label("here", note="another")
         assert first.number != second.number
-        for use in (store.forget, store.chain_of):
+        for use in (store.forget, store.locate):
             with pytest.raises(SessionNotFoundError):
                 use(first)
         assert talk.rt.memories.get(second.address) == second

@@ -21,9 +21,10 @@ from perdure.chat.transcript import Transcript
 from perdure.sessions.export import read_export, write_export
 from perdure.sessions.importing import take_state
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.storage.session_folder import KEY
+from perdure.sessions.store.sqlite.folder import KEY
 from perdure.sessions.turn import FIRST, Turn
 from perdure.testing.toy import ToyModel
+from sessions.database import index_of
 from sessions.talking import said, talking
 from subjects import Subject
 
@@ -82,7 +83,7 @@ def test_w3_a_seal_holds_for_nothing_else_than_what_was_sealed(toy: Subject, tmp
     key = (tmp_path / "from" / KEY).read_bytes()
     assert len(key) == 32
     assert key not in path.read_bytes()
-    assert read_export(path).sealed_by(key)
+    assert read_export(path).signed_by(key)
     data = path.read_bytes()
     other = forged(path, lambda turn: replace(turn, created=turn.created + 1), key=bytes(32))
     mixed = tmp_path / "mixed"
@@ -95,7 +96,7 @@ def test_w3_a_seal_holds_for_nothing_else_than_what_was_sealed(toy: Subject, tmp
     forged_data[place.offset_data :][:32] = data[seal.offset_data :][:32]
     forged_data[place.offset_data : place.offset_data + 32] = data[seal.offset_data : seal.offset_data + 32]
     mixed.write_bytes(forged_data)
-    assert not read_export(mixed).sealed_by(key)
+    assert not read_export(mixed).signed_by(key)
     (tmp_path / "from" / KEY).unlink()
     with talking(toy, tmp_path / "from") as talk:
         assert "another store" in talk.rt.sessions.import_(path, "anna").left_out["state"]
@@ -273,13 +274,12 @@ def test_a_refused_import_leaves_nothing(what: str, toy: Subject, tmp_path: Path
     """Not a session that can be neither read nor deleted."""
     path = forged(exported(toy, tmp_path), IMPOSSIBLE[what])
     with talking(toy, tmp_path / "to") as talk:
-        store = talk.rt.sessions.store
         try:
             # What leads nowhere is text alone, which leads everywhere.
             session = talk.rt.sessions.import_(path).session
         except PerdureError:
             assert talk.rt.sessions.list() == []
-            assert store.index.rows("SELECT * FROM turn") == []
+            assert index_of(talk.rt.sessions).rows("SELECT * FROM turn") == []
         else:
             assert [ask for ask, _ in said(session)] == [LONG, "And then?"]
             assert talk.say(session, "Go on").kept
@@ -292,8 +292,8 @@ def test_a_session_whose_turns_cannot_be_read_can_be_deleted(toy: Subject, tmp_p
         talk.say(talk.session("alice"), "Hello")
     with talking(toy, tmp_path) as talk:
         sessions = talk.rt.sessions
-        with sessions.store.index.writing():
-            sessions.store.index.run("UPDATE turn SET messages = '[' WHERE depth = 1")
+        with index_of(sessions).writing():
+            index_of(sessions).run("UPDATE turn SET messages = '[' WHERE depth = 1")
         with pytest.raises(CorruptStateError):
             sessions.get("alice").history()
         sessions.delete("alice")

@@ -8,7 +8,10 @@ import pytest
 
 from perdure import AmbiguousError, CorruptStateError, InvalidInputError, SessionError, SessionNotFoundError
 from perdure.sessions.info import parse_address
-from perdure.sessions.storage.schema import MEMORY_SEAL
+from perdure.sessions.store.sqlite import memory_table
+from perdure.sessions.store.sqlite.schema import MEMORY_COLUMNS
+from perdure.store.index import Index
+from sessions.database import index_of
 from sessions.talking import ASK, said, talking, terse
 from subjects import Subject
 
@@ -45,28 +48,27 @@ def test_memories_are_found_by_label_kind_and_text(toy: Subject) -> None:
         assert search(namespace="elsewhere") == []
 
 
-def test_a_text_is_looked_for_in_a_few_memories_at_a_time(
-    toy: Subject, monkeypatch: pytest.MonkeyPatch
+def not_for_searches(*_: object) -> list[tuple[object, ...]]:
+    raise AssertionError("others wait for this reader")
+
+
+def test_x7_a_text_is_looked_for_in_a_few_memories_at_a_time(
+    toy: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """I2: whoever has many memories, with long texts, keeps nobody else waiting for the index."""
-    monkeypatch.setattr("perdure.sessions.memories._LOOKED_AT", 3)
-    looked: list[int] = []
-    with talking(toy) as talk:
+    """I2: whoever has many memories, with long texts, keeps nobody else waiting for the index: a search has a
+    reader of its own."""
+    monkeypatch.setattr(memory_table, "_SEARCHED", 3)
+    with talking(toy, tmp_path) as talk:
         s = talk.session("alice")
         talk.say(s, "The cat is on the mat")
         for number in range(10):
             s.label(f"l{number}", note="odd" if number % 2 else "even")
-        memories, store = talk.rt.memories, talk.rt.sessions.store
-        numbers = store.memories.numbers
-
-        def counted(namespace: str, *, after: int, limit: int) -> list[int]:
-            found = numbers(namespace, after=after, limit=limit)
-            looked.append(len(found))
-            return found
-
-        monkeypatch.setattr(store.memories, "numbers", counted)
-        assert [m.label for m in memories.search(text="ODD")] == ["l1", "l3", "l5", "l7", "l9"]
-        assert looked == [3, 3, 3, 1, 0]
+        memories = talk.rt.memories
+        with monkeypatch.context() as others:
+            others.setattr(Index, "rows", not_for_searches)
+            assert [m.label for m in memories.search(text="ODD")] == ["l1", "l3", "l5", "l7", "l9"]
+            assert talk.rt.sessions.list(text="nowhere") == []
+            assert [info.name for info in talk.rt.sessions.list(text="CAT IS")] == ["alice"]
         assert [m.label for m in memories.search(text="odd", limit=2)] == ["l1", "l3"]
         after = memories.search(label="l3")[0].address
         assert [m.label for m in memories.search(text="odd", after=after, limit=2)] == ["l5", "l7"]
@@ -101,10 +103,10 @@ def test_another_session_at_the_address_is_refused(toy: Subject) -> None:
         talk.say(s, "Hello")
         talk.say(other, "Something quite different")
         memory = s.label("here")
-        index = talk.rt.sessions.store.index
+        index = index_of(talk.rt.sessions)
         with index.writing():
             index.run("UPDATE memory SET turn = (SELECT head FROM session WHERE name = 'bob')")
-            index.run(f"UPDATE memory SET seal = seal({', '.join(MEMORY_SEAL)})")
+            index.run(f"UPDATE memory SET seal = seal({', '.join(MEMORY_COLUMNS)})")
         names = [row.name for row in talk.rt.sessions.list()]
         with pytest.raises(CorruptStateError, match="digest differs"):
             talk.rt.memories.wake(memory.address, "woken")

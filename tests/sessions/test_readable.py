@@ -22,11 +22,11 @@ from perdure.chat.formats.registry import family
 from perdure.chat.message import Tool, ToolCall
 from perdure.chat.parsing.json_scanner import Malformed
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.storage import turn_table
-from perdure.sessions.storage.backup import back_up, restore
-from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.store.sqlite.backup import back_up, restore
+from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.testing.toy import ToyModel
 from server.live_server import live_server, opened
+from sessions.database import index_of
 from sessions.talking import ASK, talking
 from subjects import Subject
 
@@ -248,7 +248,7 @@ def test_x2_a_backup_with_a_turn_that_cannot_be_read_brings_the_others_back(
         for name in ("alice", "bob"):
             sessions.create(name, namespace=name).append("Hello")
         # As an older version did.
-        monkeypatch.setattr(turn_table, "check_readable", lambda values, turn: None)
+        monkeypatch.setattr(Turn, "check_readable", lambda turn: None)
         alice = sessions.get("alice", "alice")
         messages = (Message(role="user", content=HALF),)
         bad = Turn(kind="turn", messages=messages, before=alice.history()[-1].digest)
@@ -329,7 +329,7 @@ def test_x18_a_copy_that_fails_leaves_the_session_that_it_was_to_replace(tmp_pat
         sessions.create("alice").append("Kept")
         elsewhere.create("alice").append("New")
         elsewhere.create("long").append("x" * 200_000)
-        index = sessions.store.index
+        index = index_of(sessions)
         with index.writing():
             index.rows(f"PRAGMA max_page_count = {index.rows('PRAGMA page_count')[0][0] + 4}")
         with pytest.raises(StoreFullError):
@@ -342,5 +342,5 @@ def test_x18_a_copy_that_fails_leaves_the_session_that_it_was_to_replace(tmp_pat
         assert [info.name for info in sessions.list()] == ["alice"]
         with pytest.raises(PerdureError, match="was deleted"):
             old.append("More")
-    with closing(SessionStore(tmp_path / "store", readonly=True)) as store:
-        assert len(store.turns.chain(store.find("", "alice").head)[0]) == 2
+    with closing(SqliteStore(tmp_path / "store", readonly=True)) as store:
+        assert len(store.chain(store.find("", "alice").head, "alice")[0]) == 2

@@ -32,9 +32,10 @@ from perdure import (
     StoreLockedError,
 )
 from perdure.backend import LocalBackend
-from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.sessions.turn import Turn
 from perdure.testing.toy import Faults, ToyModel
+from sessions.database import index_of
 from sessions.talking import ASK, Hold, said, talking
 from subjects import NARROW, Noise, Subject
 
@@ -156,9 +157,9 @@ def test_no_event_loop_waits_for_a_summary_or_for_the_disk(
     toy: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: set[int] = set()
-    add, submit = SessionStore.add, Session.submit
+    add, submit = SqliteStore.add, Session.submit
 
-    def adding(self: SessionStore, *given: Any, **more: Any) -> Sequence[int]:
+    def adding(self: SqliteStore, *given: Any, **more: Any) -> Sequence[int]:
         waited.add(threading.get_ident())
         return add(self, *given, **more)
 
@@ -166,7 +167,7 @@ def test_no_event_loop_waits_for_a_summary_or_for_the_disk(
         waited.add(threading.get_ident())
         return submit(self, *given, **settings)
 
-    monkeypatch.setattr(SessionStore, "add", adding)
+    monkeypatch.setattr(SqliteStore, "add", adding)
     monkeypatch.setattr(Session, "submit", submitting)
     with talking(toy) as talk:
         s = talk.session("alice")
@@ -362,7 +363,7 @@ def test_a_store_that_fails_costs_the_turn_not_the_reply(
         def full(*_: Any, **__: Any) -> int:
             raise StoreFullError("no room left", needed=1)
 
-        monkeypatch.setattr(SessionStore, "add", full)
+        monkeypatch.setattr(SqliteStore, "add", full)
         reply = s.say("Hello", **ASK)
         assert (reply.text, reply.kept, reply.not_kept) == (right, False, "no room left")
         assert "".join(delta.text for delta in s.stream("Hello", **ASK)) == right
@@ -380,9 +381,9 @@ def test_a_fork_goes_its_own_way(subject: Subject, tmp_path: Path) -> None:
         s = talk.session("alice", system="Be terse.")
         talk.say(s, "Hello, I have something to tell you that takes a while")
         talk.say(s, "It is this")
-        rows = len(talk.rt.sessions.store.index.rows("SELECT 1 FROM turn"))
+        rows = len(index_of(talk.rt.sessions).rows("SELECT 1 FROM turn"))
         t = s.fork("bob", turn=1)
-        assert len(talk.rt.sessions.store.index.rows("SELECT 1 FROM turn")) == rows
+        assert len(index_of(talk.rt.sessions).rows("SELECT 1 FROM turn")) == rows
         assert dict(t.origin) == {"how": "fork", "session": "alice", "turn": 1}
         reply = talk.say(t, "It was that")
         assert reply.reuse.reused > 0
@@ -412,7 +413,7 @@ def test_going_back_forgets_and_goes_on(subject: Subject, tmp_path: Path) -> Non
         s.rewind(to=0)
         assert s.tokens == ()
         # Turns that nothing leads to are gone.
-        assert len(talk.rt.sessions.store.index.rows("SELECT 1 FROM turn")) == 1
+        assert len(index_of(talk.rt.sessions).rows("SELECT 1 FROM turn")) == 1
         assert talk.say(s, "Afresh").kept
 
 
@@ -539,7 +540,7 @@ def test_a_turn_that_was_tampered_with_is_refused(toy: Subject, tmp_path: Path) 
     with talking(toy, tmp_path) as talk:
         s = talk.session("alice")
         talk.say(s, "Hello")
-        index = talk.rt.sessions.store.index
+        index = index_of(talk.rt.sessions)
         for column, value in (("text", "x"), ("seed", 7), ("tokens", b"\x01\0\0\0"), ("reply", None)):
             before = (s.tokens, index.rows(f"SELECT {column} FROM turn WHERE kind = 'turn'")[0][0])
             with index.writing():
@@ -557,11 +558,11 @@ def test_a_store_has_one_engine_and_several_writers(toy: Subject, tmp_path: Path
         talk.say(talk.session("alice"), "Hello")
         with pytest.raises(StoreLockedError, match="in use by another runtime of this process"):
             Runtime(LocalBackend(toy.model, n_ctx=64, slots=1), store=tmp_path)
-        with contextlib.closing(SessionStore(tmp_path)) as writer:
+        with contextlib.closing(SqliteStore(tmp_path)) as writer:
             writer.create("", "bob", [Turn(kind="start", messages=())])
         assert [row.name for row in talk.rt.sessions.list()] == ["bob", "alice"]
         talk.rt.sessions.delete("bob")
-        reader = SessionStore(tmp_path, readonly=True)
+        reader = SqliteStore(tmp_path, readonly=True)
         assert [row.name for row in reader.list()] == ["alice"]
         reader.close()
         assert talk.say(talk.session("alice"), "Still here").kept

@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 import subjects
 from perdure import CorruptStateError
 from perdure.sessions import turn as turn_module
-from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.store.sqlite.store import SqliteStore
 from sessions.state_machine import life
 from subjects import NAMES, Subject
 
@@ -53,7 +53,7 @@ def test_a_turn_that_is_lost_is_seen(
     zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: turns that are written, but to which the session does not lead."""
-    monkeypatch.setattr(SessionStore, "_move", lambda self, session, head: None)
+    monkeypatch.setattr(SqliteStore, "_move", lambda self, session, head: None)
     with pytest.raises(AssertionError):
         live(subjects.find("toy-full", zoo_path), examples=400, steps=30, phases=[Phase.generate])
 

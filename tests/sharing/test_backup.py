@@ -14,7 +14,7 @@ import pytest
 
 from perdure.errors import CorruptStateError, InvalidInputError
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.storage.backup import back_up, restore
+from perdure.sessions.store.sqlite.backup import back_up, restore
 from sessions.test_import import HOSTILE
 from sharing.programs import program
 
@@ -64,7 +64,7 @@ def test_a_backup_is_of_one_moment_while_two_programs_write(store: Path, tmp_pat
 SLOW = """
 import os, signal, sys
 from pathlib import Path
-import perdure.sessions.storage.backup as backup
+import perdure.sessions.store.sqlite.backup as backup
 from perdure.store import durable
 steps = int(sys.argv[1])
 def stop(*args, **keywords):

@@ -33,14 +33,15 @@ from perdure.cache.tiers.block_file import BlockFolder
 from perdure.cache.tiers.disk import DiskTier
 from perdure.decode.slots import KeptPrefix
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
-from perdure.sessions.storage.repair import repair
-from perdure.sessions.storage.schema import MIGRATIONS as SESSION_MIGRATIONS
-from perdure.sessions.storage.schema import seal, turn_values
-from perdure.sessions.storage.session_store import SessionStore
-from perdure.sessions.storage.verify import verify
+from perdure.sessions.store.sqlite.repair import repair
+from perdure.sessions.store.sqlite.schema import MIGRATIONS as SESSION_MIGRATIONS
+from perdure.sessions.store.sqlite.schema import row_checksum, turn_values
+from perdure.sessions.store.sqlite.store import SqliteStore
+from perdure.sessions.store.sqlite.verify import verify
 from perdure.sessions.turn import Turn
 from perdure.store.index import APPLICATION, MIGRATIONS
 from perdure.testing.toy import ToyModel
+from sessions.database import index_of
 from store.chains import block, chain, file_of, files, root, same, size
 
 PLENTY = 1 << 30
@@ -428,7 +429,7 @@ def turns(kind: type[MemorySpec], **settings: Any) -> Scenario:
         with opened(folder) as disk:
             assert disk.verify().sound
         with talking(kind, folder, **settings) as runtime:
-            runtime.sessions.store.index.check()
+            index_of(runtime.sessions).check()
             names = [row.name for row in runtime.sessions.list()]
             assert names == ["alice"] or (not names and "created" not in acks)
             if names:
@@ -463,7 +464,7 @@ def branches(kind: type[MemorySpec]) -> Scenario:
 
     def check(folder: Path, acks: set[str]) -> None:
         with talking(kind, folder) as runtime:
-            runtime.sessions.store.index.check()
+            index_of(runtime.sessions).check()
             names = {row.name for row in runtime.sessions.list()}
             assert "bob" in names or "forked" not in acks
             assert "alice" in names or "rewound" in acks
@@ -487,7 +488,7 @@ def older_sessions(version: int) -> Scenario:
     def prepare(folder: Path) -> None:
         if version:
             with closing(sqlite3.connect(folder / "sessions.sqlite")) as db, db:
-                db.create_function("seal", -1, seal, deterministic=True)
+                db.create_function("seal", -1, row_checksum, deterministic=True)
                 db.executescript(SESSION_MIGRATIONS[0])
                 values = turn_values(7, None, 0, START)[:-1]
                 db.execute(f"INSERT INTO turn VALUES ({', '.join('?' * len(values))})", values)
@@ -498,18 +499,18 @@ def older_sessions(version: int) -> Scenario:
                 db.execute(f"PRAGMA user_version = {version}")
 
     def act(folder: Path, ack: Ack) -> None:
-        with closing(SessionStore(folder)) as store:
+        with closing(SqliteStore(folder)) as store:
             ack("opened")
             store.create("", "alice", [START])
             ack("created")
 
     def check(folder: Path, acks: set[str]) -> None:
-        with closing(SessionStore(folder)) as store:
+        with closing(SqliteStore(folder)) as store:
             assert store.index.rows("PRAGMA user_version") == [(len(SESSION_MIGRATIONS),)]
             assert store.has("", "alice") or "created" not in acks
             assert store.has("", "old") or not version
             for row in store.list():
-                assert len(store.turns.chain(row.head)[1]) == 1
+                assert len(store.chain(row.head, row.name)[1]) == 1
             # Whatever was interrupted, no number is given out again.
             given = dict(store.index.rows("SELECT name, last FROM counter"))
             made = store.has("", "alice")
@@ -526,7 +527,7 @@ def older_sessions(version: int) -> Scenario:
 
 
 def damaged_prepare(folder: Path) -> None:
-    with closing(SessionStore(folder)) as store:
+    with closing(SqliteStore(folder)) as store:
         second = Turn(kind="turn", messages=(), finish_reason="stop", before=START.digest)
         third = Turn(kind="turn", messages=(), finish_reason="length", before=second.digest)
         store.create("", "alice", [START, second, third])
@@ -538,15 +539,15 @@ def damaged_prepare(folder: Path) -> None:
 def damaged_act(folder: Path, ack: Ack) -> None:
     repair(folder)
     ack("mended")
-    with closing(SessionStore(folder)) as store:
+    with closing(SqliteStore(folder)) as store:
         store.create("", "carol", [START])
         ack("created")
 
 
 def damaged_check(folder: Path, acks: set[str]) -> None:
     verify(folder, lambda done, total: None)
-    with closing(SessionStore(folder)) as store:
-        found = {row.name: len(store.turns.chain(row.head)[1]) for row in store.list()}
+    with closing(SqliteStore(folder)) as store:
+        found = {row.name: len(store.chain(row.head, row.name)[1]) for row in store.list()}
         assert found.pop("carol", 0) == 1 or "created" not in acks
         assert found == {"alice": 2, "bob": 2}
 

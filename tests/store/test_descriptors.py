@@ -13,9 +13,9 @@ from pathlib import Path
 
 import perdure
 from perdure.testing.toy import ToyModel
-from perdure.sessions.storage.backup import back_up, restore
-from perdure.sessions.storage.session_store import SessionStore
-from perdure.sessions.storage.verify import verify
+from perdure.sessions.store.sqlite.backup import back_up, restore
+from perdure.sessions.store.sqlite.store import SqliteStore
+from perdure.sessions.store.sqlite.verify import verify
 
 folder, opened = Path(sys.argv[1]), []
 
@@ -36,8 +36,8 @@ with runtime() as rt:
     session.say("Hello", max_tokens=2, temperature=0)
     session.label("here")
     # As often as somebody may: a second runtime of the process, readers, and what works on a whole store.
-    SessionStore(folder / "store").close()
-    SessionStore(folder / "store", readonly=True).close()
+    SqliteStore(folder / "store").close()
+    SqliteStore(folder / "store", readonly=True).close()
     rt.session("bob").append("Hi")
     session.export(folder / "alice.perdure", state=False)
     before = len(opened)

@@ -19,7 +19,6 @@ from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.stream import Stream, one_request
 from perdure.engine.batch import Batch
 from perdure.engine.contract import Outcome
@@ -29,6 +28,7 @@ from perdure.errors import (
     StoreDamagedError,
 )
 from perdure.memory import FullAttention
+from perdure.request_options import Sampling
 from store import children
 from store.chains import files
 from store.checked_runtime import SETTINGS, kept

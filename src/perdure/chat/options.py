@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, get_args
+from typing import Any
 
 from perdure.chat.message import Tool
-from perdure.checks import check_one_of, is_whole
 from perdure.config import Overflow, ReasoningMode
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import InvalidInputError
+from perdure.options import check_options, option
 
 ToolChoice = str | Mapping[str, Any]
 """none, auto, required, or which one: its name, or `{"type": "function", "function": {"name": …}}`."""
@@ -32,21 +32,36 @@ class ChatOptions:
 
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = "auto"
-    parallel_tool_calls: bool = True
-    reasoning: ReasoningMode = "capture"
-    reasoning_budget: int | None = None
-    overflow: Overflow = "error"
-    limit_to_context: bool = False
-    """Whether `max_tokens` may be more than fits: the reply then ends, by length, where the context does."""
-    keep_reasoning: bool | None = None
-    """Whether the template shows the reasoning of earlier turns, where it has a switch for that; None leaves
-    it to the template."""
-    continue_final_message: bool = False
-    """Whether the reply goes on from the last message, which is the assistant's."""
-    add_generation_prompt: bool | None = None
-    """Whether the prompt ends with what opens a reply: unless a message is continued, if not told."""
-    date: str | None = None
-    """The day, or the moment, that a template is told when it asks, in ISO 8601: today, if not told."""
+    parallel_tool_calls: bool = option(True, help="whether a reply may call several tools")
+    reasoning: ReasoningMode = option(
+        "capture", help="what becomes of the model's reasoning: part of the text, left out, or apart"
+    )
+    reasoning_budget: int | None = option(
+        None, low=0, help="tokens that the model may reason for", unset="as many as it needs"
+    )
+    overflow: Overflow = option("error", help="what happens when the conversation no longer fits")
+    limit_to_context: bool = option(
+        False, help="whether max_tokens may be more than fits; the reply then ends where the context does"
+    )
+    keep_reasoning: bool | None = option(
+        None,
+        help="whether the template shows the reasoning of earlier turns, where it has a switch for that",
+        unset="left to the template",
+    )
+    continue_final_message: bool = option(
+        False, help="whether the reply goes on from the last message, which is the assistant's"
+    )
+    add_generation_prompt: bool | None = option(
+        None,
+        help="whether the prompt ends with what opens a reply",
+        unset="unless a message is continued",
+    )
+    date: str | None = option(
+        None,
+        characters=40,
+        help="the day, or the moment, that a template is told when it asks, in ISO 8601",
+        unset="today",
+    )
     cache_marks: Sequence[KeptPrefix] = ()
     """Up to where the state of the conversation is to be kept for a time."""
     variables: Mapping[str, Any] | None = None
@@ -63,14 +78,7 @@ class ChatOptions:
         return None if self.date is None else datetime.fromisoformat(self.date)
 
     def __post_init__(self) -> None:
-        check_one_of("overflow", self.overflow, get_args(Overflow))
-        check_one_of("reasoning", self.reasoning, get_args(ReasoningMode))
-        budget = self.reasoning_budget
-        if budget is not None and (not is_whole(budget) or budget < 0):
-            raise InvalidInputError(f"reasoning_budget is None or a number of tokens from 0, got {budget!r}")
-        for name in ("keep_reasoning", "continue_final_message", "add_generation_prompt"):
-            if getattr(self, name) not in (None, True, False):
-                raise InvalidInputError(f"{name} is true or false, got {getattr(self, name)!r}")
+        check_options(self)
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidInputError(
                 "continue_final_message goes on from a message, and add_generation_prompt begins another: "

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perdure.cli.options.groups import REPLY_OPTIONS
 from perdure.cli.output import terminal, words
-from perdure.decode.sampling.settings import Sampling
 from perdure.errors import InvalidInputError, PerdureError, SessionError
+from perdure.options import options_of
+from perdure.request_options import Sampling
 
 if TYPE_CHECKING:
     from perdure.cli.conversation import Conversation
@@ -104,42 +106,25 @@ def _set(chat: Conversation, rest: str) -> None:
     name, _, value = rest.partition(" ")
     name = name.replace("-", "_")
     if not name:
-        for known in SETTINGS:
+        for known, each in REPLY_OPTIONS.items():
             chosen = chat.settings.get(known)
-            shown = f"{_default(known)}" if chosen is None else f"{chosen}  (set)"
-            terminal.tell(f"{known:<16} {shown}")
+            shown = each.default_text if chosen is None else f"{chosen}  (set)"
+            terminal.tell(f"{known:<18} {shown:<24} {each.help}")
         return
-    if name not in SETTINGS:
-        raise InvalidInputError(f"there is no setting {name!r}; there are {', '.join(SETTINGS)}")
+    option = REPLY_OPTIONS.get(name)
+    if option is None:
+        raise InvalidInputError(f"there is no setting {name!r}; there are {', '.join(REPLY_OPTIONS)}")
     if not value.strip():
-        raise InvalidInputError(f"give a value: /set {name} {_default(name)}, or /set {name} default")
+        raise InvalidInputError(f"give a value: /set {name} {option.default_text}, or /set {name} default")
     if value.strip() == "default":
         chat.settings.pop(name, None)
     else:
-        chat.settings[name] = _number(name, value.strip())
-    shown = chat.settings.get(name, _default(name))
+        chosen = option.parse(value.strip())
+        if name in options_of(Sampling):
+            Sampling(**{name: chosen})
+        chat.settings[name] = chosen
+    shown = chat.settings.get(name, option.default_text)
     terminal.tell(f"{name} is {shown} from the next reply on.")
-
-
-def _default(name: str) -> object:
-    if name == "max_tokens":
-        return "until the model stops"
-    found = getattr(Sampling(), name)
-    return "a new one each time" if found is None else found
-
-
-def _number(name: str, text: str) -> float | int:
-    try:
-        value = SETTINGS[name](text)
-    except ValueError:
-        kind = "a whole number" if SETTINGS[name] is int else "a number"
-        raise InvalidInputError(f"{name} is {kind}, got {text!r}") from None
-    if name == "max_tokens":
-        if value < 1:
-            raise InvalidInputError(f"max_tokens is a whole number from 1, got {text}")
-    else:
-        Sampling(**{name: value})  # type: ignore[arg-type]
-    return value
 
 
 def _undo(chat: Conversation, _: str) -> None:
@@ -254,16 +239,6 @@ def _whole(text: str, otherwise: str) -> int:
         raise InvalidInputError(f"{otherwise}, got {text!r}")
     return int(text)
 
-
-SETTINGS: dict[str, type[int] | type[float]] = {
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "repeat_penalty": float,
-    "seed": int,
-    "max_tokens": int,
-}
 
 COMMANDS = (
     Command("/help", "", "show this", _help),

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from perdure.config import settings
 from perdure.errors import StoreError
-from perdure.sessions.storage.session_folder import FILE
+from perdure.sessions.store.registry import has_sessions
 
 if TYPE_CHECKING:
     from perdure.sessions.sessions import Sessions
-    from perdure.sessions.storage.session_store import SessionStore
+    from perdure.sessions.store.base import SessionStore
 
 
 def sessions_in(store: Path | None, *, readonly: bool, create: bool = False) -> Sessions:
@@ -27,9 +27,9 @@ def sessions_in(store: Path | None, *, readonly: bool, create: bool = False) -> 
 @contextmanager
 def session_store_in(store: Path | None) -> Iterator[SessionStore]:
     """Where those sessions are listed. To read it takes neither the engine nor the chat."""
-    from perdure.sessions.storage.session_store import SessionStore
+    from perdure.sessions.store.registry import open_store
 
-    found = SessionStore(session_folder(store), readonly=True)
+    found = open_store(session_folder(store), readonly=True)
     try:
         yield found
     finally:
@@ -39,7 +39,7 @@ def session_store_in(store: Path | None) -> Iterator[SessionStore]:
 def session_folder(store: Path | None, *, create: bool = False) -> Path:
     """The folder of the sessions. An error where there are none, unless they are to be created."""
     folder = store or settings().store
-    if not create and not (folder / FILE).is_file():
+    if not create and not has_sessions(folder):
         there = f" --store {shlex.quote(str(store))}" if store is not None else ""
         raise StoreError(
             f"there are no sessions in {folder}: `perdure chat --session NAME{there}` starts one, "

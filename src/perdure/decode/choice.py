@@ -11,10 +11,10 @@ from typing import Literal
 import numpy as np
 
 from perdure.decode.request import Delta, Reply, Request
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.stream import Stream
 from perdure.engine.contract import Tokenizer
 from perdure.errors import InvalidInputError, TokenError
+from perdure.request_options import Sampling
 
 Normalisation = Literal["total", "token"]
 """Compare options by their whole log probability, or by that of a token of theirs on average."""

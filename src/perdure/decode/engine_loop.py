@@ -159,7 +159,7 @@ class EngineLoop:
     def check_thread(self) -> None:
         """Refuse a caller for whom the engine thread itself would have to wait."""
         if threading.current_thread() is self._thread:
-            raise InvalidInputError("a processor cannot wait for the runtime that waits for it")
+            raise InvalidInputError("logits processors must not call the runtime that runs them (deadlock)")
 
     def cancel(self, output: SequenceGroup) -> None:
         """End a request that was submitted here. The garbage collector calls this, too, anywhere."""

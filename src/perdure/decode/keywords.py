@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.decode.sampling.grammar import Grammar
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import KeptPrefix
 from perdure.engine.logits import LogitsView
+from perdure.request_options import Sampling
 
 Processor: TypeAlias = Callable[[Sequence[int], LogitsView], NDArray[np.float32]]
 """Called with the tokens so far and the live logits; returns the logits to draw from."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Unpack
 from weakref import WeakKeyDictionary
 
@@ -14,16 +14,13 @@ import numpy as np
 from perdure.checks import is_whole
 from perdure.decode.keywords import Processor, RequestKeywords
 from perdure.decode.sampling.grammar import Grammar
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.slots import KeptPrefix, ReuseReport
-from perdure.decode.text import check_stops
 from perdure.engine.contract import Tokenizer
 from perdure.engine.logits import Candidate
 from perdure.errors import ContextOverflow, InvalidInputError, TokenError
-from perdure.option_names import unknown_options
+from perdure.options import check_options, unknown_options
+from perdure.request_options import RequestOptions, Sampling
 
-MAX_SAMPLES = 1024
-"""Of one prompt. Each takes memory from the start."""
 _USUAL = 32
 """Characters a token that no ordinary text has: shorter ones are tokenised to find out."""
 _longest: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
@@ -33,14 +30,10 @@ FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(RequestOptions):
     """A prompt of tokens and how to go on from it. Checked when it is made; it never changes."""
 
     prompt: Sequence[int]
-    max_tokens: int | None = None
-    """None: until the model stops or the context is full."""
-    sampling: Sampling = field(default_factory=Sampling)
-    stops: Sequence[str] = ()
     grammar: Grammar | None = None
     reply_prefix: Sequence[int] = ()
     """Tokens of the reply that earlier requests wrote: grammar, stops and text go on behind them."""
@@ -49,11 +42,6 @@ class Request:
     continued: bool = False
     """Whether another request goes on where this one reaches `max_tokens`: it has this one's tokens as its
     `reply_prefix`, and tells the text that this one holds back then."""
-    n: int = 1
-    logprobs: int | None = None
-    """None: none; 0: of the tokens drawn; k: with the k likeliest beside each."""
-    prompt_logprobs: int | None = None
-    ignore_eos: bool = False
     processors: Sequence[Processor] = ()
     namespace: str = ""
     """Whose prompt it is: kept state is never shared between namespaces."""
@@ -73,12 +61,7 @@ class Request:
             raise TokenError(f"a prompt is a list of token ids, got {type(self.prompt).__name__}")
         if not len(self.prompt):
             raise TokenError("a prompt needs at least one token")
-        if not _is_whole(self.n, 1) or self.n > MAX_SAMPLES:
-            raise InvalidInputError(f"n is a whole number from 1 to {MAX_SAMPLES}, got {self.n!r}")
-        for name, low in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0)):
-            value = getattr(self, name)
-            if value is not None and not _is_whole(value, low):
-                raise InvalidInputError(f"{name} is None or a whole number from {low}, got {value!r}")
+        check_options(self)
         _check_times(self.timeout, self.deadline)
         if not isinstance(self.sampling, Sampling):
             raise InvalidInputError(f"sampling is a Sampling, got {type(self.sampling).__name__}")
@@ -86,11 +69,10 @@ class Request:
             raise InvalidInputError(f"grammar is a Grammar, got {type(self.grammar).__name__}")
         if not all(callable(processor) for processor in self.processors):
             raise InvalidInputError("processors are functions of the tokens and the logits")
-        if not all(_is_whole(length, 0) for length in self.keep_at):
+        if not all(is_whole(length) and length >= 0 for length in self.keep_at):
             raise InvalidInputError(f"keep_at are lengths of the prompt, got {self.keep_at!r}")
         if not all(isinstance(pin, KeptPrefix) and pin.seconds is not None for pin in self.pins):
             raise InvalidInputError(f"pins are of type Pin and have an end, got {self.pins!r}")
-        check_stops(self.stops)
 
     def ends_at(self, now: float) -> float | None:
         """The instant at which it ends if it is submitted `now`."""
@@ -159,10 +141,6 @@ _OPTIONS = {*Request.__dataclass_fields__, *Sampling.__dataclass_fields__, "stop
     "told",
     "continued",
 }
-
-
-def _is_whole(value: object, low: int) -> bool:
-    return is_whole(value) and value >= low
 
 
 @dataclass(frozen=True, slots=True)

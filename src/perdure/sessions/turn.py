@@ -96,6 +96,20 @@ class Turn:
     @classmethod
     def from_json(cls, value: Mapping[str, Any], before: bytes) -> Turn:
         """The turn in `value`, which must follow the one with the digest `before`."""
+        turn = cls.parse(value, before)
+        try:
+            digest = bytes.fromhex(value["digest"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptStateError(f"not a turn of a session: {error!r}") from error
+        if turn.digest != digest:
+            raise CorruptStateError(
+                "a turn is not what its digest says: it was damaged, or put in another's place"
+            )
+        return turn
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any], before: bytes) -> Turn:
+        """What `value` says, proved by nothing yet."""
         try:
             turn = cls(
                 kind=value["kind"],
@@ -114,15 +128,24 @@ class Turn:
                 created=_moment(value["created"]),
                 before=before,
             )
-            wanted = bytes.fromhex(value["digest"])
             known = turn.kind in ("start", "turn", "fold") and turn.finish_reason in _ENDINGS
         except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError) as error:
             raise CorruptStateError(f"not a turn of a session: {error!r}") from error
-        if not known or turn.digest != wanted:
-            raise CorruptStateError(
-                "a turn is not what its digest says: it was damaged, or put in another's place"
-            )
+        if not known:
+            raise CorruptStateError("not a turn of a session: of no known kind or end")
         return turn
+
+    def check_readable(self) -> None:
+        """Raise `InvalidInputError` unless it reads as the same again. A store writes no other turn: what is
+        refused when it is read would take its whole session with it."""
+        try:
+            same = Turn.parse(json.loads(json.dumps(self.to_json())), self.before) == self
+        except (CorruptStateError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise InvalidInputError(
+                f"this turn could not be read again, so it was not stored: {error}"
+            ) from error
+        if not same:
+            raise InvalidInputError("this turn would read as another one, so it was not stored")
 
 
 def said_messages(said: Said) -> list[Message]:

@@ -28,7 +28,7 @@ from perdure.errors import (
 )
 from perdure.sessions.fold import FoldPlan, TurnStream, cut_short, foldable, summarised
 from perdure.sessions.history import History
-from perdure.sessions.storage.schema import RESPONSE
+from perdure.sessions.store.base import RESPONSE
 from perdure.sessions.stored_session import PendingTurn, StoredSession, StoreHost
 from perdure.sessions.turn import Turn, added, plain_settings
 

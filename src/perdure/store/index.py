@@ -6,7 +6,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,6 +209,21 @@ class Index:
         writer = self._open_connections().writer
         with self._typed():
             return self._connect("mode=rw") if writer is not None else self._open_for_reading()
+
+    @contextmanager
+    def reading_apart(self) -> Iterator[Callable[..., list[tuple[Any, ...]]]]:
+        """`rows` over a connection of its own, for what takes long: nobody else waits for it."""
+        db = self.connect_reader()
+        if db is None:
+            yield self.rows
+            return
+
+        def rows(query: str, *values: Any) -> list[tuple[Any, ...]]:
+            with self._typed():
+                return db.execute(query, values).fetchall()
+
+        with closing(db):
+            yield rows
 
     def close(self) -> None:
         with _OPENING:

@@ -12,7 +12,7 @@ import typer
 from perdure.cli.options.shared import Json
 
 if TYPE_CHECKING:
-    from perdure.sessions.storage.backup import Backup
+    from perdure.sessions.store.registry import Backup
 
 
 def backup(
@@ -32,7 +32,7 @@ def backup(
     """Copy all sessions of a store into one file. The store may be in use meanwhile."""
     from perdure.cli.output.progress import working
     from perdure.cli.store import session_folder
-    from perdure.sessions.storage.backup import back_up
+    from perdure.sessions.store.registry import back_up
 
     with working(f"Writing {file.name}") as progress:
         made = back_up(session_folder(store), file, state=state, progress=progress)
@@ -46,7 +46,7 @@ def restore(
 ) -> None:
     """Make a store from a backup. What cannot be proved is left out and named, and the exit code is 1."""
     from perdure.cli.output.progress import working
-    from perdure.sessions.storage.backup import restore as restore_store
+    from perdure.sessions.store.registry import restore as restore_store
 
     with working(f"Reading {file.name}") as progress:
         found = restore_store(file, store, progress=progress)

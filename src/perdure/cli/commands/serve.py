@@ -143,7 +143,7 @@ def serve(
     import perdure
     from perdure import InvalidInputError
     from perdure.cli.output.progress import fetching
-    from perdure.cli.output.terminal import note
+    from perdure.cli.output.terminal import agrees, note
     from perdure.cli.settings_reload import SettingsReload, live_settings, set_log_level
     from perdure.config import settings
     from perdure.engine import registry
@@ -163,16 +163,16 @@ def serve(
         check_address(host, len(known))
         settings_now = live_settings(live, sampling, host=host, keys=known)
         if open_page and not page:
-            raise InvalidInputError("--open and --no-page cannot both be meant")
+            raise InvalidInputError("--open needs the page; remove --no-page")
         if store is not None and no_store:
-            raise InvalidInputError("--store and --no-store cannot both be meant")
+            raise InvalidInputError("--store and --no-store exclude each other; remove one")
         listening = [bind(host, port), *([bind(host, _OLLAMA)] if ollama else [])]
     except InvalidInputError as error:
         note(str(error))
         raise typer.Exit(2) from None
     folder = None if no_store else store or settings().store
     opener = registry.engine_for(model)
-    source = opener.fetch(model, fetching)
+    source = opener.fetch(model, fetching, agrees)
     with perdure.open(
         source,
         n_ctx=engine.ctx,

@@ -6,8 +6,8 @@ from typing import Any
 
 from perdure.config import SETTINGS, settings
 
-_OPTIONS = {setting.name for setting in SETTINGS} - {"model", "store"}
-"""Settings that are options of the same name. Model and store are asked for where they are used."""
+_OPTIONS = {setting.name for setting in SETTINGS} - {"model", "store", "engine"}
+"""Settings that are options of the same name. The others are asked for where they are used."""
 
 
 def defaults(command: Any, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -27,6 +27,8 @@ def usual_value(group: Any, name: str) -> str:
         return "the small default model"
     if name == "store":
         return str(settings().store)
+    if name == "engine":
+        return "small ones that fit the machine, else cpu"
     options = [option for each in ("serve", "chat") for option in group.commands[each].params]
     option = next(option for option in options if option.name == name)
     if isinstance(option.show_default, str):

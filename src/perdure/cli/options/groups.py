@@ -6,13 +6,16 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from perdure.cli.options import offload, shared
-from perdure.decode.sampling.settings import Sampling
+from perdure.options import Option, options_of
+from perdure.request_options import RequestOptions, Sampling
 
 if TYPE_CHECKING:
     from perdure.engine.keywords import LoadingKeywords
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,24 +35,39 @@ class EngineOptions:
         return offload.loading(self.gpu_layers, self.device, self.tensor_split, self.kv_offload)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+REPLY_OPTIONS: dict[str, Option] = {
+    "max_tokens": options_of(RequestOptions)["max_tokens"],
+    **options_of(Sampling),
+}
+"""What can be said of a reply on every command that makes one."""
+
+
+def _with_options(kind: type[T]) -> type[T]:
+    """A class with a field for each option of a reply."""
+    for name, option in REPLY_OPTIONS.items():
+        kind.__annotations__[name] = shared.typer_option(option)
+        setattr(kind, name, None)
+    return kind
+
+
+@dataclass(frozen=True, kw_only=True)
+@_with_options
 class SamplingOptions:
     """How tokens are drawn, and how many."""
 
-    max_tokens: shared.MaxTokens = None
-    temperature: shared.Temperature = None
-    top_p: shared.TopP = None
-    top_k: shared.TopK = None
-    min_p: shared.MinP = None
-    repeat_penalty: shared.RepeatPenalty = None
-    seed: shared.Seed = None
+    max_tokens: int | None = None
 
     def given(self) -> dict[str, Any]:
         """What was chosen besides `max_tokens`, checked before a model is loaded."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        found = {name: value for name, value in values.items() if value is not None and name != "max_tokens"}
-        Sampling(**found)
-        return found
+        given: dict[str, Any] = {}
+        for name, option in options_of(Sampling).items():
+            value = getattr(self, name)
+            if value is not None and value != []:
+                given[name] = option.gather(value) if isinstance(value, list) else value
+        Sampling(**given)
+        if self.max_tokens is not None:
+            REPLY_OPTIONS["max_tokens"].check(self.max_tokens)
+        return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

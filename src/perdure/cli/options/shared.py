@@ -8,19 +8,32 @@ from typing import Annotated, Any
 import typer
 
 from perdure.cli.options.completion import first_word, model_names, session_names
-from perdure.decode.sampling.settings import Sampling
+from perdure.options import Option
 
-_DEFAULT = Sampling()
 _Talk = "The conversation"
 _Engine = "Engine"
 _Sampling = "Sampling"
+_Further = "Further sampling"
 _Shape = "Shape of the reply"
 
 
-def _sampling(*names: str, help_: str, field: str, metavar: str | None = None) -> Any:
-    default = getattr(_DEFAULT, field)
-    shown = "a new one each time" if default is None else f"{default:g}"
-    return typer.Option(*names, help=help_, show_default=shown, rich_help_panel=_Sampling, metavar=metavar)
+def typer_option(option: Option) -> Any:
+    """An option of a request as one of a command."""
+    several = option.kind in (list, dict)
+    kind: Any = list[str] if several else option.kind
+    shown = {list: "TEXT", dict: "TOKEN=NUMBER", int: "N", float: "X"}.get(option.kind)
+    again = "; may be given several times" if several else ""
+    return Annotated[
+        kind | None,
+        typer.Option(
+            f"--{option.name.replace('_', '-')}",
+            *option.flags,
+            metavar=shown,
+            help=f"{option.help[0].upper()}{option.help[1:]}{again}.",
+            show_default=option.default_text,
+            rich_help_panel=_Sampling if option.common else _Further,
+        ),
+    ]
 
 
 def _store_option(panel: str | None) -> Any:
@@ -109,7 +122,7 @@ Limit = Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="
 AfterName = Annotated[str | None, _after_option("NAME")]
 AfterAddress = Annotated[str | None, _after_option("ADDRESS")]
 AfterId = Annotated[str | None, _after_option("ID")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Skip confirmation.")]
 Ctx = Annotated[
     int | None,
     typer.Option(
@@ -127,18 +140,6 @@ Exact = Annotated[
         "--exact",
         help="Decode each reply alone, so that its last bit never depends on others.",
         rich_help_panel=_Engine,
-    ),
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-tokens",
-        "-n",
-        min=1,
-        metavar="N",
-        show_default="until the model stops",
-        help="Most tokens of a reply.",
-        rich_help_panel=_Sampling,
     ),
 ]
 SystemText = Annotated[
@@ -160,30 +161,6 @@ Template = Annotated[
         help="Chat template.",
         rich_help_panel=_Engine,
     ),
-]
-Temperature = Annotated[
-    float | None,
-    _sampling(
-        "--temperature", "-t", field="temperature", help_="Randomness; 0 always takes the likeliest token."
-    ),
-]
-TopP = Annotated[
-    float | None,
-    _sampling("--top-p", field="top_p", help_="Draw from the likeliest tokens that together have this much."),
-]
-TopK = Annotated[
-    int | None, _sampling("--top-k", field="top_k", help_="Draw from the K likeliest tokens; 0: from all.")
-]
-MinP = Annotated[
-    float | None,
-    _sampling("--min-p", field="min_p", help_="Drop tokens below this share of the likeliest one."),
-]
-RepeatPenalty = Annotated[
-    float | None,
-    _sampling("--repeat-penalty", field="repeat_penalty", help_="Above 1: fewer repetitions."),
-]
-Seed = Annotated[
-    int | None, _sampling("--seed", field="seed", help_="The same seed gives the same reply.", metavar="N")
 ]
 Schema = Annotated[
     Path | None,

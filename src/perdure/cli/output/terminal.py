@@ -45,7 +45,7 @@ def load(name: str | None, *, cells: int = N_CTX, **loading: Unpack[LoadingKeywo
     from perdure.engine.registry import engine_for
 
     engine = engine_for(name)
-    source = engine.fetch(name, fetching)
+    source = engine.fetch(name, fetching, agrees)
     left = threading.Event()
     with _loading(Path(source)) as report, ThreadPoolExecutor(1) as loader:
         # Native code in the main thread would hold Ctrl-C back until it returns.
@@ -60,6 +60,22 @@ def load(name: str | None, *, cells: int = N_CTX, **loading: Unpack[LoadingKeywo
             return loaded.result()
         finally:
             left.set()
+
+
+def agrees(what: str, nbytes: int) -> bool:
+    """Whether somebody is there, and says yes to fetching so much."""
+    import typer
+
+    if not sys.stdin.isatty() or not sys.stderr.isatty():
+        return False
+    return typer.confirm(f"{what}. Fetch {nbytes / 1e6:.0f} MB?", default=True, err=True)
+
+
+def may_fetch(what: str, nbytes: int, *, yes: bool = False) -> bool:
+    """Whether so much may be fetched for a command that was told to: much of it, after a question."""
+    from perdure.engine.llama.native.source import MUCH
+
+    return yes or nbytes <= MUCH or not sys.stdin.isatty() or agrees(what, nbytes)
 
 
 @contextmanager

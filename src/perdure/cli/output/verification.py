@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from perdure.cli.output import words
-from perdure.sessions.storage.repair import FOUND
-from perdure.sessions.storage.verify import Verification
+from perdure.sessions.store.registry import FOUND, Verification
 
 
 def lines(found: Verification) -> Iterator[str]:

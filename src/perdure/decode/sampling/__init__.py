@@ -1,6 +1,5 @@
 """Sampling: rows of logits in, one token each out.
 
-settings    the settings of a draw, checked
 stage       the contract of a stage
 steering    stages that change logits: bias, penalties, DRY
 cuts        stages that choose what can be drawn: top-k, top-p, min-p, …

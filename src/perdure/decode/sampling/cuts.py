@@ -15,9 +15,9 @@ from perdure.decode.sampling.candidates import (
     prefix,
     top,
 )
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.sampling.stage import Cut, Mask, Scope, Table, Weights, column
 from perdure.engine.contract import Floats
+from perdure.request_options import Sampling
 
 
 class Greedy(Cut):

@@ -8,9 +8,9 @@ from typing import Self
 import numpy as np
 
 from perdure.decode.sampling.candidates import Candidates, at_least, top, total_mass
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.sampling.stage import Cut, Scope
 from perdure.engine.contract import Floats
+from perdure.request_options import Sampling
 
 _TOKENS = 100
 """The likeliest tokens that a curve is fitted through."""

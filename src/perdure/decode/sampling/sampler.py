@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from perdure.decode.sampling.candidates import Candidates, masked
 from perdure.decode.sampling.cuts import Greedy, MinP, Temperature, TopK, TopNSigma, TopP, Typical, Xtc
 from perdure.decode.sampling.mirostat import Mirostat
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.sampling.stage import Breakers, Cut, Mask, Scope, Stage, Steering, Table, Weights
 from perdure.decode.sampling.steering import Bias, Dry, Penalties
 from perdure.engine.contract import Floats
 from perdure.engine.row_kernels import NothingToDraw
 from perdure.errors import EngineError
+from perdure.request_options import Sampling
 
 STAGES: tuple[type[Stage], ...] = (
     Bias,

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.decode.sampling.candidates import Candidates
-from perdure.decode.sampling.settings import Sampling
 from perdure.engine.contract import Floats
+from perdure.request_options import Sampling
 
 Weights = NDArray[np.float64]
 Mask = NDArray[np.uint8]

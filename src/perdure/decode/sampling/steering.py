@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter, deque
+import threading
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from typing import Self
 
 import numpy as np
 
-from perdure.decode.sampling.settings import Sampling
 from perdure.decode.sampling.stage import Breakers, Scope, Steering
 from perdure.engine.contract import Floats
 from perdure.engine.model import Model
+from perdure.request_options import Sampling
 
 _LONGEST_BREAKER = 40
 _LONGEST_TAIL = 20
 _LOG_FLOAT_MAX = 88.7228391
+_KNOWN_TOKENS = 1 << 18
+"""Tokens in all sets of breakers that a model keeps: about 50 MiB."""
 
 
 class Bias(Steering):
@@ -163,13 +166,22 @@ class BreakerTable:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self.find = functools.lru_cache(maxsize=64)(self._find)
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, ...], Breakers] = OrderedDict()
 
-    def _find(self, texts: tuple[str, ...]) -> Breakers:
-        found: dict[int, list[tuple[int, ...]]] = {}
-        for text in texts:
-            self._add(text.encode()[:_LONGEST_BREAKER], found)
-        return found
+    def find(self, texts: tuple[str, ...]) -> Breakers:
+        with self._lock:
+            if (known := self._known.get(texts)) is not None:
+                self._known.move_to_end(texts)
+                return known
+            breakers: dict[int, list[tuple[int, ...]]] = {}
+            for text in texts:
+                self._add(text.encode()[:_LONGEST_BREAKER], breakers)
+            self._known[texts] = breakers
+            # A breaker such as a space is in a third of a vocabulary.
+            while len(self._known) > 1 and sum(map(len, self._known.values())) > _KNOWN_TOKENS:
+                self._known.popitem(last=False)
+            return breakers
 
     @functools.cached_property
     def _words(self) -> list[bytes]:
@@ -181,14 +193,14 @@ class BreakerTable:
             words = [word.removeprefix(b" ") for word in words]
         return words
 
-    def _add(self, breaker: bytes, found: dict[int, list[tuple[int, ...]]]) -> None:
+    def _add(self, breaker: bytes, breakers: dict[int, list[tuple[int, ...]]]) -> None:
         for token, word in enumerate(self._words):
             if breaker in word:
-                found.setdefault(token, []).append(())
+                breakers.setdefault(token, []).append(())
                 continue
             for tail in _tails(word, breaker):
                 ids = self._model.tokenize(tail.decode("utf-8", "replace"), special=False, bos=False)
-                if (known := tuple(ids[:_LONGEST_TAIL])) not in (tails := found.setdefault(token, [])):
+                if (known := tuple(ids[:_LONGEST_TAIL])) not in (tails := breakers.setdefault(token, [])):
                     tails.append(known)
 
 

@@ -10,7 +10,7 @@ from perdure import models
 from perdure.config import settings
 from perdure.engine.keywords import LoadingKeywords
 from perdure.engine.model import Model
-from perdure.engine.registry import Bars, Engine, Finding, Source, no_bars
+from perdure.engine.registry import Agree, Bars, Engine, Finding, Source, no_bars
 from perdure.errors import ModelError
 from perdure.identity import content_digest
 from perdure.models.card import Card
@@ -31,14 +31,14 @@ class LlamaEngine(Engine):
         except (OSError, ValueError, RuntimeError):
             return False
 
-    def fetch(self, source: Source, bars: Bars = no_bars) -> str:
+    def fetch(self, source: Source, bars: Bars = no_bars, agree: Agree | None = None) -> str:
         from perdure.engine.llama.native.source import find_library
 
         if models.is_here(source):
             # What is wrong with a file is told before a library is fetched for it.
             models.path(source)
         with bars("the engine") as progress:
-            find_library(progress)
+            find_library(progress, agree)
         with bars(str(source or "the default model")) as progress:
             # Absolute: this process may go elsewhere.
             return str(models.path(source, progress).absolute())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from perdure import libraries, system
 from perdure.engine.llama.native import library, probe
 from perdure.engine.llama.native.source import candidates
 from perdure.engine.registry import Finding
 from perdure.errors import EngineLibraryError
+from perdure.libraries.machine import HIDING, ranked, read_machine
 
 _SLOWER = "it works, perhaps slower; `perdure engine install` or a build of your own may do better"
 _WANTED = ("AVX2", "FMA", "F16C", "AVX512", "NEON", "DOTPROD", "SVE")
@@ -40,16 +43,44 @@ def findings() -> Iterator[Finding]:
         yield Finding("engine", "bad", str(error), "`perdure engine install` fetches one that was tested")
         return
     for failed in choice.passed:
-        yield Finding("engine", "warn", f"a library cannot run here: {failed}", "`perdure engine ls`")
-    deaths = "; ".join(map(str, choice.verdict.deaths))
+        if not failed.usable:
+            yield Finding("engine", "warn", f"a library cannot run here: {failed}", "`perdure engine ls`")
+    deaths = "; ".join(map(str, choice.result.deaths))
     if deaths:
-        used = f"used instead: {choice.verdict.attempts[-1]}"
+        used = f"used instead: {choice.result.attempts[-1]}"
         yield Finding("engine", "warn", f"{library.build()}. {deaths}; {used}", _SLOWER)
     else:
         yield Finding("engine", "ok", f"{library.build()} at {choice.source.folder}")
     yield _features(lib.llama_print_system_info().decode(), system.cpu_flags())
     for device in library.loaded().device_list:
         yield Finding("device", "ok", device.shown)
+    yield from _gpus(choice)
+
+
+def _gpus(choice: probe.Choice) -> Iterator[Finding]:
+    """The GPUs of this machine: found, usable by which library, used, and if not why."""
+    machine = read_machine()
+    hidden = [f"{name}={value}" for name in HIDING if (value := os.environ.get(name)) is not None]
+    hides = f"; {', '.join(hidden)} is set" if hidden else ""
+    used = choice.result.devices
+    if not machine.has_gpu and not used:
+        yield Finding("gpu", "ok", f"none was found{hides}")
+        return
+    yield Finding("gpu", "ok", f"found: {machine}{hides}")
+    for result in (choice.result, *choice.passed):
+        if result.devices:
+            name = Path(result.folder).name
+            yield Finding("gpu", "ok", f"{name} can use {', '.join(result.devices)}")
+    if used:
+        driver = choice.result.attempts[-1].driver
+        yield Finding("gpu", "ok", f"used: {', '.join(used)}" + (f", with {driver}" if driver else ""))
+        return
+    problem = library.loaded().gpu_problem or "the library in use has no GPU backend"
+    best = next(iter(ranked(machine)), None)
+    advice = "build llama.cpp for it and point PERDURE_LLAMA at the build"
+    if best is not None and best.package.backend != "cpu":
+        advice = f"`perdure engine install` fetches {best.package} ({best.megabytes}): {best.reason}"
+    yield Finding("gpu", "warn", f"not used: {problem}", advice)
 
 
 def _features(text: str, processor: frozenset[str]) -> Finding:

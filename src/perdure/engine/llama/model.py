@@ -40,7 +40,7 @@ from perdure.identity import Identity, content_digest, file_version
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.models.parts import part_names
 from perdure.models.quants import FILE_TYPES
-from perdure.option_names import refuse_unknown
+from perdure.options import refuse_unknown
 
 log = logging.getLogger("perdure.engine")
 
@@ -114,9 +114,12 @@ class Model:
         chosen = choose_devices(library.loaded().device_list, devices)
         if not chosen or asked == 0:
             if asked not in (0, "auto"):
+                problem = library.loaded().gpu_problem
                 raise InvalidInputError(
-                    f"{asked} layers were to go to a GPU, but the llama.cpp library in use has none: install "
-                    "one with a GPU backend (perdure engine install), or leave gpu_layers out"
+                    f"{asked} layers were to go to a GPU, but the llama.cpp library in use "
+                    + (f"cannot use its GPU backend: {problem}. " if problem else "has none: install ")
+                    + ("Or " if problem else "one with a GPU backend (perdure engine install), or ")
+                    + "leave gpu_layers out"
                 )
             return CPU_ONLY
         needs = ModelBytes.of(models.read_parts(self.path), cells=cells, kv=self._kv_offload)

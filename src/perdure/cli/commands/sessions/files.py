@@ -96,12 +96,13 @@ def import_(
     from perdure.cli.runtime import opened
     from perdure.cli.store import session_folder, sessions_in
     from perdure.sessions.export import manifest_of
+    from perdure.sessions.store.registry import has_sessions
 
     manifest = manifest_of(file)
     with working(f"Reading {file.name}") as progress:
         if state and manifest.get("identity") is not None:
             folder = session_folder(store, create=True)
-            if (folder / "sessions.sqlite").is_file():
+            if has_sessions(folder):
                 # That it cannot be used is better told before a model is loaded.
                 sessions_in(folder, readonly=False).close()
             with opened(model, ctx=None, slots=1, store=folder) as runtime:

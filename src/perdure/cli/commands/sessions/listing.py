@@ -105,10 +105,9 @@ def sizes(store: StoreFolder = None, as_json: Json = False) -> None:
 
     from perdure.cli.output import words
     from perdure.cli.store import sessions_in
-    from perdure.sessions.storage.sizes import namespace_sizes
 
     with sessions_in(store, readonly=True) as sessions:
-        found = namespace_sizes(sessions.store)
+        found = sessions.store.sizes()
     if as_json:
         print_json([asdict(each) for each in found])
         return

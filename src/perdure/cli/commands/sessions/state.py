@@ -83,7 +83,7 @@ def verify(store: StoreFolder = None, as_json: Json = False) -> None:
     from perdure.cli.output.progress import working
     from perdure.cli.output.verification import lines
     from perdure.cli.store import session_folder
-    from perdure.sessions.storage.verify import verify as verify_store
+    from perdure.sessions.store.registry import verify as verify_store
 
     folder = session_folder(store)
     with working("Reading") as progress:

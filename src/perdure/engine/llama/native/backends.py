@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perdure.engine.llama.native.declarations import Functions
+from perdure.engine.llama.native.shared_library import open_library
 from perdure.errors import EngineLibraryError
 
 log = logging.getLogger("perdure.llama")
@@ -50,8 +51,10 @@ def variants(folder: Path) -> dict[str, int]:
     return dict(sorted(scores.items(), key=lambda item: (-item[1], item[0])))
 
 
-def load_backends(lib: Functions, folder: Path, variant: str | None, *, gpu: bool = True) -> str:
-    """Load what `folder` has into `lib`, and return the CPU variant in use.
+def load_backends(
+    lib: Functions, folder: Path, variant: str | None, *, gpu: bool = True
+) -> tuple[str, list[str]]:
+    """Load what `folder` has into `lib`; return the CPU variant in use, and why GPU backends are not.
 
     `variant` names one; else the best for this CPU is taken. Without `gpu`, only the CPU's is loaded.
     """
@@ -61,12 +64,20 @@ def load_backends(lib: Functions, folder: Path, variant: str | None, *, gpu: boo
                 f"the CPU variant {variant} was asked for, but the library at {folder} has no variants: "
                 "its CPU code is built in"
             )
-        return BUILT_IN
+        return BUILT_IN, []
     here = backends(folder)
+    unusable = []
     # A GPU comes first: the library offers devices in the order of their backends.
     for backend in here:
-        if gpu and backend.kind != "cpu" and not _load(lib, backend.path):
-            log.debug("the %s backend at %s cannot be used here", backend.kind, backend.path)
+        if gpu and backend.kind != "cpu":
+            try:
+                # What it needs is opened before it: ggml's loader looks in the system's places only.
+                open_library(backend.path)
+            except OSError as error:
+                unusable.append(f"{backend.kind}: {error}")
+                continue
+            if not _load(lib, backend.path):
+                unusable.append(f"{backend.kind}: it refused to start")
     if variant is None:
         variant = next((name for name, score in variants(folder).items() if score), None)
     chosen = next((each for each in here if each.kind == "cpu" and each.variant == variant), None)
@@ -75,7 +86,7 @@ def load_backends(lib: Functions, folder: Path, variant: str | None, *, gpu: boo
         raise EngineLibraryError(f"{folder} has no CPU variant {variant or 'for this CPU'}; it has {known}")
     if not _load(lib, chosen.path):
         raise EngineLibraryError(f"the CPU variant {variant} cannot run on this CPU; {folder} has {known}")
-    return chosen.variant
+    return chosen.variant, unusable
 
 
 def _load(lib: Functions, path: Path) -> bool:

@@ -14,6 +14,7 @@ from perdure.engine.llama.native.backends import backends, load_backends
 from perdure.engine.llama.native.declarations import Functions
 from perdure.engine.llama.native.devices import Device, list_devices
 from perdure.engine.llama.native.log_sink import LogSink
+from perdure.engine.llama.native.shared_library import open_library, use_driver
 from perdure.engine.llama.native.source import WAYS, LibrarySource
 from perdure.errors import EngineLibraryError
 
@@ -40,24 +41,30 @@ class Library:
         variant: str | None = None,
         gpu: bool = True,
         extra_buffers: bool = True,
+        driver: str = "",
+        gpu_problem: str = "",
     ) -> None:
         self.source = source
         self.gpu = gpu
         """Whether layers may be put on its GPUs: a backend that died in the probe is not used."""
         self.extra_buffers = extra_buffers
         """Whether weights may be laid out anew for special units of the CPU, such as AMX."""
+        self.gpu_problem = gpu_problem
+        """Why its GPU backends are not used, as the probe found it."""
+        if driver:
+            use_driver(Path(driver))
         self._handles = _open(source)
         self.functions = Functions(self._handles)
         guard.check(self.functions, source.folder)
         self.log_sink = LogSink(self.functions)
-        self.variant = load_backends(self.functions, source.folder, variant, gpu=gpu)
+        self.variant, self.unusable = load_backends(self.functions, source.folder, variant, gpu=gpu)
         self.functions.llama_backend_init()
         self.version = self.functions.llama_version().decode()
 
     @property
     def name(self) -> str:
         """Which engine this is, for people."""
-        return f"llama.cpp {self.version} ({self.source.kind} {self.source.version}, {self.variant})"
+        return f"llama.cpp {self.version} ({self.source.name}, {self.variant})"
 
     # What state depends on.
 
@@ -113,16 +120,7 @@ def _load(path: Path) -> ctypes.CDLL:
     A build that was moved elsewhere no longer finds its GPU backends by itself: those it asks for are loaded
     before it, as its other parts are.
     """
-    wanted = [backend.path for backend in backends(path.parent) if backend.path != path]
-    while True:
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError as error:
-            missing = next((each for each in wanted if each.name in str(error)), None)
-            if missing is None:
-                raise
-            wanted.remove(missing)
-            ctypes.CDLL(str(missing))
+    return open_library(path, [backend.path for backend in backends(path.parent) if backend.path != path])
 
 
 def _share_cpp_runtime() -> None:
@@ -140,9 +138,15 @@ def _share_cpp_runtime() -> None:
 def loaded() -> Library:
     """The library of this process, loaded when it is first asked for."""
     chosen = probe.choose()
-    verdict = chosen.verdict
+    way = chosen.result.attempts[-1]
+    problems = (each.gpu_problem for each in (chosen.result, *chosen.passed))
     return Library(
-        chosen.source, variant=verdict.variant, gpu=verdict.gpu, extra_buffers=verdict.extra_buffers
+        chosen.source,
+        variant=way.variant,
+        gpu=way.gpu,
+        extra_buffers=way.extra_buffers,
+        driver=way.driver,
+        gpu_problem="" if way.devices else next(filter(None, problems), ""),
     )
 
 

@@ -1,6 +1,7 @@
 """The probe: whether a library runs on this machine, found out in a child process that may die.
 
-A verdict is remembered under PERDURE_HOME by the library's content, the CPU and what is loaded beside it.
+What came out is remembered under PERDURE_HOME by the library's content, the CPU, the GPU's driver and what is
+loaded beside it. It is told once, when it is found out, and by `perdure doctor`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,19 @@ from perdure import system
 from perdure.atomic import atomic_write
 from perdure.config import settings
 from perdure.engine.llama.native.backends import backends
+from perdure.engine.llama.native.causes import cause_of, last_words
 from perdure.engine.llama.native.source import WAYS, LibrarySource, candidates, fetch_library
 from perdure.errors import EngineLibraryError
 from perdure.identity import content_digest
+from perdure.libraries.machine import HIDING
+from perdure.libraries.runtime import compat_drivers, runtime_folders
 
 log = logging.getLogger("perdure.engine")
 
-_PROBE = 2
-"""Raised when the probe itself changes: older verdicts are then forgotten."""
+_PROBE = 3
+"""Raised when the probe itself changes: older results are then forgotten."""
 _LOADER = ("LD_PRELOAD", "LD_LIBRARY_PATH", "DYLD_INSERT_LIBRARIES", "DYLD_LIBRARY_PATH")
+_DRIVER = Path("/proc/driver/nvidia/version")
 _SECONDS = 120
 _LIBRARIES = re.compile(r"(?:lib)?(?:llama|ggml)[^/]*\.(?:so|dylib|dll)(?:\.[0-9]+)*")
 
@@ -47,12 +52,20 @@ class Attempt:
     extra_buffers: bool
     gpu: bool
     died: str = ""
+    words: str = ""
+    """The last words of the child, where it died or found no GPU for a backend that it has."""
+    devices: tuple[str, ...] = ()
+    """The GPUs that it could put layers on."""
+    driver: str = ""
+    """A driver library that was used instead of the system's."""
 
     def __str__(self) -> str:
         parts = [f"CPU variant {self.variant or 'of its choice'}"]
         parts += [] if self.extra_buffers else ["no extra buffers"]
         parts += [] if self.gpu else ["no GPU backends"]
-        return f"{', '.join(parts)}: {self.died or 'runs'}"
+        parts += [f"with {self.driver}"] if self.driver else []
+        words = f" ({self.words})" if self.words else ""
+        return f"{', '.join(parts)}: {self.died or 'runs'}{words}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +77,28 @@ class ProbeResult:
 
     folder: str
     attempts: tuple[Attempt, ...]
+    backends: tuple[str, ...] = ()
+    """Its GPU backends: cuda, vulkan, metal."""
 
     @property
     def usable(self) -> bool:
         return not self.attempts[-1].died
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The GPUs that it uses."""
+        return self.attempts[-1].devices
+
+    @property
+    def gpu_problem(self) -> str:
+        """Why its GPU backends are not used, with what to do; empty where they are, or it has none."""
+        if not self.backends or self.devices:
+            return ""
+        words = next((each.words or each.died for each in self.attempts if each.words or each.died), "")
+        cause = cause_of(words)
+        if cause is not None:
+            return str(cause)
+        return words or f"it found no GPU that {' or '.join(self.backends)} can use"
 
     @property
     def variant(self) -> str | None:
@@ -92,58 +123,92 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The library to use, the verdict on it, and the verdicts on those before it that cannot be used."""
+    """The library to use, what its probe found, and the same of those before it that are not used."""
 
     source: LibrarySource
-    verdict: ProbeResult
+    result: ProbeResult
     passed: tuple[ProbeResult, ...] = ()
 
 
 def choose() -> Choice:
-    """The first library that runs here. Says in the log what did not, and what is used instead."""
-    passed: list[ProbeResult] = []
+    """The first library that runs here; one whose GPU is ruled out gives way to one that uses a GPU.
+
+    What did not run, and what is used instead, is said in the log when it is found out.
+    """
+    passed: list[tuple[LibrarySource, ProbeResult]] = []
     tried: list[str] = []
+    new = False
     try:
-        for source in _sources():
-            found = verdict(source)
-            if found.usable:
-                return _said(Choice(source=source, verdict=found, passed=tuple(passed)))
-            passed.append(found)
-            tried.append(str(found))
+        for source in _sources(passed):
+            result = remembered(source)
+            new, result = new or result is None, result or test(source)
+            if result.usable and not result.gpu_problem:
+                return _told(_choice(source, result, passed), new)
+            passed.append((source, result))
+            tried += [] if result.usable else [str(result)]
     except EngineLibraryError as error:
         # None could be fetched; where some are here, people must hear of those too.
         if not passed:
             raise
         tried.append(str(error))
+    for index, (source, result) in enumerate(passed):
+        if result.usable:
+            return _told(_choice(source, result, [*passed[:index], *passed[index + 1 :]]), new)
     raise EngineLibraryError(
         f"no llama.cpp library runs on this machine: {'. '.join(tried)}. {WAYS}", tried=tried
     )
 
 
-def _sources() -> Iterator[LibrarySource]:
-    """What is here, then one to fetch: a user's own build is the only one, and a fetched one is here."""
+def _choice(
+    source: LibrarySource, result: ProbeResult, passed: Sequence[tuple[LibrarySource, ProbeResult]]
+) -> Choice:
+    return Choice(source=source, result=result, passed=tuple(each for _, each in passed))
+
+
+def _sources(passed: Sequence[tuple[LibrarySource, ProbeResult]]) -> Iterator[LibrarySource]:
+    """What is here, then one to fetch: a user's own build is the only one, and a fetched one is here.
+
+    Where one that was `passed` runs without its GPU, only those with GPU backends can be better.
+    """
     kinds = set()
     for source in candidates():
         kinds.add(source.kind)
+        if any(result.usable for _, result in passed) and not gpu_backends(source):
+            continue
         yield source
-    if kinds.isdisjoint({"own", "installed"}):
+    if kinds.isdisjoint({"own", "installed"}) and not any(result.usable for _, result in passed):
         yield fetch_library()
 
 
-def _said(choice: Choice) -> Choice:
-    for failed in choice.passed:
-        log.warning("a llama.cpp library cannot run here: %s", failed)
-    if choice.verdict.deaths:
-        log.warning("a llama.cpp library is used with restrictions: %s", choice.verdict)
+def _told(choice: Choice, new: bool) -> Choice:
+    """Say in one line what does not run here and what is used instead, if it was found out just now."""
+    parts = []
+    for failed in (*choice.passed, choice.result):
+        name = Path(failed.folder).name
+        if failed.gpu_problem and not choice.result.devices:
+            parts.append(f"{name} does not use the GPU: {failed.gpu_problem}")
+        elif not failed.usable:
+            parts.append(f"{name} cannot run here: {failed.attempts[0]}")
+        elif failed.deaths:
+            parts.append(f"{name} is used with restrictions: {'; '.join(map(str, failed.attempts))}")
+    if parts and new:
+        log.warning("%s; `perdure doctor` tells more", ". ".join(parts))
     return choice
 
 
-def verdict(source: LibrarySource) -> ProbeResult:
-    """The verdict on a library: the remembered one, or that of a probe now."""
-    known = _read_verdicts().get(_key(source))
-    if known is not None:
-        return known
-    return test(source)
+def remembered(source: LibrarySource) -> ProbeResult | None:
+    """What an earlier probe of a library found; None where nothing is remembered."""
+    return _read_results().get(_key(source))
+
+
+def result_of(source: LibrarySource) -> ProbeResult:
+    """What the probe of a library finds: the remembered result, or that of a probe now."""
+    return remembered(source) or test(source)
+
+
+def gpu_backends(source: LibrarySource) -> tuple[str, ...]:
+    """The GPU backends whose files a library has."""
+    return tuple(sorted({backend.kind for backend in backends(source.folder)} - {"cpu"}))
 
 
 def test(source: LibrarySource) -> ProbeResult:
@@ -158,20 +223,27 @@ def test(source: LibrarySource) -> ProbeResult:
             attempts.append(attempt)
             if not attempt.died:
                 break
-    found = ProbeResult(folder=str(source.folder), attempts=tuple(attempts))
-    verdicts = _read_verdicts()
-    verdicts[_key(source)] = found
-    _write_verdicts(verdicts)
-    return found
+    result = ProbeResult(folder=str(source.folder), attempts=tuple(attempts), backends=gpu_backends(source))
+    results = _read_results()
+    results[_key(source)] = result
+    _write_results(results)
+    return result
 
 
 def _ways(source: LibrarySource, models: Path) -> Iterator[Attempt]:
     """The ways to use `source`, the best first, each tried when it is asked for."""
     forced = settings().llama_variant
     run = _Runs(source, models)
-    yield run(variant=forced)
+    has_gpu = bool(gpu_backends(source))
+    # A newer driver library over an older kernel module, where the machine has one.
+    drivers = compat_drivers() if "cuda" in gpu_backends(source) else []
+    first = run(variant=forced)
+    if drivers and not first.died and not first.devices:
+        with_driver = (run(variant=forced, driver=str(driver)) for driver in drivers)
+        yield next((each for each in with_driver if not each.died and each.devices), first)
+    yield first
     yield run(variant=forced, extra_buffers=False)
-    has_gpu = any(backend.kind != "cpu" for backend in backends(source.folder))
+    yield from (run(variant=forced, driver=str(driver)) for driver in drivers)
     if has_gpu:
         yield run(variant=forced, gpu=False)
     if forced is None:
@@ -188,7 +260,9 @@ class _Runs:
         self._models = models
         self.variants: list[str] = []
 
-    def __call__(self, *, variant: str | None, extra_buffers: bool = True, gpu: bool = True) -> Attempt:
+    def __call__(
+        self, *, variant: str | None, extra_buffers: bool = True, gpu: bool = True, driver: str = ""
+    ) -> Attempt:
         job = {
             "folder": str(self._source.folder),
             "kind": self._source.kind,
@@ -196,12 +270,13 @@ class _Runs:
             "variant": variant,
             "extra_buffers": extra_buffers,
             "gpu": gpu,
+            "driver": driver,
         }
-        died, used = self._ended(json.dumps(job))
-        return Attempt(variant=used or variant, extra_buffers=extra_buffers, gpu=gpu, died=died)
+        attempt = Attempt(variant=variant, extra_buffers=extra_buffers, gpu=gpu, driver=driver)
+        return self._ended(attempt, json.dumps(job))
 
-    def _ended(self, job: str) -> tuple[str, str | None]:
-        """How a child that was given `job` failed, or "" and the CPU variant that it used."""
+    def _ended(self, attempt: Attempt, job: str) -> Attempt:
+        """`attempt` with how a child that was given `job` ended."""
         child = Path(__file__).with_name("probe_child.py")
         try:
             # Nothing of the current folder is run, and an abort calls up no debugger.
@@ -214,22 +289,30 @@ class _Runs:
                 check=False,
             )
         except subprocess.TimeoutExpired as expired:
-            return f"no end after {_SECONDS} s at {_report(expired.stdout or b'')['doing']}", None
+            doing = _report(expired.stdout or b"")["doing"]
+            return replace(attempt, died=f"no end after {_SECONDS} s at {doing}")
         report = _report(ended.stdout)
         self.variants = report.get("variants", self.variants)
+        words = last_words("\n".join([*report["unusable"], ended.stderr.decode("utf-8", "replace")]))
         if ended.returncode < 0:
-            return f"{_signal_name(-ended.returncode)} at {report['doing']}", None
+            died = f"{_signal_name(-ended.returncode)} at {report['doing']}"
+            return replace(attempt, died=died, words=words)
         if "done" in report:
-            return "", report["done"]
-        complaint = ended.stderr.decode("utf-8", "replace").strip().rsplit("\n", 1)[-1]
-        return str(
-            report.get("refused") or complaint or f"exit code {ended.returncode} at {report['doing']}"
-        ), None
+            devices = tuple(report["devices"])
+            return replace(
+                attempt, variant=report["done"], devices=devices, words="" if devices else self._why(words)
+            )
+        died = report.get("refused") or words or f"exit code {ended.returncode} at {report['doing']}"
+        return replace(attempt, died=str(died))
+
+    def _why(self, words: str) -> str:
+        """What was said, if it says why a GPU backend found no GPU."""
+        return words if gpu_backends(self._source) and cause_of(words) else ""
 
 
 def _report(output: bytes) -> dict[str, Any]:
     """What the child said, the last of each kind."""
-    report: dict[str, Any] = {"doing": "its start"}
+    report: dict[str, Any] = {"doing": "its start", "devices": [], "unusable": []}
     for line in output.decode("utf-8", "replace").splitlines():
         # A library may print lines of its own.
         with contextlib.suppress(ValueError):
@@ -263,21 +346,37 @@ def surroundings() -> str:
     return "\0".join((sys.base_prefix, sys.version, *(os.environ.get(name, "") for name in _LOADER)))
 
 
+def gpu_surroundings() -> list[str]:
+    """What decides whether a GPU can be used: its driver, which cards are shown, NVIDIA's runtime."""
+    try:
+        driver = _DRIVER.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        driver = ""
+    shown = (os.environ.get(name, "") for name in HIDING)
+    return [driver, *shown, *map(str, runtime_folders()), *map(str, compat_drivers())]
+
+
 def _key(source: LibrarySource) -> str:
-    parts = (str(_PROBE), digest(source), processor(), surroundings(), settings().llama_variant or "")
+    parts = [str(_PROBE), digest(source), processor(), surroundings(), settings().llama_variant or ""]
+    if gpu_backends(source):
+        parts += gpu_surroundings()
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _book() -> Path:
-    return settings().home / "verdicts.json"
+def _results_file() -> Path:
+    return settings().home / "probes.json"
 
 
-def _read_verdicts() -> dict[str, ProbeResult]:
+def _read_results() -> dict[str, ProbeResult]:
     try:
-        entries = json.loads(_book().read_bytes())
+        entries = json.loads(_results_file().read_bytes())
         return {
             key: ProbeResult(
-                folder=entry["folder"], attempts=tuple(Attempt(**each) for each in entry["attempts"])
+                folder=entry["folder"],
+                attempts=tuple(
+                    Attempt(**{**each, "devices": tuple(each["devices"])}) for each in entry["attempts"]
+                ),
+                backends=tuple(entry["backends"]),
             )
             for key, entry in entries.items()
             if entry["attempts"]
@@ -286,11 +385,11 @@ def _read_verdicts() -> dict[str, ProbeResult]:
         return {}
 
 
-def _write_verdicts(verdicts: dict[str, ProbeResult]) -> None:
-    # A verdict that cannot be kept costs another probe, nothing else.
-    path = _book()
+def _write_results(results: dict[str, ProbeResult]) -> None:
+    # A result that cannot be kept costs another probe, nothing else.
+    path = _results_file()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, durable=False) as file:
-            entries = {key: asdict(entry) for key, entry in verdicts.items()}
+            entries = {key: asdict(entry) for key, entry in results.items()}
             file.write(json.dumps(entries, indent=1).encode())

@@ -32,10 +32,18 @@ def main(job: dict[str, Any], models: Path) -> None:
     say("loading")
     source = LibrarySource(kind=job["kind"], folder=folder, version=job["version"])
     try:
-        library = Library(source, variant=job["variant"], gpu=job["gpu"], extra_buffers=job["extra_buffers"])
+        library = Library(
+            source,
+            variant=job["variant"],
+            gpu=job["gpu"],
+            extra_buffers=job["extra_buffers"],
+            driver=job["driver"],
+        )
     except EngineLibraryError as error:
         print(json.dumps({"refused": str(error)}), flush=True)
         return
+    devices = [device.shown for device in library.device_list if device.offloads]
+    print(json.dumps({"devices": devices, "unusable": library.unusable}), flush=True)
     for path in sorted(models.iterdir()):
         run(library, path)
     print(json.dumps({"done": library.variant, "version": library.version}), flush=True)

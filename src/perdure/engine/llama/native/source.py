@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from perdure import libraries
 from perdure.config import settings
 from perdure.errors import EngineLibraryError
+from perdure.libraries.machine import ranked, read_machine
+from perdure.libraries.runtime import install_runtime
 from perdure.models.download import Progress
 
+log = logging.getLogger("perdure.engine")
+
+MUCH = 50_000_000
+"""Bytes that are fetched without a question."""
 WAYS = (
     "`perdure engine install` fetches one, `pip install 'perdure[compile]'` compiles llama-cpp-python, "
     "and PERDURE_LLAMA=DIR points at a build of your own"
@@ -44,7 +51,12 @@ class LibrarySource:
         return library_file(self.folder, stem)
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.version} at {self.folder}"
+        return f"{self.name} at {self.folder}"
+
+    @property
+    def name(self) -> str:
+        """The origin and what it calls this library, such as `fetched 0.5.0` or `own build`."""
+        return self.version if self.kind == "own" else f"{self.kind} {self.version}"
 
 
 def library_file(folder: Path, stem: str) -> Path | None:
@@ -66,15 +78,39 @@ def library_folder(folder: Path) -> Path | None:
     return None
 
 
-def find_library(progress: Progress | None = None) -> LibrarySource:
+def find_library(
+    progress: Progress | None = None, agree: Callable[[str, int], bool] | None = None
+) -> LibrarySource:
     """The library to use: the user's own build, an installed one, llama-cpp-python's, or one fetched now."""
     for source in candidates():
         return source
-    return fetch_library(progress)
+    return fetch_library(progress, agree)
 
 
-def fetch_library(progress: Progress | None = None) -> LibrarySource:
-    """The prebuilt library for this machine, fetched and installed now."""
+def fetch_library(
+    progress: Progress | None = None, agree: Callable[[str, int], bool] | None = None
+) -> LibrarySource:
+    """The prebuilt library for this machine, fetched and installed now.
+
+    The best one is taken if it is small, if `engine` is "auto" in the config, or if somebody agrees to its
+    size; else the usual one. Where there is a GPU, a line of the log says what is taken.
+    """
+    backend = settings().engine
+    if backend not in (None, "auto"):
+        return _source(libraries.install(backend, progress), "fetched")
+    machine = read_machine()
+    best = next(iter(ranked(machine)), None)
+    if best is None or not machine.has_gpu or best.package.backend == libraries.default_backend():
+        return _source(libraries.install(progress=progress), "fetched")
+    what = f"{best.package} ({best.megabytes}): {best.reason}"
+    small = best.nbytes <= MUCH
+    if small or backend == "auto" or (agree is not None and agree(f"found {machine}; {what}", best.nbytes)):
+        log.warning("found %s; taking %s", machine, what)
+        entry = libraries.install(best.package.backend, progress)
+        if best.runtime is not None:
+            install_runtime(best.runtime)
+        return _source(entry, "fetched")
+    log.warning("found %s, which is not used: `perdure engine install` fetches %s", machine, what)
     return _source(libraries.install(progress=progress), "fetched")
 
 

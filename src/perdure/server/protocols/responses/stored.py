@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from perdure.chat.message import Message
-from perdure.decode.sampling.settings import draw_seed
 from perdure.errors import ContextOverflow, SessionNotFoundError
+from perdure.request_options import draw_seed
 from perdure.server.core.api_error import ApiError, to_api_error
 from perdure.server.core.app_state import AppState
 from perdure.server.core.settings import ReplyDefaults

@@ -16,22 +16,23 @@ from pathlib import Path
 from typing import Any
 
 from perdure.errors import CorruptStateError, StoreDamagedError
-from perdure.sessions.storage.schema import (
+from perdure.sessions.store.sqlite.folder import FILE, MENDED, SessionFolder
+from perdure.sessions.store.sqlite.locks import UseLock
+from perdure.sessions.store.sqlite.schema import (
     INSERT_TURN,
-    MEMORY_SEAL,
+    MEMORY_COLUMNS,
     MIGRATIONS,
-    SESSION_SEAL,
+    SESSION_COLUMNS,
     TURN,
-    TURN_SEAL,
+    TURN_COLUMNS,
+    USAGE,
     parse_turn,
-    seal,
+    row_checksum,
     turn_values,
 )
-from perdure.sessions.storage.session_folder import FILE, MENDED, SessionFolder
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store.durable import make_private, sync_folder, translate_os_errors
 from perdure.store.index import APPLICATION, Index, unopened
-from perdure.store.locks import UseLock
 
 FOUND = "lost+found"
 """The namespace of turns whose session is not known any more."""
@@ -70,7 +71,7 @@ def repair(folder: Path) -> Repair:
         known = SessionFolder(folder).mark() or found.id
         temporary = folder / f"{MENDED}.tmp"
         _remove(temporary)
-        new = Index(temporary, readonly=False, migrations=MIGRATIONS, functions={"seal": seal})
+        new = Index(temporary, readonly=False, migrations=MIGRATIONS, functions={"seal": row_checksum})
         with closing(new), new.writing():
             found.write(new)
             if known:
@@ -147,14 +148,14 @@ def _remove(path: Path) -> None:
 class _Found:
     """What can be read and proved.
 
-    A turn is proved by its digest, or by its seal if the digest is what was damaged; then its place is known
-    too, through the digest of the turn before it. Where a turn is not proved but its seal holds, the turn
-    before it is still known, and a session goes back to it.
+    A turn is proved by its digest, or by its row checksum if the digest is what was damaged; then its parent
+    is known too, through the digest of the turn before it. Where a turn is not proved but its row checksum
+    holds, the turn before it is still known, and a session goes back to it.
     """
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._raw = {
-            row["number"]: row for row in _rows(db, "turn", "turn_parent", (*TURN_SEAL, "seal"), TURN)
+            row["number"]: row for row in _rows(db, "turn", "turn_parent", (*TURN_COLUMNS, "seal"), TURN)
         }
         self.turns: dict[int, Turn] = {}
         self.depths: dict[int, int] = {}
@@ -163,9 +164,9 @@ class _Found:
         self.cut: list[str] = []
         self.sessions: list[dict[str, Any]] = []
         self.memories: list[dict[str, Any]] = []
-        for row in _rows(db, "session", "session_head", (*SESSION_SEAL, "seal")):
+        for row in _rows(db, "session", "session_head", (*SESSION_COLUMNS, "seal")):
             self._session(row)
-        for row in _rows(db, "memory", "memory_turn", (*MEMORY_SEAL, "seal")):
+        for row in _rows(db, "memory", "memory_turn", (*MEMORY_COLUMNS, "seal")):
             self._memory(row)
         self._adopt()
         self.last = self._numbers(db)
@@ -179,25 +180,29 @@ class _Found:
             parent = self._raw[number]["parent"]
             index.run(INSERT_TURN, *turn_values(number, parent, self.depths[number], turn))
         for table, last in self.last.items():
-            index.run("UPDATE counter SET last = ?, seal = ? WHERE name = ?", last, seal(table, last), table)
+            index.run(
+                "UPDATE counter SET last = ?, seal = ? WHERE name = ?", last, row_checksum(table, last), table
+            )
         for values in self.sessions:
             head = values["head"]
-            said = [values[column] for column in SESSION_SEAL]
-            proof = seal(*said, self.depths[head], self.turns[head].digest)
+            said = [values[column] for column in SESSION_COLUMNS]
+            proof = row_checksum(*said, self.depths[head], self.turns[head].digest)
             index.run(
-                f"INSERT INTO session ({', '.join(SESSION_SEAL)}, seal)"
+                f"INSERT INTO session ({', '.join(SESSION_COLUMNS)}, seal)"
                 f" VALUES ({', '.join('?' * len(said))}, ?)",
                 *said,
                 proof,
             )
         for values in self.memories:
-            said = [values[column] for column in MEMORY_SEAL]
+            said = [values[column] for column in MEMORY_COLUMNS]
             index.run(
-                f"INSERT INTO memory ({', '.join(MEMORY_SEAL)}, seal)"
+                f"INSERT INTO memory ({', '.join(MEMORY_COLUMNS)}, seal)"
                 f" VALUES ({', '.join('?' * len(said))}, ?)",
                 *said,
-                seal(*said),
+                row_checksum(*said),
             )
+
+        index.run(f"INSERT INTO usage {USAGE}")
 
     def _numbers(self, db: sqlite3.Connection) -> dict[str, int]:
         found = {
@@ -208,7 +213,7 @@ class _Found:
         for table, last in found.items():
             with suppress(*_UNREADABLE):
                 for number, proof in db.execute("SELECT last, seal FROM counter WHERE name = ?", [table]):
-                    if seal(table, number) == proof:
+                    if row_checksum(table, number) == proof:
                         found[table] = max(last, number)
         return found
 
@@ -223,7 +228,9 @@ class _Found:
             turn = parse_turn(row["whole"], before)
         except CorruptStateError:
             return
-        proved = turn.digest == row["digest"] or seal(number, parent, depth, turn.digest) == row["seal"]
+        proved = (
+            turn.digest == row["digest"] or row_checksum(number, parent, depth, turn.digest) == row["seal"]
+        )
         if proved and (turn.kind == "start") == (parent is None):
             self.turns[number], self.depths[number] = turn, depth
 
@@ -234,7 +241,7 @@ class _Found:
         else:
             raw = self._raw.get(head, {})
             stands = raw.get("depth"), raw.get("digest")
-        if seal(*(row[column] for column in SESSION_SEAL), *stands) != row["seal"]:
+        if row_checksum(*(row[column] for column in SESSION_COLUMNS), *stands) != row["seal"]:
             self.cut.append(f"{what}: its entry is damaged")
             return
         last = self._last(head)
@@ -247,7 +254,7 @@ class _Found:
         self.sessions.append({**row, "head": last})
 
     def _memory(self, row: dict[str, Any]) -> None:
-        whole = seal(*(row[column] for column in MEMORY_SEAL)) == row["seal"]
+        whole = row_checksum(*(row[column] for column in MEMORY_COLUMNS)) == row["seal"]
         turn = self.turns.get(row["turn"])
         if whole and turn is not None and turn.digest == row["digest"]:
             self.memories.append(row)
@@ -259,7 +266,7 @@ class _Found:
         """The last turn up to `number` that is proved, if the way there can be trusted."""
         while number not in self.turns:
             row = self._raw.get(number)
-            if row is None or seal(*(row[column] for column in TURN_SEAL)) != row["seal"]:
+            if row is None or row_checksum(*(row[column] for column in TURN_COLUMNS)) != row["seal"]:
                 return None
             number = row["parent"]
         return number
@@ -283,7 +290,7 @@ class _Found:
                     now,
                     now,
                 )
-                self.sessions.append(dict(zip(SESSION_SEAL, values, strict=True)))
+                self.sessions.append(dict(zip(SESSION_COLUMNS, values, strict=True)))
                 led.add(number)
             parent = self._raw[number]["parent"]
             if number in led and parent is not None:

@@ -11,7 +11,7 @@ from perdure.errors import StoreDamagedError
 from perdure.store.durable import make_folder, sync_folder, translate_os_errors, write_file
 
 FILE, MARK, MENDED, KEY = "sessions.sqlite", "sessions.id", "sessions.mended", "sessions.key"
-"""The database; whose it is; what a repair that was interrupted has left; what seals exports."""
+"""The database; whose it is; what a repair that was interrupted has left; what signs exports."""
 TRANSFERS = "transfers"
 """The folder of files that are on their way in or out."""
 

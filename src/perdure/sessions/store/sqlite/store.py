@@ -1,9 +1,10 @@
-"""Sessions, turns and memories, in SQLite: every change as one transaction."""
+"""The session store in SQLite: sessions, turns and memories, every change as one transaction."""
 
 from __future__ import annotations
 
 import builtins
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,41 +16,50 @@ from filelock import FileLock
 
 from perdure.errors import (
     CorruptStateError,
+    QuotaError,
     SessionError,
     SessionExistsError,
     SessionNotFoundError,
 )
+from perdure.sessions.history import TurnPage, TurnReference
 from perdure.sessions.info import SessionInfo, SessionMemory
-from perdure.sessions.storage.memory_table import MemoryTable
-from perdure.sessions.storage.schema import (
+from perdure.sessions.store.base import RESPONSE, NamespaceSize, Quota
+from perdure.sessions.store.sqlite.folder import SessionFolder
+from perdure.sessions.store.sqlite.locks import TurnLocks, UseLock
+from perdure.sessions.store.sqlite.memory_table import MemoryTable
+from perdure.sessions.store.sqlite.schema import (
     ADVICE,
     MIGRATIONS,
-    RESPONSE,
     SAYING,
     SESSION,
-    SESSION_SEAL,
+    SESSION_COLUMNS,
+    TURN_BYTES,
+    USAGE,
     Counters,
+    Rows,
     Value,
     json_text,
-    read_session,
+    proved_session,
+    row_checksum,
     row_limit,
-    seal,
     text_rows,
     valid_text,
 )
-from perdure.sessions.storage.session_folder import SessionFolder
-from perdure.sessions.storage.turn_table import TurnTable
+from perdure.sessions.store.sqlite.tree import read_tree
+from perdure.sessions.store.sqlite.turn_table import TurnTable
+from perdure.sessions.tree import Tree
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store.durable import make_folder, translate_os_errors
 from perdure.store.index import Index, TableCheck
-from perdure.store.locks import TurnLocks, UseLock
 
 _OPENING, _PATIENCE = "sessions.opening", 60.0
 """Held while a database is created, migrated and checked; and how many seconds one waits for others."""
+_SEARCHED = 64
+"""Sessions that a search reads at a time."""
 
 
-class SessionStore:
-    """The durable part of sessions. For any thread.
+class SqliteStore:
+    """`SessionStore` in a folder, or without one in memory. For any thread.
 
     Always holds: a turn is written once and whole, after the one before it; a session names a turn that is
     there; turns that nothing leads to any more go with what last led to them. Each row is proved when it is
@@ -61,7 +71,9 @@ class SessionStore:
     def __init__(self, folder: Path | None, *, readonly: bool = False) -> None:
         """In `folder`, or without one in memory."""
         self.readonly = readonly
-        self.folder = folder
+        self.is_shared = folder is not None
+        self._quotas: dict[str, Quota] = {}
+        self._searching: dict[str | None, threading.Lock] = {}
         self._files = SessionFolder(folder) if folder is not None else None
         self._turn_locks: TurnLocks | None = None
         with ExitStack() as held, ExitStack() as opening:
@@ -85,7 +97,7 @@ class SessionStore:
                 self._files.database if self._files is not None else None,
                 readonly=readonly,
                 migrations=MIGRATIONS,
-                functions={"seal": seal},
+                functions={"seal": row_checksum},
                 advice=f"{ADVICE}; else restore it from a copy",
             )
             held.callback(self.index.close)
@@ -95,11 +107,11 @@ class SessionStore:
             # So that none of these is missed: what is found through an index is all there is.
             self._check = TableCheck(self.index, ("session", "memory"))
             held.callback(self._check.close)
-            self.counters = Counters(self.index)
-            self.turns = TurnTable(self.index, self.counters)
-            self.memories = MemoryTable(self.index, self.counters, self._check)
+            self._counters = Counters(self.index)
+            self._turns = TurnTable(self.index, self._counters)
+            self._memories = MemoryTable(self.index, self._counters)
             self.key: bytes | None = secrets.token_bytes(32)
-            """What seals exports, so that the state in them is known again. None where it may not be made."""
+            """What signs exports, so that the state in them is known again. None where it may not be made."""
             if self._files is not None:
                 own = next((row[0] for row in self.index.rows("SELECT id FROM register")), None)
                 self._files.check_own(own, known, readonly=readonly)
@@ -165,12 +177,13 @@ class SessionStore:
                 f"there is a session {name!r} already: choose another name, or delete it"
             )
         if head is not None:
-            self.turns.check(head, digest)
+            self._turns.check(head, digest)
         for turn in turns:
-            head = self.turns.add(head, turn)
-        number, now = self.counters.next("session"), time.time()
+            head = self._add_turn(namespace, head, turn)
+        self._count(namespace, sessions=1)
+        number, now = self._counters.next("session"), time.time()
         self.index.run(
-            f"INSERT INTO session ({', '.join(SESSION_SEAL)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            f"INSERT INTO session ({', '.join(SESSION_COLUMNS)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             number,
             namespace,
             name,
@@ -181,7 +194,7 @@ class SessionStore:
             now,
             now,
         )
-        self._seal(number)
+        self._write_checksum(number)
         info = self._find(namespace, name)
         assert info is not None
         return info
@@ -207,26 +220,14 @@ class SessionStore:
         Stored responses are found by their ids, and not listed. With `text`, those that have it in their
         names or in what was said."""
         self._check.wait()
-        # In these words: the indexes are of what they say.
-        where, values = [f"s.kind != '{RESPONSE}'"], builtins.list[Value]()
-        if namespace is not None:
-            where.append("s.namespace = ?")
-            values.append(namespace)
-        if after is not None:
-            where.append("(s.updated, s.number) < (?, ?)")
-            values += [after.updated, after.number]
-        if text is not None:
-            where.append(f"(instr(lower(s.name), lower(?)) OR s.head IN ({SAYING}))")
-            values += [text, namespace, namespace, text, text]
-        rows = text_rows(
-            self.index,
-            f"{SESSION} WHERE {' AND '.join(where)} ORDER BY s.updated DESC, s.number DESC LIMIT ?",
-            *values,
-            row_limit(limit),
-        )
-        return [self.proved_session(row) for row in rows]
+        if text is None:
+            return [proved_session(row) for row in self._page(self.index.rows, namespace, limit, after)]
+        row_limit(limit)
+        with valid_text():
+            text.encode()
+        return self._search(namespace, limit, after, text)
 
-    def old_responses(self, before: float, *, limit: int) -> builtins.list[tuple[str, str]]:
+    def expired(self, before: float, *, limit: int) -> builtins.list[tuple[str, str]]:
         """Namespaces and names of stored responses that were last changed before a time, the oldest first."""
         rows = self.index.rows(
             f"SELECT namespace, name FROM session WHERE kind = '{RESPONSE}' AND updated < ?"
@@ -255,7 +256,7 @@ class SessionStore:
             following = self._standing(follower, expected) if follower is not None else None
             numbers: builtins.list[int] = []
             for turn in turns:
-                parent = self.turns.add(parent, turn)
+                parent = self._add_turn(session.namespace, parent, turn)
                 numbers.append(parent)
             self._move(before, parent)
             if following is not None:
@@ -267,14 +268,14 @@ class SessionStore:
         with self._writing():
             number = self._standing(session).number
             self.index.run("UPDATE session SET origin = ? WHERE number = ?", json_text(dict(origin)), number)
-            self._seal(number)
+            self._write_checksum(number)
             return self._standing(session)
 
     def move(self, session: SessionInfo, head: int, *, digest: bytes, expected: int) -> None:
         """Let a session stand at another turn. Refused as `add` is."""
         with self._writing():
             before = self._standing(session, expected)
-            self.turns.check(head, digest)
+            self._turns.check(head, digest)
             self._move(before, head)
 
     def delete(self, session: SessionInfo) -> None:
@@ -302,28 +303,81 @@ class SessionStore:
         if self._turn_locks is not None:
             self._turn_locks.release(session.number)
 
-    def exists(self, session: SessionInfo) -> bool:
-        """Whether that very session is still there, and not another one of its name."""
-        found = self._find(session.namespace, session.name)
-        return found is not None and found.number == session.number
+    # Turns.
+
+    def read(self, reference: TurnReference, count: int, name: str) -> TurnPage:
+        """That turn and those before it, up to `count`, each proved by the digest of the next."""
+        return self._turns.read(reference, count, name)
+
+    def start(self, head: int, name: str) -> Turn:
+        """The first turn of the session that stands at `head`. Of the turns between, only the checksums are
+        read."""
+        return self._turns.start(head, name)
+
+    def page(
+        self, head: int, name: str, *, after: int, limit: int | None = None, nbytes: int | None = None
+    ) -> builtins.list[Turn]:
+        """The turns that lead to `head`, from depth `after` + 1 on: up to `limit`, and to `nbytes` together,
+        but one at least."""
+        return self._turns.page(head, name, after=after, limit=limit, nbytes=nbytes)
+
+    def nbytes(self, head: int) -> int:
+        """What the turns that lead to `head` take, without the overhead of the database."""
+        return self._turns.nbytes(head)
+
+    def tree(self, session: SessionInfo, *, limit: int, after: str | None = None) -> Tree:
+        """The tree that a session is a branch of: up to `limit` turns, behind the one with the id `after`."""
+        self._check.wait()
+        return read_tree(self.index, session, limit=limit, after=after, memories=self._memories)
 
     # Memories.
 
     def label(
-        self, session: SessionInfo, turn: int, depth: int, digest: bytes, label: str, kind: str, note: str
+        self, session: SessionInfo, at: TurnReference, label: str, kind: str, note: str
     ) -> SessionMemory:
-        """Remember turn number `turn` of a session, which must have that digest."""
+        """Remember a turn of a session, in the place of what had that label there."""
         with self._writing():
             self._standing(session)
-            self.turns.check(turn, digest)
-            made, replaced = self.memories.add(session, turn, depth, digest, label, kind, note)
+            self._turns.check(at.head, at.digest)
+            made, replaced = self._memories.add(session, at, label, kind, note)
             for last in replaced:
-                self._prune(last)
+                self._prune(session.namespace, last)
             return made
+
+    def memories(
+        self,
+        namespace: str,
+        *,
+        label: str | None = None,
+        kind: str | None = None,
+        session: str | None = None,
+        turn: int | None = None,
+        text: str | None = None,
+        limit: int | None = None,
+        after: int = 0,
+    ) -> builtins.list[SessionMemory]:
+        """Those that fit everything given, the oldest first: up to `limit`, behind number `after`."""
+        where: builtins.list[tuple[str, Value]] = [("m.namespace = ?", namespace)]
+        for column, value in (("label", label), ("kind", kind), ("session", session), ("depth", turn)):
+            if value is not None:
+                where.append((f"m.{column} = ?", value))
+        self._check.wait()
+        if text is None:
+            return self._memories.find(where, after=after, limit=limit)
+        row_limit(limit)
+        with valid_text():
+            text.encode()
+        with self._searches(namespace), self.index.reading_apart() as rows:
+            return self._memories.search(rows, where, text, after=after, limit=limit)
+
+    def locate(self, memory: SessionMemory) -> TurnReference:
+        """The turn that was remembered, after proving all that led to it."""
+        numbers, turns = self.chain_of(memory)
+        return TurnReference(numbers[-1], turns[-1].digest, len(turns) - 1)
 
     def chain_of(self, memory: SessionMemory) -> tuple[Sequence[int], Sequence[Turn]]:
         """The turns that lead to a memory, if they are those that were remembered."""
-        numbers, turns = self.turns.chain(self.memories.turn_of(memory), memory.session)
+        numbers, turns = self._turns.chain(self._memories.turn_of(memory), memory.session)
         if turns[-1].digest != memory.digest:
             raise CorruptStateError(
                 f"what lies at {memory.address} is not what was remembered: its digest differs; "
@@ -333,19 +387,52 @@ class SessionStore:
 
     def forget(self, memory: SessionMemory) -> None:
         with self._writing():
-            turn = self.memories.turn_of(memory)
-            self.memories.drop(memory.number)
-            self._prune(turn)
+            turn = self._memories.turn_of(memory)
+            self._memories.drop(memory.number)
+            self._prune(memory.namespace, turn)
 
-    def wait_checked(self) -> None:
-        """Return when every page of the tables was found sound; raise where one is not."""
-        self._check.wait()
+    # The whole.
 
-    def proved_session(self, row: tuple[Any, ...]) -> SessionInfo:
-        try:
-            return read_session(row)
-        except CorruptStateError as error:
-            raise CorruptStateError(f"{error}: {ADVICE}") from error
+    def limit(self, namespace: str, quota: Quota | None) -> None:
+        """What a namespace may store from now on, by this process; None lifts the bound."""
+        if quota is None:
+            self._quotas.pop(namespace, None)
+        else:
+            self._quotas[namespace] = quota
+
+    def sizes(self) -> builtins.list[NamespaceSize]:
+        """What every namespace that has sessions stores, by its name."""
+        rows = self.index.rows(
+            "WITH RECURSIVE up (namespace, number) AS ("
+            " SELECT namespace, head FROM session"
+            " UNION SELECT up.namespace, t.parent FROM up JOIN turn t ON t.number = up.number"
+            " WHERE t.parent IS NOT NULL"
+            ") SELECT up.namespace,"
+            " (SELECT count(*) FROM session s WHERE s.namespace = up.namespace),"
+            f" sum(t.kind != 'start'), sum({TURN_BYTES})"
+            " FROM up JOIN turn t ON t.number = up.number GROUP BY up.namespace ORDER BY up.namespace"
+        )
+        return [
+            NamespaceSize(namespace=str(name), sessions=int(sessions), turns=int(turns), nbytes=int(nbytes))
+            for name, sessions, turns, nbytes in rows
+        ]
+
+    # For `verify`, which proves everything.
+
+    def chain(self, head: int, name: str) -> tuple[Sequence[int], Sequence[Turn]]:
+        """The numbers and turns that lead to `head`, each proved by its digest."""
+        return self._turns.chain(head, name)
+
+    def check_turn(self, number: int, digest: bytes) -> None:
+        """Raise unless a turn is what its checksum says, which those behind it believe."""
+        self._turns.check(number, digest)
+
+    def check_counts(self) -> None:
+        """Raise unless the numbers given out, and what each namespace stores, are what was written."""
+        self._counters.check()
+        stored = {row for row in self.index.rows("SELECT * FROM usage") if row[1] or row[2]}
+        if stored != set(self.index.rows(USAGE)):
+            raise CorruptStateError(f"what namespaces store is not what was written down: {ADVICE}")
 
     # Inside.
 
@@ -360,7 +447,7 @@ class SessionStore:
         if not rows:
             self._check.wait()
             return None
-        found = self.proved_session(rows[0])
+        found = proved_session(rows[0])
         if (found.namespace, found.name) != (namespace, name):
             raise CorruptStateError(f"another session is found in the place of {name!r}: {ADVICE}")
         return found
@@ -375,7 +462,7 @@ class SessionStore:
         )
         if not found:
             raise SessionNotFoundError(f"session {session.name!r} was deleted")
-        now = self.proved_session(found[0])
+        now = proved_session(found[0])
         if expected is not None and now.head != expected:
             raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
         return now
@@ -383,21 +470,105 @@ class SessionStore:
     def _delete(self, session: SessionInfo) -> None:
         found = self._standing(session)
         self.index.run("DELETE FROM session WHERE number = ?", found.number)
-        self._prune(found.head)
+        self._count(found.namespace, sessions=-1)
+        self._prune(found.namespace, found.head)
 
     def _move(self, session: SessionInfo, head: int) -> None:
         # Later than before, whatever the clock says: lists are in this order.
         now = max(time.time(), session.updated)
         self.index.run("UPDATE session SET head = ?, updated = ? WHERE number = ?", head, now, session.number)
-        self._seal(session.number)
-        self._prune(session.head)
+        self._write_checksum(session.number)
+        self._prune(session.namespace, session.head)
 
-    def _seal(self, session: int) -> None:
+    def _write_checksum(self, session: int) -> None:
         """After a change."""
         [(*said, _)] = self.index.rows(f"{SESSION} WHERE s.number = ?", session)
-        self.index.run("UPDATE session SET seal = ? WHERE number = ?", seal(*said), session)
+        self.index.run("UPDATE session SET seal = ? WHERE number = ?", row_checksum(*said), session)
 
-    def _prune(self, turn: int | None) -> None:
+    def _add_turn(self, namespace: str, parent: int | None, turn: Turn) -> int:
+        number = self._turns.add(parent, turn)
+        self._count(namespace, nbytes=self._turns.size(number))
+        return number
+
+    def _count(self, namespace: str, *, sessions: int = 0, nbytes: int = 0) -> None:
+        """Write down what a namespace stores more or less than before; refused beyond its quota."""
+        self.index.run("INSERT OR IGNORE INTO usage VALUES (?, 0, 0)", namespace)
+        self.index.run(
+            "UPDATE usage SET sessions = max(0, sessions + ?), nbytes = max(0, nbytes + ?)"
+            " WHERE namespace = ?",
+            sessions,
+            nbytes,
+            namespace,
+        )
+        quota = self._quotas.get(namespace)
+        if quota is None:
+            return
+        [(stored, size)] = self.index.rows(
+            "SELECT sessions, nbytes FROM usage WHERE namespace = ?", namespace
+        )
+        for what, more, total, most in (
+            ("sessions", sessions, stored, quota.sessions),
+            ("bytes", nbytes, size, quota.nbytes),
+        ):
+            if more > 0 and most is not None and total > most:
+                raise QuotaError(
+                    f"this key may store {most} {what}, and with this it would be {total}: delete sessions "
+                    "or responses, or raise its limit",
+                    needed=total,
+                    limit=most,
+                )
+
+    def _page(
+        self, rows: Rows, namespace: str | None, limit: int | None, after: SessionInfo | None
+    ) -> builtins.list[tuple[Any, ...]]:
+        """Rows of `SESSION`, the latest first."""
+        # In these words: the indexes are of what they say.
+        where, values = [f"s.kind != '{RESPONSE}'"], builtins.list[Value]()
+        if namespace is not None:
+            where.append("s.namespace = ?")
+            values.append(namespace)
+        if after is not None:
+            where.append("(s.updated, s.number) < (?, ?)")
+            values += [after.updated, after.number]
+        with valid_text():
+            return rows(
+                f"{SESSION} WHERE {' AND '.join(where)} ORDER BY s.updated DESC, s.number DESC LIMIT ?",
+                *values,
+                row_limit(limit),
+            )
+
+    def _search(
+        self, namespace: str | None, limit: int | None, after: SessionInfo | None, text: str
+    ) -> builtins.list[SessionInfo]:
+        """The sessions of a namespace with a text in their names or turns, a page of them at a time."""
+        matches: builtins.list[SessionInfo] = []
+        with self._searches(namespace), self.index.reading_apart() as rows:
+            while page := self._page(rows, namespace, _SEARCHED, after):
+                sessions = [proved_session(row) for row in page]
+                marks = ", ".join("?" * len(sessions))
+                said: dict[int | None, bool] = {}
+                heads = {session.head for session in sessions}
+                for number, parent, here in rows(SAYING.format(heads=", ".join(map(str, heads))), text, text):
+                    said[number] = bool(here) or said.get(parent, False)
+                named = rows(
+                    f"SELECT number FROM session WHERE number IN ({marks}) AND instr(lower(name), lower(?))",
+                    *(session.number for session in sessions),
+                    text,
+                )
+                numbers = {number for (number,) in named}
+                for session in sessions:
+                    if session.number in numbers or said.get(session.head):
+                        matches.append(session)
+                        if len(matches) == limit:
+                            return matches
+                after = sessions[-1]
+        return matches
+
+    def _searches(self, namespace: str | None) -> threading.Lock:
+        """Held while a namespace is searched: one search of it at a time reads everything it has."""
+        return self._searching.setdefault(namespace, threading.Lock())
+
+    def _prune(self, namespace: str, turn: int | None) -> None:
         """Delete a turn that nothing leads to any more, and then what led only to it."""
         while turn is not None:
             [(needed,)] = self.index.rows(
@@ -411,5 +582,6 @@ class SessionStore:
             # What leads to it must not have been missed.
             self._check.wait()
             found = self.index.rows("SELECT parent FROM turn WHERE number = ?", turn)
+            self._count(namespace, nbytes=-self._turns.size(turn))
             self.index.run("DELETE FROM turn WHERE number = ?", turn)
             turn = found[0][0] if found else None

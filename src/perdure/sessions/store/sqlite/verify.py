@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from perdure.config import STORE_BYTES
 from perdure.errors import CorruptStateError, StoreDamagedError, StoreLockedError
-from perdure.sessions.storage.repair import Repair, repair
-from perdure.sessions.storage.schema import MEMORY, MEMORY_SEAL, SESSION, read_memory, read_session
-from perdure.sessions.storage.session_store import SessionStore
+from perdure.sessions.store.sqlite.repair import Repair, repair
+from perdure.sessions.store.sqlite.schema import MEMORY, MEMORY_COLUMNS, SESSION, read_memory, read_session
+from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.sessions.turn import Turn
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def verify(folder: Path, progress: Progress) -> Verification:
 
 
 def _read_sessions(folder: Path, found: Verification, progress: Progress) -> None:
-    store = SessionStore(folder, readonly=True)
+    store = SqliteStore(folder, readonly=True)
     try:
         store.index.check()
         store.index.check_schema()
@@ -94,7 +94,7 @@ def _read_sessions(folder: Path, found: Verification, progress: Progress) -> Non
             what = f"session {_quoted(str(row[2]))}{_of(row[1])}"
             points.append((what, partial(_session, store, row)))
         for row in memories:
-            said = dict(zip(MEMORY_SEAL, row, strict=False))
+            said = dict(zip(MEMORY_COLUMNS, row, strict=False))
             what = f"memory {_quoted(str(said['label']))} of {_quoted(str(said['session']))}"
             points.append((what + _of(said["namespace"]), partial(_memory, store, row)))
         proved: dict[int, str] = {}
@@ -104,23 +104,23 @@ def _read_sessions(folder: Path, found: Verification, progress: Progress) -> Non
                 for at, turn in zip(numbers, turns, strict=True):
                     if at not in proved:
                         # What goes on from a turn believes this; the turns behind it prove only its content.
-                        store.turns.check(at, turn.digest)
+                        store.check_turn(at, turn.digest)
                         proved[at] = turn.kind
             except CorruptStateError as error:
                 found.damaged.append((what, str(error)))
             progress(number, len(points))
         found.turns = sum(kind != "start" for kind in proved.values())
-        store.counters.check()
+        store.check_counts()
     finally:
         store.close()
 
 
-def _session(store: SessionStore, row: tuple[Any, ...]) -> Chain:
+def _session(store: SqliteStore, row: tuple[Any, ...]) -> Chain:
     known = read_session(row)
-    return store.turns.chain(known.head, known.name)
+    return store.chain(known.head, known.name)
 
 
-def _memory(store: SessionStore, row: tuple[Any, ...]) -> Chain:
+def _memory(store: SqliteStore, row: tuple[Any, ...]) -> Chain:
     return store.chain_of(read_memory(row))
 
 

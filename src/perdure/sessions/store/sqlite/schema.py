@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,23 +17,23 @@ from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.turn import Turn, pack_tokens
 from perdure.store.index import Index
 
+Rows = Callable[..., list[tuple[Any, ...]]]
+"""Runs a query with its values."""
 Value = str | int | float | bytes | None
 """What a column can hold."""
-RESPONSE = "response"
-"""The kind of a session that is a stored response."""
 
 
-def seal(*values: Value) -> bytes:
+def row_checksum(*values: Value) -> bytes:
     """What proves a row: SQLite has no checksums, so a bit that turns over on the disk is read as it lies.
 
-    Also a function of our SQL, `seal(...)`.
+    It lies in the column `seal`, and the SQL of migrations knows it by that name.
     """
     plain = [["bytes", value.hex()] if isinstance(value, bytes) else value for value in values]
     return hashlib.sha256(b"perdure/row/1\0" + json.dumps(plain).encode()).digest()
 
 
-def turn_seal(number: int, parent: int | None, depth: int, digest: Value) -> bytes:
-    """The `seal` of a turn's place, made faster: on the way to a start, every turn's is checked."""
+def turn_checksum(number: int, parent: int | None, depth: int, digest: Value) -> bytes:
+    """The `row_checksum` of a turn, made faster: on the way to a start, every turn's is checked."""
     if not isinstance(digest, bytes):
         return b""
     above = "null" if parent is None else parent
@@ -41,9 +41,9 @@ def turn_seal(number: int, parent: int | None, depth: int, digest: Value) -> byt
     return hashlib.sha256(b"perdure/row/1\0" + place.encode()).digest()
 
 
-TURN_SEAL = ("number", "parent", "depth", "digest")
+TURN_COLUMNS = ("number", "parent", "depth", "digest")
 """Its place. What was said is proved by the digest, which is also over all that led there."""
-SESSION_SEAL = (
+SESSION_COLUMNS = (
     "number",
     "namespace",
     "name",
@@ -55,7 +55,7 @@ SESSION_SEAL = (
     "updated",
 )
 """And then the depth and the digest of the turn at which it stands."""
-MEMORY_SEAL = (
+MEMORY_COLUMNS = (
     "number",
     "namespace",
     "session",
@@ -67,6 +67,22 @@ MEMORY_SEAL = (
     "digest",
     "created",
 )
+
+TURN_BYTES = (
+    "length(CAST(t.messages AS BLOB)) + coalesce(length(CAST(t.reply AS BLOB)), 0)"
+    " + length(CAST(t.text AS BLOB)) + length(t.tokens) + length(t.cuts) + length(CAST(t.settings AS BLOB))"
+)
+"""What a turn takes, without the overhead of the database."""
+USAGE = f"""
+    WITH RECURSIVE up (namespace, number) AS (
+        SELECT namespace, head FROM session UNION SELECT namespace, turn FROM memory
+        UNION SELECT up.namespace, t.parent FROM up JOIN turn t ON t.number = up.number
+        WHERE t.parent IS NOT NULL
+    )
+    SELECT up.namespace, (SELECT count(*) FROM session s WHERE s.namespace = up.namespace),
+    sum({TURN_BYTES}) FROM up JOIN turn t ON t.number = up.number GROUP BY up.namespace
+"""
+"""What each namespace stores: sessions, and bytes of the turns that they and its memories lead to."""
 
 MIGRATIONS: Sequence[str] = (
     """
@@ -122,13 +138,13 @@ MIGRATIONS: Sequence[str] = (
     """,
     f"""
     ALTER TABLE turn ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
-    UPDATE turn SET seal = seal({", ".join(TURN_SEAL)});
+    UPDATE turn SET seal = seal({", ".join(TURN_COLUMNS)});
     ALTER TABLE session ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
-    UPDATE session SET seal = seal({", ".join(SESSION_SEAL)},
+    UPDATE session SET seal = seal({", ".join(SESSION_COLUMNS)},
         (SELECT depth FROM turn WHERE turn.number = head),
         (SELECT digest FROM turn WHERE turn.number = head));
     ALTER TABLE memory ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
-    UPDATE memory SET seal = seal({", ".join(MEMORY_SEAL)});
+    UPDATE memory SET seal = seal({", ".join(MEMORY_COLUMNS)});
     CREATE TABLE register (id TEXT NOT NULL);
     INSERT INTO register VALUES (lower(hex(randomblob(16))))
     """,
@@ -154,11 +170,18 @@ MIGRATIONS: Sequence[str] = (
     CREATE INDEX session_all ON session (updated, number) WHERE kind != 'response';
     CREATE INDEX session_response ON session (updated, number) WHERE kind = 'response'
     """,
+    # What a namespace stores, for its quota.
+    f"""
+    CREATE TABLE usage (
+        namespace TEXT PRIMARY KEY, sessions INTEGER NOT NULL, nbytes INTEGER NOT NULL
+    ) WITHOUT ROWID;
+    INSERT INTO usage {USAGE}
+    """,
 )
 
 
 SESSION = (
-    f"SELECT {', '.join(f's.{column}' for column in SESSION_SEAL)}, t.depth, t.digest, s.seal"
+    f"SELECT {', '.join(f's.{column}' for column in SESSION_COLUMNS)}, t.depth, t.digest, s.seal"
     " FROM session s LEFT JOIN turn t ON t.number = s.head"
 )
 TURN = (
@@ -170,26 +193,21 @@ _FIELDS = (
     " usage, dropped, model, created, digest"
 )
 MEMORY = (
-    f"SELECT {', '.join(f'm.{column}' for column in MEMORY_SEAL)}, m.seal"
+    f"SELECT {', '.join(f'm.{column}' for column in MEMORY_COLUMNS)}, m.seal"
     " FROM memory m LEFT JOIN turn t ON t.number = m.turn"
 )
 SAYING = """
     WITH RECURSIVE own (number, parent) AS (
-        SELECT t.number, t.parent FROM session o JOIN turn t ON t.number = o.head
-        WHERE ? IS NULL OR o.namespace = ?
+        SELECT t.number, t.parent FROM turn t WHERE t.number IN ({heads})
         UNION SELECT t.number, t.parent FROM own JOIN turn t ON t.number = own.parent
-    ), saying (number) AS (
-        SELECT t.number FROM own JOIN turn t ON t.number = own.number
-        WHERE instr(lower(json_extract(t.reply, '$.content')), lower(?))
-        OR EXISTS (
-            SELECT 1 FROM json_each(t.messages)
-            WHERE instr(lower(json_extract(value, '$.content')), lower(?))
-        )
-        UNION SELECT t.number FROM saying JOIN turn t ON t.parent = saying.number
     )
-    SELECT number FROM saying
+    SELECT own.number, own.parent, instr(lower(json_extract(t.reply, '$.content')), lower(?))
+    OR EXISTS (
+        SELECT 1 FROM json_each(t.messages) WHERE instr(lower(json_extract(value, '$.content')), lower(?))
+    )
+    FROM own JOIN turn t ON t.number = own.number ORDER BY own.number
 """
-"""The turns of a namespace in which, or before which, a text was said."""
+"""The turns that lead to some heads, those before others first, and whether a text was said in each."""
 INSERT_TURN = (
     f"INSERT INTO turn (number, parent, depth, {_FIELDS}, seal)"
     f" VALUES ({', '.join('?' * (len(_FIELDS.split(',')) + 4))})"
@@ -225,7 +243,7 @@ def read_session(row: Sequence[Value]) -> SessionInfo:
     """The session in a row of `SESSION`."""
     *said, depth, digest, found = row
     number, namespace, name, kind, head, settings, origin, created, updated = said
-    if seal(*said, depth, digest) != found:
+    if row_checksum(*said, depth, digest) != found:
         raise CorruptStateError(f"the entry of session {name!r} is damaged, or the turn it names is gone")
     # What is proved was once written by us.
     return SessionInfo(
@@ -243,10 +261,18 @@ def read_session(row: Sequence[Value]) -> SessionInfo:
     )
 
 
+def proved_session(row: Sequence[Any]) -> SessionInfo:
+    """`read_session`, with what to do where it is damaged."""
+    try:
+        return read_session(row)
+    except CorruptStateError as error:
+        raise CorruptStateError(f"{error}: {ADVICE}") from error
+
+
 def read_memory(row: Sequence[Any]) -> SessionMemory:
-    """The memory in a row of `MEMORY`, if it is what its seal says."""
-    said = dict(zip(MEMORY_SEAL, row, strict=False))
-    if seal(*row[:-1]) != row[-1]:
+    """The memory in a row of `MEMORY`, if it is what its checksum says."""
+    said = dict(zip(MEMORY_COLUMNS, row, strict=False))
+    if row_checksum(*row[:-1]) != row[-1]:
         raise CorruptStateError(f"the memory {said['label']!r} of session {said['session']!r} is damaged")
     del said["turn"]
     return SessionMemory(turn=said.pop("depth"), **said)
@@ -298,18 +324,6 @@ def json_text(value: Mapping[str, Any]) -> str:
         raise InvalidInputError(f"this cannot be written as JSON: {error}") from None
 
 
-def check_readable(values: Sequence[Value], turn: Turn) -> None:
-    """Raise `InvalidInputError` unless a row of `INSERT_TURN` reads as the turn again, here and in an
-    export: what is refused when it is read must not be stored."""
-    try:
-        read = read_turn([values[0], *values[3:-1]], turn.before)
-        Turn.from_json(read.to_json(), turn.before)
-    except CorruptStateError as error:
-        raise InvalidInputError(
-            f"this turn could not be read again, so it was not stored: {error}"
-        ) from error
-
-
 def turn_values(number: int, parent: int | None, depth: int, turn: Turn) -> list[Value]:
     """What `INSERT_TURN` writes."""
     cuts = array("q", [figure for cut in turn.added.cuts for figure in cut])
@@ -333,7 +347,7 @@ def turn_values(number: int, parent: int | None, depth: int, turn: Turn) -> list
         turn.model,
         turn.created,
         digest,
-        seal(number, parent, depth, digest),
+        row_checksum(number, parent, depth, digest),
     ]
 
 
@@ -347,7 +361,7 @@ class Counters:
         """A number that nothing in `table` has or ever had."""
         number = self._last(table) + 1
         self._index.run(
-            "UPDATE counter SET last = ?, seal = ? WHERE name = ?", number, seal(table, number), table
+            "UPDATE counter SET last = ?, seal = ? WHERE name = ?", number, row_checksum(table, number), table
         )
         return number
 
@@ -358,6 +372,6 @@ class Counters:
 
     def _last(self, table: str) -> int:
         rows = self._index.rows("SELECT last, seal FROM counter WHERE name = ?", table)
-        if not rows or seal(table, rows[0][0]) != rows[0][1]:
+        if not rows or row_checksum(table, rows[0][0]) != rows[0][1]:
             raise CorruptStateError(f"the last number of a {table} is damaged: {ADVICE}")
         return int(rows[0][0])

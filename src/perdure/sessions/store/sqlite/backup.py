@@ -20,9 +20,9 @@ from typing import IO, Any
 from perdure import system
 from perdure.atomic import PRIVATE, open_private
 from perdure.errors import CorruptStateError, InvalidInputError, StoreError
-from perdure.sessions.storage.session_folder import FILE, KEY, MARK
-from perdure.sessions.storage.session_store import SessionStore
-from perdure.sessions.storage.verify import Verification, verify
+from perdure.sessions.store.sqlite.folder import FILE, KEY, MARK
+from perdure.sessions.store.sqlite.store import SqliteStore
+from perdure.sessions.store.sqlite.verify import Verification, verify
 from perdure.store.durable import make_folder, sync_folder, translate_os_errors
 
 FORMAT = "perdure-backup/1"
@@ -164,7 +164,7 @@ def _left_out(found: Verification) -> tuple[str, ...]:
 def _snapshot(folder: Path, into: Path) -> tuple[int, int]:
     """The database as it is between two changes, by SQLite's own means: its sessions and turns, counted."""
     # What is no store of ours, or damaged, is told here.
-    with closing(SessionStore(folder, readonly=True)) as store:
+    with closing(SqliteStore(folder, readonly=True)) as store:
         os.close(os.open(into, os.O_CREAT | os.O_EXCL | os.O_WRONLY | system.BINARY, PRIVATE))
         reader = store.index.connect_reader()
         assert reader is not None

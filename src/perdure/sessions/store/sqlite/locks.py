@@ -61,6 +61,8 @@ class TurnLocks:
                 _FILES[self._path] = _LockFile(_opened(folder / TURNS))
             self._file = _FILES[self._path]
             self._file.users += 1
+        self._taken: set[int] = set()
+        """Those that were taken through this one: others of this process have theirs in the same file."""
 
     def take(self, session: int) -> bool:
         """Have the session of that number until `release`; False where another has it."""
@@ -68,17 +70,21 @@ class TurnLocks:
             if session in self._file.taken or not system.lock_byte(self._file.handle, session):
                 return False
             self._file.taken.add(session)
+            self._taken.add(session)
             return True
 
     def release(self, session: int) -> None:
         with _CHANGING:
-            # A job may outlive the runtime that it was for.
-            if session in self._file.taken and _FILES.get(self._path) is self._file:
+            # A job may outlive the runtime that it was for, and release what another has taken since.
+            if session in self._taken and _FILES.get(self._path) is self._file:
+                self._taken.discard(session)
                 self._file.taken.discard(session)
                 system.unlock_byte(self._file.handle, session)
 
     def close(self) -> None:
         with _CHANGING:
+            for session in list(self._taken):
+                self.release(session)
             self._file.users -= 1
             if not self._file.users:
                 del _FILES[self._path]

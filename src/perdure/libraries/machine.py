@@ -1,0 +1,210 @@
+"""What this machine has to compute on, and which package fits it, before anything is fetched.
+
+A CUDA package runs on a card if it has machine code for it, or PTX that the driver can translate:
+
+    driver        must know the CUDA release of the package (its major number)
+    machine code  runs on cards of the same major compute capability and the same or a higher minor one
+    PTX           runs on every later card, if the driver is not older than the toolkit: the first start
+                  translates it
+    runtime       libcudart and libcublas of that release: here, or fetched with the package
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import platform
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from perdure import system
+from perdure.errors import LibraryFetchError
+from perdure.libraries import runtime
+from perdure.libraries.package import PACKAGES, SYSTEMS, CudaContents, Package, check_system
+from perdure.libraries.runtime import RUNTIMES
+
+HIDING = ("CUDA_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES")
+"""Variables that hide cards from a library."""
+_SECONDS = 30
+_ORDER = ("cuda", "cuda12", "metal", "vulkan", "cpu")
+"""Backends, the fastest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """An NVIDIA card as its driver names it."""
+
+    name: str
+    capability: tuple[int, int]
+    memory: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} (sm_{self.capability[0]}{self.capability[1]}, {self.memory / 2**30:.0f} GiB)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What decides which package can run."""
+
+    system: str
+    """linux, mac or win."""
+    cpu: str
+    cuda: tuple[int, int] | None = None
+    """The newest CUDA that the driver knows; None where there is no driver."""
+    compat: tuple[int, int] | None = None
+    """The newest CUDA that a driver library for forward compatibility knows here, where one works."""
+    cards: tuple[Gpu, ...] = ()
+    runtimes: frozenset[int] = field(default_factory=frozenset)
+    """The CUDA releases whose runtime is here."""
+    vulkan: tuple[str, ...] | None = None
+    """The devices of the Vulkan loader; None where there is no loader."""
+
+    @property
+    def has_gpu(self) -> bool:
+        return bool(self.cards or self.vulkan) or (self.system, self.cpu) == ("mac", "aarch64")
+
+    def __str__(self) -> str:
+        parts = [str(card) for card in self.cards]
+        if self.cuda is not None:
+            parts.append(f"driver for CUDA {self.cuda[0]}.{self.cuda[1]}")
+        if self.vulkan:
+            parts.append(f"Vulkan: {', '.join(self.vulkan)}")
+        if (self.system, self.cpu) == ("mac", "aarch64"):
+            parts.append("Apple GPU")
+        return ", ".join(parts) or "no GPU"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Whether a package can run on a machine, and why. It says what else has to be fetched."""
+
+    package: Package
+    usable: bool
+    reason: str
+    runtime: int | None = None
+    """The CUDA release whose runtime has to be fetched too."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.package.fetched + (RUNTIMES[self.runtime].size if self.runtime else 0)
+
+    @property
+    def megabytes(self) -> str:
+        return f"{self.nbytes / 1e6:.0f} MB"
+
+
+def ranked(machine: Machine) -> list[Fit]:
+    """The packages that can run on a machine, the best first. The last one is the CPU's, if there is one."""
+    return [fit for fit in fits(machine) if fit.usable]
+
+
+def fits(machine: Machine) -> list[Fit]:
+    """Every package for this system and CPU, the fastest backend first, with whether it can run and why."""
+    here = [each for each in PACKAGES if (each.system, each.cpu) == (machine.system, machine.cpu)]
+    return [_fit(each, machine) for each in sorted(here, key=lambda each: _ORDER.index(each.backend))]
+
+
+def _fit(package: Package, machine: Machine) -> Fit:
+    if package.backend == "metal":
+        return Fit(package=package, usable=True, reason="it uses the Apple GPU through Metal")
+    if package.backend == "cpu":
+        why = "no package can use the GPU" if machine.has_gpu else "no GPU was found"
+        return Fit(package=package, usable=True, reason=f"{why}; it runs on every CPU")
+    if package.backend == "vulkan":
+        if machine.vulkan is None:
+            return Fit(package=package, usable=False, reason="there is no Vulkan loader")
+        if not machine.vulkan:
+            return Fit(package=package, usable=False, reason="Vulkan finds no GPU")
+        return Fit(package=package, usable=True, reason=f"{machine.vulkan[0]} speaks Vulkan")
+    assert package.cuda is not None, "every other package is CUDA's"
+    return _cuda_fit(package, package.cuda, machine)
+
+
+def _cuda_fit(package: Package, contents: CudaContents, machine: Machine) -> Fit:
+    major, minor = contents.toolkit
+    if machine.cuda is None or not machine.cards:
+        return Fit(package=package, usable=False, reason="no NVIDIA driver answers")
+    known = max(machine.cuda, machine.compat or machine.cuda)
+    driver = f"the driver knows CUDA {known[0]}.{known[1]}"
+    if known[0] < major:
+        return Fit(package=package, usable=False, reason=f"it needs a driver for CUDA {major}, and {driver}")
+    missing = None if major in machine.runtimes else major
+    card = machine.cards[0]
+    translates = known >= contents.toolkit and any(ptx <= card.capability for ptx in contents.ptx)
+    if contents.has_code(card.capability):
+        reason = f"it has machine code for {card.name}"
+    elif translates:
+        reason = f"the driver translates its code for {card.name}: the first start takes some minutes longer"
+    elif any(ptx <= card.capability for ptx in contents.ptx):
+        reason = f"its code for {card.name} is PTX of CUDA {major}.{minor}, and {driver}"
+        return Fit(package=package, usable=False, reason=reason)
+    else:
+        return Fit(package=package, usable=False, reason=f"it has no code for {card.name}")
+    if missing is not None:
+        reason += f"; NVIDIA's CUDA {major} runtime is fetched with it"
+    return Fit(package=package, usable=True, reason=reason, runtime=missing)
+
+
+@functools.cache
+def read_machine() -> Machine:
+    """This machine, as its drivers describe it. They are asked in a child process, which may die."""
+    answers = _ask()
+    if "cuda" in answers:
+        for driver in runtime.compat_drivers()[:1]:
+            answers["compat"] = _ask(str(driver)).get("cuda")
+    return machine_of(answers)
+
+
+def _ask(*driver: str) -> dict[str, object]:
+    answers: dict[str, object] = {}
+    reader = Path(__file__).with_name("gpu_reader.py")
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            system.isolated_python(str(reader), *driver),
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            timeout=_SECONDS,
+        )
+        for line in done.stdout.splitlines():
+            # A driver may print lines of its own.
+            with suppress(ValueError):
+                answers |= json.loads(line)
+    return answers
+
+
+def machine_of(answers: dict[str, object]) -> Machine:
+    """The machine that `gpu_reader` described."""
+    cuda, compat, cards, vulkan = (answers.get(name) for name in ("cuda", "compat", "cards", "vulkan"))
+    loadable = answers.get("runtimes") or []
+    assert isinstance(loadable, list)
+    return Machine(
+        system=SYSTEMS.get(platform.system(), platform.system()),
+        cpu=system.architecture(),
+        cuda=(int(cuda[0]), int(cuda[1])) if isinstance(cuda, list) else None,
+        compat=(int(compat[0]), int(compat[1])) if isinstance(compat, list) else None,
+        cards=tuple(
+            Gpu(name, (capability[0], capability[1]), memory)
+            for name, capability, memory in (cards if isinstance(cards, list) else ())
+        ),
+        runtimes=frozenset(loadable) | {major for major in RUNTIMES if runtime.has_runtime(major)},
+        vulkan=tuple(vulkan) if isinstance(vulkan, list) else None,
+    )
+
+
+def installable(machine: Machine) -> list[Fit]:
+    """`ranked`, less what this system's C library is too old for. An error where none is left says why."""
+    found, problem = [], None
+    for fit in ranked(machine):
+        try:
+            check_system(fit.package)
+        except LibraryFetchError as error:
+            problem = error
+            continue
+        found.append(fit)
+    if not found and problem is not None:
+        raise problem
+    return found
