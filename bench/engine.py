@@ -135,14 +135,14 @@ def fill(run: Run) -> Iterator[Figure]:
     from llama_cpp._internals import LlamaBatch
 
     from perdure import Model
-    from perdure.engine.batch import Batch, Part
+    from perdure.engine.batch import Batch, BatchPart
     from perdure.engine.context.rows import outputs
 
     context = Model(model_path()).context(n_ctx=STEP, threads=1)
     ours, peer = Batch(STEP), LlamaBatch(n_tokens=STEP, embd=0, n_seq_max=1, verbose=False)
 
     def fill_ours() -> None:
-        ours.fill([Part(0, 0, context._check_tokens(TOKENS), outputs("last", STEP))])
+        ours.fill([BatchPart(0, 0, context._check_tokens(TOKENS), outputs("last", STEP))])
 
     yield run.compare(
         f"filling a batch of {STEP} tokens",

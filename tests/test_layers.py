@@ -42,8 +42,23 @@ LAYERS = (
     "cli",
 )
 
-INSIDE: dict[str, tuple[str, ...]] = {"server": ("core", "protocols", "api", "app", "http_server")}
-"""The order within a layer, from low to high, of its folders and modules."""
+INSIDE: dict[str, tuple[str, ...]] = {
+    "server": ("core", "protocols", "api", "app", "http_server"),
+    "cache": (
+        "block",
+        "child_index",
+        "reuse_rule",
+        "kept_prefixes",
+        "tiers",
+        "block_cache",
+        "slots",
+        "cache_view",
+        "prefix_cache",
+    ),
+    "cache/tiers": ("base", "memory", "block_index", "disk", "write_behind", "tiered"),
+    "cache/slots": ("checkpoints", "placement", "swapper", "cache"),
+}
+"""The order within a folder, from low to high, of its folders and modules."""
 
 
 def layer_of(module: str) -> str:
@@ -63,7 +78,7 @@ def imports(file: Path, tree: ast.AST) -> Iterator[str]:
             if module == "perdure":
                 # Names out of the top are modules of it, or else the public names.
                 yield from (f"perdure.{a.name}" if is_layer(a.name) else "perdure" for a in node.names)
-            elif module.count(".") == 1 and layer_of(module) in INSIDE:
+            elif module.removeprefix("perdure.").replace(".", "/") in INSIDE:
                 yield from (f"{module}.{alias.name}" for alias in node.names)
             elif module.split(".")[0] == "perdure":
                 yield module
@@ -74,18 +89,19 @@ def is_layer(name: str) -> bool:
 
 
 def upward(file: Path, tree: ast.AST) -> list[str]:
-    """The imports of a file that reach a layer above its own."""
-    layer, *inside = file.relative_to(SOURCE).with_suffix("").parts
-    own = LAYERS.index(layer)
-    order = INSIDE.get(layer, ())
-    found = []
-    for module in imports(file, tree):
-        if LAYERS.index(layer_of(module)) > own:
-            found.append(module)
-        elif layer_of(module) == layer and module.count(".") >= 2 and inside[0] in order:
-            target = module.split(".")[2]
-            if target not in order or order.index(target) > order.index(inside[0]):
-                found.append(module)
+    """The imports of a file that reach a layer above its own, or what stands above it inside its folders."""
+    path = file.relative_to(SOURCE).with_suffix("").parts
+    modules = list(imports(file, tree))
+    found = [module for module in modules if LAYERS.index(layer_of(module)) > LAYERS.index(path[0])]
+    for folder, order in INSIDE.items():
+        depth, package = folder.count("/") + 1, f"perdure.{folder.replace('/', '.')}."
+        if "/".join(path[:depth]) == folder and path[depth] in order:
+            targets = {each: each.removeprefix(package).split(".")[0] for each in modules if package in each}
+            found += [
+                each
+                for each, target in targets.items()
+                if target not in order or order.index(target) > order.index(path[depth])
+            ]
     return found
 
 
@@ -132,16 +148,21 @@ def test_the_check_sees_an_import_that_goes_up(line: str) -> None:
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("core/follow.py", "from perdure.server.protocols.chat.routes import PROTOCOL"),
-        ("core/middleware/auth.py", "from perdure.server.api import page"),
-        ("protocols/chat/routes.py", "import perdure.server.api.sessions"),
-        ("api/page.py", "def late():\n    from perdure.server.app import build"),
-        ("core/keys.py", "from ..app import build"),
-        ("protocols/completions.py", "from perdure.server import app"),
+        ("server/core/follow.py", "from perdure.server.protocols.chat.routes import PROTOCOL"),
+        ("server/core/middleware/auth.py", "from perdure.server.api import page"),
+        ("server/protocols/chat/routes.py", "import perdure.server.api.sessions"),
+        ("server/api/page.py", "def late():\n    from perdure.server.app import build"),
+        ("server/core/keys.py", "from ..app import build"),
+        ("server/protocols/completions.py", "from perdure.server import app"),
+        ("cache/tiers/disk.py", "from perdure.cache.slots.cache import SlotCache"),
+        ("cache/tiers/disk.py", "if TYPE_CHECKING:\n    from perdure.cache.cache_view import CacheView"),
+        ("cache/tiers/disk.py", "from perdure.cache.tiers.tiered import Tiers"),
+        ("cache/tiers/base.py", "from perdure.cache.tiers import disk"),
+        ("cache/block.py", "from perdure.cache import slots"),
     ],
 )
-def test_the_check_sees_an_import_that_goes_up_inside_of_a_layer(file: str, line: str) -> None:
-    assert upward(SOURCE / "server" / file, ast.parse(line))
+def test_the_check_sees_an_import_that_goes_up_inside_of_a_folder(file: str, line: str) -> None:
+    assert upward(SOURCE / file, ast.parse(line))
 
 
 @pytest.mark.parametrize(

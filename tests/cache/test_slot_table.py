@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perdure.cache.slots.checkpoints import CheckpointList, Point, PrefixHash
-from perdure.cache.slots.table import SlotTable
+from perdure.cache.slots.placement import SlotTable
 from perdure.testing.toy import ToyModel
 
 TEXT = st.lists(st.integers(0, 2), max_size=8)

@@ -24,7 +24,7 @@ from perdure import (
     PerdureError,
     TokenError,
 )
-from perdure.engine.batch import Batch, Part
+from perdure.engine.batch import Batch, BatchPart
 from perdure.engine.contract import Outcome
 from perdure.engine.model import Model
 from perdure.memory import MEMORY_KINDS, FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
@@ -50,7 +50,7 @@ def feed(core: ToyCore, tokens: list[int], start: int = 0, seq: int = 0) -> Outc
     batch = Batch(32)
     outputs = np.zeros(len(tokens), np.int8)
     outputs[-1] = 1
-    batch.fill([Part(seq, start, np.array(tokens, np.int32), outputs)])
+    batch.fill([BatchPart(seq, start, np.array(tokens, np.int32), outputs)])
     return core.decode(batch)
 
 
@@ -130,7 +130,7 @@ def test_rows_lie_in_one_buffer_that_is_overwritten_and_moved() -> None:
     assert np.shares_memory(live, core.row(0))
     assert (live != before).any()
     batch = Batch(32)
-    batch.fill([Part(1, 0, np.arange(5, dtype=np.int32), np.ones(5, np.int8))])
+    batch.fill([BatchPart(1, 0, np.arange(5, dtype=np.int32), np.ones(5, np.int8))])
     assert core.decode(batch) is Outcome.DONE
     assert not np.shares_memory(live, core.row(0))
     assert (live == live[0]).all()

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from decode.observed import Turnstile, toy
 from perdure import InvalidInputError
+from perdure.server.core import keys as keys_module
 from perdure.server.core.keys import Key, Keys, KeyUsage, new_key
+from perdure.server.core.middleware import auth as auth_module
 from perdure.server.core.middleware.host_check import AllowedHosts, check_origins
 from server.live_server import hello, live_server, opened, raw
 
@@ -59,14 +62,108 @@ def test_a_key_has_so_many_requests_a_minute_and_so_many_tokens_a_day() -> None:
 
 def test_limits_end_with_their_minute_and_their_day() -> None:
     usage, key = KeyUsage(), Key("a", "0" * 64, requests_per_minute=1, tokens_per_day=10)
-    assert usage.admit(key, 0.0) is None
-    assert usage.admit(key, 59.0) is not None
-    assert usage.admit(key, 60.5) is None
+    assert usage.admit(key, 0.0, 0.0) is None
+    assert usage.admit(key, 59.0, 59.0) is not None
+    assert usage.admit(key, 60.5, 60.5) is None
     usage.spend(key, 10, 61.0)
-    refused = usage.admit(key, 200.0)
+    refused = usage.admit(key, 200.0, 200.0)
     assert refused is not None
     assert refused.retry_after == int(DAY - 200) + 1
-    assert usage.admit(key, DAY + 1) is None
+    assert usage.admit(key, DAY + 1, DAY + 1) is None
+
+
+@pytest.mark.parametrize("jump", [-30 * DAY, 30 * DAY])
+def test_a_minute_is_a_minute_when_the_clock_jumps_x17(jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X17: nobody is locked out until the clock is back where it was, and nobody gets more than the limit."""
+
+    class Jumped:
+        """The module `time`, on whose clock somebody has set another day."""
+
+        monotonic = staticmethod(time.monotonic)
+
+        @staticmethod
+        def time() -> float:
+            return time.time() + jump
+
+    secret, key = new_key("slow", requests_per_minute=2)
+    with opened(toy()) as rt, live_server(rt, keys=Keys([key])) as server, server.client(secret) as client:
+        assert client.get("/v1/models").status_code == 200
+        for module in (keys_module, auth_module):
+            monkeypatch.setattr(module, "time", Jumped)
+        assert [client.get("/v1/models").status_code for _ in range(2)] == [200, 429]
+        assert int(client.get("/v1/models").headers["retry-after"]) <= 61
+
+
+def test_the_last_key_of_a_file_can_be_withdrawn_x10(tmp_path: Path) -> None:
+    """X10: then nobody comes in, with a key or without one."""
+    path = tmp_path / "keys"
+    (secret, key), (other_secret, other) = new_key("a"), new_key("b")
+    path.write_text(f"{key.line}\n{other.line}\n")
+    keys = Keys.read(path)
+    with opened(toy()) as rt, live_server(rt, keys=keys) as server:
+        with server.client(secret) as client:
+            assert client.get("/v1/models").status_code == 200
+            for left in (f"{other.line}\n", "# nobody\n"):
+                path.write_text(left)
+                server.http_server.reload()
+                assert client.get("/v1/models").status_code == 401
+        for each in (None, other_secret):
+            with server.client(each) as client:
+                assert client.get("/v1/models").status_code == 401
+                assert client.get("/health").status_code == 200
+        path.write_text(f"{other.line}\n")
+        server.http_server.reload()
+        with server.client(other_secret) as client:
+            assert client.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "expired"])
+def test_a_key_that_ends_ends_over_an_open_websocket_too_x10(how: str, tmp_path: Path) -> None:
+    """X10: every request asks the keys that there are now."""
+    path = tmp_path / "keys"
+    secret, key = new_key("a")
+    path.write_text(f"{key.line}\n")
+    with opened(toy(), n_ctx=1024) as rt, live_server(rt, keys=Keys.read(path)) as server:
+        url = f"ws{server.url.removeprefix('http')}/v1/responses"
+        with connect(url, additional_headers={"authorization": f"Bearer {secret}"}) as socket:
+            asked = {"type": "response.create", "model": "toy", "input": "Hi", "max_output_tokens": 4}
+            socket.send(json.dumps(asked))
+            while json.loads(socket.recv(timeout=60))["type"] not in (
+                "response.incomplete",
+                "response.completed",
+            ):
+                pass
+            path.write_text("# nobody\n" if how == "withdrawn" else f"{key.line} expires=2020-01-31\n")
+            server.http_server.reload()
+            socket.send(json.dumps(asked))
+            event = json.loads(socket.recv(timeout=60))
+            assert (event["type"], event["status"]) == ("error", 401)
+            with pytest.raises(ConnectionClosed):
+                socket.recv(timeout=60)
+
+
+def test_a_key_that_ends_ends_in_the_background_too_x10(tmp_path: Path) -> None:
+    """X10."""
+    path = tmp_path / "keys"
+    (secret, key), (other_secret, other) = new_key("a"), new_key("a")
+    path.write_text(f"{key.line}\n{other.line}\n")
+    gate = Turnstile()
+    with (
+        opened(toy(gate=gate), n_ctx=1024) as rt,
+        live_server(rt, keys=Keys.read(path)) as server,
+        server.client(secret) as client,
+        server.client(other_secret) as other_client,
+    ):
+        body = {"input": "Go", "background": True, "max_output_tokens": 500, "temperature": 0}
+        response_id = client.post("/v1/responses", json=body).json()["id"]
+        gate.reached.wait()
+        path.write_text(f"{other.line}\n")
+        server.http_server.reload()
+        gate.open()
+        assert client.get(f"/v1/responses/{response_id}").status_code == 401
+        while (shown := other_client.get(f"/v1/responses/{response_id}").json())["status"] == "in_progress":
+            pass
+        assert (shown["status"], shown["error"]["code"]) == ("failed", "invalid_api_key")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +318,7 @@ def test_who_leaves_a_websocket_pays_for_what_was_computed() -> None:
 def used_by(key: Key, keys: Keys) -> int:
     """The tokens that were counted for a key, once they are more than it may use."""
     ends = time.monotonic() + 60
-    while (over := keys.usage.admit(key, time.time())) is None:
+    while (over := keys.usage.admit(key, time.time(), time.monotonic())) is None:
         assert time.monotonic() < ends
         time.sleep(0.01)
     found = re.search(r"has used (\d+) tokens today", over.why)

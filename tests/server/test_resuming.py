@@ -214,3 +214,15 @@ def test_a_response_begins_where_its_conversation_stands_x19(monkeypatch: pytest
             "I was faster.",
             "Go",
         ]
+
+
+def test_a_poll_of_a_background_response_reads_no_store_on_the_event_loop_x7(tmp_path: Path) -> None:
+    """X7: `no_store_on_the_loop` looks on at this test, as at every other one of the server."""
+    gate = Turnstile()
+    with held(gate, store=tmp_path) as server, server.client() as client:
+        body = {"input": "Go", "background": True, "max_output_tokens": 8}
+        response_id = client.post(PATH, json=body).json()["id"]
+        gate.reached.wait()
+        assert client.get(f"{PATH}/{response_id}").json()["status"] == "in_progress"
+        gate.open()
+        assert finished(client, response_id)["status"] in ("completed", "incomplete")

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from perdure.cache.block import Block, BlockId, block_id
-from perdure.cache.tiers import block_file
 
 SIZE = 4
 """Tokens in a whole block here."""
@@ -46,12 +45,12 @@ def chain(tokens: Sequence[int], name: str = "", *, tail_state: int | None = Non
 
 
 def size(blocks: Iterable[Block]) -> int:
-    return sum(block_file.size(each) for each in blocks)
+    return sum(each.file_size for each in blocks)
 
 
 def same(one: Block | None, other: Block) -> bool:
     """Whether two blocks are one in every byte."""
-    return one is not None and b"".join(block_file.pack(one)) == b"".join(block_file.pack(other))
+    return one is not None and b"".join(one.pack()) == b"".join(other.pack())
 
 
 def files(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,3 +35,29 @@ def lasting_path() -> Iterator[Path]:
     """A folder for the whole run."""
     with folder_in_memory() as folder:
         yield folder
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("killing at every change needs a C compiler for the library that counts them")
+    library, source = tmp_path_factory.mktemp("shim") / "shim.so", Path(__file__).with_name("shim.c")
+    built = subprocess.run(
+        [
+            compiler,
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-o",
+            str(library),
+            str(source),
+            "-ldl",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if built.returncode:
+        pytest.skip(f"the library that counts changes does not compile here: {built.stderr[-300:]}")
+    return library

@@ -28,9 +28,8 @@ from unittest.mock import patch
 
 import perdure
 from perdure.cache.block import Block, BlockId
-from perdure.cache.tiers import block_file
-from perdure.cache.tiers.block_file import BlockFolder
-from perdure.cache.tiers.disk import DiskTier
+from perdure.cache.tiers import disk as disk_tier
+from perdure.cache.tiers.disk import BlockFolder, DiskTier
 from perdure.decode.slots import KeptPrefix
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 from perdure.sessions.store.sqlite.repair import repair
@@ -107,9 +106,9 @@ def older(version: int) -> Scenario:
                 db.execute(f"PRAGMA user_version = {version}")
                 for used, each in enumerate(OLD, 1):
                     file_of(folder, each).parent.mkdir(parents=True, exist_ok=True)
-                    file_of(folder, each).write_bytes(b"".join(block_file.pack(each)))
+                    file_of(folder, each).write_bytes(b"".join(each.pack()))
                     fields = (each.id, each.parent, each.start, each.tokens.tobytes(), each.has_tail_state)
-                    row = (*fields, block_file.size(each), used)
+                    row = (*fields, each.file_size, used)
                     db.execute("INSERT INTO block VALUES (?, ?, ?, ?, ?, ?, ?)", row)
                 db.commit()
 
@@ -573,7 +572,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
 
 
 def write_in_place() -> None:
-    block_file.write_file = lambda path, parts, **_: path.write_bytes(b"".join(parts))  # type: ignore[attr-defined]
+    disk_tier.write_file = lambda path, parts, **_: path.write_bytes(b"".join(parts))  # type: ignore[attr-defined]
 
 
 def enter_first() -> None:

@@ -10,7 +10,6 @@ import pytest
 import xxhash
 
 from perdure.cache.block import Block, BlockId, block_id
-from perdure.cache.tiers import block_file
 from perdure.errors import CorruptStateError
 from store.chains import block, chain, root, same
 
@@ -29,14 +28,14 @@ SHAPES = {
 
 
 def packed(wanted: Block) -> bytes:
-    return b"".join(block_file.pack(wanted))
+    return b"".join(wanted.pack())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_packed_comes_back_in_every_byte(shape: str) -> None:
     before = SHAPES[shape]
     data = packed(before)
-    after = block_file.unpack(data, before.id)
+    after = Block.unpack(data, before.id)
     assert same(after, before)
     assert (after.id, after.parent, after.start, after.end) == (
         before.id,
@@ -82,7 +81,7 @@ def test_a_block_is_hashed_once_when_it_is_read_and_not_again_when_it_is_written
     CountedHash.counted = 0
     data = packed(before)
     assert CountedHash.counted == 0
-    block_file.unpack(data, before.id)
+    Block.unpack(data, before.id)
     assert CountedHash.counted == len(data) - 16
 
 
@@ -92,14 +91,14 @@ def test_p2_what_was_damaged_in_memory_before_it_was_written_is_refused_when_it_
     wrong = rows.copy()
     wrong[1, 1] ^= 4
     with pytest.raises(CorruptStateError, match="checksum"):
-        block_file.unpack(packed(dataclasses.replace(block([1, 2, 3]), rows=wrong)))
+        Block.unpack(packed(dataclasses.replace(block([1, 2, 3]), rows=wrong)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_its_size_is_known_before_it_is_made(shape: str) -> None:
-    assert block_file.size(SHAPES[shape]) == len(packed(SHAPES[shape]))
-    assert [len(part) for part in block_file.pack(SHAPES[shape])] == [
-        memoryview(part).nbytes for part in block_file.pack(SHAPES[shape])
+    assert SHAPES[shape].file_size == len(packed(SHAPES[shape]))
+    assert [len(part) for part in SHAPES[shape].pack()] == [
+        memoryview(part).nbytes for part in SHAPES[shape].pack()
     ]
 
 
@@ -111,7 +110,7 @@ def test_p2_a_flip_of_any_bit_of_any_header_byte_is_refused(shape: str) -> None:
             bad = bytearray(data)
             bad[place] ^= 1 << bit
             with pytest.raises(CorruptStateError):
-                block_file.unpack(bytes(bad))
+                Block.unpack(bytes(bad))
 
 
 def test_p2_a_flip_in_500_places_of_the_payload_is_refused() -> None:
@@ -125,7 +124,7 @@ def test_p2_a_flip_in_500_places_of_the_payload_is_refused() -> None:
         bad = bytearray(data)
         bad[place] ^= 1 << int(dice.integers(8))
         with pytest.raises(CorruptStateError):
-            block_file.unpack(bytes(bad), big.id)
+            Block.unpack(bytes(bad), big.id)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -133,20 +132,20 @@ def test_p2_a_file_cut_anywhere_is_refused(shape: str) -> None:
     data = packed(SHAPES[shape])
     for length in range(len(data)):
         with pytest.raises(CorruptStateError):
-            block_file.unpack(data[:length])
+            Block.unpack(data[:length])
 
 
 @pytest.mark.parametrize("more", [b"\0", b"x" * 100])
 def test_p2_a_file_with_more_behind_it_is_refused(more: bytes) -> None:
     with pytest.raises(CorruptStateError):
-        block_file.unpack(packed(SHAPES["rows"]) + more)
+        Block.unpack(packed(SHAPES["rows"]) + more)
 
 
 def test_p2_another_whole_block_under_this_name_is_refused() -> None:
     first, second = chain(list(range(8)))
-    block_file.unpack(packed(second), second.id)
+    Block.unpack(packed(second), second.id)
     with pytest.raises(CorruptStateError, match="not the block that it is named"):
-        block_file.unpack(packed(second), first.id)
+        Block.unpack(packed(second), first.id)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +171,7 @@ def test_a_header_that_lies_is_refused_also_with_a_right_checksum(field: str, va
     values = dict(zip(names, head.unpack_from(data), strict=True)) | {field: value}
     start, body = head.pack(*values.values()), data[HEAD:]
     with pytest.raises(CorruptStateError):
-        block_file.unpack(start + xxhash.xxh3_128(start + body).digest() + body)
+        Block.unpack(start + xxhash.xxh3_128(start + body).digest() + body)
 
 
 def test_no_tokens_at_all_are_no_block() -> None:
@@ -180,4 +179,4 @@ def test_no_tokens_at_all_are_no_block() -> None:
     name = block_id(root(), none)
     head = struct.pack("<8sIIQQBQ32s32s", b"PERDBLK\0", 1, 0, 0, 0, 0, 2**64 - 1, name, root())
     with pytest.raises(CorruptStateError, match="0 tokens"):
-        block_file.unpack(head + xxhash.xxh3_128(head).digest(), BlockId(name))
+        Block.unpack(head + xxhash.xxh3_128(head).digest(), BlockId(name))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 from store import children
 from store.crashing import FAULTS, SCENARIOS
 
-SOURCE = Path(__file__).with_name("shim.c")
 RUN = "import runpy; runpy.run_module('store.crashing', run_name='__main__')"
 
 # Many changes are like each other: a sample stands for them here, all of them are in the soak.
@@ -22,23 +19,6 @@ STEPS = {
     name: 29 if name.startswith(("runtime", "session turns", "session branches", "session eviction")) else 3
     for name in SCENARIOS
 }
-
-
-@pytest.fixture(scope="session")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("killing at every change needs a C compiler for the library that counts them")
-    library = tmp_path_factory.mktemp("shim") / "shim.so"
-    built = subprocess.run(
-        [compiler, "-O1", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if built.returncode:
-        pytest.skip(f"the library that counts changes does not compile here: {built.stderr[-300:]}")
-    return library
 
 
 @pytest.fixture

@@ -575,7 +575,6 @@ def test_a_store_can_be_closed_by_another_thread_than_opened_it(tmp_path: Path) 
 READ = """
 import select, sys
 from pathlib import Path
-from perdure.cache.tiers import block_file
 from perdure.cache.tiers.disk import DiskTier
 from store.chains import block, same
 disk = DiskTier(Path(sys.argv[1]), budget=0, readonly=True)

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from perdure.cache.block import Block, BlockId
-from perdure.cache.tiers import block_file
 from perdure.cache.tiers.disk import DiskTier
 from store.chains import SIZE, block, file_of, files, root, same
 from store.conftest import MEMORY
 
-EACH = block_file.size(block([0] * SIZE))
+EACH = block([0] * SIZE).file_size
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=SIZE)
 
 
@@ -46,7 +45,7 @@ class Life(RuleBasedStateMachine):
         self.used[name] = self.clock
 
     def held(self) -> int:
-        return sum(block_file.size(each) for each in self.known.values())
+        return sum(each.file_size for each in self.known.values())
 
     def expect_put(self, wanted: list[Block]) -> int:
         coming: set[BlockId] = set()
@@ -60,7 +59,7 @@ class Life(RuleBasedStateMachine):
         fitting: list[Block] = []
         for each in rooted:
             before = self.known.get(each.id)
-            growth += block_file.size(each) - (block_file.size(before) if before else 0)
+            growth += each.file_size - (before.file_size if before else 0)
             while self.held() + growth > self.budget:
                 parents = {other.parent for other in self.known.values()}
                 leaves = [name for name in self.known if name not in parents and name not in spared]
@@ -153,7 +152,7 @@ class Life(RuleBasedStateMachine):
             entry = self.disk.lookup(each.id)
             assert entry is not None
             assert entry.tokens.tolist() == each.tokens.tolist()
-            assert (entry.has_tail_state, entry.nbytes) == (each.has_tail_state, block_file.size(each))
+            assert (entry.has_tail_state, entry.nbytes) == (each.has_tail_state, each.file_size)
             expected = {other.id for other in self.known.values() if other.parent == each.parent}
             assert {child.id for child in self.disk.children(each.parent)} == expected
         assert self.disk.nbytes == self.held() <= self.budget

@@ -1,4 +1,14 @@
-"""A block: a run of tokens with its state, named by everything that the state depends on."""
+"""A block: a run of tokens with its state, named by everything that the state depends on.
+
+As a file, or in whatever other place outside the process, it is bytes that describe and prove themselves:
+
+    magic 8 | version u32 | tokens u32 | start u64 | row bytes u64 | rows u8 | tail bytes u64 (2**64-1: none)
+    | id 32 | parent 32 | checksum 16
+    token ids i32 each | rows | tail state
+
+All little-endian. The checksum (XXH3-128) is over every other byte of the file. The id is the SHA-256 of
+parent and tokens, so a file under another block's name proves itself wrong.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +34,7 @@ NO_TAIL = 2**64 - 1
 HEADER = struct.Struct("<8sIIQQBQ32s32s")
 MAGIC = b"PERDBLK\x00"
 VERSION = 1
+_HEAD = HEADER.size + 16
 _OVERHEAD = 512
 """What a block costs besides its bytes: objects, table entries."""
 
@@ -139,6 +150,50 @@ class Block:
         for part in (self.rows, self.tail_state):
             if part is not None:
                 yield part.reshape(-1).data
+
+    @property
+    def file_size(self) -> int:
+        """How long its file is."""
+        return _HEAD + 4 * len(self.tokens) + self.state_bytes
+
+    def pack(self) -> list[bytes | memoryview]:
+        """The parts of its file, in order. Its checksum goes with it, so that damage in memory is damage in
+        the file."""
+        return [self.header() + self.checksum, *self.parts()]
+
+    @staticmethod
+    def unpack(data: bytes | memoryview, expected: BlockId | None = None) -> Block:
+        """The block in `data`, all of it verified; `expected` is the id that it must have."""
+        view = memoryview(data)
+        if len(view) < _HEAD or view[:8] != MAGIC:
+            raise CorruptStateError(f"not a block file: {len(view)} bytes without its mark at the start")
+        _, version, n_tokens, start, row_bytes, has_rows, n_tail, name, parent = HEADER.unpack_from(view)
+        if version != VERSION:
+            raise CorruptStateError(f"a block file of format {version}; this perdure reads format {VERSION}")
+        rows_end = _HEAD + 4 * n_tokens + (n_tokens * row_bytes if has_rows else 0)
+        end = rows_end + (0 if n_tail == NO_TAIL else n_tail)
+        if len(view) != end:
+            raise CorruptStateError(f"a block file has {len(view)} bytes, its header says {end}")
+        checksum = bytes(view[HEADER.size : _HEAD])
+        digest = xxhash.xxh3_128(view[: HEADER.size])
+        digest.update(view[_HEAD:])
+        if digest.digest() != checksum:
+            raise CorruptStateError("a block file is damaged: its checksum does not match")
+        tokens = np.frombuffer(view[_HEAD : _HEAD + 4 * n_tokens], "<i4").astype(np.int32)
+        if block_id(BlockId(parent), tokens) != name or (expected is not None and name != expected):
+            raise CorruptStateError("a block file is not the block that it is named")
+        if not n_tokens or start >= 2**63:
+            raise CorruptStateError(f"a block file of {n_tokens} tokens from token {start} on cannot be")
+        rows = tail_state = None
+        if has_rows:
+            body = view[_HEAD + 4 * n_tokens : rows_end]
+            rows = np.frombuffer(body, np.uint8).reshape(n_tokens, row_bytes)
+        if n_tail != NO_TAIL:
+            tail_state = np.frombuffer(view[rows_end:], np.uint8)
+        block = Block(BlockId(name), BlockId(parent), start, tokens, rows, tail_state, checksum)
+        if block.header() != view[: HEADER.size]:
+            raise CorruptStateError("a block file is damaged: its header says the same in other words")
+        return block
 
     def digest(self) -> bytes:
         """The checksum of what it holds now. It is the one of its file: a block is hashed once when it is

@@ -151,9 +151,9 @@ class ChatFormat:
         request = Request.of(
             prompt.transcript.tokens,
             namespace=namespace,
-            keep_at=prompt.keep_at,
+            checkpoint_at=prompt.checkpoint_at,
             pins=prompt.pins,
-            shown=self._shown,
+            visible_tokens=self._visible_tokens,
             deadline=deadline,
             **({"grammar": grammar} if grammar is not None else {}),
             **settings,
@@ -229,7 +229,7 @@ class ChatFormat:
     # Submitting.
 
     @cached_property
-    def _shown(self) -> frozenset[int]:
+    def _visible_tokens(self) -> frozenset[int]:
         marks = self.family.marks
         return frozenset(token for token, text in self.tokenizer.control.items() if text in marks)
 
@@ -312,7 +312,7 @@ class ChatFormat:
     @cached_property
     def _control(self) -> dict[str, int]:
         """The marks of the family that are control tokens."""
-        return {self.tokenizer.control[token]: token for token in self._shown}
+        return {self.tokenizer.control[token]: token for token in self._visible_tokens}
 
     def _reasoned(self, request: Request, prompt: Prompt, *, is_call: bool) -> Request:
         """A request whose grammar lets the model think first, where the prompt has it think."""

@@ -122,11 +122,11 @@ class ContextWindow:
         again = replace(
             request,
             prompt=kept,
-            keep_at=(),
+            checkpoint_at=(),
             pins=(),
             prompt_logprobs=None,
             reply_prefix=tuple(reader.tokens),
-            told=reader.emitted,
+            emitted=reader.emitted,
         )
         return self.fitted(again, self.limit - len(reader.tokens))
 

@@ -37,7 +37,7 @@ class Prompt:
     transcript: Transcript
     thinking: bool
     """Whether it has opened the model's reasoning."""
-    keep_at: tuple[int, ...] = ()
+    checkpoint_at: tuple[int, ...] = ()
     pins: tuple[KeptPrefix, ...] = ()
     rendering: Rendering | None = None
     """What the next prompt of the same conversation may go on from."""
@@ -69,7 +69,7 @@ class PromptBuilder:
         self._renderer = TemplateRenderer(template, guard)
         self._rendering_cache = RenderingCache()
         self._reasoning_cache = ReasoningCache()
-        self._returns = backend.model.memory.needs_checkpoint
+        self._needs_checkpoint = backend.model.memory.needs_checkpoint
 
     def prompt(
         self,
@@ -108,13 +108,13 @@ class PromptBuilder:
             self._rendering_cache.store(rendering, namespace, instead_of=before)
         transcript = self._transcript(text, namespace, known)
         thinking = self._family.opens_reasoning(text) if prefill is None else prefill.part == "reasoning"
-        returns = self._returns and prefill is None and options.opens_reply
+        needs_checkpoint = self._needs_checkpoint and prefill is None and options.opens_reply
         pins = self._pins(messages, options, transcript)
-        departures = self._departures(messages, options, transcript, rendering) if returns else ()
+        departures = self._departures(messages, options, transcript, rendering) if needs_checkpoint else ()
         return Prompt(
             transcript,
             thinking=thinking,
-            keep_at=tuple(sorted({*departures, *(pin.length for pin in pins)})),
+            checkpoint_at=tuple(sorted({*departures, *(pin.length for pin in pins)})),
             pins=pins,
             rendering=rendering,
             prefill=prefill,

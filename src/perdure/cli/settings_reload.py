@@ -29,12 +29,12 @@ def live_settings(options: LiveOptions, sampling: SamplingOptions, *, host: str,
     from perdure.server.core.middleware.host_check import AllowedHosts, check_origins
     from perdure.server.core.settings import LiveSettings, ReplyDefaults
 
-    origins = check_origins(options.cors or (), keys=len(keys))
+    origins = check_origins(options.cors or (), keys=keys.required)
     further = options.allow_host or ()
     return LiveSettings(
         limits=options.limits,
         # Whoever has a key may come under any name.
-        hosts=AllowedHosts(host, further, origins) if further or not len(keys) else None,
+        hosts=AllowedHosts(host, further, origins) if further or not keys.required else None,
         origins=origins,
         aliases=tuple(options.alias or ()),
         strict=options.strict,

@@ -252,7 +252,7 @@ class Executor:
             if sequence.seq is not None:
                 # State that could not be kept costs time later, and nothing now.
                 with _contained(sequence), suppress(PerdureError):
-                    self._slots.reached(sequence.seq, sequence.cached, sequence.returns)
+                    self._slots.reached(sequence.seq, sequence.cached, sequence.checkpoint_at)
         for group in prompts:
             self._fork_samples(group)
 

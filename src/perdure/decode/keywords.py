@@ -58,9 +58,9 @@ class ReplyKeywords(SamplingKeywords, total=False):
     prompt_logprobs: int | None
     ignore_eos: bool
     processors: Sequence[Processor]
-    keep_at: Sequence[int]
+    checkpoint_at: Sequence[int]
     pins: Sequence[KeptPrefix]
-    shown: frozenset[int]
+    visible_tokens: frozenset[int]
     timeout: float | None
     deadline: float | None
 

@@ -37,19 +37,19 @@ class Request(RequestOptions):
     grammar: Grammar | None = None
     reply_prefix: Sequence[int] = ()
     """Tokens of the reply that earlier requests wrote: grammar, stops and text go on behind them."""
-    told: int = 0
-    """How many of them had their text told to the end: stops and text go on behind the others only."""
+    emitted: int = 0
+    """How many of them had their text emitted: stops and text go on behind the others only."""
     continued: bool = False
     """Whether another request goes on where this one reaches `max_tokens`: it has this one's tokens as its
     `reply_prefix`, and tells the text that this one holds back then."""
     processors: Sequence[Processor] = ()
     namespace: str = ""
     """Whose prompt it is: kept state is never shared between namespaces."""
-    keep_at: Sequence[int] = ()
+    checkpoint_at: Sequence[int] = ()
     """Lengths of the prompt that a later one is likely to go on from: their state is kept too."""
     pins: Sequence[KeptPrefix] = ()
     """Beginnings of the prompt that are to be kept for a time."""
-    shown: frozenset[int] = frozenset()
+    visible_tokens: frozenset[int] = frozenset()
     """Control tokens whose text belongs to the reply; that of others is dropped."""
     timeout: float | None = None
     """Seconds from submission after which the request ends, wherever it is."""
@@ -69,8 +69,8 @@ class Request(RequestOptions):
             raise InvalidInputError(f"grammar is a Grammar, got {type(self.grammar).__name__}")
         if not all(callable(processor) for processor in self.processors):
             raise InvalidInputError("processors are functions of the tokens and the logits")
-        if not all(is_whole(length) and length >= 0 for length in self.keep_at):
-            raise InvalidInputError(f"keep_at are lengths of the prompt, got {self.keep_at!r}")
+        if not all(is_whole(length) and length >= 0 for length in self.checkpoint_at):
+            raise InvalidInputError(f"checkpoint_at are lengths of the prompt, got {self.checkpoint_at!r}")
         if not all(isinstance(pin, KeptPrefix) and pin.seconds is not None for pin in self.pins):
             raise InvalidInputError(f"pins are of type Pin and have an end, got {self.pins!r}")
 
@@ -138,7 +138,7 @@ _OPTIONS = {*Request.__dataclass_fields__, *Sampling.__dataclass_fields__, "stop
     "prompt",
     "stops",
     "reply_prefix",
-    "told",
+    "emitted",
     "continued",
 }
 

@@ -169,7 +169,7 @@ def _prompt_chunk(
     """The next tokens of a prompt, as many as fit a step that has room for `tokens` and for `rows`."""
     assert sequence.seq is not None
     count = min(sequence.remaining, tokens, rows if sequence.scoring else tokens)
-    count = slots.chunk(sequence.seq, sequence.cached, count, sequence.returns)
+    count = slots.chunk(sequence.seq, sequence.cached, count, sequence.checkpoint_at)
     return Chunk(group, sequence, sequence.cached, count)
 
 

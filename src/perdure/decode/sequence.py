@@ -72,7 +72,7 @@ class TokenSequence:
         self.index = index
         self.tokens = array("i", request.prompt)
         self.prompt_length = len(self.tokens)
-        self.returns = frozenset({self.prompt_length - 1, *request.keep_at})
+        self.checkpoint_at = frozenset({self.prompt_length - 1, *request.checkpoint_at})
         """Lengths that somebody may come back to."""
         self.cached = 0
         self.alone_until = 0
@@ -92,7 +92,7 @@ class TokenSequence:
         self._matcher = matcher
         self._longest = self.prompt_length + limit
         self._push = push
-        self._text = self._text_behind(request.reply_prefix[request.told :])
+        self._text = self._text_behind(request.reply_prefix[request.emitted :])
         self._text_decides = bool(request.stops) or matcher is not None
         self._undelivered: list[tuple[int, tuple[TokenLogprob, ...]]] = []
         self._parts: list[str] = []
@@ -218,7 +218,7 @@ class TokenSequence:
             self._push([Delta(self._text_of(token), (token,), new, self.index)])
 
     def _text_of(self, token: int) -> str:
-        text = self._text.push(self._piece(token, special=token in self.request.shown))
+        text = self._text.push(self._piece(token, special=token in self.request.visible_tokens))
         self._parts.append(text)
         return text
 
@@ -226,7 +226,7 @@ class TokenSequence:
         """The text as it stands behind tokens of an earlier request, which told what was certain."""
         text = TextStream(self.request.stops)
         for token in prefix:
-            text.push(self._piece(token, special=token in self.request.shown))
+            text.push(self._piece(token, special=token in self.request.visible_tokens))
         # A stop that the earlier request did not stop at is none.
         return text if text.stopped is None else TextStream(self.request.stops)
 

@@ -15,7 +15,7 @@ from perdure.errors import InvalidInputError
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BatchPart:
     """Tokens for one sequence, at the positions from `start` on; `outputs` marks wanted rows."""
 
     seq: int
@@ -45,7 +45,7 @@ class Batch:
             at_tokens[at], at_positions[at], at_seqs[at], at_outputs[at] = token, position, seq, 1
         self.size = len(tokens)
 
-    def fill(self, parts: Sequence[Part]) -> None:
+    def fill(self, parts: Sequence[BatchPart]) -> None:
         """Replace the contents by `parts`, one bulk write an array and part."""
         total = sum(len(part.tokens) for part in parts)
         if not 0 < total <= self.capacity:

@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.engine.batch import Batch, Part
+from perdure.engine.batch import Batch, BatchPart
 from perdure.engine.contract import Core, Floats, Outcome, Tokens
 from perdure.engine.token_ids import token_array
 from perdure.errors import (
@@ -127,7 +127,7 @@ class Embedder:
 
     def _read(self, reading: Reading) -> Floats:
         chunk = reading.tokens[reading.at : reading.at + self._batch.capacity]
-        self._batch.fill([Part(0, reading.at, chunk, np.ones(len(chunk), np.int8))])
+        self._batch.fill([BatchPart(0, reading.at, chunk, np.ones(len(chunk), np.int8))])
         # Whatever goes wrong from here on, this text cannot go on.
         self._current = None
         outcome = self._core.decode(self._batch)

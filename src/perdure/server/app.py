@@ -117,9 +117,9 @@ def _document(app: FastAPI, app_state: AppState) -> dict[str, Any]:
                     if status >= "400":
                         # Whatever a route gives, its errors are JSON.
                         answers[status]["content"] = {"application/json": {"schema": _error(path)}}
-                if len(app_state.keys) and path not in OPEN:
+                if app_state.keys.required and path not in OPEN:
                     operation_["security"] = [{"key": []}]
-        if len(app_state.keys):
+        if app_state.keys.required:
             shown["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         if app_state.strict:
             for schema in schemas.values():

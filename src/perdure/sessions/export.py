@@ -25,7 +25,6 @@ from typing import IO, Any
 
 from perdure.atomic import atomic_write
 from perdure.cache.block import Block
-from perdure.cache.tiers import block_file
 from perdure.checks import is_whole
 from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.identity import Identity
@@ -46,7 +45,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExportFile:
     """A file in an export, as its manifest names it."""
 
     name: str
@@ -64,7 +63,7 @@ class Export:
     settings: Mapping[str, Any]
     turns: tuple[Turn, ...]
     identity: Identity | None
-    parts: tuple[Part, ...]
+    parts: tuple[ExportFile, ...]
     digest: str
     signature: bytes
 
@@ -85,7 +84,7 @@ class Export:
                 if part.name == _TURNS:
                     archive.skip(part.nbytes)
                 else:
-                    yield block_file.unpack(archive.read(part))
+                    yield Block.unpack(archive.read(part))
 
 
 def write_export(
@@ -105,7 +104,7 @@ def write_export(
     # Older versions stored settings with halves of surrogate pairs.
     encoded = said.encode("utf-8", "surrogatepass")
     contents: list[Callable[[], Sequence[bytes | memoryview]]] = [lambda: [encoded]]
-    contents += [lambda block=block: block_file.pack(block) for block in blocks]  # type: ignore[misc]
+    contents += [lambda block=block: block.pack() for block in blocks]  # type: ignore[misc]
     names = [_TURNS, *(_BLOCK.format(number) for number in range(len(blocks)))]
     parts = [_part(name, content()) for name, content in zip(names, contents, strict=True)]
     manifest: dict[str, Any] = {
@@ -213,12 +212,12 @@ class _Archive:
         self._file.seek(size, os.SEEK_CUR)
         self._fill(size)
 
-    def read(self, part: Part) -> bytes:
+    def read(self, part: ExportFile) -> bytes:
         data = self.take(part.nbytes)
         _compare(part, hashlib.sha256(data).hexdigest())
         return data
 
-    def lines(self, part: Part) -> Iterator[bytes]:
+    def lines(self, part: ExportFile) -> Iterator[bytes]:
         """The lines of a part, one at a time; behind the last one it is compared with its digest."""
         digest, left = hashlib.sha256(), part.nbytes
         while left:
@@ -234,7 +233,7 @@ class _Archive:
         self._fill(part.nbytes)
         _compare(part, digest.hexdigest())
 
-    def check(self, part: Part) -> None:
+    def check(self, part: ExportFile) -> None:
         """Compare a part with its digest, without holding it in memory."""
         digest, left = hashlib.sha256(), part.nbytes
         while left:
@@ -295,9 +294,9 @@ def _manifest(archive: _Archive) -> dict[str, Any]:
     return manifest
 
 
-def _parts(listed: Any) -> tuple[Part, ...]:
+def _parts(listed: Any) -> tuple[ExportFile, ...]:
     """The turns first, then the blocks in their order."""
-    parts = tuple(Part(part["name"], part["bytes"], part["sha256"]) for part in listed)
+    parts = tuple(ExportFile(part["name"], part["bytes"], part["sha256"]) for part in listed)
     for number, part in enumerate(parts):
         name, most = (_BLOCK.format(number - 1), MAX_BLOCK) if number else (_TURNS, MAX_TURNS)
         size = part.nbytes
@@ -324,16 +323,16 @@ def _turns(lines: Iterator[bytes]) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def _compare(part: Part, found: str) -> None:
+def _compare(part: ExportFile, found: str) -> None:
     if found != part.sha256:
         raise CorruptStateError(f"{part.name} in this export is damaged: its digest does not match")
 
 
-def _part(name: str, content: Sequence[bytes | memoryview]) -> Part:
+def _part(name: str, content: Sequence[bytes | memoryview]) -> ExportFile:
     digest = hashlib.sha256()
     for each in content:
         digest.update(each)
-    return Part(name, sum(len(each) for each in content), digest.hexdigest())
+    return ExportFile(name, sum(len(each) for each in content), digest.hexdigest())
 
 
 def _put(file: IO[bytes], name: str, content: Sequence[bytes | memoryview]) -> None:

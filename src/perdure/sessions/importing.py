@@ -29,10 +29,10 @@ _INTERNAL = frozenset(
         "known",
         "before",
         "then",
-        "keep_at",
+        "checkpoint_at",
         "pins",
         "cache_marks",
-        "shown",
+        "visible_tokens",
         "processors",
         "sampling",
     }

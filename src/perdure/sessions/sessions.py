@@ -33,7 +33,7 @@ from perdure.sessions.store.base import RESPONSE, SessionStore
 from perdure.sessions.store.registry import open_store
 from perdure.sessions.stored_session import StoredSession
 from perdure.sessions.tree import Tree
-from perdure.sessions.turn import Turn, transcript, without_tokens
+from perdure.sessions.turn import Turn, said_messages, transcript, without_tokens
 from perdure.store.durable import translate_os_errors
 
 _SAVED_AT_ONCE = 256
@@ -180,8 +180,10 @@ class Sessions:
         after: Session | None = None,
         namespace: str = "",
         kind: str = RESPONSE,
+        said: Sequence[Message] = (),
     ) -> Session:
         """A session for one response: it starts where `after` stands, and its next turn is the response.
+        A new one may begin with what was `said` already.
 
         Its origin says where that is. History and number of turns are of one moment: `after` may go on
         meanwhile.
@@ -189,9 +191,14 @@ class Sessions:
         _check_name(name)
         if after is None:
             origin = {"session": None, "turn": 0, **origin}
+            turns = [Turn(kind="start", messages=())]
+            if said:
+                messages = tuple(said_messages(said))
+                turns.append(
+                    Turn(kind="turn", messages=messages, created=time.time(), before=turns[0].digest)
+                )
             with self._lock:
-                start = Turn(kind="start", messages=())
-                info = self.store.create(namespace, name, [start], kind=kind, origin=origin)
+                info = self.store.create(namespace, name, turns, kind=kind, origin=origin)
                 return self._opened(info)
         after._refresh()
         history, saved = after._history, after._saved

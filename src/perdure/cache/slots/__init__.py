@@ -1,8 +1,7 @@
 """The slots: what their sequences hold, which one a request gets, and how state gets in and out of them.
 
 checkpoints  the checkpoints of a slot, and how its sequence goes back, by the kind of memory
-table        the slots: which are idle, and what they hold
-placement    which slot a prompt gets, and from where; why no more of it could be reused
+placement    the slots, which of them a prompt gets and from where; why no more of it could be reused
 swapper      brings state into slots, and puts what they hold into swap slots or the tiers
 cache        places requests, so that as little as possible is computed
 """

@@ -13,9 +13,8 @@ from perdure.cache.block import BLOCK, Block, BlockId
 from perdure.cache.block_cache import BlockCache
 from perdure.cache.kept_prefixes import KeptPrefixes
 from perdure.cache.slots.checkpoints import PrefixHash, SlotCheckpoints
-from perdure.cache.slots.placement import SlotPlanner, why_not_more
+from perdure.cache.slots.placement import Slot, SlotPlanner, SlotTable, why_not_more
 from perdure.cache.slots.swapper import SlotSwapper
-from perdure.cache.slots.table import Slot, SlotTable
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.tiered import Tiers
 from perdure.cache.tiers.write_behind import WriteBehind

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from perdure.cache.block import PrefixHit
 from perdure.cache.block_cache import BlockCache
 from perdure.cache.slots.checkpoints import SlotCheckpoints
-from perdure.cache.slots.placement import Placement
-from perdure.cache.slots.table import Slot
+from perdure.cache.slots.placement import Placement, Slot
 from perdure.cache.tiers.tiered import Tiers
 from perdure.engine.context import Context
 from perdure.errors import EngineError

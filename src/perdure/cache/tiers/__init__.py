@@ -2,9 +2,8 @@
 
 base           the contract of a tier: threads, what may wait, what a failure means
 memory         blocks in this process: a tree by prefix, under a byte budget
-block_file     a block as bytes that describe and prove themselves, and the folder of such files
 block_index    the rows that list blocks and kept prefixes, in the database of a store
-disk           blocks in a folder, crash-safe
+disk           a file a block in a folder, crash-safe
 write_behind   any lower tier, written behind the reply
 tiered         all tiers searched as one
 """

@@ -35,7 +35,7 @@ class BlockTier(ABC):
     """What reuse from it is reported under."""
     budget: int
     """Bytes that it keeps, at most; kept before bytes are written."""
-    patience: ClassVar[float | None] = None
+    patience: float | None = None
     """Seconds that one call may take. None: it is on this machine, and is waited for."""
     keeps_prefixes: ClassVar[bool] = False
     """Whether `keep` and `prefixes` do something."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -14,12 +16,11 @@ from filelock import FileLock, Timeout
 
 from perdure.atomic import TEMPORARY
 from perdure.cache.block import Block, BlockId, BlockMeta
-from perdure.cache.tiers import block_file
 from perdure.cache.tiers.base import BlockTier
-from perdure.cache.tiers.block_file import NAME, BlockFolder
 from perdure.cache.tiers.block_index import BlockTable, PrefixTable
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import (
+    CorruptStateError,
     StoreDamagedError,
     StoreError,
     StoreLockedError,
@@ -28,6 +29,94 @@ from perdure.errors import (
 from perdure.store.durable import make_folder, sync_folder, translate_os_errors, write_file
 from perdure.store.holder import described
 from perdure.store.index import Index
+
+_NAME = re.compile("[0-9a-f]{64}")
+
+
+class BlockFolder:
+    """A file a block, in folders by the first two digits of its name. It knows of no index.
+
+    Always holds: a file has its name only once all of it is on the disk.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self.folder = store / "blocks"
+        self.quarantined = store / "quarantine"
+        """Where damaged files go."""
+        self._durable: set[Path] = set()
+
+    def path(self, block: BlockId) -> Path:
+        name = block.hex()
+        return self.folder / name[:2] / name
+
+    def files(self) -> Iterator[Path]:
+        """Whatever lies where block files are. One that may not be seen is not taken for gone."""
+        with translate_os_errors(self.folder):
+            for folder in self.folder.iterdir():
+                if folder.is_dir():
+                    yield from folder.iterdir()
+
+    def read(self, path: Path) -> Block | None:
+        """The block of a file; None where it is gone or damaged. One that may not be read is neither."""
+        with translate_os_errors(path):
+            try:
+                return Block.unpack(path.read_bytes(), BlockId(bytes.fromhex(path.name)))
+            except FileNotFoundError:
+                if not self.folder.is_dir():
+                    # Not the file is gone but the mount, which may come back.
+                    raise
+                return None
+            except (IsADirectoryError, CorruptStateError):
+                return None
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                return None
+
+    def write(self, blocks: Sequence[Block]) -> None:
+        """Put the files and their names onto the disk."""
+        folders = {self.path(block.id).parent for block in blocks}
+        for folder in folders:
+            if not folder.is_dir():
+                with translate_os_errors(folder):
+                    # Not what is above it: where that is gone, a mount is, and nothing belongs in its place.
+                    folder.mkdir(0o700, exist_ok=True)
+        for block in blocks:
+            write_file(self.path(block.id), block.pack())
+        for folder in folders:
+            sync_folder(folder)
+        if not folders <= self._durable:
+            sync_folder(self.folder)
+            self._durable |= folders
+
+    def delete(self, paths: Iterable[Path]) -> None:
+        """Delete files for good: what was cleared must not come back, not even after a power cut."""
+        folders = set()
+        for path in paths:
+            with translate_os_errors(path), suppress(FileNotFoundError):
+                path.unlink()
+                folders.add(path.parent)
+        for folder in folders:
+            sync_folder(folder)
+
+    def inspect(self, path: Path, tier: str) -> BlockMeta | None:
+        """What the file of a block says of it, if it is whole. Its state is not kept: a store may be larger
+        than memory."""
+        if not _NAME.fullmatch(path.name) or path.parent.name != path.name[:2]:
+            return None
+        block = self.read(path)
+        if block is None:
+            return None
+        nbytes = block.file_size
+        return BlockMeta(
+            block.id, block.parent, block.start, block.tokens, block.has_tail_state, nbytes, tier
+        )
+
+    def quarantine(self, path: Path) -> None:
+        with translate_os_errors(path), suppress(FileNotFoundError):
+            if self.folder.is_dir():
+                make_folder(self.quarantined, ours=True)
+                os.replace(path, self.quarantined / path.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +163,9 @@ class DiskTier(BlockTier):
         self.files = BlockFolder(folder)
         self._lock: FileLock | None = None
         self._changing = threading.RLock()
+        self._uncertain: set[BlockId] = set()
+        """Blocks with a file whose entry may be there or not: a transaction whose sync failed can be in the
+        log all the same, until another one takes its place there or the log is gone."""
         self.rebuilt = False
         with ExitStack() as undo:
             undo.callback(self._let_go)
@@ -141,17 +233,27 @@ class DiskTier(BlockTier):
             new = {block.id for block in fitting if self.lookup(block.id) is None}
             try:
                 self.files.write(fitting)
-                with self.table.writing():
-                    self.table.flush_touches()
-                    for block in fitting:
-                        self.table.add(block, block_file.size(block))
             except BaseException:
-                # What has no entry would fill the disk uncounted.
-                for name in new:
-                    with suppress(OSError):
-                        self.files.path(name).unlink(missing_ok=True)
+                self._delete_files(new - self._uncertain)
                 raise
+            self._uncertain |= new
+            with self.table.writing():
+                self.table.flush_touches()
+                for block in fitting:
+                    self.table.add(block, block.file_size)
+            self._delete_files(self._without_entry())
             return len(fitting)
+
+    def _without_entry(self) -> list[BlockId]:
+        """The blocks of transactions that failed whose files nobody would count."""
+        names = [name for name in self._uncertain if self.lookup(name) is None]
+        self._uncertain.clear()
+        return names
+
+    def _delete_files(self, names: Iterable[BlockId]) -> None:
+        for name in names:
+            with suppress(OSError):
+                self.files.path(name).unlink(missing_ok=True)
 
     def drop(self, blocks: Iterable[BlockId], prefixes: Iterable[KeptPrefix] = ()) -> None:
         """Forget blocks with all that follow them, and kept prefixes, in one transaction."""
@@ -231,7 +333,13 @@ class DiskTier(BlockTier):
         if not self.readonly and self.table.has_touched:
             with suppress(StoreError), self.table.writing():
                 self.table.flush_touches()
+        unlisted: list[BlockId] = []
+        with suppress(StoreError):
+            unlisted = self._without_entry()
         self.index.close()
+        if not self._log.exists():
+            # Else whoever opens the store next deletes what has no entry then.
+            self._delete_files(unlisted)
         self._let_go()
 
     # Opening.
@@ -298,7 +406,7 @@ class DiskTier(BlockTier):
         elif interrupted:
             known = self.table.ids()
             for path in self.files.files():
-                ours = NAME.fullmatch(path.name) and bytes.fromhex(path.name) not in known
+                ours = _NAME.fullmatch(path.name) and bytes.fromhex(path.name) not in known
                 if ours or path.name.endswith(TEMPORARY):
                     with suppress(OSError):
                         path.unlink(missing_ok=True)
@@ -331,7 +439,7 @@ class DiskTier(BlockTier):
         needed, ends = 0, []
         for block in blocks:
             known = self.lookup(block.id)
-            needed += block_file.size(block) - (known.nbytes if known else 0)
+            needed += block.file_size - (known.nbytes if known else 0)
             ends.append(needed)
         if not blocks or self.nbytes + max(ends) <= self.budget:
             return list(blocks)
@@ -342,7 +450,7 @@ class DiskTier(BlockTier):
             # Who was read lately must be known before somebody is chosen.
             self.table.flush_touches()
             for block, end in zip(blocks, ends, strict=True):
-                while block_file.size(block) <= self.budget < self.nbytes + end:
+                while block.file_size <= self.budget < self.nbytes + end:
                     leaf = self.table.oldest_leaf(lambda each: each in own or self.pinned(each))
                     if leaf is None:
                         break

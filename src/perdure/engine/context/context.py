@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.checks import is_integer
-from perdure.engine.batch import Part
+from perdure.engine.batch import BatchPart
 from perdure.engine.context.guarded_core import Undoing
 from perdure.engine.context.ledger import EMPTY, Mark
 from perdure.engine.context.rows import Source, marked, outputs
@@ -105,7 +105,7 @@ class Context(StateCalls):
             found: dict[tuple[int, int], Source] = {}
             with Undoing(self, marks):
                 for at, end in chunks:
-                    self._run([Part(seq, start + at, ids[at:end], wanted[at:end])])
+                    self._run([BatchPart(seq, start + at, ids[at:end], wanted[at:end])])
                     for index in marked(wanted[at:end] if len(chunks) > 1 else wanted):
                         found[seq, at + index] = index if end == len(ids) else self._core.row(index).copy()
                 self._ledger.append(seq, ids)
@@ -131,7 +131,7 @@ class Context(StateCalls):
             self._ready()
             self._check_seqs(places)
             parts = [
-                Part(seq, self._check_room(seq, len(ids)), ids, marks)
+                BatchPart(seq, self._check_room(seq, len(ids)), ids, marks)
                 for (seq, ids, _), marks in zip(checked, wanted, strict=True)
             ]
             # The engine batches streams together only in rising order.

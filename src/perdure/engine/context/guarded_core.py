@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.checks import is_integer
-from perdure.engine.batch import Batch, Part
+from perdure.engine.batch import Batch, BatchPart
 from perdure.engine.context.ledger import Ledger, Mark, Undo
 from perdure.engine.context.rows import StepRows
 from perdure.engine.contract import (
@@ -211,7 +211,7 @@ class GuardedCore:
             yield at, end
             at, done = end, int(rows[end - 1])
 
-    def _run(self, parts: Sequence[Part]) -> None:
+    def _run(self, parts: Sequence[BatchPart]) -> None:
         self._batch.fill(parts)
         ends = [part.start + len(part.tokens) - 1 for part in parts]
         self._run_batch([part.seq for part in parts], ends, alone=len(parts) == 1)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure import system
-from perdure.engine.batch import Batch, Part
+from perdure.engine.batch import Batch, BatchPart
 from perdure.engine.contract import Adapter, Capture, Floats, Outcome
 from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.native import declarations, layout, library
@@ -282,7 +282,7 @@ class LlamaCore:
     def _prove_layout(self, seq: int) -> None:
         """Find the layout on two tokens of our own: nothing has been captured here yet. `seq` is empty."""
         probe = Batch(2)
-        probe.fill([Part(seq, 0, np.zeros(2, np.int32), np.zeros(2, np.int8))])
+        probe.fill([BatchPart(seq, 0, np.zeros(2, np.int32), np.zeros(2, np.int8))])
         held, self._native = self._native, None
         if self.decode(probe) is Outcome.DONE:
             self.capture(seq)

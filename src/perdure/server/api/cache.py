@@ -212,7 +212,7 @@ def _runs(app_state: AppState, namespace: str, parent: str | None, limit: int, a
 
 def _read(app_state: AppState, namespace: str, limit: int, after: str | None) -> CacheAnswer:
     records = app_state.runtime.cache.records(namespace=namespace, limit=limit + 1, after=after)
-    totals = None if len(app_state.keys) else _totals(app_state.runtime.cache.stats())
+    totals = None if app_state.keys.required else _totals(app_state.runtime.cache.stats())
     return CacheAnswer(
         records=[_record(record) for record in records[:limit]], has_more=len(records) > limit, totals=totals
     )

@@ -116,7 +116,7 @@ def _machine(app_state: AppState, namespace: str) -> MachineAnswer:
     return MachineAnswer(
         version=version("perdure"),
         started=app_state.started,
-        needs_key=bool(len(app_state.keys)),
+        needs_key=app_state.keys.required,
         models=[_model(app_state, namespace)],
     )
 

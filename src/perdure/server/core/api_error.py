@@ -145,6 +145,10 @@ def stopping() -> ApiError:
     )
 
 
+def unauthorised(message: str) -> ApiError:
+    return ApiError(401, message, kind="authentication_error", code="invalid_api_key")
+
+
 def rate_limited(why: str, retry_after: int) -> ApiError:
     return ApiError(429, why, kind="rate_limit_error", code="rate_limit_exceeded", retry_after=retry_after)
 

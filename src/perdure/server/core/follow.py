@@ -26,7 +26,7 @@ from perdure.decode.request import Reply, Usage
 from perdure.server.core.api_error import ApiError, ClientLeft, deadline, stopping, to_api_error
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.direct_write import WRITE
-from perdure.server.core.protocol import Event, Events, Framing, Part, Writer, protocol_at
+from perdure.server.core.protocol import Ending, Event, Events, Framing, Writer, protocol_at
 from perdure.server.core.settings import Limits
 
 log = logging.getLogger("perdure.server")
@@ -37,10 +37,10 @@ T = TypeVar("T")
 # What is followed.
 
 
-D = TypeVar("D", bound=Part)
-R = TypeVar("R", bound=Part)
-D_co = TypeVar("D_co", bound=Part, covariant=True)
-R_co = TypeVar("R_co", bound=Part, covariant=True)
+D = TypeVar("D", bound=Ending)
+R = TypeVar("R", bound=Ending)
+D_co = TypeVar("D_co", bound=Ending, covariant=True)
+R_co = TypeVar("R_co", bound=Ending, covariant=True)
 
 
 class Stream(Protocol[D_co, R_co]):

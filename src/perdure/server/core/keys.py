@@ -91,8 +91,9 @@ class KeyUsage:
         self._requests: dict[str, deque[float]] = {}
         self._tokens: dict[str, tuple[int, int]] = {}
 
-    def admit(self, key: Key, now: float) -> OverLimit | None:
-        """Count a request, or say why it has to wait."""
+    def admit(self, key: Key, now: float, clock: float) -> OverLimit | None:
+        """Count a request, or say why it has to wait. Days go by the time `now`, minutes by a `clock` that
+        never jumps."""
         with self._changing:
             today, used = self._tokens.get(key.digest, (0, 0))
             day = int(now // _DAY)
@@ -104,14 +105,14 @@ class KeyUsage:
             if key.requests_per_minute is None:
                 return None
             recent = self._requests.setdefault(key.digest, deque())
-            while recent and recent[0] <= now - _MINUTE:
+            while recent and recent[0] <= clock - _MINUTE:
                 recent.popleft()
             if len(recent) >= key.requests_per_minute:
-                left = int(recent[0] + _MINUTE - now) + 1
+                left = int(recent[0] + _MINUTE - clock) + 1
                 return OverLimit(
                     f"{key.requests_per_minute} requests a minute are allowed for this key", left
                 )
-            recent.append(now)
+            recent.append(clock)
             return None
 
     def spend(self, key: Key, tokens: int, now: float) -> None:
@@ -127,41 +128,52 @@ class KeyAccount:
     """A key and what it may still use: for work that outlasts its request, or shares a connection."""
 
     key: Key
-    usage: KeyUsage
+    keys: Keys
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the key was neither withdrawn nor has expired since."""
+        live = self.keys.live(self.key.digest)
+        return live is not None and not live.is_expired(time.time())
 
     def admit(self) -> OverLimit | None:
-        return self.usage.admit(self.key, time.time())
+        return self.keys.usage.admit(
+            self.keys.live(self.key.digest) or self.key, time.time(), time.monotonic()
+        )
 
     def spend(self, tokens: int) -> None:
-        self.usage.spend(self.key, tokens, time.time())
+        self.keys.usage.spend(self.key, tokens, time.time())
 
 
 class Keys:
-    """The keys of a server. With none, everybody comes in, and all are in the namespace ""."""
+    """The keys of a server. Without any, everybody comes in, and all are in the namespace "". A file whose
+    last key was withdrawn lets nobody in."""
 
     def __init__(self, keys: Iterable[Key] = (), *, path: Path | None = None) -> None:
-        self._keys = tuple(keys)
+        self._keys = {key.digest: key for key in keys}
         self._path = path
+        self.required = path is not None or bool(self._keys)
+        """Whether a request needs a key."""
         self.usage = KeyUsage()
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(self._keys)
+        return iter(self._keys.values())
 
     def reload(self) -> None:
         """Read the file again. What is wrong with it is raised, and the keys stay as they were."""
         if self._path is not None:
-            self._keys = Keys.read(self._path)._keys
+            self._keys = {key.digest: key for key in _read(self._path)}
 
     def __len__(self) -> int:
         return len(self._keys)
 
     @property
     def namespaces(self) -> list[str]:
-        return sorted({key.namespace for key in self._keys})
+        return sorted({key.namespace for key in self})
 
     def namespace(self, secret: str | None) -> str | None:
         """Whose key this is; None where it is nobody's. Takes as long for a wrong key as for a right one."""
-        if not self._keys:
+        if not self.required:
             return ""
         key = self.find(secret)
         return key.namespace if key is not None else None
@@ -170,19 +182,20 @@ class Keys:
         """The key of that secret, expired or not. Takes as long for a wrong one as for a right one."""
         digest = hashlib.sha256((secret or "").encode("utf-8", "surrogatepass")).hexdigest()
         found: Key | None = None
-        for key in self._keys:
+        for key in self:
             if hmac.compare_digest(key.digest, digest):
                 found = key
         return found if secret else None
 
+    def live(self, digest: str) -> Key | None:
+        """The key of that digest as the file has it now; None where it was withdrawn."""
+        return self._keys.get(digest)
+
     @classmethod
     def read(cls, path: Path) -> Keys:
-        """Keys out of a file: lines of `namespace:sha256`, or the same in TOML under `[keys]`."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInputError(f"the keys in {path} cannot be read: {error}") from None
-        keys = _toml(path, text) if path.suffix.lower() == ".toml" else _lines(path, text)
+        """Keys out of a file: lines of `namespace:sha256`, or the same in TOML under `[keys]`. A server does
+        not start with a file that has none."""
+        keys = _read(path)
         if not keys:
             raise InvalidInputError(
                 f"{path} has no key in it; `perdure keys add NAME` makes one and its line"
@@ -206,6 +219,14 @@ def new_key(
         requests_per_minute=requests_per_minute,
         tokens_per_day=tokens_per_day,
     )
+
+
+def _read(path: Path) -> list[Key]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"the keys in {path} cannot be read: {error}") from None
+    return _toml(path, text) if path.suffix.lower() == ".toml" else _lines(path, text)
 
 
 def _lines(path: Path, text: str) -> list[Key]:

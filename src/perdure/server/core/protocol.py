@@ -83,15 +83,15 @@ SSE = Framing("text/event-stream", _server_sent)
 JSON_LINES = Framing("application/x-ndjson", lambda event: event.data + b"\n")
 
 
-class Part(Interface):
+class Ending(Interface):
     """A delta or a reply: it has, or may have, a reason for its end."""
 
     @property
     def finish_reason(self) -> str | None: ...
 
 
-D_contra = TypeVar("D_contra", bound=Part, contravariant=True)
-R_contra = TypeVar("R_contra", bound=Part, contravariant=True)
+D_contra = TypeVar("D_contra", bound=Ending, contravariant=True)
+R_contra = TypeVar("R_contra", bound=Ending, contravariant=True)
 
 
 class Writer(Interface[D_contra, R_contra]):

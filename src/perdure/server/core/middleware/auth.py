@@ -6,7 +6,7 @@ import time
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from perdure.server.core.api_error import ApiError, rate_limited, refuse
+from perdure.server.core.api_error import ApiError, rate_limited, refuse, unauthorised
 from perdure.server.core.keys import METRICS, Key, KeyAccount, Keys
 
 OPEN = frozenset({"/", "/health", "/ready", "/openapi.json"})
@@ -36,25 +36,25 @@ class Auth:
                 notes["namespace"] = key.namespace
             await refuse(refused, scope, receive, send)
             return
-        account = KeyAccount(key, self._keys.usage) if key is not None else None
+        account = KeyAccount(key, self._keys) if key is not None else None
         scope["state"].update(namespace=key.namespace if key is not None else "", account=account)
         if key is not None:
             notes["namespace"] = key.namespace
         await self._app(scope, receive, send)
 
     def _refused(self, path: str, secret: str | None, key: Key | None) -> ApiError | None:
-        if not len(self._keys):
+        if not self._keys.required:
             return None
         if key is None:
-            return _unauthorised(
+            return unauthorised(
                 "this server does not know that key: check it, or ask whoever runs the server for another"
                 if secret
                 else "this server needs a key: send it as `Authorization: Bearer KEY`"
             )
         now = time.time()
         if key.is_expired(now):
-            return _unauthorised(f"this key expired on {key.expires}: ask for a new one")
-        if (over := self._keys.usage.admit(key, now)) is not None:
+            return unauthorised(f"this key expired on {key.expires}: ask for a new one")
+        if (over := self._keys.usage.admit(key, now, time.monotonic())) is not None:
             return rate_limited(over.why, over.retry_after)
         if (path == "/metrics") is not (key.namespace == METRICS):
             return ApiError(
@@ -64,10 +64,6 @@ class Auth:
                 code="forbidden",
             )
         return None
-
-
-def _unauthorised(message: str) -> ApiError:
-    return ApiError(401, message, kind="authentication_error", code="invalid_api_key")
 
 
 def _secret(scope: Scope) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 
 import numpy as np
@@ -82,6 +83,9 @@ class BodyLimits:
             raise ApiError(
                 408, f"the body did not come within {seconds:g} seconds", code="slow_request"
             ) from None
+        if body and json.detect_encoding(body[:4]) not in ("utf-8", "utf-8-sig"):
+            # The scan below counts bytes: in another encoding it would miss what the parser then finds.
+            raise ApiError(400, "the body is not UTF-8, the only encoding of JSON here", code="invalid_json")
         return _replay(body, receive)
 
     async def _read(self, receive: Receive) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from perdure.chat.message import parse_messages
 from perdure.decode.slots import KeptPrefix
@@ -285,13 +285,24 @@ def _result(block: Block, where: str) -> str:
         text = given or ""
     elif isinstance(given, list):
         parts = [
-            _readable(Block.model_validate(part), f"{where}.content.{at}") if isinstance(part, dict) else None
+            _readable(_block(part, f"{where}.content.{at}"), f"{where}.content.{at}")
             for at, part in enumerate(given)
+            if isinstance(part, dict)
         ]
         text = "\n\n".join(part for part in parts if part is not None)
     else:
         raise _invalid(f"{where}.content", "a text, or a list of blocks")
     return f"Error: {text}" if block.get("is_error") is True and text else text
+
+
+def _block(given: dict[str, Any], where: str) -> Block:
+    """A block inside of another one: those are read by their kinds, after the request was checked."""
+    try:
+        return Block.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join([where, *map(str, first["loc"])])
+        raise _invalid(place, first["msg"]) from None
 
 
 def _readable(block: Block, where: str) -> str | None:

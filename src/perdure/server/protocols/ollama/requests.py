@@ -48,6 +48,9 @@ _ENGINE = frozenset(
 """Settings of the engine, which are chosen when the server is started."""
 _DURATION = re.compile(r"(?:-?\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+|-?\d+(?:\.\d+)?")
 
+_LARGE = 2**63
+"""No option has larger numbers; Infinity and NaN, which Python's JSON reads, are none."""
+
 Format = Literal["", "json"] | dict[str, Any]
 KeepAlive = Annotated[str, Field(max_length=40)] | int | float
 
@@ -249,7 +252,7 @@ def _check_images(images: list[Any] | None, where: str) -> None:
 
 
 def _number(name: str, value: Any) -> float | int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LARGE < value < _LARGE:
         raise _invalid(f"options.{name}", f"a number, got {str(value)[:40]!r}")
     return value
 

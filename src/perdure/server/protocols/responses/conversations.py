@@ -50,9 +50,7 @@ async def create(asked: ConversationRequest, app_state: AppStateDep, caller: Cal
     def work() -> ConversationAnswer:
         responses = Responses(app_state, caller.namespace)
         said = responses.messages(asked.items or ())
-        session = responses.new_conversation(asked.metadata or {})
-        if said:
-            session.append(said)
+        session = responses.new_conversation(asked.metadata or {}, said)
         return ConversationAnswer.of(session)
 
     return await app_state.call(work)

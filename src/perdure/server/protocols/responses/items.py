@@ -110,7 +110,7 @@ def content_text(given: Any, where: str) -> str:
         if not isinstance(part, Mapping):
             raise _invalid(f"{where}.{at}", "a part is an object")
         kind = part.get("type")
-        if kind in _UNREADABLE:
+        if isinstance(kind, str) and kind in _UNREADABLE:
             raise ApiError(
                 400,
                 f"{where}.{at}: {_UNREADABLE[kind]} cannot be read here; send text",

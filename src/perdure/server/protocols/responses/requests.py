@@ -254,7 +254,7 @@ def _chosen(functions: Sequence[dict[str, Any]], asked: Any) -> tuple[Sequence[d
     if kind in ("function", "custom") and isinstance(name, str):
         return functions, name
     if kind == "allowed_tools" and isinstance(asked.get("tools"), list):
-        names = {tool.get("name") for tool in asked["tools"] if isinstance(tool, Mapping)}
+        names = [tool.get("name") for tool in asked["tools"] if isinstance(tool, Mapping)]
         return [each for each in functions if each["name"] in names], asked.get("mode", "auto")
     # Of a tool that is not run here.
     return functions, "auto"

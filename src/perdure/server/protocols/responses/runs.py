@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from perdure.chat.reply import ChatDelta, ChatReply
-from perdure.server.core.api_error import ApiError
+from perdure.server.core.api_error import ApiError, unauthorised
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.follow import EventResponse, Follower, Sink
 from perdure.server.core.protocol import SSE, Event, Events
@@ -39,6 +39,9 @@ class Run(Sink):
         self._news = asyncio.Event()
         """Set when there are more events, or the end; each is set once."""
         self._cancelled = False
+        self._account = caller.account
+        self._withdrawn = False
+        """Whether its key was withdrawn, or has expired, while it was made."""
         # Its request is answered and logged by now.
         caller = replace(caller, notes={})
         self.follower: Follower[ChatDelta, ChatReply] = Follower(stream, app_state, caller, writer=writer)
@@ -70,12 +73,18 @@ class Run(Sink):
         await sink.close(self._events[at:])
 
     def write(self, events: Events) -> bool:
+        if self._account is not None and not self._account.is_good:
+            self._withdrawn = True
+            self.follower.cancel()
         self._events += events
         self._notify()
         return True
 
     async def close(self, events: Events, error: ApiError | None = None) -> None:
         """Its last events. One that the end of the server interrupted has none: it is gone on with later."""
+        if self._withdrawn:
+            error = unauthorised("the key of this response was withdrawn, or has expired")
+            events = [failed_event(self._response.head, error, number=len(self._events))]
         if error is None:
             await self.send(events)
         elif self._cancelled:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic_core import to_json
+
 from perdure.chat.message import Message
 from perdure.errors import ContextOverflow, SessionNotFoundError
 from perdure.request_options import draw_seed
@@ -39,7 +41,7 @@ CONVERSATION = "conversation"
 _RESPONSE = "response"
 _REFERENCES, _REMOVES = 1024, 16
 """Items that one request may name by their ids, those that they name in turn included, and over how many
-responses that may go: each is looked up."""
+responses in a row that may go."""
 _SUMMARY = 1024
 """Tokens of a summary, at most."""
 
@@ -55,7 +57,9 @@ class Responses:
         self._app_state = app_state
         self._namespace = namespace
         self._sessions = app_state.runtime.sessions
-        self._references = self._removes = 0
+        self._named: dict[str, _NamedItems | None] = {}
+        """The items of responses that were named, by the response: each is read once a request."""
+        self.references = self._removes = self._named_bytes = 0
 
     # Beginning.
 
@@ -154,14 +158,15 @@ class Responses:
     def get(self, response_id: str) -> StoredResponse:
         return self._opened(self._find(response_id, "response"))
 
-    def new_conversation(self, metadata: Mapping[str, str]) -> Session:
+    def new_conversation(self, metadata: Mapping[str, str], said: Sequence[Message]) -> Session:
         about = {"how": CONVERSATION, "metadata": dict(metadata), "created": int(time.time())}
         return self._sessions.respond(
-            ids.new_conversation(), about, kind=CONVERSATION, namespace=self._namespace
+            ids.new_conversation(), about, kind=CONVERSATION, namespace=self._namespace, said=said
         )
 
     def messages(self, items: Sequence[Item]) -> list[Message]:
         """The messages that items make."""
+        self.references = self._named_bytes = 0
         return messages_of(items, self._unsealed, self.found_items)
 
     def delete(self, name: str) -> None:
@@ -225,25 +230,32 @@ class Responses:
         return previous
 
     def found_items(self, item_id: str) -> list[Item]:
-        """What an item's id stands for."""
+        """What an item's id stands for. All that a request names together is no larger than a body may be."""
         owner = ids.owner_of(item_id)
-        self._references += 1
+        self.references += 1
         self._removes += 1
         try:
-            if self._references > _REFERENCES or self._removes > _REMOVES:
+            limit = self._app_state.limits.body_bytes
+            if self.references > _REFERENCES or self._removes > _REMOVES or self._named_bytes > limit:
                 raise ApiError(
                     400,
                     f"input: more than {_REFERENCES} items are named by their ids, or over more than "
-                    f"{_REMOVES} responses; send the items themselves",
+                    f"{_REMOVES} responses, or they have more than {limit} bytes; send the items themselves",
                     param="input",
                     code="invalid_value",
                 )
-            if (response := self._response(owner)) is not None:
-                # What it was asked may name others' items in turn: only where it must be looked at.
-                for items in (response.output_items, response.input_items):
-                    for item in items():
-                        if item["id"] == item_id:
-                            return [item]
+            if owner is not None and owner not in self._named:
+                response = self._response(owner)
+                self._named[owner] = _NamedItems(response) if response is not None else None
+            named = self._named[owner] if owner is not None else None
+            if named is not None:
+                before = self.references
+                item, inner = named.find(item_id)
+                # Those that it names in turn count each time, though they are looked up once.
+                self.references = before + inner
+                if item is not None:
+                    self._named_bytes += named.size(item_id)
+                    return [item]
         finally:
             self._removes -= 1
         raise ApiError(
@@ -260,6 +272,7 @@ class Responses:
 
     def _read(self, asked: PromptRequest) -> tuple[list[Message], list[Message]]:
         """The instructions and the input of a request, as messages."""
+        self.references = self._named_bytes = 0
         said = input_messages(asked, self._unsealed, self.found_items)
         self._app_state.check_message_count(len(said))
         return preamble(asked, self._unsealed, self.found_items), said
@@ -385,6 +398,33 @@ class StoredResponse:
             shown["id"] = ids.item(prefix, self.head.id, number, of_input=True)
             found.append(shown)
         return found
+
+
+class _NamedItems:
+    """The items of a response that another one names by their ids, read as far as they were asked for."""
+
+    def __init__(self, response: StoredResponse) -> None:
+        self._response = response
+        self._output = {item["id"]: item for item in response.output_items()}
+        self._input: dict[str, Item] | None = None
+        self._inner = 0
+        self._sizes: dict[str, int] = {}
+
+    def find(self, item_id: str) -> tuple[Item | None, int]:
+        """An item, and how many others had to be looked up for it."""
+        if item_id in self._output:
+            return self._output[item_id], 0
+        if self._input is None:
+            # What it was asked may name others' items in turn: only where it must be looked at.
+            before = self._response.responses.references
+            self._input = {item["id"]: item for item in self._response.input_items()}
+            self._inner = self._response.responses.references - before
+        return self._input.get(item_id), self._inner
+
+    def size(self, item_id: str) -> int:
+        if item_id not in self._sizes:
+            self._sizes[item_id] = len(to_json(self.find(item_id)[0], inf_nan_mode="constants"))
+        return self._sizes[item_id]
 
 
 _PREFIXES = {

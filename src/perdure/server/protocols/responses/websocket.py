@@ -15,7 +15,7 @@ from pydantic_core import to_json
 from starlette.websockets import WebSocketDisconnect
 
 from perdure.errors import PerdureError
-from perdure.server.core.api_error import ApiError, rate_limited, to_api_error, validation
+from perdure.server.core.api_error import ApiError, rate_limited, to_api_error, unauthorised, validation
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.follow import Follower, Sink, deliver
 from perdure.server.core.middleware.body_limits import JsonScan, too_large
@@ -28,6 +28,8 @@ from perdure.sessions.fold import TurnStream
 
 router = APIRouter(tags=["Responses"])
 
+_POLICY = 1008
+"""The code of WebSocket with which a connection is ended whose key is not good any more."""
 _SECONDS = 3600.0
 """That a connection may last."""
 _REMEMBERED = 8
@@ -89,7 +91,6 @@ class Connection:
         self._socket = socket
         self._caller = caller
         self._app_state = app_state
-        self._responses = Responses(app_state, caller.namespace)
         self._remembered = Remembered()
         self._received: asyncio.Queue[str | None] = asyncio.Queue(maxsize=1)
         self._left = asyncio.Event()
@@ -125,6 +126,11 @@ class Connection:
     async def _answer(self, text: str) -> None:
         account = self._caller.account
         try:
+            if account is not None and not account.is_good:
+                await self._refuse(unauthorised("this key was withdrawn, or has expired: ask for a new one"))
+                self._left.set()
+                await self._socket.close(_POLICY)
+                return
             if account is not None and (over := account.admit()) is not None:
                 raise rate_limited(over.why, over.retry_after)
             with self._app_state.in_flight.admit(self._app_state.limits.requests):
@@ -159,7 +165,7 @@ class Connection:
 
     async def _respond(self, asked: ResponseRequest, generates: bool, size: int) -> None:
         """`size` is that of the message, in characters."""
-        app_state, responses = self._app_state, self._responses
+        app_state, responses = self._app_state, Responses(self._app_state, self._caller.namespace)
         items = input_items(asked)
         previous = self._remembered.get(asked.previous_response_id)
         if previous is not None:
