@@ -54,7 +54,7 @@ async def embeddings(
     asked: EmbeddingRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> Response:
     """Texts as vectors of length 1."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     app_state.check_model(asked.model)
     given: Any = asked.input
     one = isinstance(given, str) or (given and all(isinstance(each, int) for each in given))

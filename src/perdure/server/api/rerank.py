@@ -60,7 +60,7 @@ async def rerank(
     asked: RerankRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> RerankAnswer:
     """Documents, the most relevant to a query first, by the vectors that the model has for them."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     app_state.check_model(asked.model)
     given = asked.documents if asked.documents is not None else asked.texts
     texts = [each if isinstance(each, str) else each.text for each in given or ()]

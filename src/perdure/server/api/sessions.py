@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path as FilePath
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request
 from starlette.background import BackgroundTask
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 
 from perdure.atomic import open_private
 from perdure.chat.message import Message
@@ -58,6 +58,8 @@ from perdure.store.durable import translate_os_errors, write_all
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
+_PIECE = 1 << 16
+"""Characters of a transcript that are sent at once."""
 _RESERVE = 256 << 20
 """Bytes of disk that no file from elsewhere gets."""
 Named = Annotated[str, Path(**NAME)]
@@ -74,7 +76,9 @@ async def list_sessions(
 ) -> SessionList:
     """Your sessions, the latest first: a page of them, behind the one that is called `after`. With `text`,
     those that have it in their names or in what was said."""
-    found = await app_state.call(
+    # A search reads everything that was said.
+    in_thread = app_state.call if text is None else app_state.work
+    found = await in_thread(
         app_state.runtime.sessions.list, caller.namespace, limit=limit + 1, after=after, text=text
     )
     return SessionList(data=[SessionSummary.of(info) for info in found[:limit]], has_more=len(found) > limit)
@@ -83,7 +87,7 @@ async def list_sessions(
 @router.post("", status_code=201, responses=errors(409, 507))
 async def create(asked: CreateRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
     """A new session. One that exists is an error: nobody goes on with it by mistake."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     return await app_state.call(
         lambda: SessionAnswer.of(
             app_state.runtime.sessions.create(
@@ -153,8 +157,17 @@ async def transcript(
     name: Named, app_state: AppStateDep, caller: CallerDep, form: Literal["markdown", "jsonl"] = "markdown"
 ) -> Response:
     """The conversation as text to read, or as a message a line."""
-    text = await app_state.call(lambda: _session(app_state, caller, name).transcript(form))
-    return PlainTextResponse(text)
+    parts = await app_state.call(lambda: _session(app_state, caller, name).transcript_parts(form))
+    # What is wrong with it is told before the answer begins.
+    first = await app_state.call(_pieces, parts)
+
+    async def text() -> AsyncIterator[str]:
+        piece = first
+        while piece:
+            yield piece
+            piece = await app_state.call(_pieces, parts)
+
+    return StreamingResponse(text(), media_type="text/plain; charset=utf-8")
 
 
 @router.post("/{name}/turns", responses=streamed(404, 409, 507), response_model=ChatAnswer)
@@ -162,7 +175,7 @@ async def say(
     name: Named, asked: SayRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Say something. The turn is kept once its reply is whole; `perdure.kept` says so."""
-    check_chat_options(asked, app_state)
+    check_chat_options(asked, app_state, caller.notes)
     said, options = _said(asked, app_state), chat_options(asked, app_state)
     stream = await app_state.call(lambda: _session(app_state, caller, name).submit(said, **options))
     return await chat_answer(stream, asked, request, app_state, caller, session=name, messages=said)
@@ -173,7 +186,7 @@ async def edit(
     name: Named, asked: EditRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Say something else in an earlier turn, and go on from its new reply."""
-    check_chat_options(asked, app_state)
+    check_chat_options(asked, app_state, caller.notes)
     said, options = _said(asked, app_state), chat_options(asked, app_state)
     stream = await app_state.call(
         lambda: _session(app_state, caller, name).submit_edit(asked.turn, said, **options)
@@ -186,7 +199,7 @@ async def regenerate(
     name: Named, asked: RegenerateRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Another reply to the last message, in the place of the one there is."""
-    check_chat_options(asked, app_state)
+    check_chat_options(asked, app_state, caller.notes)
     options = chat_options(asked, app_state)
     stream = await app_state.call(lambda: _session(app_state, caller, name).submit_regenerate(**options))
     return await chat_answer(stream, asked, request, app_state, caller, session=name)
@@ -195,7 +208,7 @@ async def regenerate(
 @router.post("/{name}/fork", status_code=201, responses=errors(404, 409, 507))
 async def fork(name: Named, asked: ForkRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
     """A new session that starts where this one stands, or after one of its turns."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     return await app_state.call(
         lambda: SessionAnswer.of(_session(app_state, caller, name).fork(asked.name, turn=asked.turn))
     )
@@ -206,7 +219,7 @@ async def rewind(
     name: Named, asked: RewindRequest, app_state: AppStateDep, caller: CallerDep
 ) -> SessionAnswer:
     """Go back by a number of turns."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
 
     def work() -> SessionAnswer:
         session = _session(app_state, caller, name)
@@ -272,7 +285,7 @@ async def wake(name: Named, app_state: AppStateDep, caller: CallerDep) -> ReuseA
 @router.post("/{name}/label", status_code=201, responses=errors(404, 507))
 async def label(name: Named, asked: LabelRequest, app_state: AppStateDep, caller: CallerDep) -> MemoryAnswer:
     """Mark a point of the session as a memory, to be woken by its address."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     return await app_state.call(
         lambda: MemoryAnswer.of(
             _session(app_state, caller, name).label(
@@ -302,6 +315,18 @@ async def export(name: Named, app_state: AppStateDep, caller: CallerDep, state: 
     return FileResponse(
         written, media_type=FILE_TYPE, filename=f"{name}.perdure", background=BackgroundTask(folder.cleanup)
     )
+
+
+def _pieces(parts: Iterator[str]) -> str:
+    """The next parts of a text, as many as are worth a call of a thread; nothing at its end."""
+    taken: list[str] = []
+    size = 0
+    for part in parts:
+        taken.append(part)
+        size += len(part)
+        if size >= _PIECE:
+            break
+    return "".join(taken)
 
 
 def _session(app_state: AppState, caller: Caller, name: str) -> Session:
