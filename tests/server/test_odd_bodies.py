@@ -70,10 +70,11 @@ def test_what_ended_in_500_is_refused_or_left_out_x15(
 
 @pytest.mark.parametrize("protocol", BODIES)
 def test_something_odd_in_any_place_is_no_500_x15(protocol: str, server: LiveServer) -> None:
-    """X15: one odd value in each place; the soak has all of them."""
+    """X15: one odd value in each of some places; the soak has all values in all places."""
     chance = random.Random(protocol)
+    places = list(paths(BODIES[protocol]))
     with server.client() as client:
-        for at in paths(BODIES[protocol]):
+        for at in chance.sample(places, min(24, len(places))):
             odd = chance.choice(ODD)
             answer = client.post(protocol, content=written(changed(BODIES[protocol], at, odd)), headers=JSON)
             assert not is_failure(answer), (at, odd, answer.text)
