@@ -222,6 +222,8 @@ class Session(StoredSession):
         """
         if not is_whole(keep) or keep < 0:
             raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
+        if summary is not None and not isinstance(summary, str):
+            raise InvalidInputError(f"a summary is a text, got {summary!r}")
         wanted: dict[str, Any] = {**settings}
         deadline = take_deadline(wanted)
         pending, base = self._begin()
