@@ -14,12 +14,12 @@ from perdure.backend import Backend, BackendKeywords, LocalBackend
 from perdure.chat.template.template import Template
 from perdure.config import N_CTX, QUEUE, SLOTS
 from perdure.engine import registry
-from perdure.engine.keywords import LoadingKeywords
+from perdure.engine.contract import LoadingKeywords
 from perdure.engine.model import Model as ModelContract
 from perdure.errors import InvalidInputError, StoreLockedError
 from perdure.options import refuse_unknown
 from perdure.runtime import Runtime
-from perdure.store.holder import StoreLock
+from perdure.store.owner import StoreLock
 from perdure.worker.attached import Link, check_settings, hold_or_attach
 from perdure.worker.remote import RemoteBackend
 from perdure.worker.restart_policy import RestartPolicy
