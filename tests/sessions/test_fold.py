@@ -223,3 +223,21 @@ def test_several_readers_of_a_folding_turn_get_one_reply(tmp_path: Path) -> None
         assert len({id(each[0]) for each in replies}) == 1
         assert job.done
         assert [turn.kind for turn in session.history()].count("fold") == 1
+
+
+def test_a_fold_reads_all_that_it_sums_up_x21(tmp_path: Path) -> None:
+    """X21: where it does not fit at once, in passes; nothing is left out because it is the oldest."""
+    with talking(terse(), tmp_path) as talk:
+        session = filled(talk)
+        prompts: list[str] = []
+        submit = talk.rt.backend.submit
+
+        def seen(request: Any) -> Any:
+            prompts.append(talk.rt.model.detokenize(request.prompt))
+            return submit(request)
+
+        talk.rt.backend.submit = seen  # type: ignore[method-assign]
+        turns = session.turns
+        session.fold(keep=0)
+    for number in range(turns):
+        assert any(TEXT.format(number) in prompt.replace("\n", " ") for prompt in prompts), number

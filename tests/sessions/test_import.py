@@ -487,8 +487,9 @@ def _rewritten(path: Path, out: Path, change: Callable[[bytes], bytes]) -> None:
     manifest["sealed"] = False
     manifest["digest"] = _digest(manifest)
     with out.open("wb") as file:
-        _put(file, "manifest.json", [json.dumps(manifest).encode()])
-        _put(file, "turns.jsonl", [said])
+        about = json.dumps(manifest).encode()
+        _put(file, "manifest.json", len(about), [about])
+        _put(file, "turns.jsonl", len(said), [said])
         file.write(bytes(1024))
 
 

@@ -101,6 +101,15 @@ class ChatFormat:
             messages, options, namespace=namespace, known=known, before=before, must_fit=must_fit
         )
 
+    def fits(self, messages: Sequence[Message], *, namespace: str = "", **settings: Any) -> bool:
+        """Whether messages fit into the context with the reply that these settings ask for."""
+        options = ChatOptions.take(dict(settings))
+        try:
+            prompt = self.prompt(messages, options, namespace=namespace, must_fit=True)
+        except ContextOverflow:
+            return False
+        return len(prompt) + reply_room(settings, self.n_ctx) <= self.n_ctx
+
     def submit(
         self, messages: Sequence[Message | Mapping[str, Any]], **asked: Unpack[ChatKeywords]
     ) -> Stream[ChatDelta, ChatReply]:

@@ -12,7 +12,7 @@ A plan starts no thread and waits for nothing itself. It is thrown the error of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -179,6 +179,10 @@ def reasoning_budget(
     return joined(reply, (yield from once(rest, reader)))
 
 
+_BEFORE = "Summary of the conversation so far:"
+_GOES_ON = "The conversation goes on:"
+
+
 class SummaryCut(Exception):
     """A summary was cancelled, or its time was up."""
 
@@ -187,17 +191,114 @@ class SummaryCut(Exception):
         self.reply = reply
 
 
+class SummaryPasses:
+    """Messages in the parts in which they are summed up: all at once where they fit, else the oldest part
+    first, and each with the summary of those before it. So the last summary is of everything.
+
+    The first part is a beginning of the conversation as it was said, whose state may be kept. Later ones are
+    shown as text: a template could refuse messages that begin in the middle.
+    """
+
+    def __init__(self, messages: Sequence[Message], fits: Callable[[Sequence[Message]], bool]) -> None:
+        """`fits` says whether messages fit with the request for a summary, and with the summary."""
+        self._fits = fits
+        self._text = ""
+        """What is left, as text."""
+        self._size = 0
+        """Characters of it that are tried next."""
+        self.summary = ""
+        """Of all parts so far."""
+        self._part: Sequence[Message] | None = self._first(messages)
+
+    @property
+    def part(self) -> Sequence[Message] | None:
+        """What is to be summed up next; None when everything is."""
+        return self._part
+
+    def add(self, summary: str) -> None:
+        """Take the summary of the part, and choose the next one."""
+        self.summary = summary
+        self._part = self._next() if self._text else None
+
+    def _first(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if self._fits(messages):
+            return messages
+        ends = [
+            at
+            for at, message in enumerate(messages, 1)
+            if message.role == "assistant" and not message.tool_calls
+        ]
+        low, high = 0, len(ends)
+        while low < high:
+            middle = (low + high) // 2
+            if self._fits(messages[: ends[middle]]):
+                low = middle + 1
+            else:
+                high = middle
+        count = ends[low - 1] if low else 0
+        self._text = "\n\n".join(map(_shown, messages[count:]))
+        self._size = len(self._text)
+        return messages[:count] if count else self._next()
+
+    def _next(self) -> Sequence[Message]:
+        """As much of the rest as fits."""
+        while self._size:
+            end = _boundary(self._text, self._size)
+            part, rest = self._text[:end], self._text[end:]
+            before = f"{_BEFORE}\n{self.summary}\n\n" if self.summary else ""
+            messages = [Message(role="user", content=f"{before}{_GOES_ON}\n{part}")]
+            if self._fits(messages):
+                self._text = rest
+                return messages
+            self._size //= 2
+        raise SessionError(
+            "the context is too small for a summary: not even a part of the conversation fits with the "
+            "summary of what came before; nothing was folded, and nothing is lost"
+        )
+
+
+def _boundary(text: str, size: int) -> int:
+    """Where to cut a text that is to have up to `size` characters: between two messages or words, if it
+    can."""
+    if size >= len(text):
+        return len(text)
+    for mark in ("\n\n", "\n", " "):
+        if (end := text.rfind(mark, size // 2, size)) > 0:
+            return end
+    return size
+
+
+def _shown(message: Message) -> str:
+    calls = "".join(f"\n{call.name}({call.arguments})" for call in message.tool_calls)
+    return f"{message.role}: {message.content or ''}{calls}"
+
+
 def summary(
-    ask: Callable[..., ExchangePlan], messages: Sequence[Message], *, n_ctx: int, **settings: Any
+    ask: Callable[..., ExchangePlan],
+    messages: Sequence[Message],
+    *,
+    fits: Callable[[Sequence[Message], Mapping[str, Any]], bool],
+    n_ctx: int,
+    **settings: Any,
 ) -> Generator[tuple[Request, DeltaReader[ChatDelta] | None], list[Reply], str]:
-    """A summary of messages, written by the model. Only one that came to its end is taken. `ask` is
-    `ChatFormat.plan`."""
+    """A summary of messages, written by the model, in as many passes as it takes. Only summaries that came to
+    their ends are taken. `ask` is `ChatFormat.plan`, and `fits` says whether a prompt fits with its reply."""
     options = {
         "max_tokens": min(192, n_ctx // 8),
         **settings,
-        "overflow": "drop_oldest",
+        "overflow": "error",
         "reasoning": "hide",
     }
+    request = Message(role="user", content=SUMMARY_REQUEST)
+    passes = SummaryPasses(messages, lambda part: fits([*part, request], options))
+    while (part := passes.part) is not None:
+        passes.add((yield from _pass_summary(ask, part, n_ctx, options)))
+    return passes.summary
+
+
+def _pass_summary(
+    ask: Callable[..., ExchangePlan], messages: Sequence[Message], n_ctx: int, options: Mapping[str, Any]
+) -> Generator[tuple[Request, DeltaReader[ChatDelta] | None], list[Reply], str]:
     why = "empty"
     for words, temperature in SUMMARY_TRIES:
         [exchange] = yield from ask(

@@ -140,6 +140,7 @@ class HttpServer(uvicorn.Server):
         what was read. Where something is wrong with a file, what it says stays as it was."""
         try:
             self._app_state.keys.reload()
+            self._app_state.limit_namespaces()
             log.info("the keys were read again: %d", len(self._app_state.keys))
         except InvalidInputError as error:
             log.error("the keys are as they were: %s", error)

@@ -17,7 +17,7 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +89,7 @@ class Export:
 
 def write_export(
     path: Path,
-    turns: Sequence[Turn],
+    turns: Iterable[Turn],
     packed: tuple[Identity, list[Block]] | None,
     *,
     name: str,
@@ -98,12 +98,23 @@ def write_export(
     key: bytes | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a session to `path`: whole, or not at all. `key` is that of the store, which signs it."""
+    """Write a session to `path`: whole, or not at all. `key` is that of the store, which signs it.
+
+    `turns` are gone through twice, and are not in memory together.
+    """
     identity, blocks = packed if packed is not None else (None, [])
-    said = "".join(json.dumps(turn.to_json(), ensure_ascii=False) + "\n" for turn in turns)
-    # Older versions stored settings with halves of surrogate pairs.
-    encoded = said.encode("utf-8", "surrogatepass")
-    contents: list[Callable[[], Sequence[bytes | memoryview]]] = [lambda: [encoded]]
+    count, head = 0, ""
+
+    def lines() -> Iterator[bytes]:
+        nonlocal count, head
+        count = -1
+        for turn in turns:
+            count, head = count + 1, turn.digest.hex()
+            # Older versions stored settings with halves of surrogate pairs.
+            line = json.dumps(turn.to_json(), ensure_ascii=False) + "\n"
+            yield line.encode("utf-8", "surrogatepass")
+
+    contents: list[Callable[[], Iterable[bytes | memoryview]]] = [lines]
     contents += [lambda block=block: block.pack() for block in blocks]  # type: ignore[misc]
     names = [_TURNS, *(_BLOCK.format(number) for number in range(len(blocks)))]
     parts = [_part(name, content()) for name, content in zip(names, contents, strict=True)]
@@ -112,8 +123,8 @@ def write_export(
         "kind": kind,
         "name": name,
         "settings": dict(settings),
-        "turns": len(turns) - 1,
-        "head": turns[-1].digest.hex(),
+        "turns": count,
+        "head": head,
         "identity": json.loads(identity.to_json()) if identity is not None and blocks else None,
         "sealed": key is not None,
         "parts": [{"name": part.name, "bytes": part.nbytes, "sha256": part.sha256} for part in parts],
@@ -121,14 +132,16 @@ def write_export(
     manifest["digest"] = _digest(manifest)
     total, done = sum(part.nbytes for part in parts), 0
     with translate_os_errors(path, total), atomic_write(path, private=True) as file:
-        _put(file, _MANIFEST, [json.dumps(manifest, ensure_ascii=False, indent=1).encode()])
+        about = json.dumps(manifest, ensure_ascii=False, indent=1).encode()
+        _put(file, _MANIFEST, len(about), [about])
         for part, content in zip(parts, contents, strict=True):
-            _put(file, part.name, content())
+            _put(file, part.name, part.nbytes, content())
             done += part.nbytes
             if progress is not None:
                 progress(done, total)
         if key is not None:
-            _put(file, _SIGNATURE, [_sign(key, manifest["digest"])])
+            signature = _sign(key, manifest["digest"])
+            _put(file, _SIGNATURE, len(signature), [signature])
         file.write(bytes(2 * _UNIT))
     sync_folder(path.parent)
     return path
@@ -328,20 +341,24 @@ def _compare(part: ExportFile, found: str) -> None:
         raise CorruptStateError(f"{part.name} in this export is damaged: its digest does not match")
 
 
-def _part(name: str, content: Sequence[bytes | memoryview]) -> ExportFile:
-    digest = hashlib.sha256()
+def _part(name: str, content: Iterable[bytes | memoryview]) -> ExportFile:
+    digest, size = hashlib.sha256(), 0
     for each in content:
         digest.update(each)
-    return ExportFile(name, sum(len(each) for each in content), digest.hexdigest())
+        size += len(each)
+    return ExportFile(name, size, digest.hexdigest())
 
 
-def _put(file: IO[bytes], name: str, content: Sequence[bytes | memoryview]) -> None:
+def _put(file: IO[bytes], name: str, size: int, content: Iterable[bytes | memoryview]) -> None:
     member = tarfile.TarInfo(name)
-    member.size = sum(len(each) for each in content)
+    member.size = size
     member.mode = 0o600
     file.write(member.tobuf(tarfile.USTAR_FORMAT))
     for each in content:
+        size -= len(each)
         file.write(each)
+    if size:
+        raise CorruptStateError(f"{name} changed while it was written: export it again")
     file.write(bytes(-member.size % _UNIT))
 
 

@@ -67,6 +67,7 @@ def summarised(
     text = yield from summary(
         chat_format.plan,
         earlier,
+        fits=lambda messages, options: chat_format.fits(messages, **options),
         n_ctx=chat_format.n_ctx,
         namespace=namespace,
         deadline=deadline,

@@ -328,7 +328,7 @@ class Session(StoredSession):
                 packed = self._host.backend.cache.pack(tokens, namespace=self.namespace)
             return write_export(
                 Path(path),
-                history.turns,
+                self._stored_turns(),
                 packed,
                 name=self.name,
                 kind=kind or self.kind,

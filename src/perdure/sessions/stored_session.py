@@ -7,8 +7,8 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -26,7 +26,7 @@ from perdure.errors import (
 from perdure.sessions.fold import TurnStream
 from perdure.sessions.history import History, Read, TurnPage, TurnReference
 from perdure.sessions.info import SessionInfo, SessionMemory
-from perdure.sessions.store.base import SessionStore
+from perdure.sessions.store.base import SessionStore, each_turn
 from perdure.sessions.turn import Said, Turn, context, said_messages
 
 
@@ -141,13 +141,18 @@ class StoredSession:
         """What its turns take in the store, apart from state."""
         return self._host.store.nbytes(self._place(self.turns).head)
 
-    def history(self, *, limit: int | None = None, after: int = 0) -> list[Turn]:
-        """Its turns, the first one first: up to `limit` of them, behind turn number `after`."""
-        for name, value, low in (("limit", limit, 1), ("after", after, 0)):
+    def history(self, *, limit: int | None = None, after: int = 0, nbytes: int | None = None) -> list[Turn]:
+        """Its turns, the first one first: up to `limit` of them, behind turn number `after`. With `nbytes`,
+        as many as are in so many bytes together, but one at least; no others are read."""
+        for name, value, low in (("limit", limit, 1), ("after", after, 0), ("nbytes", nbytes, 1)):
             if value is not None and (not is_whole(value) or value < low):
                 raise InvalidInputError(f"{name} is a number from {low}, got {value!r}")
         self._refresh()
-        return self._history.page(after, limit)
+        if nbytes is None or self._host.store.readonly:
+            return self._history.page(after, limit)
+        with self._explaining():
+            head = self._history.place.head
+            return self._host.store.page(head, self.name, after=after, limit=limit, nbytes=nbytes)
 
     def messages(self) -> list[Message]:
         """What the next prompt starts with."""
@@ -156,13 +161,18 @@ class StoredSession:
 
     def transcript(self, form: Literal["markdown", "jsonl"] = "markdown") -> str:
         """The conversation as text to read, or as a message a line: everything that the model reads."""
-        self._refresh()
-        found = [message for turn in self._history.turns for message in context([turn])]
-        if form == "jsonl":
-            return "".join(json.dumps(message.to_dict(), ensure_ascii=False) + "\n" for message in found)
-        if form != "markdown":
+        return "".join(self.transcript_parts(form))
+
+    def transcript_parts(self, form: Literal["markdown", "jsonl"] = "markdown") -> Iterator[str]:
+        """The same piece by piece: no more turns are in memory than one piece is made of."""
+        if form not in ("markdown", "jsonl"):
             raise InvalidInputError(f"a transcript is markdown or jsonl, not {form!r}")
-        return "".join([f"# {self.name}\n", *map(_markdown, found)])
+        self._refresh()
+        yield f"# {self.name}\n" if form == "markdown" else ""
+        for turn in self._stored_turns():
+            for message in context([turn]):
+                plain = json.dumps(message.to_dict(), ensure_ascii=False) + "\n" if form == "jsonl" else ""
+                yield plain or _markdown(message)
 
     # Changing it.
 
@@ -280,17 +290,28 @@ class StoredSession:
         store, name, session = self._host.store, self.name, weakref.ref(self)
 
         def read(place: TurnReference, count: int) -> TurnPage:
-            try:
+            here = session()
+            with here._explaining() if here is not None else nullcontext():
                 return store.read(place, count, name)
-            except CorruptStateError:
-                # Turns that are gone are those of a session that was deleted, or moved by another process.
-                if (here := session()) is not None:
-                    here._check_there()
-                    if not here._is_current():
-                        raise SessionError(f"session {name!r} was changed meanwhile: ask again") from None
-                raise
 
         return read
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Turns that are gone are those of a session that was deleted, or moved by another process."""
+        try:
+            yield
+        except CorruptStateError:
+            self._check_there()
+            if not self._is_current():
+                raise SessionError(f"session {self.name!r} was changed meanwhile: ask again") from None
+            raise
+
+    def _stored_turns(self) -> Iterable[Turn]:
+        """All its turns as they are now, which can be gone through several times: a page is in memory at
+        once, unless somebody else may change the store at any time."""
+        history = self._history
+        return history.turns if self._host.store.readonly else _StoredTurns(self, history.place.head)
 
     @property
     def _start(self) -> Turn:
@@ -398,6 +419,18 @@ class StoredSession:
             raise InvalidInputError(
                 f"session {self.name!r} has {_turns(self._turns)} and no turn {turn!r}: {known}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTurns:
+    """The turns of a session that lead to `head`, read again each time they are gone through."""
+
+    session: StoredSession
+    head: int
+
+    def __iter__(self) -> Iterator[Turn]:
+        with self.session._explaining():
+            yield from each_turn(self.session._host.store, self.head, self.session.name)
 
 
 def _markdown(message: Message) -> str:

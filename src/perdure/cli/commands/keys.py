@@ -52,6 +52,14 @@ def add(
         int | None,
         typer.Option("--tokens-per-day", min=1, metavar="N", help="Most tokens a day, prompts and replies."),
     ] = None,
+    sessions: Annotated[
+        int | None,
+        typer.Option("--sessions", min=1, metavar="N", help="Most sessions and stored responses."),
+    ] = None,
+    stored_bytes: Annotated[
+        int | None,
+        typer.Option("--stored-bytes", min=1, metavar="N", help="Most bytes of stored turns."),
+    ] = None,
     file: File = None,
 ) -> None:
     """Make a key, print it once, and put its hash into the file."""
@@ -64,6 +72,8 @@ def add(
         expires=_day(expires),
         requests_per_minute=requests_per_minute,
         tokens_per_day=tokens_per_day,
+        sessions=sessions,
+        stored_bytes=stored_bytes,
     )
     lines = _lines(path)
     _write(path, [*lines, key.line])
@@ -90,6 +100,10 @@ def list_(file: File = None, as_json: Json = False) -> None:
             limits.append(f"{key.requests_per_minute} requests a minute")
         if key.tokens_per_day:
             limits.append(f"{key.tokens_per_day} tokens a day")
+        if key.sessions:
+            limits.append(f"{key.sessions} sessions")
+        if key.stored_bytes:
+            limits.append(f"{key.stored_bytes} bytes stored")
         terminal.write_line(f"{key.id}  {key.namespace:<20}  {', '.join(limits)}".rstrip(), indent=36)
     if not keys:
         terminal.write_line(f"no keys in {path}; `perdure keys add NAMESPACE --keys {path}` makes one")
@@ -164,4 +178,6 @@ def _plain(key: Key) -> dict[str, Any]:
         "expires": key.expires,
         "requests_per_minute": key.requests_per_minute,
         "tokens_per_day": key.tokens_per_day,
+        "sessions": key.sessions,
+        "stored_bytes": key.stored_bytes,
     }

@@ -32,7 +32,9 @@ async def search(
     after: Text = None,
 ) -> MemoryList:
     """Memories that fit everything given; `text` is looked for in notes and in what was said."""
-    found = await app_state.call(
+    # A search reads everything that was said.
+    in_thread = app_state.call if text is None else app_state.work
+    found = await in_thread(
         app_state.runtime.memories.search,
         label=label,
         kind=kind,

@@ -196,6 +196,10 @@ class ImportAnswer(SessionAnswer):
         )
 
 
+_PAGE_BYTES = 4 << 20
+"""Of the turns of one page, unless a single one is longer."""
+
+
 class TurnList(ResponseSchema):
     object: Literal["list"] = "list"
     data: list[TurnAnswer]
@@ -204,10 +208,10 @@ class TurnList(ResponseSchema):
 
     @classmethod
     def of(cls, session: Session, limit: int, after: int) -> TurnList:
-        turns = session.history(limit=limit + 1, after=after)
+        turns = session.history(limit=limit, after=after, nbytes=_PAGE_BYTES)
         return cls(
-            data=[TurnAnswer.of(after + number, turn) for number, turn in enumerate(turns[:limit], 1)],
-            has_more=len(turns) > limit,
+            data=[TurnAnswer.of(after + number, turn) for number, turn in enumerate(turns, 1)],
+            has_more=after + len(turns) < session.turns,
         )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path as FilePath
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request
 from starlette.background import BackgroundTask
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 
 from perdure.atomic import open_private
 from perdure.chat.message import Message
@@ -58,6 +58,8 @@ from perdure.store.durable import translate_os_errors, write_all
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
+_PIECE = 1 << 16
+"""Characters of a transcript that are sent at once."""
 _RESERVE = 256 << 20
 """Bytes of disk that no file from elsewhere gets."""
 Named = Annotated[str, Path(**NAME)]
@@ -74,7 +76,9 @@ async def list_sessions(
 ) -> SessionList:
     """Your sessions, the latest first: a page of them, behind the one that is called `after`. With `text`,
     those that have it in their names or in what was said."""
-    found = await app_state.call(
+    # A search reads everything that was said.
+    in_thread = app_state.call if text is None else app_state.work
+    found = await in_thread(
         app_state.runtime.sessions.list, caller.namespace, limit=limit + 1, after=after, text=text
     )
     return SessionList(data=[SessionSummary.of(info) for info in found[:limit]], has_more=len(found) > limit)
@@ -153,8 +157,17 @@ async def transcript(
     name: Named, app_state: AppStateDep, caller: CallerDep, form: Literal["markdown", "jsonl"] = "markdown"
 ) -> Response:
     """The conversation as text to read, or as a message a line."""
-    text = await app_state.call(lambda: _session(app_state, caller, name).transcript(form))
-    return PlainTextResponse(text)
+    parts = await app_state.call(lambda: _session(app_state, caller, name).transcript_parts(form))
+    # What is wrong with it is told before the answer begins.
+    first = await app_state.call(_pieces, parts)
+
+    async def text() -> AsyncIterator[str]:
+        piece = first
+        while piece:
+            yield piece
+            piece = await app_state.call(_pieces, parts)
+
+    return StreamingResponse(text(), media_type="text/plain; charset=utf-8")
 
 
 @router.post("/{name}/turns", responses=streamed(404, 409, 507), response_model=ChatAnswer)
@@ -302,6 +315,18 @@ async def export(name: Named, app_state: AppStateDep, caller: CallerDep, state: 
     return FileResponse(
         written, media_type=FILE_TYPE, filename=f"{name}.perdure", background=BackgroundTask(folder.cleanup)
     )
+
+
+def _pieces(parts: Iterator[str]) -> str:
+    """The next parts of a text, as many as are worth a call of a thread; nothing at its end."""
+    taken: list[str] = []
+    size = 0
+    for part in parts:
+        taken.append(part)
+        size += len(part)
+        if size >= _PIECE:
+            break
+    return "".join(taken)
 
 
 def _session(app_state: AppState, caller: Caller, name: str) -> Session:

@@ -82,6 +82,7 @@ class AppState:
         # Where sessions are kept, so is what seals: signatures are known again after a restart.
         key = self.runtime.sessions.store.key or secrets.token_bytes(32)
         self.seal = Seal(key, limit=self.limits.body_bytes)
+        self.limit_namespaces()
         self.names: dict[str, dict[str, None]] = {}
         """Names that clients gave the model, by namespace."""
         self.running: WeakSet[Cancellable] = WeakSet()
@@ -104,6 +105,12 @@ class AppState:
         for each in fields(settings):
             setattr(self, each.name, getattr(settings, each.name))
         self.seal.limit = self.limits.body_bytes
+
+    def limit_namespaces(self) -> None:
+        """Have each namespace store no more than its keys say, as they are now."""
+        for namespace in {*self.keys.namespaces, *getattr(self, "_limited", ())}:
+            self.runtime.sessions.store.limit(namespace, self.keys.quota(namespace))
+        self._limited = self.keys.namespaces
 
     def record(
         self,

@@ -18,13 +18,14 @@ from typing import Any
 
 from perdure.checks import is_whole
 from perdure.errors import InvalidInputError
+from perdure.sessions.store.base import Quota
 
 METRICS = "metrics"
 """The namespace whose keys open /metrics and nothing else."""
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_LIMITS = ("requests_per_minute", "tokens_per_day")
+_LIMITS = ("requests_per_minute", "tokens_per_day", "sessions", "stored_bytes")
 _MINUTE, _DAY = 60.0, 86400.0
 
 
@@ -39,6 +40,10 @@ class Key:
     requests_per_minute: int | None = None
     tokens_per_day: int | None = None
     """Of prompts and replies together, by the days of UTC."""
+    sessions: int | None = None
+    """Sessions and stored responses of its namespace."""
+    stored_bytes: int | None = None
+    """Of the turns of its namespace: texts, tokens and settings."""
 
     def __post_init__(self) -> None:
         if not _NAMESPACE.fullmatch(self.namespace):
@@ -171,6 +176,14 @@ class Keys:
     def namespaces(self) -> list[str]:
         return sorted({key.namespace for key in self})
 
+    def quota(self, namespace: str) -> Quota:
+        """What a namespace may store: the smallest bound among its keys."""
+        keys = [key for key in self if key.namespace == namespace]
+        return Quota(
+            sessions=min((key.sessions for key in keys if key.sessions is not None), default=None),
+            nbytes=min((key.stored_bytes for key in keys if key.stored_bytes is not None), default=None),
+        )
+
     def namespace(self, secret: str | None) -> str | None:
         """Whose key this is; None where it is nobody's. Takes as long for a wrong key as for a right one."""
         if not self.required:
@@ -209,6 +222,8 @@ def new_key(
     expires: str | None = None,
     requests_per_minute: int | None = None,
     tokens_per_day: int | None = None,
+    sessions: int | None = None,
+    stored_bytes: int | None = None,
 ) -> tuple[str, Key]:
     """A fresh secret, and the key as it is kept."""
     secret = f"pk-{secrets.token_urlsafe(32)}"
@@ -218,6 +233,8 @@ def new_key(
         expires=expires,
         requests_per_minute=requests_per_minute,
         tokens_per_day=tokens_per_day,
+        sessions=sessions,
+        stored_bytes=stored_bytes,
     )
 
 

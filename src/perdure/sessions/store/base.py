@@ -34,7 +34,7 @@ the system's and end with the process, no token is needed.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -232,3 +232,13 @@ class SessionStore(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+_PAGE_BYTES = 1 << 20
+
+
+def each_turn(store: SessionStore, head: int, name: str, *, after: int = -1) -> Iterator[Turn]:
+    """The turns that lead to `head`, the first one first, read in pages of a mebibyte."""
+    while page := store.page(head, name, after=after, nbytes=_PAGE_BYTES):
+        yield from page
+        after += len(page)

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from perdure.chat.message import Message
+from perdure.chat.plans import SUMMARY_REQUEST, SummaryPasses
 from perdure.errors import ContextOverflow, SessionNotFoundError
 from perdure.request_options import draw_seed
 from perdure.server.core.api_error import ApiError, to_api_error
@@ -132,26 +133,38 @@ class Responses:
         messages = [*instructions, *history, *said]
         return self._app_state.runtime.count_chat(messages, namespace=self._namespace, **options)
 
-    def submit_summary(
-        self, asked: PromptRequest, words: str, *, temperature: float, timeout: float
-    ) -> tuple[TurnStream, list[Message]]:
-        """Have all that was said summed up, asked for in these words; and what that was."""
+    def to_sum_up(self, asked: PromptRequest) -> tuple[SummaryPasses, list[Message]]:
+        """All that was said, in the parts in which it is summed up; and as it was said."""
         before = self._before(asked)
         instructions, said = self._read(asked)
         said = [*(before.messages() if before is not None else ()), *said]
         if not said:
             raise ApiError(400, "input: there is nothing to sum up", param="input", code="invalid_value")
-        runtime = self._app_state.runtime
-        job = runtime.submit_chat(
-            [*instructions, *said, Message(role="user", content=words)],
+        request = Message(role="user", content=SUMMARY_REQUEST)
+        chat_format = self._app_state.runtime.chat_format
+
+        def fits(part: Sequence[Message]) -> bool:
+            options = {**self._summary_options(), "overflow": "error"}
+            return chat_format.fits([*part, request], namespace=self._namespace, **options)
+
+        # The instructions are part of what is kept of the conversation's beginning.
+        whole = [*instructions, *said]
+        return SummaryPasses(whole if fits(whole) else said, fits), said
+
+    def submit_summary(
+        self, part: Sequence[Message], words: str, *, temperature: float, timeout: float
+    ) -> TurnStream:
+        """Have a part summed up, asked for in these words."""
+        return self._app_state.runtime.submit_chat(
+            [*part, Message(role="user", content=words)],
             namespace=self._namespace,
             **{"temperature": temperature, "seed": 1, **self._app_state.defaults.sampling},
-            max_tokens=min(_SUMMARY, runtime.n_ctx // 4),
-            overflow="drop_oldest",
-            reasoning="hide",
+            **self._summary_options(),
             timeout=timeout,
         )
-        return job, said
+
+    def _summary_options(self) -> dict[str, Any]:
+        return {"max_tokens": min(_SUMMARY, self._app_state.runtime.n_ctx // 4), "reasoning": "hide"}
 
     # Finding.
 

@@ -1,0 +1,78 @@
+"""X20: what a key may store, and how much of it is in memory when it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from decode.observed import toy
+from perdure import Message, Turn
+from perdure.server.api import session_schemas
+from perdure.server.core.keys import Key, Keys, new_key
+from server.live_server import live_server, opened
+
+
+def test_x20_a_key_stores_no_more_than_it_may(tmp_path: Path) -> None:
+    ada, bob = new_key("ada", sessions=2, stored_bytes=20_000), new_key("bob")
+    with (
+        opened(toy(), n_ctx=1024, store=tmp_path) as rt,
+        live_server(rt, keys=Keys([ada[1], bob[1]])) as server,
+        server.client(ada[0]) as client,
+        server.client(bob[0]) as other,
+    ):
+        for name in ("one", "two"):
+            client.post("/v1/sessions", json={"name": name}).raise_for_status()
+        refused = client.post("/v1/sessions", json={"name": "three"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (507, "quota_exceeded")
+        assert "2 sessions" in refused.json()["error"]["message"]
+        # A stored response is one too.
+        assert client.post("/v1/responses", json={"input": "Hi"}).status_code == 507
+        other.post("/v1/sessions", json={"name": "three"}).raise_for_status()
+        client.delete("/v1/sessions/two").raise_for_status()
+        client.post("/v1/sessions", json={"name": "three"}).raise_for_status()
+        said = client.post("/v1/sessions/one/fork", json={"name": "four"})
+        assert said.status_code == 507
+        client.delete("/v1/sessions/three").raise_for_status()
+        long = {"name": "long", "system": "x" * 30_000}
+        refused = client.post("/v1/sessions", json=long)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (507, "quota_exceeded")
+        other.post("/v1/sessions", json=long).raise_for_status()
+        assert [each["name"] for each in client.get("/v1/sessions").json()["data"]] == ["one"]
+
+
+def test_x20_the_smallest_bound_among_the_keys_of_a_namespace_counts(tmp_path: Path) -> None:
+    line = new_key("ada", sessions=5, stored_bytes=1000)[1].line
+    (tmp_path / "keys").write_text(f"{line}\n{new_key('ada', sessions=3)[1].line}\n")
+    keys = Keys.read(tmp_path / "keys")
+    assert [(key.sessions, key.stored_bytes) for key in keys] == [(5, 1000), (3, None)]
+    assert (keys.quota("ada").sessions, keys.quota("ada").nbytes) == (3, 1000)
+    assert (keys.quota("bob").sessions, keys.quota("bob").nbytes) == (None, None)
+    assert Key("a", "0" * 64, sessions=7).line.endswith(" sessions=7")
+
+
+def test_x20_turns_come_in_pages_of_bytes_and_a_transcript_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_schemas, "_PAGE_BYTES", 3000)
+    turns = [Turn(kind="start", messages=())]
+    for number in range(12):
+        said = (Message(role="user", content=f"{number} " + "x" * 1000),)
+        turns.append(Turn(kind="turn", messages=said, before=turns[-1].digest))
+    with (
+        opened(toy(), n_ctx=1024, store=tmp_path) as rt,
+        live_server(rt) as server,
+        server.client() as client,
+    ):
+        rt.sessions.store.create("", "long", turns)
+        texts, page = list[str](), {"has_more": True}
+        while page["has_more"]:
+            params = {"after": len(texts), "limit": 100}
+            page = client.get("/v1/sessions/long/turns", params=params).raise_for_status().json()
+            assert 1 <= len(page["data"]) <= 3
+            texts += [turn["messages"][0]["content"] for turn in page["data"]]
+        assert texts == [turn.messages[0].content for turn in turns[1:]]
+        text = client.get("/v1/sessions/long/transcript").raise_for_status().text
+        assert text == rt.sessions.get("long").transcript()
+        assert all(each in text for each in texts)
+        assert client.get("/v1/sessions/nobody/transcript").status_code == 404
