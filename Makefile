@@ -77,6 +77,7 @@ docs: $(DOCS) api
 api: $(CHAT)
 	$(BIN)/python tools/api_reference.py
 	$(BIN)/python tools/command_help.py
+	$(BIN)/python -m tools.option_tables
 
 dist: $(DIST)
 	rm -rf dist

@@ -70,7 +70,7 @@ def slots(run: Run) -> Iterator[Figure]:
 
         return burst
 
-    yield growing(run, "admission of 5, idle slots", admit, small=16, times=16, target=at_most(1.0, "ms"))
+    yield growing(run, "admission of 5, idle slots", admit, small=8, times=4, target=at_most(1.0, "ms"))
     yield _bursts(run, FullAttention, held=False)
     for kind in (FullAttention, SlidingWindow, Recurrent):
         yield _bursts(run, kind, held=True)
@@ -79,7 +79,7 @@ def slots(run: Run) -> Iterator[Figure]:
 def _bursts(run: Run, kind: type[MemorySpec], *, held: bool) -> Figure:
     """As many requests as slots at once, all with the same beginning. With `held`, each slot holds another
     conversation, whose state is moved out."""
-    small, times = 16, 16
+    small, times = 8, 4
     name = f"{kind.name}, each moves another out" if held else kind.name
 
     def burst(size: int, cleanup: ExitStack) -> Callable[[], float]:

@@ -25,8 +25,7 @@ from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.request import Request, check_prompt_size
 from perdure.decode.stream import OutputQueue, Stream, one_request
 from perdure.engine.context import Context
-from perdure.engine.contract import Tokenizer, Tokens
-from perdure.engine.keywords import ContextKeywords
+from perdure.engine.contract import ContextKeywords, Tokenizer, Tokens
 from perdure.engine.model import Model
 from perdure.errors import InvalidInputError
 from perdure.request_options import Sampling

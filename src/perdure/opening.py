@@ -14,7 +14,7 @@ from perdure.backend import Backend, BackendKeywords, LocalBackend
 from perdure.chat.template.template import Template
 from perdure.config import N_CTX, QUEUE, SLOTS
 from perdure.engine import registry
-from perdure.engine.keywords import LoadingKeywords
+from perdure.engine.contract import LoadingKeywords
 from perdure.engine.model import Model as ModelContract
 from perdure.errors import InvalidInputError, StoreLockedError
 from perdure.options import refuse_unknown

@@ -4,7 +4,7 @@
 and characters. The keywords of the library, the fields of HTTP, the options of the command, the keys of the
 config file, `/set`, Ollama's options, the page's settings and the tables in the docs are made from it.
 
-    temperature: float = option(0.8, low=0, high=100, help="randomness; 0 always takes the likeliest token")
+    temperature: float = option(0.8, low=0, high=100, help="divides the logits; 0: the likeliest token")
 """
 
 from __future__ import annotations
@@ -121,6 +121,25 @@ class Option:
                 raise InvalidInputError(f"{self.name} is TOKEN=NUMBER, got {text!r}") from None
         return pairs
 
+    def to_json(self, value: Any) -> Any:
+        """A value as JSON has it: what is ruled out has a bias of -100."""
+        if isinstance(value, Mapping):
+            return {str(token): max(bias, -100.0) for token, bias in value.items()}
+        return list(value) if isinstance(value, tuple) else value
+
+    def from_json(self, value: Any) -> Any:
+        """The value that JSON has; its kind was checked, the range is `check`'s."""
+        if self.kind is list:
+            return tuple(value)
+        if self.kind is dict:
+            return {self._token(key): bias if bias > -100 else -math.inf for key, bias in value.items()}
+        return value
+
+    def _token(self, key: str) -> int:
+        if not key.isascii() or not key.isdigit() or len(key) > 9:
+            raise InvalidInputError(f"{self.name}: {key[:40]!r} is no token id")
+        return int(key)
+
     def _is_right(self, value: Any) -> bool:
         if value is None:
             return self.optional
@@ -139,9 +158,11 @@ class Option:
 
     def _in_range(self, value: float) -> bool:
         # A number that is none is in no range.
-        return (self.low is None or self.low <= value) and (
-            value <= self.high if self.high is not None else math.isfinite(value)
+        low, high = (
+            (-_LARGEST if self.low is None else self.low),
+            _LARGEST if self.high is None else self.high,
         )
+        return low <= value <= high
 
     def _is_text(self, text: str) -> bool:
         if self.choices and text not in self.choices:
@@ -157,6 +178,7 @@ _KINDS: dict[type, str] = {
     list: "texts",
     dict: "entries",
 }
+_LARGEST = 1e300
 _SHOWN = 80
 """Characters of a wrong value in an error."""
 _KEY = "option"

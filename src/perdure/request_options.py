@@ -37,43 +37,56 @@ class Sampling:
         0.8,
         low=0.0,
         high=100.0,
-        help="randomness; 0 always takes the likeliest token",
+        help="divides the logits; 0 always takes the likeliest token",
         common=True,
         flags=("-t",),
     )
-    top_k: int = option(40, low=0, help="draw from the K likeliest tokens; 0: from all", common=True)
+    top_k: int = option(40, low=0, help="keep the K likeliest tokens; 0: all", common=True)
     top_p: float = option(
         0.95,
         low=0.0,
         high=1.0,
-        help="draw from the likeliest tokens whose probabilities sum to P; 1: from all",
+        help="nucleus sampling: keep the smallest set of tokens whose probabilities sum to P",
         common=True,
     )
     min_p: float = option(
         0.05,
         low=0.0,
         high=1.0,
-        help="drop tokens below this share of the likeliest one; 0: none",
+        help="keep tokens with at least this share of the likeliest one's probability",
         common=True,
     )
     typical_p: float = option(
-        1.0, low=0.0, high=1.0, help="keep tokens about as surprising as the average, up to this sum; 1: all"
+        1.0,
+        low=0.0,
+        high=1.0,
+        help="locally typical sampling: keep tokens about as surprising as the average; 1: all",
     )
     top_n_sigma: float = option(
-        0.0, low=0.0, high=1e6, help="drop logits this many deviations below the largest; 0: none"
+        0.0, low=0.0, high=1e6, help="keep logits within N standard deviations of the largest; 0: all"
     )
-    repeat_penalty: float = option(1.0, low=1e-6, high=1e6, help="above 1: fewer repetitions", common=True)
+    repeat_penalty: float = option(
+        1.0,
+        low=1e-6,
+        high=1e6,
+        help="divides the logits of tokens that occurred before; above 1: fewer repetitions",
+        common=True,
+    )
     frequency_penalty: float = option(
-        0.0, low=-1e6, high=1e6, help="taken off a token for each time it was there before", common=True
+        0.0,
+        low=-1e6,
+        high=1e6,
+        help="lowers the logit of a token for each time that it occurred before",
+        common=True,
     )
     presence_penalty: float = option(
-        0.0, low=-1e6, high=1e6, help="taken off every token that was there before", common=True
+        0.0, low=-1e6, high=1e6, help="lowers the logit of every token that occurred before", common=True
     )
     penalty_last_n: int = option(
-        64, low=-1, help="how many of the last tokens the penalties look at; -1: all", ollama="repeat_last_n"
+        64, low=-1, help="how many of the last tokens the penalties count; -1: all", ollama="repeat_last_n"
     )
     dry_multiplier: float = option(
-        0.0, low=0.0, high=1e6, help="DRY: strength of the penalty on repeated phrases; 0: none"
+        0.0, low=0.0, high=1e6, help="DRY: penalty on tokens that would continue a repeated phrase; 0: none"
     )
     dry_base: float = option(1.75, low=1.0, high=1e6, help="DRY: growth of the penalty with each token")
     dry_allowed_length: int = option(2, low=1, help="DRY: tokens that a phrase may repeat for free")
@@ -82,10 +95,15 @@ class Sampling:
         ("\n", ":", '"', "*"), help="DRY: texts that end a phrase", items=16, characters=1024
     )
     xtc_probability: float = option(
-        0.0, low=0.0, high=1.0, help="XTC: how often to drop the top tokens above the threshold; 0: never"
+        0.0,
+        low=0.0,
+        high=1.0,
+        help="XTC: with this probability, drop the top tokens above xtc_threshold; 0: never",
     )
-    xtc_threshold: float = option(0.1, low=0.0, high=1.0, help="XTC: probability of a top token")
-    mirostat: int = option(0, low=0, high=2, help="mirostat 1 or 2 in place of the cuts; 0: none")
+    xtc_threshold: float = option(
+        0.1, low=0.0, high=1.0, help="XTC: the probability from which on a token is a top token"
+    )
+    mirostat: int = option(0, low=0, high=2, help="mirostat 1 or 2, in place of the cuts; 0: none")
     mirostat_tau: float = option(5.0, low=1e-6, high=1e6, help="mirostat: the surprise to aim at, in bits")
     mirostat_eta: float = option(0.1, low=1e-6, high=1e6, help="mirostat: how fast it adapts")
     seed: int | None = option(

@@ -136,8 +136,8 @@ def test_tables_and_errors_break_between_words(environment: dict[str, str], colu
     settings, _, error = "\n".join(screen(user, columns, rows)).partition("perdure: ")
     for line in settings.splitlines():
         assert len(line) < columns
-        assert re.match(r"[a-z_]+ +(?<=.{17})\S| {17}\S", line), line
-    assert "  (default; randomness; 0 always takes the likeliest token;" in settings
+        assert re.match(r"[a-z_]+ +(?<=.{20})\S| {20}\S", line), line
+    assert "  (default; divides the logits;" in settings
     assert f"{model}x" in error.split()
 
 

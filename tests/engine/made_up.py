@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Unpack
 
-from perdure.engine.contract import ModelInfo
-from perdure.engine.keywords import LoadingKeywords
+from perdure.engine.contract import LoadingKeywords, ModelInfo
 from perdure.engine.model import Model
 from perdure.engine.registry import Engine, Finding, Source
 from perdure.testing.toy import ToyModel

@@ -104,6 +104,34 @@ int32_t llama_decode(void * context, struct batch batch) {
 }
 #endif
 
+#ifdef INSERTED
+// As a version with 8 more bytes at that place has it. The sizes are exact: the caller has room for no more.
+struct given_params {
+    uint64_t words[20];
+};
+
+struct longer_params {
+    uint64_t words[21];
+};
+
+struct longer_params llama_context_default_params(void) {
+    struct given_params (*give)(void) = real("llama_context_default_params");
+    struct given_params given = give();
+    struct longer_params longer = {0};
+    memcpy(&longer, &given, INSERTED);
+    memcpy((char *) &longer + INSERTED + 8, (char *) &given + INSERTED, sizeof(given) - INSERTED);
+    return longer;
+}
+
+void * llama_init_from_model(void * model, struct longer_params longer) {
+    void * (*init)(void *, struct given_params) = real("llama_init_from_model");
+    struct given_params params;
+    memcpy(&params, &longer, INSERTED);
+    memcpy((char *) &params + INSERTED, (char *) &longer + INSERTED + 8, sizeof(params) - INSERTED);
+    return init(model, params);
+}
+#endif
+
 #ifdef SHIFTED
 // As a version with one more field in the middle would fill it.
 struct context_params {

@@ -18,7 +18,7 @@ from perdure import libraries
 from perdure.engine.llama.native import guard, library, probe, source
 from perdure.engine.llama.native.backends import BUILT_IN
 from perdure.engine.llama.native.causes import cause_of, last_words
-from perdure.engine.llama.native.declarations import Functions
+from perdure.engine.llama.native.declarations import ContextParams06, Functions, numbers
 from perdure.engine.llama.native.source import LibrarySource
 from perdure.errors import EngineLibraryError
 
@@ -347,14 +347,48 @@ def test_m2_a_library_with_one_more_field_is_refused_in_words(
         probe.choose()
 
 
-@pytest.mark.parametrize("version", ["0.3.9", "0.6.0", "1.0", "b4711", ""])
+@pytest.mark.parametrize("version", ["0.3.9", ""])
 @pytest.mark.usefixtures("one_variant")
-def test_m2_a_library_of_another_version_is_refused_in_words(
+def test_m2_a_library_of_an_older_version_is_refused_in_words(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PERDURE_LLAMA", str(shim(tmp_path / "other", VERSION=f'"{version}"')))
     with pytest.raises(EngineLibraryError, match=f"it is version {version}. perdure is written for"):
         probe.choose()
+
+
+OLD_LAYOUT = numbers(library.loaded().version) < (0, 6)
+
+
+@pytest.mark.usefixtures("one_variant")
+def test_m2_structs_of_another_version_than_it_says_are_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = "0.6.0" if OLD_LAYOUT else "0.5.0"
+    monkeypatch.setenv("PERDURE_LLAMA", str(shim(tmp_path / "other", VERSION=f'"{other}"')))
+    with pytest.raises(EngineLibraryError, match=r"laid out otherwise: llama_context_default_params gives"):
+        probe.choose()
+
+
+@pytest.mark.parametrize(("version", "warned"), [("0.6.1", False), ("0.9.0", True), ("b9000", True)])
+@pytest.mark.usefixtures("one_variant")
+def test_a_newer_version_runs_and_an_unknown_one_is_told_of(
+    version: str,
+    warned: bool,
+    use: Callable[[], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With the structs of 0.6, which are made of those of the library at hand where that is older."""
+    place = ContextParams06.moe_cache_size.offset
+    defines = {"INSERTED": place} if OLD_LAYOUT else {}
+    folder = shim(tmp_path / "newer", VERSION=f'"{version}"', **defines)
+    monkeypatch.setenv("PERDURE_LLAMA", str(folder))
+    with caplog.at_level(logging.WARNING, "perdure.engine"):
+        assert probe.choose().result.usable
+    assert ["newer than this perdure knows" in line for line in caplog.messages] == [True] * warned
+    assert use().startswith("answered")
 
 
 def test_m2_a_library_that_lacks_functions_is_refused_in_words(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import gguf_bytes as g
 from perdure.errors import ModelFileError, ModelNotFoundError
 from perdure.models import Header, Strings, read_header
-from perdure.models.quants import FILE_TYPES, TENSOR_TYPES
+from perdure.models.header import FILE_TYPES, TENSOR_TYPES
 
 
 @pytest.fixture

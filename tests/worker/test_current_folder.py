@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.models.pip import pip_settings
+from perdure.models.wheel import pip_settings
 from worker.engines import isolated
 
 HOSTILE = ("perdure", "json", "pip", "numpy", "socket", "ctypes", "sitecustomize", "usercustomize")

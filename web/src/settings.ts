@@ -1,20 +1,35 @@
 /** Settings of a conversation, as they are edited and as they are sent. */
 
-export const NUMBERS = [
-  "temperature",
-  "top_p",
-  "top_k",
-  "min_p",
-  "repeat_penalty",
-  "frequency_penalty",
-  "presence_penalty",
-  "seed",
-  "max_tokens",
-] as const;
-export type NumberName = (typeof NUMBERS)[number];
+import { get, type List } from "./api";
+
+/** A setting of sampling, as the server defines it. */
+export interface Option {
+  name: string;
+  kind: "number" | "integer" | "texts" | "biases";
+  low: number | null;
+  high: number | null;
+  default: string;
+  help: string;
+  common: boolean;
+}
+
+let loading: Promise<Option[]> | null = null;
+
+/** The settings that the server has, asked for once. */
+export function options(): Promise<Option[]> {
+  loading ??= get<List<Option>>("/v1/options").then(
+    (answer) => answer.data,
+    (error) => {
+      loading = null;
+      throw error;
+    },
+  );
+  return loading;
+}
 
 export interface Settings {
-  numbers: Partial<Record<NumberName, number>>;
+  /** Settings of sampling by name: a number, or lines of text. */
+  sampling: Record<string, number | string[]>;
   stop: string[];
   overflow: string;
   reasoning: string;
@@ -36,7 +51,7 @@ export const DEFAULT_SCHEMA = `{
 
 export function defaults(): Settings {
   return {
-    numbers: {},
+    sampling: {},
     stop: [],
     overflow: "",
     reasoning: "",
@@ -58,7 +73,9 @@ export function asked(settings: Settings, goesOn = false): Record<string, unknow
   if (settings.overflow) extension.overflow = settings.overflow;
   if (settings.reasoning) extension.reasoning = settings.reasoning;
   if (settings.reasoning_budget !== null) extension.reasoning_budget = settings.reasoning_budget;
-  const body: Record<string, unknown> = { ...settings.numbers, perdure: extension };
+  const body: Record<string, unknown> = { perdure: extension };
+  for (const [name, value] of Object.entries(settings.sampling))
+    body[name] = name === "logit_bias" ? biases(value as string[]) : value;
   if (settings.stop.length) body.stop = settings.stop;
   if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: TOP });
   if (settings.tools.trim()) body.tools = JSON.parse(settings.tools);
@@ -70,10 +87,22 @@ export function asked(settings: Settings, goesOn = false): Record<string, unknow
   return body;
 }
 
+/** Lines such as `1234=-100`, as the server takes them. */
+function biases(lines: string[]): Record<string, number> {
+  const pairs = lines.map((line) => line.split("="));
+  return Object.fromEntries(pairs.map(([token = "", bias]) => [token.trim(), Number(bias)]));
+}
+
 /** The settings that a turn was asked with, so that a conversation goes on as it was. */
-export function fromTurn(said: Record<string, unknown>): Settings {
+export function fromTurn(said: Record<string, unknown>, known: Option[]): Settings {
   const found = defaults();
-  for (const name of NUMBERS) if (typeof said[name] === "number") found.numbers[name] = said[name];
+  for (const { name, kind } of known) {
+    const value = said[name];
+    if (value === undefined || value === null) continue;
+    if (kind === "texts") found.sampling[name] = (value as unknown[]).map(String);
+    else if (kind === "biases") found.sampling[name] = Object.entries(value).map(([token, bias]) => `${token}=${bias}`);
+    else if (typeof value === "number") found.sampling[name] = value;
+  }
   // Every turn has a seed; only one that was asked for is among its settings.
   if (typeof said.stop === "string") found.stop = [said.stop];
   else if (Array.isArray(said.stop)) found.stop = said.stop.map(String);

@@ -42,12 +42,19 @@ describe("events", () => {
   });
 });
 
+const KINDS = { temperature: "number", dry_breakers: "texts", logit_bias: "biases" } as const;
+const KNOWN = Object.entries(KINDS).map(([name, kind]) => {
+  return { name, kind, low: null, high: null, default: "", help: "", common: true };
+});
+
 describe("settings", () => {
   it("come back from the turn that was asked with them", () => {
-    const settings = { ...defaults(), numbers: { temperature: 0, top_k: 3 }, overflow: "shift", reasoning_budget: 9 };
-    const said = { temperature: 0, top_k: 3, overflow: "shift", reasoning_budget: 9, seed_unknown: 1 };
-    expect(fromTurn(said)).toEqual(settings);
-    expect(asked(settings)).toMatchObject({ temperature: 0, top_k: 3, perdure: { overflow: "shift", keep_partial: true } });
+    const sampling = { temperature: 0, dry_breakers: ["a"], logit_bias: ["7=-100"] };
+    const settings = { ...defaults(), sampling, overflow: "shift", reasoning_budget: 9 };
+    const sent = { temperature: 0, dry_breakers: ["a"], logit_bias: { "7": -100 } };
+    const said = { ...sent, overflow: "shift", reasoning_budget: 9, timeout: 1 };
+    expect(fromTurn(said, KNOWN)).toEqual(settings);
+    expect(asked(settings)).toMatchObject({ ...sent, perdure: { overflow: "shift", keep_partial: true } });
   });
 
   it("hold a reply that goes on from a text to no form of its own", () => {
@@ -55,7 +62,7 @@ describe("settings", () => {
     expect(asked(settings)).toHaveProperty("response_format");
     expect(asked(settings, true)).toMatchObject({ continue_final_message: true });
     expect(asked(settings, true)).not.toHaveProperty("response_format");
-    expect(fromTurn({ continue_final_message: true })).toEqual(defaults());
+    expect(fromTurn({ continue_final_message: true }, KNOWN)).toEqual(defaults());
   });
 });
 

@@ -15,7 +15,7 @@ from perdure.cache.cache_view import BlockInfo, CacheView, PrefixRun, SlotState
 from perdure.cache.kept_prefixes import check_labels
 from perdure.cache.slots.cache import SlotCache
 from perdure.decode.slots import KeptPrefix, Plan, ReuseReport, TierUsage
-from perdure.engine.token_ids import token_array
+from perdure.engine.contract import token_array
 from perdure.errors import InvalidInputError
 from perdure.identity import Identity
 

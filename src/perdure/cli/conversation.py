@@ -18,7 +18,7 @@ from perdure.errors import ContextOverflow, PerdureError, SessionError, SessionN
 
 if TYPE_CHECKING:
     from perdure import ChatDelta, ChatReply, Runtime, Session, Stream, Turn
-    from perdure.engine.keywords import LoadingKeywords
+    from perdure.engine.contract import LoadingKeywords
     from perdure.engine.model import Model
     from perdure.sessions.sessions import Sessions
 

@@ -12,7 +12,7 @@ from perdure.errors import StoreLockedError
 if TYPE_CHECKING:
     from perdure import Runtime
     from perdure.backend import Backend, BackendKeywords
-    from perdure.engine.keywords import LoadingKeywords
+    from perdure.engine.contract import LoadingKeywords
     from perdure.engine.model import Model
 
 

@@ -22,12 +22,11 @@ from perdure.decode.slots import PendingPrefix, ReuseReport, SlotAssignment
 from perdure.decode.stream import Canceller, OutputQueue
 from perdure.decode.text import TextStream
 from perdure.engine.context import Context
-from perdure.engine.contract import Floats
+from perdure.engine.contract import Floats, token_array
 from perdure.engine.logits import Candidate, LogitsView, Step
 from perdure.engine.model import Model
 from perdure.engine.row_kernels import NothingToDraw
 from perdure.engine.state import Checkpoint
-from perdure.engine.token_ids import token_array
 from perdure.errors import ContextOverflow, GrammarError, InvalidInputError
 
 

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.batch import Batch, BatchPart
-from perdure.engine.contract import Core, Floats, Outcome, Tokens
-from perdure.engine.token_ids import token_array
+from perdure.engine.contract import Core, Floats, Outcome, Tokens, token_array
 from perdure.errors import (
     ClosedError,
     ContextOverflow,

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple, TypeVar, overload
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from perdure.engine.contract import Floats
+from perdure.engine.contract import Floats, token_array
 from perdure.engine.row_kernels import top_k
-from perdure.engine.token_ids import token_array
 from perdure.errors import InvalidInputError, PinnedError, StaleViewError
 
 T = TypeVar("T")

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Protocol, Unpack
 
 from perdure.engine.context import Context
-from perdure.engine.contract import Tokenizer
+from perdure.engine.contract import ContextKeywords, Tokenizer
 from perdure.engine.embedder import Embedder
-from perdure.engine.keywords import ContextKeywords
 
 
 class Model(Tokenizer, Protocol):

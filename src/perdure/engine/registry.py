@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     # A tenth of a second of every command, of which few open a model.
     from typing import Unpack
 
-    from perdure.engine.keywords import LoadingKeywords
+    from perdure.engine.contract import LoadingKeywords
     from perdure.engine.model import Model
     from perdure.models.card import Card
     from perdure.models.download import Progress

@@ -22,8 +22,7 @@ from perdure.libraries.archive import is_library, is_licence, unpack, verify
 from perdure.libraries.client import npm, pack
 from perdure.libraries.package import Package, package_for
 from perdure.libraries.runtime import RUNTIMES, remove_runtime
-from perdure.models.atomic import check_free_space, fetch_lock
-from perdure.models.download import Progress
+from perdure.models.download import Progress, check_free_space, fetch_lock
 
 _MANIFEST = "perdure.json"
 _UNFINISHED = ".new-"

@@ -1,17 +1,17 @@
 """Find, fetch and inspect models.
 
-buffer, strings, quants, header   one GGUF file's header, checked
-parts                             models in several files
-card                              what a model is, in figures
-registry                          names, and where each comes from
-download, atomic                  bytes that arrive whole or go on later
-pip, wheel, hub, address          the places that models come from
-local_models                      the models of this machine
+header        one GGUF file's header, checked: its strings, tensor types and sizes
+parts         models in several files
+card          what a model is, in figures
+registry      names, and where each comes from
+download      bytes that arrive whole or go on later, by one process at a time
+wheel, hub    places that models come from; pip's settings are those of its user
+local_models  the models of this machine, also those from an address on the web
 """
 
 from perdure.models.card import Card, TypeShare, card_of, read_card
 from perdure.models.download import Progress
-from perdure.models.header import Header, Tensor, read_header
+from perdure.models.header import Header, Strings, Tensor, read_header
 from perdure.models.local_models import Entry, entries, is_here, path, pull, remove
 from perdure.models.parts import read_parts
 from perdure.models.registry import (
@@ -23,7 +23,6 @@ from perdure.models.registry import (
     names_model,
     resolve,
 )
-from perdure.models.strings import Strings
 
 __all__ = [
     "Card",

@@ -11,10 +11,8 @@ import numpy as np
 
 from perdure.checks import is_whole
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
-from perdure.models.header import Header
+from perdure.models.header import FILE_TYPES, Header, Strings
 from perdure.models.parts import read_parts
-from perdure.models.quants import FILE_TYPES
-from perdure.models.strings import Strings
 
 # The engine's own lists (llm_arch_is_recurrent, llm_arch_is_hybrid, and the architectures that
 # turn their window on), by the names that files carry.

@@ -6,20 +6,287 @@ import math
 import os
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.checks import is_whole
 from perdure.errors import ModelFileError, ModelNotFoundError
-from perdure.models.buffer import LONGEST_HEADER, Buffer
-from perdure.models.quants import TENSOR_TYPES, TensorType
-from perdure.models.strings import Strings, read_strings
+
+FIRST_READ = 4 << 20
+# Real headers stay below 40 MiB. Past this, a count in the file is lying about its own metadata.
+LONGEST_HEADER = 512 << 20
+
+
+class Buffer:
+    """The first `len(data)` bytes of a file of `size` bytes.
+
+    Nothing past the end of the file is ever promised, and memory grows with bytes that were
+    really there, never with a number that the file claims. The file is read, not mapped: a
+    file that shrinks meanwhile must be an error here and not a signal.
+    """
+
+    __slots__ = ("_file", "data", "path", "size")
+
+    def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
+        self._file = file
+        self.path = path
+        self.size = size
+        self.data = file.read(min(size, FIRST_READ))
+
+    def need(self, end: int, what: str) -> None:
+        """Have the bytes up to `end`, or say what they were needed for."""
+        if end <= len(self.data):
+            return
+        if end > self.size:
+            raise ModelFileError(
+                f"{self.path} is truncated or damaged: {what} needs {end} bytes, the file has {self.size}"
+            )
+        if end > LONGEST_HEADER:
+            raise ModelFileError(
+                f"{self.path} is damaged: {what} puts the header past {LONGEST_HEADER} bytes ({end})"
+            )
+        # Doubling keeps the copies of what was read already below the length of the header.
+        more = max(end, 2 * len(self.data)) - len(self.data)
+        self.data += self._file.read(more)
+        if end > len(self.data):
+            raise ModelFileError(
+                f"{self.path} shrank while it was read: {what} needs {end} bytes, {len(self.data)} are left"
+            )
+
+
+Offsets: TypeAlias = NDArray[np.int64]
+
+_PREFIX = 8
+_WINDOW = 1 << 20
+# A run of guesses shorter than this did not pay for its search.
+_SHORT_RUN = 16
+_LONGEST_STRIDE = 1 << 14
+_length_at = struct.Struct("<Q").unpack_from
+
+
+class Strings(Sequence[str]):
+    """The strings of one metadata array. Each is decoded when it is asked for, not before.
+
+    Bytes that are not UTF-8 read as U+FFFD; `raw` gives them as they are.
+    """
+
+    __slots__ = ("_data", "_ends", "_starts")
+
+    def __init__(self, data: bytes, starts: Offsets, ends: Offsets) -> None:
+        self._data = data
+        self._starts = starts
+        self._ends = ends
+
+    def raw(self, index: int) -> bytes:
+        """The bytes of one string."""
+        return self._data[self._starts[index] : self._ends[index]]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Strings: ...
+    def __getitem__(self, index: int | slice) -> str | Strings:
+        if isinstance(index, slice):
+            return Strings(self._data, self._starts[index], self._ends[index])
+        return self.raw(index).decode("utf-8", "replace")
+
+    def __iter__(self) -> Iterator[str]:
+        data = self._data
+        for start, end in zip(self._starts.tolist(), self._ends.tolist(), strict=True):
+            yield data[start:end].decode("utf-8", "replace")
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str) or not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(repr(self[i]) for i in range(min(3, len(self))))
+        return f"Strings([{shown}{', …' if len(self) > 3 else ''}], len={len(self)})"
+
+
+def read_strings(buffer: Buffer, start: int, count: int, what: str) -> tuple[Strings, int]:
+    """The `count` strings that begin at `start`, and where they end."""
+    room = (min(buffer.size, LONGEST_HEADER) - start) // _PREFIX
+    if count > room:
+        raise ModelFileError(
+            f"{buffer.path} is truncated or damaged: {what} claims {count} strings, "
+            f"at most {room} fit into its {buffer.size} bytes"
+        )
+    begins = _walk(buffer, start, count, what)
+    if not count:
+        return Strings(b"", begins, begins), start
+    end = _after(buffer, int(begins[-1]), what)
+    buffer.need(end, what)
+    ends = np.empty_like(begins)
+    ends[:-1] = begins[1:]
+    ends[-1] = end
+    return Strings(buffer.data[start:end], begins + (_PREFIX - start), ends - start), end
+
+
+def _after(buffer: Buffer, at: int, what: str) -> int:
+    """Where the string whose length stands at `at` ends."""
+    buffer.need(at + _PREFIX, what)
+    length: int = _length_at(buffer.data, at)[0]
+    if length > buffer.size - at - _PREFIX:
+        raise ModelFileError(
+            f"{buffer.path} is truncated or damaged: a string of {what} claims {length} bytes, "
+            f"{buffer.size - at - _PREFIX} are left of {buffer.size}"
+        )
+    return at + _PREFIX + length
+
+
+def _walk(buffer: Buffer, start: int, count: int, what: str) -> Offsets:
+    """Where each of `count` strings begins (its length prefix).
+
+    Every string must be walked to find the next one. So we guess all of them at once and prove the
+    guess: a string below 256 bytes begins where seven zero bytes follow a byte, and a run of
+    guesses is right if the first is and each next one stands where the one before it ends.
+    Where that breaks (an empty or long string, zeros inside one) we step singly, in strides that
+    double while the guesses stay bad, so that no file can make it slower than single steps.
+    """
+    begins = np.empty(count, np.int64)
+    done = 0
+    at = start
+    while done < count:
+        buffer.need(at + _PREFIX, what)
+        end = min(at + _WINDOW, buffer.size)
+        buffer.need(end, what)
+        guess, follow, breaks = _guesses(buffer.data, at, end)
+        stride = 1
+        while done < count and at + _PREFIX <= end:
+            first = int(np.searchsorted(guess, at))
+            run = 0
+            if first < len(guess) and guess[first] == at:
+                last = int(breaks[np.searchsorted(breaks, first)])
+                run = min(last + 1 - first, count - done)
+                begins[done : done + run] = guess[first : first + run]
+                done += run
+                at = int(follow[first + run - 1])
+            stride = 1 if run >= _SHORT_RUN else min(2 * stride, _LONGEST_STRIDE)
+            for _ in range(min(stride, count - done)):
+                if at + _PREFIX > end:
+                    break
+                begins[done] = at
+                done += 1
+                at = _after(buffer, at, what)
+    return begins
+
+
+def _guesses(data: bytes, at: int, end: int) -> tuple[Offsets, Offsets, Offsets]:
+    """Where strings seem to begin in a window, where each would end, and the last of each run."""
+    window = np.frombuffer(data, np.uint8, end - at, at)
+    zero = window == 0
+    two = zero[1:-1] & zero[2:]
+    four = two[:-2] & two[2:]
+    seven = four[:-3] & four[3:]
+    found = np.flatnonzero(seven)
+    guess = found + at
+    follow = guess + _PREFIX + window[found]
+    broken = np.ones(len(guess), bool)
+    if len(guess):
+        broken[:-1] = follow[:-1] != guess[1:]
+    return guess, follow, np.flatnonzero(broken)
+
+
+class TensorType(NamedTuple):
+    """One type: `size` bytes hold `block` elements."""
+
+    name: str
+    block: int
+    size: int
+
+
+TENSOR_TYPES: dict[int, TensorType] = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    # The engine's block is 36 bytes (two half floats); nothing stores this type in files.
+    9: TensorType("Q8_1", 32, 36),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    15: TensorType("Q8_K", 256, 292),
+    16: TensorType("IQ2_XXS", 256, 66),
+    17: TensorType("IQ2_XS", 256, 74),
+    18: TensorType("IQ3_XXS", 256, 98),
+    19: TensorType("IQ1_S", 256, 50),
+    20: TensorType("IQ4_NL", 32, 18),
+    21: TensorType("IQ3_S", 256, 110),
+    22: TensorType("IQ2_S", 256, 82),
+    23: TensorType("IQ4_XS", 256, 136),
+    24: TensorType("I8", 1, 1),
+    25: TensorType("I16", 1, 2),
+    26: TensorType("I32", 1, 4),
+    27: TensorType("I64", 1, 8),
+    28: TensorType("F64", 1, 8),
+    29: TensorType("IQ1_M", 256, 56),
+    30: TensorType("BF16", 1, 2),
+    34: TensorType("TQ1_0", 256, 54),
+    35: TensorType("TQ2_0", 256, 66),
+    39: TensorType("MXFP4", 32, 17),
+    40: TensorType("NVFP4", 64, 36),
+    41: TensorType("Q1_0", 128, 18),
+    42: TensorType("Q2_0", 64, 18),
+}
+
+# general.file_type of a file, in the words that people use for it.
+FILE_TYPES: dict[int, str] = {
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    7: "Q8_0",
+    8: "Q5_0",
+    9: "Q5_1",
+    10: "Q2_K",
+    11: "Q3_K_S",
+    12: "Q3_K_M",
+    13: "Q3_K_L",
+    14: "Q4_K_S",
+    15: "Q4_K_M",
+    16: "Q5_K_S",
+    17: "Q5_K_M",
+    18: "Q6_K",
+    19: "IQ2_XXS",
+    20: "IQ2_XS",
+    21: "Q2_K_S",
+    22: "IQ3_XS",
+    23: "IQ3_XXS",
+    24: "IQ1_S",
+    25: "IQ4_NL",
+    26: "IQ3_S",
+    27: "IQ3_M",
+    28: "IQ2_S",
+    29: "IQ2_M",
+    30: "IQ4_XS",
+    31: "IQ1_M",
+    32: "BF16",
+    36: "TQ1_0",
+    37: "TQ2_0",
+    38: "MXFP4_MOE",
+    39: "NVFP4",
+    40: "Q1_0",
+    41: "Q2_0",
+}
+
 
 Value: TypeAlias = int | float | bool | str | NDArray[Any] | Strings
 

@@ -9,8 +9,16 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from perdure.errors import FetchError, ModelNotFoundError
-from perdure.models.atomic import check_free_space, fetch_lock, publish
-from perdure.models.download import Progress, Remote, download, forget, web
+from perdure.models.download import (
+    Progress,
+    Remote,
+    check_free_space,
+    download,
+    fetch_lock,
+    forget,
+    publish,
+    web,
+)
 from perdure.models.parts import part_names
 from perdure.models.registry import HubSource, stays_inside
 

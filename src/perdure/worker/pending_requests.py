@@ -287,12 +287,17 @@ class PendingRequests:
     # For the thread that reads.
 
     @property
-    def busy(self) -> bool:
-        """Whether the engine thread has work."""
+    def engine_works(self) -> bool:
+        """Whether the engine thread has work, so that a step may keep it silent for long."""
         with self._changing:
             return bool(self._requests) or any(
                 call.call.target in ("cache", "backend") for call in self._calls.values()
             )
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the engine's thread last said something. It has a pulse, also while it is idle."""
+        return time.monotonic() - self.heard
 
     def connect(self, connection: Connection, slots: int, others: Callable[[Any], None]) -> None:
         """An engine is there: ask it all that waits, in the order in which it came. `others` is told what it

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Literal, NewType, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from perdure.decode.request import FinishReason, Reply, Request, TokenLogprob
-from perdure.engine.contract import ModelInfo
-from perdure.engine.keywords import LoadingKeywords
+from perdure.engine.contract import LoadingKeywords, ModelInfo
 from perdure.memory import MemorySpec
 
 RequestId = NewType("RequestId", int)

@@ -21,8 +21,7 @@ from perdure.decode.embedding import Embeddings
 from perdure.decode.request import Request
 from perdure.decode.stream import OutputQueue, result_of
 from perdure.engine import registry
-from perdure.engine.contract import Tokens
-from perdure.engine.keywords import LoadingKeywords
+from perdure.engine.contract import LoadingKeywords, Tokens
 from perdure.errors import InvalidInputError
 from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests, packed

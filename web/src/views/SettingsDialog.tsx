@@ -1,14 +1,13 @@
 /** Settings of a conversation. They go with every turn from now on. */
 
-import { useState } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 import type { Conversation } from "../conversation";
-import { NUMBERS, type NumberName, type Settings } from "../settings";
+import { type Option, options, type Settings } from "../settings";
 import { texts } from "../texts";
 import { Dialog } from "./Dialog";
 
 const words = texts.settings;
-const STEPS: Partial<Record<NumberName, number>> = { top_k: 1, seed: 1, max_tokens: 1 };
-const LEAST: Partial<Record<NumberName, number>> = { frequency_penalty: -2, presence_penalty: -2, max_tokens: 1 };
+const LABELS: Record<string, string> = words.options;
 
 function jsonProblem(text: string): string | null {
   try {
@@ -33,12 +32,26 @@ export function SettingsDialog({ talk, onClose }: { talk: Conversation; onClose:
     }
     onClose();
   };
-  const setNumber = (name: NumberName, text: string) => {
-    const numbers = { ...edited.numbers };
-    if (text === "") delete numbers[name];
-    else numbers[name] = Number(text);
-    change({ numbers });
+  const [known, know] = useState<Option[]>([]);
+  useEffect(() => {
+    // Where it cannot be asked, the conversation itself says what is wrong.
+    options().then(know, () => know([]));
+  }, []);
+  const set = (name: string, value: number | string[] | null) => {
+    const sampling = { ...edited.sampling };
+    if (value === null) delete sampling[name];
+    else sampling[name] = value;
+    change({ sampling });
   };
+  const fields = (common: boolean) => (
+    <div class="grid">
+      {known
+        .filter((option) => option.common === common)
+        .map((option) => (
+          <Field option={option} value={edited.sampling[option.name]} onChange={(value) => set(option.name, value)} />
+        ))}
+    </div>
+  );
   return (
     <Dialog title={words.title} onClose={close}>
       <form
@@ -60,22 +73,11 @@ export function SettingsDialog({ talk, onClose }: { talk: Conversation; onClose:
         {talk.name !== null && <p class="hint">{words.systemFixed}</p>}
         <fieldset>
           <legend>{words.sampling}</legend>
-          <div class="grid">
-            {NUMBERS.map((name) => (
-              <label>
-                {words[name]}
-                <input
-                  type="number"
-                  name={name}
-                  step={STEPS[name] ?? "any"}
-                  min={LEAST[name] ?? 0}
-                  placeholder={words.placeholder}
-                  value={edited.numbers[name] ?? ""}
-                  onInput={(event) => setNumber(name, event.currentTarget.value)}
-                />
-              </label>
-            ))}
-          </div>
+          {fields(true)}
+          <details>
+            <summary>{words.further}</summary>
+            {fields(false)}
+          </details>
           <label>
             {words.stop}
             <textarea
@@ -132,6 +134,48 @@ export function SettingsDialog({ talk, onClose }: { talk: Conversation; onClose:
         </button>
       </form>
     </Dialog>
+  );
+}
+
+interface FieldGiven {
+  option: Option;
+  value: number | string[] | undefined;
+  onChange: (value: number | string[] | null) => void;
+}
+
+/** A setting of sampling. What is left empty is as the server has it. */
+function Field({ option, value, onChange }: FieldGiven) {
+  const label = LABELS[option.name] ?? option.name.charAt(0).toUpperCase() + option.name.slice(1).replace(/_/g, " ");
+  if (option.kind === "texts" || option.kind === "biases")
+    return (
+      <label title={option.help}>
+        {label}
+        <textarea
+          rows={2}
+          name={option.name}
+          placeholder={option.kind === "biases" ? words.biases : words.placeholder}
+          value={((value as string[] | undefined) ?? []).join("\n")}
+          onInput={(event) => {
+            const lines = event.currentTarget.value.split("\n").filter(Boolean);
+            onChange(lines.length ? lines : null);
+          }}
+        />
+      </label>
+    );
+  return (
+    <label title={option.help}>
+      {label}
+      <input
+        type="number"
+        name={option.name}
+        step={option.kind === "integer" ? 1 : "any"}
+        min={option.low ?? undefined}
+        max={option.high ?? undefined}
+        placeholder={words.placeholder}
+        value={(value as number | undefined) ?? ""}
+        onInput={(event) => onChange(event.currentTarget.value === "" ? null : Number(event.currentTarget.value))}
+      />
+    </label>
   );
 }
 

@@ -115,7 +115,7 @@ class SlotCache:
             pending = self.planner.pending_prefix(choice)
             if pending.length - choice.from_idle >= _WORTH_WAITING:
                 return pending
-        anywhere = int(np.minimum(choice.shared, choice.held).max(initial=0))
+        anywhere = int(np.minimum(choice.shared, choice.lengths).max(initial=0))
         if anywhere < len(reusable):
             anywhere = max(anywhere, self.blocks.shared(reusable, namespace, hit))
         slot = self.table.all[choice.best.seq]

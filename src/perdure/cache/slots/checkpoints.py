@@ -61,19 +61,19 @@ class CheckpointList:
 
     def on_path(self, identity: bytes, tokens: Ids) -> CheckpointList:
         """Those of them that a sequence of `tokens` has passed."""
-        passed, found = PrefixHash(identity), []
+        passed, on_path = PrefixHash(identity), []
         for point in self._points:
             if point.length > len(tokens):
                 break
             if passed.advance(tokens[passed.length : point.length]) == point.digest:
-                found.append(point)
+                on_path.append(point)
         # Mostly all of them: it is asked at every step on the way to a slot.
-        return self if len(found) == len(self._points) else CheckpointList(found)
+        return self if len(on_path) == len(self._points) else CheckpointList(on_path)
 
     def until(self, length: int) -> CheckpointList:
         """Those of them that are no longer than `length`."""
-        found = [point for point in self._points if point.length <= length]
-        return self if len(found) == len(self._points) else CheckpointList(found)
+        shorter = [point for point in self._points if point.length <= length]
+        return self if len(shorter) == len(self._points) else CheckpointList(shorter)
 
     def add(self, point: Point) -> None:
         self._points = sorted([*self._points, point], key=lambda each: each.length)
@@ -165,12 +165,12 @@ class SlotCheckpoints(ABC):
         """The checkpoints that belong to what `seq` holds now. Others are forgotten."""
 
     @abstractmethod
-    def restorable_length(self, seq: int, shared: int, held: int) -> int:
-        """The longest length up to `shared` that `seq`, which holds `held` tokens, can be brought to."""
+    def restorable_length(self, seq: int, shared: int, length: int) -> int:
+        """The longest length up to `shared` that `seq`, which holds `length` tokens, can be brought to."""
 
-    def restorable_lengths(self, shared: Counts, held: Counts) -> Counts:
+    def restorable_lengths(self, shared: Counts, lengths: Counts) -> Counts:
         """The same for every slot."""
-        pairs = zip(shared.tolist(), held.tolist(), strict=True)
+        pairs = zip(shared.tolist(), lengths.tolist(), strict=True)
         return np.array([self.restorable_length(seq, *pair) for seq, pair in enumerate(pairs)], np.int64)
 
     @abstractmethod
@@ -213,7 +213,7 @@ class CutAnywhere(SlotCheckpoints):
     def on_path(self, seq: int) -> CheckpointList:
         return CheckpointList()
 
-    def restorable_length(self, seq: int, shared: int, held: int) -> int:
+    def restorable_length(self, seq: int, shared: int, length: int) -> int:
         return shared
 
     def restorable_when_computed(self, shared: Counts, lengths: Counts) -> Counts:
@@ -293,8 +293,8 @@ class CheckpointStore(SlotCheckpoints):
             self._kept[seq] = kept.on_path(digest, tokens)
         return self._kept[seq]
 
-    def restorable_length(self, seq: int, shared: int, held: int) -> int:
-        if shared in (0, held):
+    def restorable_length(self, seq: int, shared: int, length: int) -> int:
+        if shared in (0, length):
             return shared
         if self._context.memory.cuts and self._context.shortest_cut(seq) <= shared:
             return shared

@@ -137,8 +137,8 @@ class PlacementChoice:
     from_anywhere: int
     shared: Counts
     """How much of the prompt each slot has or will have."""
-    held: Counts
-    """What each slot holds."""
+    lengths: Counts
+    """How many tokens each slot holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class SlotView:
 
     idle: NDArray[np.bool_]
     used: Counts
-    held: Counts
+    lengths: Counts
     restorable: Counts
     """How many tokens of the prompt each can be brought to."""
 
@@ -155,7 +155,7 @@ class SlotView:
 def choose(
     length: int,
     slots: SlotView,
-    kept: Sequence[tuple[PrefixHit, float]],
+    hits: Sequence[tuple[PrefixHit, float]],
     *,
     fits: Callable[[Any], NDArray[np.bool_] | np.bool_ | bool],
     copy: float | None,
@@ -163,23 +163,23 @@ def choose(
     """The best way to serve a prompt of `length` tokens: a pure function of what the slots hold. And how
     much of it what is not being computed would bring, and how much anything would.
 
-    `kept` are prefixes in the tiers with what reading them costs, `fits` says whether the state of so many
+    `hits` are prefixes in the tiers with what reading them costs, `fits` says whether the state of so many
     tokens can be moved out, and `copy` is what a copy of a slot costs; None where there can be none.
     """
     seqs = slots.idle.nonzero()[0]
-    held, here, used = slots.held[seqs], slots.restorable[seqs], slots.used[seqs]
-    largest, longest = int(held.max()), int(here.max())
+    lengths, here, used = slots.lengths[seqs], slots.restorable[seqs], slots.used[seqs]
+    largest, longest = int(lengths.max()), int(here.max())
     # Mostly all of them do, and the largest says so.
     all_fit = bool(fits(largest))
-    room = all_fit or fits(held)
-    moving = held * (_TAKE_OUT + _PUT_BACK) + _PLACE if largest else None
+    room = all_fit or fits(lengths)
+    moving = lengths * (_TAKE_OUT + _PUT_BACK) + _PLACE if largest else None
 
-    def displaced(kept: Counts | int) -> NDArray[np.float64]:
-        """What it costs to move out, or to lose, what the idle slots hold beyond `kept`."""
+    def displaced(used_again: Counts | int) -> NDArray[np.float64]:
+        """What it costs to move out, or to lose, what the idle slots hold beyond what is `used_again`."""
         if moving is None:
             return np.zeros(len(seqs))
-        cost = moving if all_fit else np.where(room, moving, (held - kept) * _LOST + _PLACE)
-        return np.where(held > kept, cost, 0.0)
+        cost = moving if all_fit else np.where(room, moving, (lengths - used_again) * _LOST + _PLACE)
+        return np.where(lengths > used_again, cost, 0.0)
 
     moved = displaced(0)
     target = _cheapest(moved, used) if largest else int(used.argmin())
@@ -193,7 +193,7 @@ def choose(
         options.append(Placement(int(seqs[target]), 0, float(length + moved[target]), None))
     source = int(slots.restorable.argmax())
     there = int(slots.restorable[source]) if copy is not None else 0
-    for hit, read in kept:
+    for hit, read in hits:
         cost = length - hit.length + hit.length * _PUT_BACK + read + moved[target]
         options.append(Placement(int(seqs[target]), hit.length, float(cost), hit))
     if there and seqs[target] == source:
@@ -204,8 +204,8 @@ def choose(
         cost = length - there + copy + moved[target]
         options.append(Placement(int(seqs[target]), there, float(cost), source))
     best = min(options, key=lambda option: (option.cost, slots.used[option.seq], option.seq))
-    lengths = [longest, *(hit.length for hit, _ in kept)]
-    return best, max(lengths), max(*lengths, there)
+    from_idle = max([longest, *(hit.length for hit, _ in hits)])
+    return best, from_idle, max(from_idle, there)
 
 
 def _cheapest(cost: NDArray[np.float64], used: Counts) -> int:
@@ -254,8 +254,8 @@ class SlotPlanner:
             source = self._table.all[best.source]
             if self._restorable_length(source, reusable) < best.length:
                 # Somebody used the context behind our back, and left as many tokens as there were.
-                held = self._look(idle, all_of_them=True)
-                choice = self._weigh(idle, held, tokens, reusable, namespace, hit)
+                lengths = self._look(idle, all_of_them=True)
+                choice = self._weigh(idle, lengths, tokens, reusable, namespace, hit)
         return choice
 
     def pending_prefix(self, choice: PlacementChoice) -> PendingPrefix:
@@ -263,14 +263,14 @@ class SlotPlanner:
         table = self._table
         usable = self._usable(choice.shared)
         shared = self._checkpoints.restorable_when_computed(usable, table.lengths)
-        pending = np.where(~table.idle & (shared > choice.held), shared, 0)
+        pending = np.where(~table.idle & (shared > choice.lengths), shared, 0)
         seq = int(pending.argmax())
         return PendingPrefix(seq, int(pending[seq]), int(table.used[seq]))
 
     def _weigh(
         self,
         idle: NDArray[np.bool_],
-        held: Counts,
+        lengths: Counts,
         tokens: Ids,
         reusable: Ids,
         namespace: str,
@@ -278,7 +278,7 @@ class SlotPlanner:
     ) -> PlacementChoice:
         table = self._table
         shared = table.shared(namespace, reusable)
-        restorable = self._checkpoints.restorable_lengths(np.minimum(self._usable(shared), held), held)
+        restorable = self._checkpoints.restorable_lengths(np.minimum(self._usable(shared), lengths), lengths)
         memory, pool = self._context.memory, self._context.capabilities.shared
         copies = not pool or memory.forks_in_pool
         # A copy between streams moves all their cells, whatever they hold; in a pool it moves none.
@@ -287,12 +287,12 @@ class SlotPlanner:
             copy *= _ON_DEVICE
         # Whether reading beats computing is for the measured rates to say.
         ways = self._blocks.tiers.ways(hit, self._blocks.rule)
-        view = SlotView(idle=idle, used=table.used, held=held, restorable=restorable)
+        view = SlotView(idle=idle, used=table.used, lengths=lengths, restorable=restorable)
         best, from_idle, from_anywhere = choose(
             len(tokens), view, ways, fits=self._blocks.fits, copy=copy if copies else None
         )
         return PlacementChoice(
-            best=best, from_idle=from_idle, from_anywhere=from_anywhere, shared=shared, held=held
+            best=best, from_idle=from_idle, from_anywhere=from_anywhere, shared=shared, lengths=lengths
         )
 
     def _usable(self, shared: Counts) -> Counts:
@@ -304,16 +304,16 @@ class SlotPlanner:
 
     def _look(self, idle: NDArray[np.bool_], *, all_of_them: bool = False) -> Counts:
         """What each slot holds. Where an idle one holds something else than is known of it, it is read."""
-        held: Counts = np.array(self._context.lengths(), np.int64)
+        lengths: Counts = np.array(self._context.lengths(), np.int64)
         identity = self._context.identity.digest
         at_rest = idle | ~self._table.serving
-        changed = at_rest & (held != self._table.lengths)
+        changed = at_rest & (lengths != self._table.lengths)
         if all_of_them or identity != self._identity:
             changed, self._identity = at_rest, identity
         for seq in changed.nonzero()[0].tolist():
             self._table.put(seq, self._context.token_array(seq))
             self._checkpoints.on_path(seq)
-        return held
+        return lengths
 
 
 def why_not_more(

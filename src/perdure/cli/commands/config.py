@@ -56,7 +56,7 @@ def show(
         else:
             value = usual_value(commands, setting.name)
             text = f"{value}  (default; {setting.about}; {setting.variable})"
-        terminal.write_line(f"{setting.name:<15}  {text}", indent=17)
+        terminal.write_line(f"{setting.name:<18}  {text}", indent=20)
 
 
 @app.command(name="set")

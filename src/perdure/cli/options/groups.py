@@ -13,7 +13,7 @@ from perdure.options import Option, options_of
 from perdure.request_options import RequestOptions, Sampling
 
 if TYPE_CHECKING:
-    from perdure.engine.keywords import LoadingKeywords
+    from perdure.engine.contract import LoadingKeywords
 
 T = TypeVar("T")
 

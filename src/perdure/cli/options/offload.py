@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from perdure.engine.keywords import LoadingKeywords
+    from perdure.engine.contract import LoadingKeywords
 
 _GPU = "GPU"
 

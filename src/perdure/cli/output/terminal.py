@@ -23,7 +23,7 @@ from perdure.config import N_CTX
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from perdure.engine.keywords import LoadingKeywords
+    from perdure.engine.contract import LoadingKeywords
     from perdure.engine.model import Model
 
 _PATIENCE = 0.5

@@ -20,9 +20,9 @@ from perdure.engine.contract import (
     Core,
     Outcome,
     Tokens,
+    token_array,
 )
 from perdure.engine.interrupt import stopped_by_ctrl_c
-from perdure.engine.token_ids import token_array
 from perdure.errors import (
     ClosedError,
     ContextOverflow,

@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from perdure import system
 from perdure.engine.batch import Batch, BatchPart
 from perdure.engine.contract import Adapter, Capture, Floats, Outcome
-from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.native import declarations, layout, library
 from perdure.engine.llama.native.log_sink import captured_errors
 from perdure.engine.llama.native.scratch import Scratch
 from perdure.engine.llama.threadpool import Threadpool
-from perdure.engine.llama.weights import Weights
+from perdure.engine.llama.weights import LlamaAdapter, Weights
 from perdure.errors import ClosedError, EngineError, InvalidInputError, OutOfMemoryError
 from perdure.memory import MemorySpec
 

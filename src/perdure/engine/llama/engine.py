@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from perdure import models
 from perdure.config import settings
-from perdure.engine.keywords import LoadingKeywords
+from perdure.engine.contract import LoadingKeywords
 from perdure.engine.model import Model
 from perdure.engine.registry import Agree, Bars, Engine, Finding, Source, no_bars
 from perdure.errors import ModelError

@@ -15,10 +15,8 @@ from perdure import models, system
 from perdure.checks import check_whole, is_whole
 from perdure.config import N_CTX, settings
 from perdure.engine.context import Context
-from perdure.engine.contract import Capabilities, ModelInfo
+from perdure.engine.contract import Capabilities, ContextKeywords, ModelInfo
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
-from perdure.engine.keywords import ContextKeywords
-from perdure.engine.llama.adapter import LlamaAdapter
 from perdure.engine.llama.cache_size import TYPES, CacheSize
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.native import library
@@ -34,12 +32,12 @@ from perdure.engine.llama.offload import (
 )
 from perdure.engine.llama.preflight import check_header, rope_factors, rope_limit
 from perdure.engine.llama.tokenizer import Tokenizer
-from perdure.engine.llama.weights import Weights
+from perdure.engine.llama.weights import LlamaAdapter, Weights
 from perdure.errors import ClosedError, InvalidInputError, ModelFileError, ModelLoadError
 from perdure.identity import Identity, content_digest, file_version
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
+from perdure.models.header import FILE_TYPES
 from perdure.models.parts import part_names
-from perdure.models.quants import FILE_TYPES
 from perdure.options import refuse_unknown
 
 log = logging.getLogger("perdure.engine")

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from perdure.engine.contract import check_token
 from perdure.engine.llama.native import library
 from perdure.engine.llama.weights import Weights
-from perdure.engine.token_ids import check_token
 from perdure.errors import InvalidInputError
 
 _TEXT_LIMIT = 1 << 28

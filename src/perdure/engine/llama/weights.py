@@ -15,6 +15,27 @@ from perdure.engine.llama.native.declarations import ProgressCallback
 from perdure.engine.llama.native.log_sink import captured_errors
 from perdure.engine.llama.offload import Offload
 from perdure.errors import ModelLoadError
+from perdure.identity import content_digest
+
+
+class LlamaAdapter:
+    """An adapter loaded onto one model's weights; the library frees it with them."""
+
+    def __init__(self, weights: Weights, path: Path) -> None:
+        self.path = path
+        self.digest = content_digest(path)
+        self.weights = weights
+        with captured_errors() as reasons:
+            self.handle: Any = library.load().llama_adapter_lora_init(weights.handle, os.fsencode(path))
+        if not self.handle:
+            raise ModelLoadError(
+                f"{path.name} is no adapter for this model: {reasons}. "
+                "An adapter fits only the model that it was trained on"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Adapter {self.path.name}>"
+
 
 _MAX_DEVICES = 128
 """The library reads as many shares as it may have devices, which is fewer."""

@@ -72,6 +72,8 @@ class TotalsAnswer(ResponseSchema):
     budget: int
     disk_bytes: int | None
     """None where nothing is kept on a disk."""
+    tier_bytes: dict[str, int]
+    """What each tier behind the memory keeps, by its name."""
     evicted: int
     reused_tokens: dict[str, int]
     computed_tokens: int
@@ -146,7 +148,7 @@ async def tree(
 @router.post("/warm", status_code=201, responses=errors(507))
 async def warm(asked: WarmRequest, app_state: AppStateDep, caller: CallerDep) -> RecordAnswer:
     """Compute a prefix once, and keep it."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     record = await app_state.work(
         app_state.runtime.cache.warm, asked.prompt, labels=asked.labels, namespace=caller.namespace
     )
@@ -212,6 +214,7 @@ def _totals(stats: CacheStats) -> TotalsAnswer:
         nbytes=stats.nbytes,
         budget=stats.budget,
         disk_bytes=stats.disk_bytes,
+        tier_bytes=stats.tier_bytes,
         evicted=stats.evicted,
         reused_tokens=dict(stats.reused_tokens),
         computed_tokens=stats.computed_tokens,

@@ -60,7 +60,7 @@ async def embed(
     asked: EmbeddingRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> Response:
     """Texts as vectors of length 1."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     app_state.check_model(asked.model)
     texts = _texts(asked)
     if asked.dimensions is not None:

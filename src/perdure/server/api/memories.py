@@ -50,7 +50,7 @@ async def search(
 @router.post("/wake", status_code=201, responses=errors(404, 409, 422, 507))
 async def wake(asked: WakeMemoryRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
     """A new session at a memory."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     return await app_state.call(
         lambda: SessionAnswer.of(
             app_state.runtime.memories.wake(asked.address, asked.name, namespace=caller.namespace)

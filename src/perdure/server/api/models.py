@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
 
-from perdure.server.core.app_state import AppState, AppStateDep
+from perdure.options import options_of
+from perdure.request_options import RequestOptions, Sampling
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.schemas import (
     Items,
     RequestSchema,
@@ -79,7 +81,49 @@ class ModelList(ResponseSchema):
     models: list[CodexModel]
 
 
+class OptionAnswer(ResponseSchema):
+    """A setting of sampling, as it is defined: the page makes its fields from them."""
+
+    name: str
+    kind: Literal["number", "integer", "texts", "biases"]
+    low: float | None
+    high: float | None
+    items: int | None
+    characters: int | None
+    default: str
+    help: str
+    common: bool
+
+
+class OptionList(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[OptionAnswer]
+
+
 router = APIRouter(tags=["OpenAI"])
+_KINDS: dict[type, Any] = {float: "number", int: "integer", list: "texts", dict: "biases"}
+_OPTIONS = OptionList(
+    data=[
+        OptionAnswer(
+            name=each.name,
+            kind=_KINDS[each.kind],
+            low=each.low,
+            high=each.high,
+            items=each.items,
+            characters=each.characters,
+            default=each.default_text,
+            help=each.help,
+            common=each.common,
+        )
+        for each in (*options_of(Sampling).values(), options_of(RequestOptions)["max_tokens"])
+    ]
+)
+
+
+@router.get("/v1/options", responses=errors(), tags=["perdure"])
+async def list_options() -> OptionList:
+    """The sampling settings that every protocol takes, with their ranges and defaults."""
+    return _OPTIONS
 
 
 @router.get("/v1/models", responses=errors())
@@ -97,9 +141,9 @@ async def read_model(name: str, app_state: AppStateDep) -> ModelAnswer:
 
 
 @router.post("/tokenize", responses=errors(), tags=["tokens"])
-async def tokenize(asked: TokenizeRequest, app_state: AppStateDep) -> TokenizeAnswer:
+async def tokenize(asked: TokenizeRequest, app_state: AppStateDep, caller: CallerDep) -> TokenizeAnswer:
     """A text as token ids."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     tokens = await app_state.call(
         app_state.runtime.model.tokenize, asked.content, special=asked.special, bos=asked.add_special
     )
@@ -107,9 +151,9 @@ async def tokenize(asked: TokenizeRequest, app_state: AppStateDep) -> TokenizeAn
 
 
 @router.post("/detokenize", responses=errors(), tags=["tokens"])
-async def detokenize(asked: DetokenizeRequest, app_state: AppStateDep) -> DetokenizeAnswer:
+async def detokenize(asked: DetokenizeRequest, app_state: AppStateDep, caller: CallerDep) -> DetokenizeAnswer:
     """Token ids as text."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     text = await app_state.call(app_state.runtime.model.detokenize, asked.tokens, special=asked.special)
     return DetokenizeAnswer(content=text)
 

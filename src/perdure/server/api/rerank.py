@@ -65,7 +65,7 @@ async def rerank(
     asked: RerankRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> RerankAnswer:
     """Documents, the most relevant to a query first, by the vectors that the model has for them."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     app_state.check_model(asked.model)
     texts = _documents(asked)
     work = await app_state.call(app_state.runtime.submit_embed, [asked.query, *texts])

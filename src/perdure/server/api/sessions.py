@@ -87,7 +87,7 @@ async def list_sessions(
 @router.post("", status_code=201, responses=errors(409, 507))
 async def create(asked: CreateRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
     """A new session. One that exists is an error: nobody goes on with it by mistake."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     return await app_state.call(
         lambda: SessionAnswer.of(
             app_state.runtime.sessions.create(
@@ -175,7 +175,7 @@ async def say(
     name: Named, asked: SayRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Say something. The turn is kept once its reply is whole; `perdure.kept` says so."""
-    check_chat_options(asked, app_state)
+    check_chat_options(asked, app_state, caller.notes)
     said, options = _said(asked, app_state), chat_options(asked, app_state)
     stream = await app_state.call(lambda: _session(app_state, caller, name).submit(said, **options))
     return await chat_answer(stream, asked, request, app_state, caller, session=name, messages=said)
@@ -186,7 +186,7 @@ async def edit(
     name: Named, asked: EditRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Say something else in an earlier turn, and go on from its new reply."""
-    check_chat_options(asked, app_state)
+    check_chat_options(asked, app_state, caller.notes)
     said, options = _said(asked, app_state), chat_options(asked, app_state)
     stream = await app_state.call(
         lambda: _session(app_state, caller, name).submit_edit(asked.turn, said, **options)
@@ -199,7 +199,7 @@ async def regenerate(
     name: Named, asked: RegenerateRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Another reply to the last message, in the place of the one there is."""
-    check_chat_options(asked, app_state)
+    check_chat_options(asked, app_state, caller.notes)
     options = chat_options(asked, app_state)
     stream = await app_state.call(lambda: _session(app_state, caller, name).submit_regenerate(**options))
     return await chat_answer(stream, asked, request, app_state, caller, session=name)
@@ -208,7 +208,7 @@ async def regenerate(
 @router.post("/{name}/fork", status_code=201, responses=errors(404, 409, 507))
 async def fork(name: Named, asked: ForkRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
     """A new session that starts where this one stands, or after one of its turns."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     return await app_state.call(
         lambda: SessionAnswer.of(_session(app_state, caller, name).fork(asked.name, turn=asked.turn))
     )
@@ -219,7 +219,7 @@ async def rewind(
     name: Named, asked: RewindRequest, app_state: AppStateDep, caller: CallerDep
 ) -> SessionAnswer:
     """Go back by a number of turns."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
 
     def work() -> SessionAnswer:
         session = _session(app_state, caller, name)
@@ -285,7 +285,7 @@ async def wake(name: Named, app_state: AppStateDep, caller: CallerDep) -> ReuseA
 @router.post("/{name}/label", status_code=201, responses=errors(404, 507))
 async def label(name: Named, asked: LabelRequest, app_state: AppStateDep, caller: CallerDep) -> MemoryAnswer:
     """Mark a point of the session as a memory, to be woken by its address."""
-    refuse_fields(asked, strict=app_state.strict, refused={})
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     return await app_state.call(
         lambda: MemoryAnswer.of(
             _session(app_state, caller, name).label(

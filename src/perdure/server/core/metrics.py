@@ -122,8 +122,8 @@ class _Engine(Collector):
         yield GaugeMetricFamily("perdure_slots_busy", "Requests that are being served", value=served)
         kept = GaugeMetricFamily("perdure_kept_bytes", "State that is kept, by tier", labels=["tier"])
         kept.add_metric(["memory"], stats.nbytes)
-        if stats.disk_bytes is not None:
-            kept.add_metric(["disk"], stats.disk_bytes)
+        for tier, nbytes in stats.tier_bytes.items():
+            kept.add_metric([tier], nbytes)
         yield kept
         yield CounterMetricFamily(
             "perdure_computed_tokens", "Prompt tokens that had to be computed", value=stats.computed_tokens

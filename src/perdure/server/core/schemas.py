@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, TypedDict, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, TypeVar
 
 from fastapi import Query
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
+from perdure.chat.options import ChatOptions
 from perdure.decode.request import Timings, Usage
 from perdure.decode.slots import ReuseReport
+from perdure.errors import InvalidInputError
+from perdure.options import Option, options_of
+from perdure.request_options import SEED_LIMIT, RequestOptions, Sampling
 from perdure.server.core.api_error import ApiError
+
+OPENAI_CHAT = frozenset({"parallel_tool_calls", "continue_final_message", "add_generation_prompt"})
+"""Options of a chat that have a field of their own in OpenAI's requests, or in those of vLLM."""
 
 
 class _NameRule(TypedDict):
@@ -32,15 +41,6 @@ T = TypeVar("T")
 
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list whose first wrong item is told: a hundred thousand wrong ones would take seconds and a gigabyte."""
-_BIASES = 1024
-
-
-def _few(given: Any) -> Any:
-    if isinstance(given, dict) and len(given) > _BIASES:
-        raise ValueError(f"{len(given)} entries, {_BIASES} are allowed")
-    return given
-
-
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 PAGE = 100
@@ -52,6 +52,8 @@ class RequestSchema(BaseModel):
     """Something that is sent to the server. A value of the wrong type is refused, never bent to fit."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+    has_more: ClassVar[bool] = False
+    """Whether its further fields are read too, by whoever knows their kind."""
 
 
 class ResponseSchema(BaseModel):
@@ -132,53 +134,122 @@ class TimingsAnswer(ResponseSchema):
         return cls(**asdict(timings), prefill_speed=timings.prefill_speed, decode_speed=timings.decode_speed)
 
 
-class SamplingSchema(RequestSchema):
-    """How tokens are drawn. What is left out is as the runtime has it."""
+def _annotation(option: Option) -> Any:
+    """What an option of a request is in JSON; the bounds of its field are those of the option."""
+    if option.name == "seed":
+        # Clients send numbers of 64 bits, and those below 0.
+        return Annotated[int, Field(ge=-(2**63), lt=2**63)]
+    if option.choices:
+        return Literal[option.choices]
+    text = Annotated[str, Field(max_length=option.characters)]
+    if option.kind is dict:
+        bias = Annotated[float, Field(ge=-100, le=100)]
+        few = BeforeValidator(functools.partial(_few, option.items))
+        return Annotated[dict[str, bias], Field(max_length=option.items), few]
+    if option.kind is list:
+        return Annotated[Items[text], Field(max_length=option.items)]
+    if option.kind is str:
+        return text
+    if option.kind is bool:
+        return bool
+    return Annotated[option.kind, Field(ge=option.low, le=option.high)]
 
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0, lt=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repeat_penalty: float | None = Field(None, ge=1e-6, le=1e6)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)] | None
-    ) = None
-    """By token id. -100 rules a token out."""
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+
+def _few(most: int | None, given: Any) -> Any:
+    if most is not None and isinstance(given, dict) and len(given) > most:
+        raise ValueError(f"{len(given)} entries, {most} are allowed")
+    return given
+
+
+def _schema(name: str, options: Iterable[Option]) -> type[RequestSchema]:
+    """A schema with a field for each option. What is left out is as the runtime has it."""
+    made: dict[str, Any] = {
+        option.name: (_annotation(option) | None, Field(None, description=option.help)) for option in options
+    }
+    return create_model(name, __base__=RequestSchema, **made)
+
+
+_STOP = options_of(RequestOptions)["stops"]
+_Stop = Annotated[str, Field(max_length=_STOP.characters)]
+_EXTENDED = (
+    *(each for name, each in options_of(ChatOptions).items() if name not in OPENAI_CHAT),
+    options_of(RequestOptions)["ignore_eos"],
+)
+"""Options that no other protocol has a field for: they stand under `perdure`."""
+
+if TYPE_CHECKING:
+    _SamplingFields = RequestSchema
+    _ExtensionFields = RequestSchema
+else:
+    _SamplingFields = _schema("SamplingFields", options_of(Sampling).values())
+    _ExtensionFields = _schema("ExtensionFields", _EXTENDED)
+
+
+class SamplingSchema(_SamplingFields):
+    """How tokens are drawn, and where a reply stops: every setting, on every protocol."""
+
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=_STOP.items)] | None = None
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The same in the runtime's words."""
-        names = (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "repeat_penalty",
-            "frequency_penalty",
-            "presence_penalty",
-        )
-        settings = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.seed is not None:
-            settings["seed"] = self.seed % _SEEDS
-        if self.logit_bias:
-            settings["logit_bias"] = {_token(key): _bias(value) for key, value in self.logit_bias.items()}
+        """What was given, in the runtime's words."""
+        settings = given_options(self, options_of(Sampling).values())
         if self.stop:
             settings["stop"] = self.stop
         return settings
+
+
+class ReplyExtension(_ExtensionFields):
+    """What the protocols of others have no words for."""
+
+    timeout: float | None = Field(None, gt=0, le=86400)
+    """Seconds until the request ends, wherever it is."""
+    regex: str | None = Field(None, max_length=10_000)
+    """What the reply must match."""
+    variables: dict[str, Any] | None = None
+    """For the model's template; `chat_template_kwargs` are the same."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What was given, in the runtime's words, but for `timeout`."""
+        options = given_options(self, _EXTENDED)
+        for name in ("regex", "variables"):
+            if (value := getattr(self, name)) is not None:
+                options[name] = value
+        return options
+
+
+def given_options(asked: RequestSchema, options: Iterable[Option]) -> dict[str, Any]:
+    """The options that a request gives a value for, in the runtime's words."""
+    values = ((option, getattr(asked, option.name)) for option in options)
+    return {option.name: option_value(option, value) for option, value in values if value is not None}
+
+
+def option_value(option: Option, value: Any) -> Any:
+    """An option's value out of JSON that was checked."""
+    if option.name == "seed":
+        return value % SEED_LIMIT
+    try:
+        return option.from_json(value)
+    except InvalidInputError as error:
+        raise ApiError(400, str(error), param=option.name, code="invalid_value") from None
 
 
 class StreamOptions(RequestSchema):
     include_usage: bool | None = None
 
 
-def refuse_fields(asked: RequestSchema, *, strict: bool, refused: Mapping[str, str]) -> None:
+def refuse_fields(
+    asked: RequestSchema,
+    *,
+    strict: bool,
+    refused: Mapping[str, str],
+    notes: dict[str, Any] | None = None,
+) -> None:
     """Refuse what would change the answer and cannot be done; when `strict`, also what nobody knows.
 
-    Within `perdure`, which is ours alone, what nobody knows is always a mistake.
+    Within `perdure`, which is ours alone, what nobody knows is always a mistake. Elsewhere it is ignored, and
+    named in `notes`: the answer and the access log have it from there.
     """
     own = getattr(asked, "perdure", None)
     if isinstance(own, RequestSchema) and own.model_extra:
@@ -191,12 +262,21 @@ def refuse_fields(asked: RequestSchema, *, strict: bool, refused: Mapping[str, s
     for name, value in (asked.model_extra or {}).items():
         if name in refused and value not in (None, [], {}, False):
             raise ApiError(400, f"{name}: {refused[name]}", param=name, code="unsupported_parameter")
-    if strict:
-        for path in _unknown(asked):
-            raise ApiError(400, f"{path}: no such field", param=path, code="unknown_parameter")
+    ignored = list(islice(_unknown(asked), _NAMED))
+    if strict and ignored:
+        path = ignored[0][:200]
+        raise ApiError(400, f"{path}: no such field", param=path, code="unknown_parameter")
+    if notes is not None and ignored:
+        notes["ignored"] = [path[:_PATH] for path in ignored]
+
+
+_NAMED, _PATH = 16, 80
+"""Fields that are ignored and named, and characters of their names."""
 
 
 def _unknown(asked: RequestSchema, path: str = "") -> Iterator[str]:
+    if asked.has_more:
+        return
     for name in asked.model_extra or ():
         yield path + name
     for name in type(asked).model_fields:
@@ -205,21 +285,6 @@ def _unknown(asked: RequestSchema, path: str = "") -> Iterator[str]:
             if isinstance(each, RequestSchema):
                 place = f"{path}{name}.{index}." if isinstance(value, list) else f"{path}{name}."
                 yield from _unknown(each, place)
-
-
-_SEEDS = 2**32 - 1
-
-
-def _token(key: str) -> int:
-    if not key.isascii() or not key.isdigit() or len(key) > 9:
-        raise ApiError(
-            400, f"logit_bias: {key[:40]!r} is no token id", param="logit_bias", code="invalid_value"
-        )
-    return int(key)
-
-
-def _bias(value: float) -> float:
-    return float("-inf") if value <= -100 else value
 
 
 class DeletedAnswer(ResponseSchema):

@@ -8,6 +8,8 @@ from typing import Any
 
 from perdure.checks import is_number
 from perdure.errors import InvalidInputError
+from perdure.options import options_of
+from perdure.request_options import Sampling
 from perdure.server.core.middleware.host_check import AllowedHosts
 
 
@@ -61,6 +63,23 @@ class ReplyDefaults:
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        known = options_of(Sampling)
+        sampling = {name: known[name].to_json(value) for name, value in self.sampling.items()}
+        return {"sampling": sampling, "max_tokens": self.max_tokens}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> ReplyDefaults:
+        known = options_of(Sampling)
+        sampling = stored.get("sampling") or {}
+        return cls(
+            sampling={
+                name: known[name].from_json(value) for name, value in sampling.items() if name in known
+            },
+            max_tokens=stored.get("max_tokens"),
+        )
 
     def fill(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What is asked of a reply, whole."""

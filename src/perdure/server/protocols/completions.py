@@ -37,6 +37,7 @@ REFUSED = {"functions": "give them to /v1/chat/completions as tools"}
 class CompletionExtension(RequestSchema):
     timeout: float | None = Field(None, gt=0, le=86400)
     regex: str | None = Field(None, max_length=10_000)
+    ignore_eos: bool | None = None
 
 
 class CompletionRequest(SamplingSchema):
@@ -96,7 +97,7 @@ async def complete(
     asked: CompletionRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> CompletionAnswer | Response:
     """What follows a prompt, as it is."""
-    refuse_fields(asked, strict=app_state.strict, refused=REFUSED)
+    refuse_fields(asked, strict=app_state.strict, refused=REFUSED, notes=caller.notes)
     app_state.check_model(asked.model)
     prompts = _prompts(asked)
     _check(asked, len(prompts))
@@ -179,8 +180,8 @@ def _options(asked: CompletionRequest) -> dict[str, Any]:
         options["logprobs"] = asked.logprobs
         if asked.echo:
             options["prompt_logprobs"] = asked.logprobs
-    if asked.perdure is not None and asked.perdure.regex is not None:
-        options["regex"] = asked.perdure.regex
+    if asked.perdure is not None:
+        options |= {"regex": asked.perdure.regex, "ignore_eos": bool(asked.perdure.ignore_eos)}
     return options
 
 

@@ -14,10 +14,8 @@ import numpy as np
 from perdure.checks import check_whole
 from perdure.config import N_CTX
 from perdure.engine.context import Context
-from perdure.engine.contract import Capabilities, ModelInfo
+from perdure.engine.contract import Capabilities, ContextKeywords, ModelInfo, check_token
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
-from perdure.engine.keywords import ContextKeywords
-from perdure.engine.token_ids import check_token
 from perdure.errors import ClosedError, InvalidInputError, OutOfMemoryError
 from perdure.identity import Identity
 from perdure.memory import FullAttention, MemorySpec

@@ -8,8 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from perdure.engine.contract import Tokenizer
-from perdure.engine.token_ids import check_token
+from perdure.engine.contract import Tokenizer, check_token
 from perdure.memory import MemorySpec
 from perdure.worker.protocol import Ask, Ready, Tables
 

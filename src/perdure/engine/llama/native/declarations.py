@@ -1,13 +1,14 @@
 """What perdure uses of llama.cpp's C interface: types, structs and functions, and nothing else.
 
-Written for llama.cpp 0.5 (`llama.h`, `ggml-backend.h`, `ggml.h`). `guard.py` checks a loaded library
-against them before it is trusted.
+By version: `layout_of` gives the declarations for one (`llama.h`, `ggml-backend.h`, `ggml.h`). `guard.py`
+checks a loaded library against them before it is trusted. `tools/next_engine.py` says what a new one changes.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -26,7 +27,11 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
+from dataclasses import dataclass
 from typing import Any
+
+OLDEST, NEXT = (0, 4), (0, 7)
+"""The versions of llama.cpp that there are declarations for: from the first, below the second."""
 
 MAX_THREADS = 512
 """`GGML_MAX_N_THREADS`: the length of a thread pool's CPU mask."""
@@ -85,7 +90,7 @@ class ModelParams(Structure):
 
 
 class ContextParams(Structure):
-    """`llama_context_params`."""
+    """`llama_context_params` of 0.4 and 0.5."""
 
     _fields_ = (
         ("n_ctx", c_uint32),
@@ -126,6 +131,18 @@ class ContextParams(Structure):
         ("n_samplers", c_size_t),
         ("ctx_other", c_void_p),
     )
+
+
+def _inserted(fields: Sequence[tuple[str, Any]], after: str, *new: tuple[str, Any]) -> tuple[Any, ...]:
+    """`fields` with further ones after one of them."""
+    place = next(index for index, (name, _) in enumerate(fields) if name == after) + 1
+    return (*fields[:place], *new, *fields[place:])
+
+
+class ContextParams06(Structure):
+    """`llama_context_params` of 0.6: experts in host memory may have a cache on the device."""
+
+    _fields_ = _inserted(ContextParams._fields_, "type_v", ("moe_cache_size", c_size_t))
 
 
 class ThreadpoolParams(Structure):
@@ -245,6 +262,39 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 """Every function that perdure calls: its result, then its arguments."""
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The declarations for one version."""
+
+    context_params: type[Structure]
+
+    @property
+    def functions(self) -> dict[str, tuple[Any, list[Any]]]:
+        """Every function: its result, then its arguments."""
+
+        def of_version(kind: Any) -> Any:
+            return self.context_params if kind is ContextParams else kind
+
+        return {
+            name: (of_version(result), [of_version(each) for each in arguments])
+            for name, (result, arguments) in FUNCTIONS.items()
+        }
+
+
+_LAYOUTS = {(0, 4): Layout(ContextParams), (0, 6): Layout(ContextParams06)}
+"""By the version that each begins with."""
+
+
+def layout_of(version: tuple[int, ...]) -> Layout:
+    """The declarations for a version: those of the newest known one for what is newer."""
+    return _LAYOUTS[max((known for known in _LAYOUTS if known <= version), default=min(_LAYOUTS))]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """0.6.0-dev as (0, 6)."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
 class Functions:
     """The functions of one loaded library, each an attribute of its C name, with its types declared.
 
@@ -254,7 +304,10 @@ class Functions:
     def __init__(self, libraries: Iterable[ctypes.CDLL]) -> None:
         handles = list(libraries)
         missing = []
-        for name, (result, arguments) in FUNCTIONS.items():
+        self.version = _version(handles)
+        self.layout = layout_of(numbers(self.version))
+        self._declared = self.layout.functions
+        for name, (result, arguments) in self._declared.items():
             # A function object of our own: one taken from a CDLL by attribute is shared.
             found = next((handle[name] for handle in handles if _has(handle, name)), None)
             if found is None:
@@ -272,11 +325,21 @@ class Functions:
         """
         address = ctypes.cast(getattr(self, name), c_void_p).value
         assert address is not None
-        result, arguments = FUNCTIONS[name]
+        result, arguments = self._declared[name]
         return PYFUNCTYPE(c_void_p if result is _FLOATS else result, *arguments)(address)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"this llama.cpp library has no function {name}")
+
+
+def _version(handles: Iterable[ctypes.CDLL]) -> str:
+    """What a library says that it is; empty where it does not."""
+    for handle in handles:
+        if _has(handle, "llama_version"):
+            ask = handle["llama_version"]
+            ask.restype = c_char_p
+            return str(ask().decode("utf-8", "replace"))
+    return ""
 
 
 def _has(handle: ctypes.CDLL, name: str) -> bool:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from ctypes import Structure, c_uint8
 from pathlib import Path
 from typing import Any
 
 from perdure.engine.llama.native.declarations import (
-    ContextParams,
+    NEXT,
+    OLDEST,
     Functions,
     ModelParams,
     ThreadpoolParams,
+    numbers,
 )
 from perdure.errors import EngineLibraryError
-
-OLDEST, NEXT = (0, 4), (0, 6)
-"""The versions of llama.cpp that the declarations are written for: from the first, below the second."""
 
 _IN_REGISTERS = 16
 """Bytes of a struct that is returned in registers; a larger one is written to memory."""
@@ -55,31 +53,32 @@ _CONTEXT = {
 }
 _THREADS = {"n_threads": 3, "poll": 50}
 
-_DEFAULTS: dict[str, tuple[type[Structure], dict[str, Any]]] = {
-    "llama_model_default_params": (ModelParams, _MODEL),
-    "llama_context_default_params": (ContextParams, _CONTEXT),
-}
-"""What each function fills in, where that is not zero."""
-
 
 def check(lib: Functions, folder: Path) -> None:
     """Raise `EngineLibraryError` where `lib` is not what the declarations say.
 
-    A struct of another layout would be misread without a word, or end the process.
+    A struct of another layout would be misread without a word, or end the process. A version that is newer
+    than any that is known is held to the newest declarations: it may be used where all is as they say.
     """
     if lib.missing:
         raise _refused(
             folder, f"it lacks {len(lib.missing)} functions, such as {', '.join(sorted(lib.missing)[:3])}"
         )
-    version = lib.llama_version().decode("utf-8", "replace")
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if not OLDEST <= numbers < NEXT:
-        raise _refused(folder, f"it is version {version}")
-    for name, (layout, expected) in _DEFAULTS.items():
+    if not numbers(lib.version) >= OLDEST:
+        raise _refused(folder, f"it is version {lib.version}")
+    for name, layout, expected in (
+        ("llama_model_default_params", ModelParams, _MODEL),
+        ("llama_context_default_params", lib.layout.context_params, _CONTEXT),
+    ):
         _compare(folder, name, layout, expected, _call(lib, name, layout))
     threads = _padded(ThreadpoolParams)()
     lib.ggml_threadpool_params_init(ctypes.cast(ctypes.byref(threads), ctypes.POINTER(ThreadpoolParams)), 3)
     _compare(folder, "ggml_threadpool_params_init", ThreadpoolParams, _THREADS, threads)
+
+
+def is_newer(version: str) -> bool:
+    """Whether a version is newer than any that there are declarations for."""
+    return numbers(version) >= NEXT
 
 
 def _call(lib: Functions, name: str, layout: type[Structure]) -> Structure:

@@ -3,7 +3,7 @@
     magic u32, sequence i32
     streams u32, then for each stream: cells u32, and where that is not 0
         cell by cell: position i32, owners u32 (1), extension (M-RoPE and the like), owner i32
-        transposed u32 (0), layers u32
+        transposed u32 (0), layers u32, since 0.6 figures of 8 bytes (rotations of K and V)
         layer by layer: type i32, row bytes u64, one row of K a cell
         layer by layer, where the model keeps V: type i32, row bytes u64, one row of V a cell
     then, for kinds of memory that have one, the rest: the window's cells or the recurrent state
@@ -31,6 +31,8 @@ Rows = NDArray[np.void]
 _OPENING = struct.Struct("<II")
 _LAYER = struct.Struct("<iQ")
 _EXTENSIONS = (0, 8, 12, 16)
+_FIGURES = (0, 8)
+"""Bytes that may stand between the number of layers and the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Layout:
     layers: int
     regions: tuple[tuple[int, int], ...]
     """(type, row bytes) of each layer's K, then of each layer's V."""
+    figures: bytes = b""
+    """What stands behind the number of layers; the same in every state of one context."""
 
     @property
     def row_bytes(self) -> int:
@@ -55,7 +59,7 @@ class Layout:
 
     def size(self, length: int) -> int:
         """The bytes of this part for `length` tokens, with its opening."""
-        head = 8 + 4 + 4 * self.streams + 8
+        head = 8 + 4 + 4 * self.streams + 8 + len(self.figures)
         return head + length * (self.cell_bytes + self.row_bytes - self.extension) + 12 * len(self.regions)
 
     def rows(self, state: Bytes) -> TokenRows | None:
@@ -64,7 +68,7 @@ class Layout:
         if cells is None:
             return None
         counts = len(cells)
-        at += 8
+        at += 8 + len(self.figures)
         positions = np.ascontiguousarray(cells[:, :4]).view("<i4").reshape(-1)
         order = None
         if not np.array_equal(positions, np.arange(counts)):
@@ -93,8 +97,9 @@ class Layout:
         raw = meta.view(np.uint8).reshape(length, 12)
         cells[:, :8], cells[:, 8 + self.extension :] = raw[:, :8], raw[:, 8:]
         at += cells.size
-        state[at : at + 8] = np.frombuffer(struct.pack("<II", 0, self.layers), np.uint8)
-        at += 8
+        counts = struct.pack("<II", 0, self.layers) + self.figures
+        state[at : at + len(counts)] = np.frombuffer(counts, np.uint8)
+        at += len(counts)
         runs = self._runs(state, at, length)
         ends = list(itertools.accumulate(len(piece) for piece in pieces))
 
@@ -182,14 +187,14 @@ def discover(state: Bytes, rest: Bytes | None, seq: int, streams: int) -> Layout
     end = len(state) - (0 if rest is None else len(rest))
     if rest is not None and not np.array_equal(state[end:], rest):
         return None
-    for extension in _EXTENSIONS:
-        layout = _read(state[:end], seq, streams, extension)
+    for extension, figures in itertools.product(_EXTENSIONS, _FIGURES):
+        layout = _read(state[:end], seq, streams, extension, figures)
         if layout is not None and layout._proves(state, rest, seq):
             return layout
     return None
 
 
-def _read(body: Bytes, seq: int, streams: int, extension: int) -> Layout | None:
+def _read(body: Bytes, seq: int, streams: int, extension: int, figures: int) -> Layout | None:
     data = memoryview(body)  # type: ignore[arg-type]
     try:
         at = 8
@@ -203,7 +208,8 @@ def _read(body: Bytes, seq: int, streams: int, extension: int) -> Layout | None:
             seen += 1
         at += count * (12 + extension)
         transposed, layers = _OPENING.unpack_from(data, at)
-        at += 8
+        at += 8 + figures
+        between = bytes(data[at - figures : at])
         end = len(body) - 4 * (streams - seen)
         regions: list[tuple[int, int]] = []
         while at < end:
@@ -219,7 +225,7 @@ def _read(body: Bytes, seq: int, streams: int, extension: int) -> Layout | None:
             or not layers <= len(regions) <= 2 * layers
         ):
             return None
-        return Layout(bytes(data[:8]), streams, extension, layers, tuple(regions))
+        return Layout(bytes(data[:8]), streams, extension, layers, tuple(regions), between)
     except struct.error:
         return None
 

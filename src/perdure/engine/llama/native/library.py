@@ -59,7 +59,7 @@ class Library:
         self.log_sink = LogSink(self.functions)
         self.variant, self.unusable = load_backends(self.functions, source.folder, variant, gpu=gpu)
         self.functions.llama_backend_init()
-        self.version = self.functions.llama_version().decode()
+        self.version = self.functions.version
 
     @property
     def name(self) -> str:

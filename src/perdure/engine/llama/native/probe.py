@@ -25,6 +25,7 @@ from typing import Any
 from perdure import system
 from perdure.atomic import atomic_write
 from perdure.config import settings
+from perdure.engine.llama.native import guard
 from perdure.engine.llama.native.backends import backends
 from perdure.engine.llama.native.causes import cause_of, last_words
 from perdure.engine.llama.native.source import WAYS, LibrarySource, candidates, fetch_library
@@ -40,7 +41,7 @@ _PROBE = 3
 _LOADER = ("LD_PRELOAD", "LD_LIBRARY_PATH", "DYLD_INSERT_LIBRARIES", "DYLD_LIBRARY_PATH")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SECONDS = 120
-_LIBRARIES = re.compile(r"(?:lib)?(?:llama|ggml)[^/]*\.(?:so|dylib|dll)(?:\.[0-9]+)*")
+_LIBRARIES = re.compile(r"(?:lib|x)?(?:llama|ggml)[^/]*\.(?:so|dylib|dll)(?:\.[0-9]+)*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,8 @@ class Attempt:
     """The GPUs that it could put layers on."""
     driver: str = ""
     """A driver library that was used instead of the system's."""
+    version: str = ""
+    """What the library says that it is."""
 
     def __str__(self) -> str:
         parts = [f"CPU variant {self.variant or 'of its choice'}"]
@@ -191,6 +194,9 @@ def _told(choice: Choice, new: bool) -> Choice:
             parts.append(f"{name} cannot run here: {failed.attempts[0]}")
         elif failed.deaths:
             parts.append(f"{name} is used with restrictions: {'; '.join(map(str, failed.attempts))}")
+    version = choice.result.attempts[-1].version
+    if guard.is_newer(version):
+        parts.append(f"llama.cpp {version} is newer than this perdure knows, and passed its checks")
     if parts and new:
         log.warning("%s; `perdure doctor` tells more", ". ".join(parts))
     return choice
@@ -300,7 +306,11 @@ class _Runs:
         if "done" in report:
             devices = tuple(report["devices"])
             return replace(
-                attempt, variant=report["done"], devices=devices, words="" if devices else self._why(words)
+                attempt,
+                variant=report["done"],
+                version=report["version"],
+                devices=devices,
+                words="" if devices else self._why(words),
             )
         died = report.get("refused") or words or f"exit code {ended.returncode} at {report['doing']}"
         return replace(attempt, died=str(died))

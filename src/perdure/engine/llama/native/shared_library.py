@@ -47,6 +47,7 @@ def use_driver(path: Path) -> None:
 
 def _find(name: str, beside: Sequence[Path]) -> Path | None:
     for file in beside:
-        if file.name == name:
+        # libggml-cuda.so is what libllama asks for as libggml-cuda.so.0.
+        if name == file.name or name.startswith(f"{file.name}."):
             return file
     return next((folder / name for folder in runtime_folders() if (folder / name).is_file()), None)

@@ -27,8 +27,9 @@ WAYS = (
 """How to get a library, for people who have none."""
 
 _LIBRARY = re.compile(
-    # libllama.so, libllama.so.0.5, libllama.v0.5.0.so, libllama.vulkan.v0.5.0.so, llama.dll
-    r"(?:lib)?(?P<stem>[a-z-]+)(?:\.[a-z]+(?=\.v))?(?:\.v?[0-9.]+)?\.(?:so|dylib|dll)(?:\.[0-9]+)*"
+    # libllama.so, libllama.so.0.5, libllama.v0.5.0.so, libllama.vulkan.v0.5.0.so, llama.dll;
+    # xllamacpp.abi3.so is a module of Python with all of llama.cpp in it.
+    r"(?:lib|x(?=llamacpp))?(?P<stem>[a-z-]+?)(?:cpp\.abi3)?(?:\.[a-z]+(?=\.v))?(?:\.v?[0-9.]+)?\.(?:so|dylib|dll)(?:\.[0-9]+)*"
 )
 _PLACES = ("", "lib", "bin", "build/bin", "lib64")
 """Where in a folder that somebody names the shared libraries may lie."""

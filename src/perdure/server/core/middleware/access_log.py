@@ -75,6 +75,10 @@ class AccessLog:
                     # As Anthropic's clients look for it.
                     (b"request-id", request_id.encode()),
                 ]
+                if ignored := notes.get("ignored"):
+                    # Names come from a client: what no header may have is written as JSON writes it.
+                    names = ", ".join(json.dumps(name)[1:-1] for name in ignored)
+                    message["headers"].append((b"x-perdure-ignored", names.encode("ascii")))
             await send(message)
 
         try:

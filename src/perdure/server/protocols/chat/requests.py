@@ -9,13 +9,13 @@ from pydantic import Field
 
 from perdure.chat.message import Message, parse_messages
 from perdure.chat.options import RESERVED
-from perdure.config import Overflow, ReasoningMode
 from perdure.decode.slots import KeptPrefix
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
 from perdure.server.core.schemas import (
     Items,
     Name,
+    ReplyExtension,
     RequestSchema,
     SamplingSchema,
     StreamOptions,
@@ -120,28 +120,13 @@ class SchemaFormat(RequestSchema):
     json_schema: SchemaAsked
 
 
-class Extension(RequestSchema):
+class Extension(ReplyExtension):
     """What OpenAI's API has no words for."""
 
     session: Name | None = None
     """The session to go on with: `messages` are then only what is new. Made if it does not exist."""
-    overflow: Overflow | None = None
-    """What happens when the conversation no longer fits. An error, unless this says otherwise."""
-    reasoning: ReasoningMode | None = None
-    reasoning_budget: int | None = Field(None, ge=0, lt=2**31)
-    """Tokens that the model may reason for."""
     keep_partial: bool | None = None
     """In a session: whether a turn that is stopped is kept as far as it is written."""
-    timeout: float | None = Field(None, gt=0, le=86400)
-    """Seconds until the request ends, wherever it is."""
-    regex: str | None = Field(None, max_length=10_000)
-    """What the reply must match."""
-    keep_reasoning: bool | None = None
-    """Whether the template shows the reasoning of earlier turns, where it has a switch for that."""
-    date: str | None = Field(None, max_length=40)
-    """The day that a template is told when it asks, in ISO 8601. A session stays at its first."""
-    variables: dict[str, Any] | None = None
-    """For the model's template; `chat_template_kwargs` are the same."""
 
 
 class ChatOptionsSchema(SamplingSchema):
@@ -186,9 +171,11 @@ class ChatRequest(ChatOptionsSchema):
     prompt_cache_options: PromptCacheOptions | None = None
 
 
-def check_chat_options(asked: ChatOptionsSchema, app_state: AppState) -> None:
-    """Refuse what cannot be done, or was said twice."""
-    refuse_fields(asked, strict=app_state.strict, refused=REFUSED)
+def check_chat_options(
+    asked: ChatOptionsSchema, app_state: AppState, notes: dict[str, Any] | None = None
+) -> None:
+    """Refuse what cannot be done, or was said twice; what is ignored is named in `notes`."""
+    refuse_fields(asked, strict=app_state.strict, refused=REFUSED, notes=notes)
     limits = {asked.max_tokens, asked.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise ApiError(
@@ -234,10 +221,9 @@ def chat_options(asked: ChatOptionsSchema, app_state: AppState) -> dict[str, Any
         if (value := getattr(asked, name)) is not None:
             variables[name] = value
     if extension is not None:
-        for name in ("overflow", "reasoning", "reasoning_budget", "regex", "keep_reasoning", "date"):
-            if (value := getattr(extension, name)) is not None:
-                options[name] = value
-        variables |= extension.variables or {}
+        extended = extension.options
+        variables |= extended.pop("variables", {})
+        options |= extended
         if extension.keep_partial:
             options["keep_partial"] = True
     variables |= asked.chat_template_kwargs or {}
@@ -281,9 +267,11 @@ def _marks(asked: ChatRequest) -> list[KeptPrefix]:
 _UNREADABLE = {"image_url": "images", "input_audio": "audio", "file": "files", "refusal": "refusals"}
 
 
-def reply_request(asked: ChatRequest, app_state: AppState) -> ReplyRequest:
+def reply_request(
+    asked: ChatRequest, app_state: AppState, notes: dict[str, Any] | None = None
+) -> ReplyRequest:
     """What a request asks for, in the inner form."""
-    check_chat_options(asked, app_state)
+    check_chat_options(asked, app_state, notes)
     app_state.check_model(asked.model)
     if asked.modalities and set(asked.modalities) != {"text"}:
         raise ApiError(

@@ -26,7 +26,7 @@ async def chat(
     asked: ChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """A reply to a conversation, in OpenAI's shape."""
-    wanted = reply_request(asked, app_state)
+    wanted = reply_request(asked, app_state, caller.notes)
     stream = await app_state.call(wanted.submit, app_state.runtime, caller.namespace, caller.agent)
     return await chat_answer(
         stream, asked, request, app_state, caller, session=wanted.session, messages=wanted.messages

@@ -11,7 +11,7 @@ from perdure.chat.message import parse_messages
 from perdure.decode.slots import KeptPrefix
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
-from perdure.server.core.schemas import Items, RequestSchema
+from perdure.server.core.schemas import Items, ReplyExtension, RequestSchema, SamplingSchema
 from perdure.server.protocols.reply_request import ReplyRequest
 
 _BILLING = "x-anthropic-billing-header:"
@@ -39,6 +39,8 @@ class CacheControl(RequestSchema):
 
 class Block(RequestSchema):
     """A part of a message. What a kind has besides is read by its kind."""
+
+    has_more = True
 
     type: str
     text: Text | None = None
@@ -101,12 +103,11 @@ class CountRequest(RequestSchema):
     """A mark behind the last message."""
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(SamplingSchema, CountRequest):
     max_tokens: int = Field(ge=1, lt=2**31)
-    stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0, lt=2**31)
+    stop_sequences: Items[str] | None = None
+    """What Anthropic calls `stop`."""
+    perdure: ReplyExtension | None = None
     stream: bool | None = None
 
     @property
@@ -119,15 +120,18 @@ def reply_request(asked: MessagesRequest, app_state: AppState, namespace: str) -
     options = prompt_options(asked)
     # Clients ask for all that their own models could write.
     options["max_tokens"], options["limit_to_context"] = asked.max_tokens, True
-    for name in ("temperature", "top_p", "top_k"):
-        if (value := getattr(asked, name)) is not None:
-            options[name] = value
+    options |= asked.sampling
     if stops := [stop for stop in asked.stop_sequences or () if stop]:
         options["stop"] = stops
+    extension = asked.perdure
+    if extension is not None:
+        extended = extension.options
+        options["variables"] = {**options.get("variables", {}), **extended.pop("variables", {})}
+        options |= extended
     thinking = asked.thinking
     if thinking is not None and thinking.type == "enabled" and thinking.budget_tokens is not None:
         options["reasoning_budget"] = thinking.budget_tokens
-    options["timeout"] = app_state.seconds(None)
+    options["timeout"] = app_state.seconds(extension.timeout if extension else None)
     said = Conversation(asked, app_state, namespace)
     if said.is_prefilled:
         options["continue_final_message"] = True

@@ -9,7 +9,7 @@ from perdure.errors import ContextOverflow
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.follow import answer
 from perdure.server.core.protocol import Protocol
-from perdure.server.core.schemas import errors, streamed
+from perdure.server.core.schemas import errors, refuse_fields, streamed
 from perdure.server.protocols.messages.answers import CountAnswer, MessagesAnswer, MessagesHead
 from perdure.server.protocols.messages.errors import MessagesErrorAnswer, error_body
 from perdure.server.protocols.messages.requests import (
@@ -31,6 +31,7 @@ async def messages(
     asked: MessagesRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> MessagesAnswer | Response:
     """A reply to a conversation, in the shape of Anthropic's Messages. Any `model` is served by this one."""
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     wanted, stream = await app_state.call(_submit, asked, app_state, caller.namespace)
     head = MessagesHead(asked, app_state, caller.namespace)
     return await answer(
@@ -39,6 +40,7 @@ async def messages(
         app_state,
         caller,
         whole=head.whole,
+        timeout=asked.perdure.timeout if asked.perdure else None,
         writer=MessagesWriter(head, stream.prompt_tokens) if asked.stream else None,
         messages=wanted.messages,
     )

@@ -9,27 +9,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from perdure.chat.message import parse_messages
+from perdure.checks import is_number
+from perdure.errors import InvalidInputError
+from perdure.options import Option, options_of
+from perdure.request_options import SEED_LIMIT, Sampling
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
-from perdure.server.core.schemas import Items, RequestSchema
+from perdure.server.core.schemas import Items, RequestSchema, option_value
 from perdure.server.protocols.reply_request import ReplyRequest
 
-_SAMPLING = {
-    "seed": "seed",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
-    "temperature": "temperature",
-    "repeat_penalty": "repeat_penalty",
-    "repeat_last_n": "penalty_last_n",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "mirostat": "mirostat",
-    "mirostat_tau": "mirostat_tau",
-    "mirostat_eta": "mirostat_eta",
-}
-"""Options of Ollama's, and what the runtime calls them."""
+_SAMPLING = {name: each for each in options_of(Sampling).values() for name in (each.ollama, each.name)}
+"""Sampling settings by Ollama's names, and by ours."""
 _ENGINE = frozenset(
     {
         "num_batch",
@@ -207,8 +197,9 @@ def _mapped(given: Mapping[str, Any], app_state: AppState) -> tuple[dict[str, An
         if value is None:
             continue
         if name in _SAMPLING:
-            options[_SAMPLING[name]] = _number(name, value)
-        elif name == "num_predict":
+            setting = _SAMPLING[name]
+            options[setting.name] = _setting(name, setting, value)
+        elif name in ("num_predict", "max_tokens"):
             limit = _number(name, value)
             # Below 1 it is "as many as there are".
             options["max_tokens"], options["limit_to_context"] = int(limit) if limit > 0 else None, True
@@ -222,14 +213,32 @@ def _mapped(given: Mapping[str, Any], app_state: AppState) -> tuple[dict[str, An
         elif name in _ENGINE:
             notes.append(f"{name} is chosen when the server is started, and was left out")
         else:
-            raise _invalid(f"options.{name}", "there is no such option here; leave it out")
-    if (seed := options.get("seed")) is not None:
-        # Below 0 it is "a new one each time".
-        options["seed"] = None if seed < 0 else int(seed) % (2**32 - 1)
-    for name in ("top_k", "penalty_last_n", "mirostat"):
-        if name in options:
-            options[name] = int(options[name])
+            raise _invalid(f"options.{name[:100]}", "there is no such option here; leave it out")
     return options, notes
+
+
+def _setting(name: str, setting: Option, value: Any) -> Any:
+    """A sampling setting. Clients send whole numbers as 40.0 too."""
+    if setting.kind is list:
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise _invalid(f"options.{name}", "a list of texts")
+        value = tuple(value)
+    elif setting.kind is dict:
+        if not isinstance(value, dict) or len(value) > (setting.items or 0):
+            raise _invalid(f"options.{name}", f"at most {setting.items} biases by token id")
+        value = option_value(setting, {key: _number(name, bias) for key, bias in value.items()})
+    else:
+        value = _number(name, value)
+        if setting.kind is int:
+            value = int(value)
+        if setting.name == "seed":
+            # Below 0 it is "a new one each time".
+            value = None if value < 0 else value % SEED_LIMIT
+    try:
+        setting.check(value)
+    except InvalidInputError as error:
+        raise _invalid(f"options.{name}", str(error)) from None
+    return value
 
 
 def check_keep_alive(given: KeepAlive | None) -> None:
@@ -252,7 +261,7 @@ def _check_images(images: list[Any] | None, where: str) -> None:
 
 
 def _number(name: str, value: Any) -> float | int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LARGE < value < _LARGE:
+    if not is_number(value) or not -_LARGE < value < _LARGE:
         raise _invalid(f"options.{name}", f"a number, got {str(value)[:40]!r}")
     return value
 

@@ -15,7 +15,7 @@ from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.core.follow import answer, outcome
 from perdure.server.core.protocol import JSON_LINES, Protocol, event
-from perdure.server.core.schemas import errors
+from perdure.server.core.schemas import errors, refuse_fields
 from perdure.server.protocols.ollama.errors import OllamaErrorAnswer, error_body
 from perdure.server.protocols.ollama.library import VERSION, Library, tagged
 from perdure.server.protocols.ollama.requests import (
@@ -54,6 +54,7 @@ async def chat(
     if not asked.messages:
         check_keep_alive(asked.keep_alive)
         return _idle(asked, app_state, "chat")
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     wanted, notes = chat_request(asked, app_state)
     writer = OllamaWriter(app_state.name, "chat", notes)
     job = await app_state.call(wanted.submit, app_state.runtime, caller.namespace)
@@ -68,6 +69,7 @@ async def generate(
     if not asked.prompt:
         check_keep_alive(asked.keep_alive)
         return _idle(asked, app_state, "generate")
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     wanted, notes = generate_request(asked, app_state)
     writer = OllamaWriter(app_state.name, "generate", notes)
     job: Any

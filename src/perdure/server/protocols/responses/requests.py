@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 from perdure.chat.message import Message
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
-from perdure.server.core.schemas import Items, RequestSchema
+from perdure.server.core.schemas import Items, ReplyExtension, RequestSchema, SamplingSchema
 from perdure.server.protocols.cache_marks import PromptCacheOptions
 from perdure.server.protocols.responses.items import Found, OutputForm, Unsealed, content_text, messages_of
 
@@ -91,24 +91,19 @@ class PromptRequest(RequestSchema):
     truncation: Literal["auto", "disabled"] | None = None
 
 
-class ResponseRequest(PromptRequest):
+class ResponseRequest(SamplingSchema, PromptRequest):
     store: bool | None = None
     stream: bool | None = None
     include: Annotated[list[str], Field(max_length=64)] | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_tool_calls: int | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     metadata: Metadata | None = None
     background: bool | None = None
     prompt_cache_key: str | None = Field(None, max_length=512)
     """The latest prompt that came with this key is kept for a time."""
     prompt_cache_options: PromptCacheOptions | None = None
-    seed: int | None = Field(None, ge=0, lt=2**32 - 1)
-    """Of perdure: the same seed gives the same reply."""
+    perdure: ReplyExtension | None = None
 
     @property
     def stores(self) -> bool:
@@ -235,14 +230,17 @@ def prompt_options(asked: PromptRequest, tools: ToolSet) -> dict[str, Any]:
 def reply_options(asked: ResponseRequest, tools: ToolSet, app_state: AppState) -> dict[str, Any]:
     """What is asked of the reply, in the runtime's words."""
     options = prompt_options(asked, tools)
-    for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"):
-        if (value := getattr(asked, name)) is not None:
-            options[name] = value
+    options |= asked.sampling
+    extension = asked.perdure
+    if extension is not None:
+        extended = extension.options
+        options["variables"] = {**options.get("variables", {}), **extended.pop("variables", {})}
+        options |= extended
     if asked.max_output_tokens is not None:
         options["max_tokens"], options["limit_to_context"] = asked.max_output_tokens, True
     if asked.top_logprobs or "message.output_text.logprobs" in (asked.include or ()):
         options["logprobs"] = asked.top_logprobs or 0
-    options["timeout"] = app_state.seconds(None)
+    options["timeout"] = app_state.seconds(extension.timeout if extension else None)
     return options
 
 

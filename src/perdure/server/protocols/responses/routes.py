@@ -17,7 +17,7 @@ from perdure.server.core.api_error import ApiError, to_api_error
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.core.follow import EventResponse, Recorded, answer
 from perdure.server.core.protocol import SSE, Event, Protocol
-from perdure.server.core.schemas import NO_BODY, PAGE, Limit, errors, streamed
+from perdure.server.core.schemas import NO_BODY, PAGE, Limit, errors, refuse_fields, streamed
 from perdure.server.protocols.responses import compact, conversations, websocket
 from perdure.server.protocols.responses.answers import (
     DeletedResponse,
@@ -51,6 +51,7 @@ async def create(
     asked: ResponseRequest, request: Request, app_state: AppStateDep, caller: CallerDep, runs: RunsDep
 ) -> Response:
     """A response. Unless `store` is false it is kept as a turn: to be read, continued, resumed by its id."""
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     app_state.check_model(asked.model or "")
     responses = Responses(app_state, caller.namespace)
     if asked.stores:

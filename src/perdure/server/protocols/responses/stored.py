@@ -34,9 +34,8 @@ from perdure.server.protocols.responses.requests import (
 )
 from perdure.server.protocols.responses.stream import SentPart
 from perdure.sessions.fold import TurnStream
-from perdure.sessions.session import Session
+from perdure.sessions.session import Session, TurnExtra, today
 from perdure.sessions.turn import Turn
-from perdure.sessions.turn_transaction import TurnExtra, today
 
 CONVERSATION = "conversation"
 _RESPONSE = "response"
@@ -94,13 +93,13 @@ class Responses:
         self._read(asked)
         response_id = ids.new_response()
         defaults = self._app_state.defaults
-        seed = asked.seed if asked.seed is not None else defaults.sampling.get("seed")
+        seed = {**defaults.sampling, **asked.sampling}.get("seed")
         about = {
             "how": _RESPONSE,
             "request": asked.model_dump(mode="json", exclude_none=True, by_alias=True),
             "seed": seed if seed is not None else draw_seed(),
             # Those of now: the settings may change before the reply is made again.
-            "defaults": asdict(defaults),
+            "defaults": defaults.to_json(),
             "created": int(time.time()),
             # Templates with a date, too: it may be another day by then.
             "date": today(),
@@ -331,7 +330,7 @@ class Responses:
         """Have the reply made, now or again: with the same seed it is the same one."""
         asked, session = response.asked, response.session
         instructions, said = self._read(asked)
-        defaults = ReplyDefaults(**session.origin.get("defaults", {}))
+        defaults = ReplyDefaults.from_json(session.origin.get("defaults", {}))
         options = {**defaults.fill(self._options(asked, said)), "seed": session.origin["seed"]}
         conversation = asked.conversation_id
         follower = self.conversation(conversation) if conversation is not None else None
