@@ -157,3 +157,11 @@ def test_items_are_counted_for_each_request_of_a_connection_x14(server: LiveServ
             socket.send(json.dumps(asked))
             while (event := json.loads(socket.recv(timeout=60)))["type"] != "response.completed":
                 assert event["type"] in ("response.created", "response.in_progress"), event
+
+
+@pytest.mark.parametrize("name", ["", " ", " x", "x ", "\t", "\x7f", "\u00a0", "a, "])
+def test_fields_with_odd_names_are_answered(name: str, server: LiveServer) -> None:
+    """They are named in a header, which may not end in a space: the fuzzer found connections that ended."""
+    with server.client() as client:
+        answer = client.post("/tokenize", json={"content": "Hi", name: 1})
+        assert answer.status_code == 200, answer.text

@@ -22,6 +22,13 @@ LEFT = 499
 """The status, in logs and metrics only, of a request whose client went away."""
 
 
+def _header_text(name: str) -> str:
+    """A name that comes from a client, as a header may have it: escaped as JSON does, and in quotes where it
+    is empty, or begins or ends with a space."""
+    escaped = json.dumps(name)[1:-1]
+    return escaped if escaped and escaped == escaped.strip() else f'"{escaped}"'
+
+
 class JsonLines(logging.Handler):
     """Log records as lines of JSON. A line never has a message of a conversation in it unless asked to."""
 
@@ -76,8 +83,7 @@ class AccessLog:
                     (b"request-id", request_id.encode()),
                 ]
                 if ignored := notes.get("ignored"):
-                    # Names come from a client: what no header may have is written as JSON writes it.
-                    names = ", ".join(json.dumps(name)[1:-1] for name in ignored)
+                    names = ", ".join(map(_header_text, ignored))
                     message["headers"].append((b"x-perdure-ignored", names.encode("ascii")))
             await send(message)
 
