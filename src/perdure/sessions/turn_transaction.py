@@ -185,7 +185,7 @@ class TurnTransaction:
         """Tokens of a prompt that starts with `messages`, and of the reply to it; and whether these are only
         a lower bound, since it surely does not fit."""
         room = reply_room(settings, self.host.backend.n_ctx)
-        options = ChatOptions.take(dict(settings))
+        options, _ = ChatOptions.split(settings)
         try:
             prompt = self.host.chat_format.prompt(
                 [*messages, *self.said], options, namespace=self.session.namespace, must_fit=True
