@@ -198,12 +198,14 @@ def _call(name: str, member: object, *, drop_self: bool = False) -> Iterator[str
     signature = signature.replace(parameters=parameters)
     if drop_self:
         signature = signature.replace(return_annotation=inspect.Signature.empty)
-    head = "async " if inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call) else ""
+    # A twin for asyncio has the signature of what it wraps, and is a coroutine all the same.
+    is_async = inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(call)
+    head = "async " if is_async else ""
     yield "```python"
     yield from _wrapped(f"{head}{name}", signature)
     yield "```"
     yield ""
-    yield from _doc(call)
+    yield from _doc(member if is_async else call)
 
 
 def _wrapped(name: str, signature: inspect.Signature) -> list[str]:

@@ -17,7 +17,7 @@ from perdure.chat.options import ChatOptions
 from perdure.chat.prompt_builder import ReasoningCache
 from perdure.engine.contract import ModelInfo
 from perdure.errors import InvalidInputError
-from perdure.sessions import turn_transaction as module
+from perdure.sessions import session as module
 from perdure.testing.toy import ToyModel
 
 SHOWS = (

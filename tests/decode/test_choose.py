@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import perdure
 from perdure import InvalidInputError, Runtime, TokenError
+from perdure.testing.toy import ToyModel
 
 PROMPT = "the man who was"
 OPTIONS = [" reading", " a", " gone away from here"]
@@ -54,6 +57,25 @@ def test_by_token_long_options_are_not_at_a_disadvantage(rt: Runtime) -> None:
     means = [choice.logprob_per_token for choice in found]
     assert means == sorted(means, reverse=True)
     assert math.log(found[0].probability / found[1].probability) == pytest.approx(means[0] - means[1])
+
+
+def test_no_event_loop_tokenises_or_queues_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either may wait for an engine in another process, or take long."""
+    threads: list[threading.Thread] = []
+    with perdure.open(ToyModel(), n_ctx=64, slots=2) as rt:
+
+        def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+            def noted(*given: Any, **settings: Any) -> Any:
+                threads.append(threading.current_thread())
+                return call(*given, **settings)
+
+            return noted
+
+        monkeypatch.setattr(rt.model, "tokenize", noting(rt.model.tokenize))
+        monkeypatch.setattr(rt.backend, "submit", noting(rt.backend.submit))
+        assert len(asyncio.run(rt.achoose("Hello", [" a", " b"]))) == 2
+    assert len(threads) == 5
+    assert threading.current_thread() not in threads
 
 
 def test_options_may_be_tokens_and_asked_for_by_asyncio(rt: Runtime) -> None:

@@ -17,7 +17,7 @@ from perdure import Template
 from perdure.chat.template import sandbox
 from perdure.errors import StoreFullError
 from perdure.server.core.keys import Keys, new_key
-from perdure.sessions import turn_transaction
+from perdure.sessions import session as session_module
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.store.sqlite.store import SqliteStore
@@ -142,7 +142,7 @@ def test_a_stream_goes_on_with_the_same_reply_on_another_day_x6(
         heard = broken(server, client, gate)
     with held(gate, store=tmp_path, template=DATED) as server, server.client() as client:
         expected = client.post(PATH, json={**ASKED, "stream": False}).json()
-        for module in (turn_transaction, sandbox):
+        for module in (session_module, sandbox):
             monkeypatch.setattr(module, "datetime", Tomorrow)
         other = client.post(PATH, json={**ASKED, "stream": False}).json()
         rest = resumed(client, heard[0]["response"]["id"], heard[-1]["sequence_number"])

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import perdure
 from decode.observed import Seen, alone, check_delivery, outcome, read
 from perdure import BusyError, EngineDiedError, EngineError, GrammarError, Reply, Runtime, Stream
 from perdure.memory import FullAttention
+from perdure.worker import supervisor as supervisor_module
 from worker.engines import (
     ABORT,
     ABORT_ONCE,
@@ -274,6 +276,23 @@ def test_a_stopped_process_is_replaced_too(hold: Hold) -> None:
         hold.go()
         assert job.reply().tokens == toy_alone([65, HOLD], **LONG).tokens
         assert "no step ended" in (remote(rt).health().last_death or "")
+
+
+def test_x22_an_idle_process_that_is_stopped_is_told_of_and_replaced(
+    hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X22: nobody asked anything of it when it was stopped, and the first call is one for its tokenizer."""
+    monkeypatch.setattr(supervisor_module, "UNRESPONSIVE", 1.0)
+    with isolated(restart_policy=replace(QUICK, hang_timeout=2.0)) as rt:
+        check_serves(rt)
+        os.kill(pid_now(rt), signal.SIGSTOP)
+        end = time.monotonic() + 60
+        while (state := remote(rt).health().state) == "ready" and time.monotonic() < end:
+            threading.Event().wait(0.01)
+        assert state in ("unresponsive", "restarting")
+        assert rt.model.tokenize("a" * 20000)
+        assert "it was idle" in (remote(rt).health().last_death or "")
+        check_serves(rt)
 
 
 def pid_now(rt: Runtime) -> int:

@@ -1,38 +1,80 @@
-"""One conversation that lasts."""
+"""One conversation that lasts.
+
+A turn reads as it happens, in `Session._turn`: a summary first where the context is full, the reply, its
+commit. It is a plan (`decode/stream.py`): asking its stream for the reply, or reading it to the end, runs it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import threading
+import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, Unpack
 
+from perdure.backend import Backend
+from perdure.chat.chat_format import ChatFormat, reply_room
 from perdure.chat.keywords import TurnKeywords
 from perdure.chat.message import Message
-from perdure.chat.plans import SummaryCut
+from perdure.chat.options import ChatOptions
+from perdure.chat.plans import Exchange, SummaryCut
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
 from perdure.checks import is_whole
 from perdure.decode.request import take_deadline
 from perdure.decode.slots import Plan, ReuseReport, TierUsage
 from perdure.decode.stream import Stream, StreamPlan, submitted
-from perdure.errors import InvalidInputError, PerdureError, SessionError
+from perdure.errors import (
+    ContextOverflow,
+    CorruptStateError,
+    InvalidInputError,
+    PerdureError,
+    SessionBusyError,
+    SessionError,
+    SessionNotFoundError,
+    StateError,
+    StoreError,
+)
 from perdure.sessions.export import write_export
-from perdure.sessions.fold import FoldPlan, TurnStream, fold_turn, foldable, summarised
-from perdure.sessions.history import History, TurnReference
-from perdure.sessions.info import SessionInfo
-from perdure.sessions.stored_session import StoredSession
-from perdure.sessions.turn import Said, Turn, said_messages
-from perdure.sessions.turn_transaction import TurnExtra, TurnHost, TurnTransaction
+from perdure.sessions.fold import FoldPlan, TurnStream, cut_short, fold_turn, foldable, summarised
+from perdure.sessions.history import History, Read, TurnPage, TurnReference
+from perdure.sessions.info import SessionInfo, SessionMemory
+from perdure.sessions.store.base import RESPONSE, SessionStore, each_turn
+from perdure.sessions.turn import Said, Turn, added, context, plain_settings, said_messages
+
+S = TypeVar("S")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class Host(TurnHost, Protocol):
+class Host(Protocol):
     """What a session needs of those that it is one of."""
 
+    @property
+    def store(self) -> SessionStore: ...
+    @property
+    def backend(self) -> Backend:
+        """Raises where no model was loaded."""
+        ...
+
+    @property
+    def chat_format(self) -> ChatFormat: ...
     @property
     def moving_state(self) -> threading.Lock:
         """Held while all the state of a session is in memory."""
@@ -48,9 +90,73 @@ class Host(TurnHost, Protocol):
         turns: Sequence[Turn] = (),
         kind: str = "session",
     ) -> Session: ...
+    def remove(self, session: Session) -> None: ...
+    def write_behind(self, tokens: Sequence[int], namespace: str, saved: int) -> int: ...
 
 
-class Session(StoredSession):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnExtra:
+    """What a turn may have besides its messages and settings."""
+
+    preamble: Sequence[Message] = ()
+    """Said before all of the history, for this turn alone."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """Written down with the turn's settings, as they are when it is kept."""
+    follower: Session | None = None
+    """A session that stands where this one does, and is to go on with the same turn."""
+    date: str | None = None
+    """What the template is told where the history has no date; None for the clock's."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PendingTurn:
+    """A turn in the making, or a fold: nobody else changes the session meanwhile."""
+
+    base: History
+    """What it goes on from."""
+    head: int
+    """The turn at which the session stood when it began."""
+    let_go: Callable[[], None]
+    said: Sequence[Message] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    deadline: float | None = None
+    keep_partial: bool = False
+    extra: TurnExtra = field(default_factory=TurnExtra)
+    stream: weakref.ref[TurnStream] | None = None
+    """None while it is being prepared. Weak: a stream that nobody holds any more is cancelled."""
+    ended: bool = False
+
+    def release(self) -> None:
+        """Let other processes have the session again. Only the first time does something."""
+        if not self.ended:
+            self.ended = True
+            self.let_go()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its reply is still being made, or prepared."""
+        if self.ended or self.stream is None:
+            return not self.ended
+        stream = self.stream()
+        return stream is not None and not (stream.done or stream.cancelled)
+
+
+def _in_thread(
+    method: Callable[Concatenate[S, P], T],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """The twin of a method for asyncio: the same call in a thread, so that no event loop waits for it."""
+
+    @functools.wraps(method)
+    async def twin(self: S, /, *args: P.args, **keywords: P.kwargs) -> T:
+        return await asyncio.to_thread(method, self, *args, **keywords)
+
+    twin.__name__ = f"a{method.__name__}"
+    twin.__qualname__ = method.__qualname__.removesuffix(method.__name__) + twin.__name__
+    twin.__doc__ = f"Like `{method.__name__}`, for asyncio."
+    return twin
+
+
+class Session:
     """A named conversation. Safe from any thread; one turn at a time.
 
     A turn is a transaction: it is part of the session once its reply is whole and on the disk, and else the
@@ -59,10 +165,114 @@ class Session(StoredSession):
     What another process has made of it in the meantime is seen by whoever reads or changes it next.
     """
 
-    _host: Host
-
     def __init__(self, host: Host, info: SessionInfo) -> None:
-        super().__init__(host, info)
+        self._host = host
+        self._info = info
+        self._lock = threading.RLock()
+        self._pending: PendingTurn | None = None
+        place = TurnReference(info.head, info.digest, info.depth)
+        self._history = History.at(place, self._reader())
+        self.saved: int | None = None
+        """Tokens whose state was written. None before the first turn: that turn then shows it."""
+        self._deleted = False
+        self.last: ChatReply | None = None
+        """The latest reply that this process has made."""
+        if host.store.readonly:
+            # Somebody else may change it at any time.
+            self._history.turns  # noqa: B018
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}, {self._turns} turns>"
+
+    # What it is.
+
+    @property
+    def name(self) -> str:
+        return self._info.name
+
+    @property
+    def namespace(self) -> str:
+        return self._info.namespace
+
+    @property
+    def kind(self) -> str:
+        return self._info.kind
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """What it came from: which session, after how many turns, and how."""
+        return self._info.origin
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What is asked of every reply, unless a turn asks for something else."""
+        return self._info.settings
+
+    @property
+    def info(self) -> SessionInfo:
+        """As it was listed when it was opened."""
+        return self._info
+
+    @property
+    def system(self) -> str | None:
+        # The start of a session never changes.
+        first = self._start.messages
+        return first[0].content if first and first[0].role == "system" else None
+
+    @property
+    def turns(self) -> int:
+        self._refresh()
+        return self._turns
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All that the model has read and written, as far as it is still in the conversation."""
+        self._refresh()
+        return tuple(self._history.transcript.tokens)
+
+    @property
+    def token_count(self) -> int:
+        """How many those are. The last turn says so: no other is read for it."""
+        self._refresh()
+        return self._history.token_count
+
+    @property
+    def turn_bytes(self) -> int:
+        """What its turns take in the store, apart from state."""
+        return self._host.store.nbytes(self._place(self.turns).head)
+
+    def history(self, *, limit: int | None = None, after: int = 0, nbytes: int | None = None) -> list[Turn]:
+        """Its turns, the first one first: up to `limit` of them, behind turn number `after`. With `nbytes`,
+        as many as are in so many bytes together, but one at least; no others are read."""
+        for name, value, low in (("limit", limit, 1), ("after", after, 0), ("nbytes", nbytes, 1)):
+            if value is not None and (not is_whole(value) or value < low):
+                raise InvalidInputError(f"{name} is a number from {low}, got {value!r}")
+        self._refresh()
+        if nbytes is None or self._host.store.readonly:
+            return self._history.page(after, limit)
+        with self._explaining():
+            head = self._history.place.head
+            return self._host.store.page(head, self.name, after=after, limit=limit, nbytes=nbytes)
+
+    def messages(self) -> list[Message]:
+        """What the next prompt starts with."""
+        self._refresh()
+        return list(self._history.messages)
+
+    def transcript(self, form: Literal["markdown", "jsonl"] = "markdown") -> str:
+        """The conversation as text to read, or as a message a line: everything that the model reads."""
+        return "".join(self.transcript_parts(form))
+
+    def transcript_parts(self, form: Literal["markdown", "jsonl"] = "markdown") -> Iterator[str]:
+        """The same piece by piece: no more turns are in memory than one piece is made of."""
+        if form not in ("markdown", "jsonl"):
+            raise InvalidInputError(f"a transcript is markdown or jsonl, not {form!r}")
+        self._refresh()
+        yield f"# {self.name}\n" if form == "markdown" else ""
+        for turn in self._stored_turns():
+            for message in context([turn]):
+                plain = json.dumps(message.to_dict(), ensure_ascii=False) + "\n" if form == "jsonl" else ""
+                yield plain or _markdown(message)
 
     # Talking.
 
@@ -77,7 +287,8 @@ class Session(StoredSession):
         """Queue a turn and return at once. It becomes part of the session when its reply is asked for, or
         read to its end; with `keep_partial` also when it is cancelled."""
         messages = said_messages(said)
-        return self._submit(lambda history: (history, messages), settings, keep_partial, extra)
+        with self._beginning(settings, keep_partial, extra) as pending:
+            return self._stream(pending, pending.base, messages)
 
     def submit_unkept(
         self, said: Said, *, preamble: Sequence[Message] = (), **settings: Unpack[TurnKeywords]
@@ -153,12 +364,9 @@ class Session(StoredSession):
     ) -> TurnStream:
         """Queue an edit and return at once."""
         messages = said_messages(said)
-
-        def choose(history: History) -> tuple[History, list[Message]]:
+        with self._beginning(settings, keep_partial) as pending:
             self._check_turn(turn, 1)
-            return history.first(turn - 1), messages
-
-        return self._submit(choose, settings, keep_partial)
+            return self._stream(pending, pending.base.first(turn - 1), messages)
 
     def regenerate(self, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]) -> ChatReply:
         """Another reply to the last message, in the place of the one there is."""
@@ -174,13 +382,11 @@ class Session(StoredSession):
         self, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
     ) -> TurnStream:
         """Queue another reply and return at once."""
-
-        def choose(history: History) -> tuple[History, list[Message]]:
+        with self._beginning(settings, keep_partial) as pending:
+            history = pending.base
             if not len(history) or history.last.kind != "turn":
                 raise SessionError(f"session {self.name!r} has no reply to make again")
-            return history.first(len(history) - 1), list(history.last.messages)
-
-        return self._submit(choose, settings, keep_partial)
+            return self._stream(pending, history.first(len(history) - 1), history.last.messages)
 
     def stop(self) -> bool:
         """End the reply that is being written, if one is: whoever reads it gets what there is. A turn that
@@ -204,9 +410,7 @@ class Session(StoredSession):
             self._check_turn(count, 0)
             return self._host.branch(self, name, self._place(count), how="fork")
 
-    async def afork(self, name: str, *, turn: int | None = None) -> Session:
-        """Like `fork`, for asyncio."""
-        return await asyncio.to_thread(self.fork, name, turn=turn)
+    afork = _in_thread(fork)
 
     def fold(
         self,
@@ -222,23 +426,18 @@ class Session(StoredSession):
         """
         if not is_whole(keep) or keep < 0:
             raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
-        wanted: dict[str, Any] = {**settings}
-        deadline = take_deadline(wanted)
-        pending, base = self._begin()
+        asked: dict[str, Any] = {**settings}
+        deadline = take_deadline(asked)
+        pending = self._begin()
+        base = pending.base
         try:
-            if summary is None:
-                chat_format = self._host.chat_format
-                turns = foldable(self._start, base, keep)
-                plan = summarised(chat_format, turns, keep, self.namespace, wanted, deadline)
-                try:
-                    with Stream(_only(plan), self._host.backend.submit) as stream:
-                        turn = stream.reply()
-                except SummaryCut as cut:
-                    raise SessionError(
-                        "the summary was cut short by its timeout: nothing was folded"
-                    ) from cut
+            turns = foldable(self._start, base, keep)
+            if summary is not None:
+                turn = fold_turn(turns, summary, keep)
             else:
-                turn = fold_turn(foldable(self._start, base, keep), summary, keep)
+                plan = summarised(self._host.chat_format, turns, keep, self.namespace, asked, deadline)
+                with Stream(_one_turn(plan), self._host.backend.submit) as stream:
+                    turn = stream.reply()
             with self._lock:
                 self._check_there()
                 if name is not None:
@@ -247,19 +446,12 @@ class Session(StoredSession):
                 numbers = self._host.store.add(self._info, [turn], parent=base.head, expected=pending.head)
                 self._history = base.then(numbers, [turn])
                 return self
+        except SummaryCut as cut:
+            raise SessionError("the summary was cut short by its timeout: nothing was folded") from cut
         finally:
             self._end(pending)
 
-    async def afold(
-        self,
-        name: str | None = None,
-        *,
-        summary: str | None = None,
-        keep: int = 2,
-        **settings: Unpack[TurnKeywords],
-    ) -> Session:
-        """Like `fold`, for asyncio."""
-        return await asyncio.to_thread(self.fold, name, summary=summary, keep=keep, **settings)
+    afold = _in_thread(fold)
 
     # Sleeping.
 
@@ -295,17 +487,11 @@ class Session(StoredSession):
                 return ReuseReport(computed=0, why="nothing was said under this model yet")
             return self._host.backend.cache.wake(tokens, namespace=self.namespace)
 
-    async def asleep(self) -> None:
-        """Like `sleep`, for asyncio."""
-        await asyncio.to_thread(self.sleep)
+    asleep = _in_thread(sleep)
 
-    async def aplan_wake(self) -> Plan:
-        """Like `plan_wake`, for asyncio."""
-        return await asyncio.to_thread(self.plan_wake)
+    aplan_wake = _in_thread(plan_wake)
 
-    async def awake(self) -> ReuseReport:
-        """Like `wake`, for asyncio."""
-        return await asyncio.to_thread(self.wake)
+    awake = _in_thread(wake)
 
     # Out.
 
@@ -337,18 +523,287 @@ class Session(StoredSession):
                 progress=progress,
             )
 
-    async def aexport(
-        self,
-        path: str | Path,
-        *,
-        state: bool = True,
-        kind: str | None = None,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> Path:
-        """Like `export`, for asyncio."""
-        return await asyncio.to_thread(self.export, path, state=state, kind=kind, progress=progress)
+    aexport = _in_thread(export)
 
-    # Inside.
+    # Changing it.
+
+    def append(self, said: Said) -> None:
+        """Have messages said that nobody answers yet."""
+        messages = said_messages(said)
+        with self._changing():
+            base = self._history
+            whole = base.transcript
+            turn = Turn(
+                kind="turn",
+                messages=tuple(messages),
+                keep=whole.cuts[-1] if whole.cuts else (0, 0),
+                created=time.time(),
+                before=base.place.digest,
+            )
+            numbers = self._host.store.add(self._info, [turn], parent=base.head, expected=base.head)
+            self._history = base.then(numbers, [turn])
+
+    def note(self, origin: Mapping[str, Any]) -> None:
+        """Add to what is written down of its origin. Entries that are not named here stay."""
+        with self._lock:
+            self._check_there()
+            self._info = self._host.store.note(self._info, {**self._info.origin, **origin})
+
+    def rewind(self, turns: int = 1, *, to: int | None = None) -> None:
+        """Go back by a number of turns, or to after turn number `to`."""
+        with self._changing():
+            if not is_whole(turns) or turns < 0:
+                raise InvalidInputError(f"turns is a whole number from 0, got {turns!r}")
+            if to is None and turns > self._turns:
+                raise InvalidInputError(
+                    f"session {self.name!r} has {_turns(self._turns)}, so it cannot go back by {turns}"
+                )
+            count = self._turns - turns if to is None else to
+            self._check_turn(count, 0)
+            now, then = self._history, self._history.first(count)
+            there = then.place
+            self._host.store.move(self._info, there.head, digest=there.digest, expected=now.head)
+            self._history = then
+
+    def label(
+        self, label: str, *, kind: str = "memory", turn: int | None = None, note: str = ""
+    ) -> SessionMemory:
+        """Mark a turn of this session, so that it can be woken by its address."""
+        for name, value in (("label", label), ("kind", kind)):
+            if not isinstance(value, str) or not value:
+                raise InvalidInputError(f"a {name} is a text that is not empty, got {value!r}")
+        if not isinstance(note, str):
+            raise InvalidInputError(f"a note is a text, got {note!r}")
+        with self._lock:
+            self._check_there()
+            self._refresh()
+            count = self._turns if turn is None else turn
+            self._check_turn(count, 0)
+            at = self._place(count)
+            return self._host.store.label(self._info, at, label, kind, note)
+
+    def delete(self) -> None:
+        """Forget the session. Forks of it, and memories, stay."""
+        with self._changing():
+            self._host.remove(self)
+            self._deleted = True
+
+    arewind = _in_thread(rewind)
+    alabel = _in_thread(label)
+    adelete = _in_thread(delete)
+
+    # A turn.
+
+    def _stream(self, pending: PendingTurn, base: History, said: Sequence[Message]) -> TurnStream:
+        """Have what is said behind `base` answered. What takes time is done here: render and tokenise."""
+        pending.base, pending.said = base, said
+        stream = Stream(self._turn(pending), self._host.backend.submit, waits=True)
+        pending.stream = weakref.ref(stream)
+        return stream
+
+    def _turn(self, pending: PendingTurn) -> StreamPlan[ChatDelta, ChatReply]:
+        """A turn as it happens: a summary first where the context is full, the reply, and its commit."""
+        base, settings, extra = pending.base, pending.settings, pending.extra
+        try:
+            if settings.get("date") is None and self._host.chat_format.asks_date:
+                settings["date"] = _date(base) or extra.date or today()
+            fold = (yield from self._fold_first(pending)) if self._is_full(pending) else None
+            messages = base.messages if fold is None else fold.messages
+            [exchange] = yield from self._host.chat_format.plan(
+                (*extra.preamble, *messages, *pending.said),
+                namespace=self.namespace,
+                known=self._usable_of(base) if fold is None else None,
+                before=base.rendering if fold is None else None,
+                deadline=pending.deadline,
+                **settings,
+            )
+            self.last = self._commit(pending, fold, exchange)
+            return [self.last]
+        except SummaryCut as cut:
+            return [cut_short(cut.reply)]
+        finally:
+            # Also where its stream is dropped, and nobody asks for the reply.
+            pending.release()
+
+    def _commit(self, pending: PendingTurn, fold: Turn | None, exchange: Exchange) -> ChatReply:
+        """Make a turn part of the session, with the fold before it, if it may be."""
+        base, whole, reply = pending.base, exchange.transcript, exchange.reply
+        with self._lock:
+            if self._pending is not pending:
+                return replace(reply, not_kept="another turn began before this one was read to its end")
+            self._pending = None
+            cut = reply.finish_reason in ("cancelled", "error")
+            if cut and not (pending.keep_partial and reply.raw.tokens):
+                return replace(reply, not_kept=f"the turn ended by {reply.finish_reason}")
+            keep, more = added(base.transcript if fold is None else Transcript(), whole)
+            before = fold.digest if fold is not None else base.place.digest
+            turn = self._answered(pending, reply, keep, more, before)
+            turns = [turn] if fold is None else [fold, turn]
+            follower = pending.extra.follower
+            try:
+                numbers = self._host.store.add(
+                    self._info,
+                    turns,
+                    parent=base.head,
+                    expected=pending.head,
+                    follower=follower.info if follower is not None else None,
+                )
+            except (StoreError, StateError, SessionError, InvalidInputError) as error:
+                # What was said was said: the caller has the reply, and learns that it will not last.
+                if self.kind == RESPONSE:
+                    with suppress(PerdureError):
+                        self.note({"not_kept": str(error)})
+                return replace(reply, not_kept=str(error))
+            self._history = base.then(numbers, turns, whole, exchange.prompt.rendering)
+            if follower is not None:
+                follower._follow(self._history, pending)
+            # Going back or branching has others begin where this one was.
+            saved = min(_found_kept(reply) if self.saved is None else self.saved, keep[1])
+        self.saved = self._host.write_behind(whole.tokens, self.namespace, saved)
+        return replace(reply, kept=True)
+
+    def _answered(
+        self, pending: PendingTurn, reply: ChatReply, keep: tuple[int, int], more: Transcript, before: bytes
+    ) -> Turn:
+        """The turn that comes of the reply."""
+        said = pending.said
+        return Turn(
+            kind="turn",
+            # A beginning that the caller wrote is part of the reply.
+            messages=tuple(said if reply.prefill is None else said[:-1]),
+            reply=reply.whole,
+            keep=keep,
+            added=more,
+            settings=plain_settings({**pending.settings, **pending.extra.notes}),
+            seed=reply.seed,
+            finish_reason=reply.finish_reason,
+            usage=_usage(reply),
+            dropped=reply.dropped,
+            model=self._host.backend.model.digest,
+            created=time.time(),
+            before=before,
+        )
+
+    def _is_full(self, pending: PendingTurn) -> bool:
+        """Whether a turn is to be preceded by a fold."""
+        if pending.settings.get("overflow") != "fold" or not len(pending.base):
+            return False
+        needed, _ = self._needed(pending, pending.base.messages)
+        return needed > self._host.backend.n_ctx - 1
+
+    def _needed(self, pending: PendingTurn, messages: Sequence[Message]) -> tuple[int, bool]:
+        """Tokens of a prompt that starts with `messages`, and of the reply to it; and whether these are only
+        a lower bound, since it surely does not fit."""
+        room = reply_room(pending.settings, self._host.backend.n_ctx)
+        options, _ = ChatOptions.split(pending.settings)
+        try:
+            prompt = self._host.chat_format.prompt(
+                [*messages, *pending.said], options, namespace=self.namespace, must_fit=True
+            )
+        except ContextOverflow as error:
+            return error.needed + room, True
+        return len(prompt) + room, False
+
+    def _fold_first(self, pending: PendingTurn) -> FoldPlan:
+        """The fold that makes room for a turn. Nothing is stored before the turn's reply."""
+        limit = self._host.backend.n_ctx - 1
+        # Before anything is written: what no summary makes room for.
+        needed, at_least = self._needed(pending, self._start.messages)
+        for keep in (2, 1, 0) if needed <= limit else ():
+            turns = foldable(self._start, pending.base, keep)
+            turn = yield from summarised(
+                self._host.chat_format, turns, keep, self.namespace, {}, pending.deadline
+            )
+            needed, at_least = self._needed(pending, turn.messages)
+            if needed <= limit:
+                return turn
+        raise ContextOverflow(
+            f"even after folding, this message needs {'at least ' if at_least else ''}{needed} tokens with "
+            f"its reply, and {limit} fit: send less, or ask for a shorter reply",
+            needed=needed,
+            fits=limit,
+            at_least=at_least,
+        )
+
+    # As it stands.
+
+    def standing(self) -> History:
+        """Its turns as they are at one moment, whatever follows."""
+        self._refresh()
+        return self._history
+
+    def stand_at(self, history: History, saved: int | None) -> None:
+        """Begin with turns that are at hand already, of which so many tokens have their state written."""
+        self._history, self.saved = history, saved
+
+    @property
+    def _turns(self) -> int:
+        return len(self._history)
+
+    def _refresh(self) -> None:
+        """Take in what another process has made of the session. A store that cannot be read changes nothing:
+        whoever writes is told of it."""
+        if self._deleted or not self._host.store.is_shared or self._host.store.readonly:
+            return
+        # First without the lock, which somebody may hold for long: mostly there is nothing new.
+        if self._is_current():
+            return
+        with self._lock, suppress(StoreError):
+            if self._is_current():
+                return
+            now = self._host.store.find(self.namespace, self.name)
+            if now.number != self._info.number:
+                self._deleted = True
+                raise SessionNotFoundError(f"session {self.name!r} was deleted")
+            self._info = now
+            self._history = History.at(TurnReference(now.head, now.digest, now.depth), self._reader())
+
+    def _is_current(self) -> bool:
+        with suppress(StoreError):
+            try:
+                head = self._host.store.head(self._info)
+            except SessionNotFoundError:
+                self._deleted = True
+                raise
+            return head == self._history.head
+        return True
+
+    def _reader(self) -> Read:
+        """Reads its turns. It does not hold the session: one that nobody holds goes at once."""
+        store, name, session = self._host.store, self.name, weakref.ref(self)
+
+        def read(place: TurnReference, count: int) -> TurnPage:
+            here = session()
+            with here._explaining() if here is not None else nullcontext():
+                return store.read(place, count, name)
+
+        return read
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Turns that are gone are those of a session that was deleted, or moved by another process."""
+        try:
+            yield
+        except CorruptStateError:
+            self._check_there()
+            if not self._is_current():
+                raise SessionError(f"session {self.name!r} was changed meanwhile: ask again") from None
+            raise
+
+    def _stored_turns(self) -> Iterable[Turn]:
+        """All its turns as they are now, which can be gone through several times: a page is in memory at
+        once, unless somebody else may change the store at any time."""
+        history = self._history
+        return history.turns if self._host.store.readonly else _StoredTurns(self, history.place.head)
+
+    @property
+    def _start(self) -> Turn:
+        history = self._history
+        return history.start(lambda: self._host.store.start(history.head, self.name))
+
+    def _place(self, count: int) -> TurnReference:
+        """After its first `count` turns."""
+        return self._history.first(count).place
 
     @property
     def _usable(self) -> Transcript:
@@ -358,48 +813,120 @@ class Session(StoredSession):
         """Its transcript, if the tokens are of this model."""
         return history.transcript_under(self._host.backend.model.digest)
 
-    def _submit(
-        self,
-        choose: Callable[[History], tuple[History, list[Message]]],
-        settings: Mapping[str, Any],
-        keep_partial: bool,
-        extra: TurnExtra | None = None,
-    ) -> TurnStream:
-        extra = extra or TurnExtra()
-        wanted = {**self.settings, **settings}
-        if wanted.get("n", 1) != 1:
+    # One at a time.
+
+    @contextmanager
+    def _beginning(
+        self, settings: Mapping[str, Any], keep_partial: bool = False, extra: TurnExtra | None = None
+    ) -> Iterator[PendingTurn]:
+        """Have the session for a turn; nobody else gets it before the turn's end. An error here ends it."""
+        asked = {**self.settings, **settings}
+        if asked.get("n", 1) != 1:
             raise InvalidInputError("a turn has one reply; leave n at 1, or fork the session")
-        deadline = take_deadline(wanted)
-        with self._lock:
-            pending, history = self._begin()
-            try:
-                base, said = choose(history)
+        deadline = take_deadline(asked)
+        pending = self._begin()
+        pending.settings, pending.deadline, pending.keep_partial = asked, deadline, keep_partial
+        try:
+            if extra is not None:
+                pending.extra = extra
                 # Before any work: a turn that cannot be kept is not made.
                 if extra.follower is not None:
-                    extra.follower._lend(pending)
-            except BaseException:
-                self._end(pending)
-                raise
-        # Without the lock: it takes time to render and to tokenise.
-        try:
-            stream = TurnTransaction(
-                host=self._host,
-                session=self,
-                base=base,
-                said=said,
-                keep_partial=keep_partial,
-                deadline=deadline,
-                pending=pending,
-                extra=extra,
-            ).submit(wanted)
+                    extra.follower._wait_for(pending)
+            yield pending
         except BaseException:
             self._end(pending)
             raise
-        pending.stream = weakref.ref(stream)
-        return stream
+
+    def _begin(self) -> PendingTurn:
+        with self._lock:
+            self._take()
+            info, store, history = self._info, self._host.store, self._history
+            self._pending = pending = PendingTurn(
+                base=history, head=history.head, let_go=lambda: store.release(info)
+            )
+            return pending
+
+    def _wait_for(self, pending: PendingTurn) -> None:
+        """Have nobody else change the session while a turn that it is to follow is in the making. Refused
+        where the session does not stand where that turn began: the turn could not become part of it."""
+        with self._lock:
+            self._take()
+            if self._history.head != pending.head:
+                self._host.store.release(self._info)
+                raise SessionError(
+                    f"session {self.name!r} has moved on since this turn was asked for, so it cannot become "
+                    "part of it: ask again"
+                )
+            info, store, first = self._info, self._host.store, pending.let_go
+
+            def let_go() -> None:
+                first()
+                store.release(info)
+
+            pending.let_go = let_go
+            self._pending = pending
+
+    def _follow(self, history: History, pending: PendingTurn) -> None:
+        with self._lock:
+            self._history = history
+            if self._pending is pending:
+                self._pending = None
+
+    def _end(self, pending: PendingTurn) -> None:
+        with self._lock:
+            pending.release()
+            if self._pending is pending:
+                self._pending = None
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Held while a session is moved about: nobody else does, and no turn is on its way."""
+        with self._lock:
+            self._take()
+            try:
+                yield
+            finally:
+                self._host.store.release(self._info)
+
+    def _take(self) -> None:
+        """Have the session as it is now, before all other threads and processes."""
+        self._check_there()
+        self._check_free()
+        if self._pending is not None:
+            self._pending.release()
+        if not self._host.store.take(self._info):
+            raise SessionBusyError(
+                f"session {self.name!r} is answering another turn in another program: wait for it, or fork it"
+            )
+        try:
+            self._refresh()
+        except BaseException:
+            self._host.store.release(self._info)
+            raise
+
+    def _check_free(self) -> None:
+        if self._pending is not None and self._pending.is_running:
+            raise SessionBusyError(
+                f"session {self.name!r} is answering another turn: wait for it, cancel it, or fork it"
+            )
+
+    def _check_there(self) -> None:
+        if self._deleted:
+            raise SessionNotFoundError(f"session {self.name!r} was deleted")
+
+    def _check_turn(self, turn: int, low: int) -> None:
+        if not is_whole(turn) or not low <= turn <= self._turns:
+            known = (
+                f"turns are numbered from {low} to {self._turns}"
+                if self._turns >= low
+                else "none can be named"
+            )
+            raise InvalidInputError(
+                f"session {self.name!r} has {_turns(self._turns)} and no turn {turn!r}: {known}"
+            )
 
 
-def _only(plan: FoldPlan) -> StreamPlan[ChatDelta, Turn]:
+def _one_turn(plan: FoldPlan) -> StreamPlan[ChatDelta, Turn]:
     return [(yield from plan)]
 
 
@@ -411,3 +938,62 @@ def _deltas(stream: TurnStream, keep_partial: bool) -> Generator[ChatDelta, None
         if keep_partial:
             with suppress(PerdureError):
                 stream.reply()
+
+
+def today() -> str:
+    """The date that a template is told of a conversation that begins now."""
+    return datetime.now().isoformat(timespec="seconds")
+
+
+def _date(history: History) -> str | None:
+    """The day that the last turn was told, and so the day that the conversation began on: it stays, or each
+    new day would change the prompt's beginning."""
+    for _, turn in history.back():
+        if isinstance(found := turn.settings.get("date"), str):
+            return found
+    return None
+
+
+def _usage(reply: ChatReply) -> dict[str, int | str]:
+    """What a turn says later of how its reply came about: tokens, by tier too, milliseconds, and why not more
+    was reused."""
+    timings = reply.timings
+    return {
+        "prompt_tokens": reply.usage.prompt_tokens,
+        "completion_tokens": reply.usage.completion_tokens,
+        "cached_tokens": reply.usage.cached_tokens,
+        "reasoning_tokens": reply.usage.reasoning_tokens,
+        **{f"{tier}_tokens": count for tier, count in reply.reuse.tiers.items()},
+        "first_token_ms": round(1000 * (timings.queued + timings.prefill)),
+        "decode_ms": round(1000 * timings.decode),
+        "why": reply.reuse.why,
+    }
+
+
+def _found_kept(reply: ChatReply) -> int:
+    """The tokens of a prompt whose state was found where it outlives the process, or is on its way there.
+    What only a slot held may not have been written yet."""
+    return reply.reuse.reused - reply.reuse.tiers.get("slot", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTurns:
+    """The turns of a session that lead to `head`, read again each time they are gone through."""
+
+    session: Session
+    head: int
+
+    def __iter__(self) -> Iterator[Turn]:
+        with self.session._explaining():
+            yield from each_turn(self.session._host.store, self.head, self.session.name)
+
+
+def _markdown(message: Message) -> str:
+    named = f" ({message.name})" if message.name else ""
+    thought = f"\n*reasoning*\n\n{message.reasoning}\n" if message.reasoning else ""
+    calls = "".join(f"\n`{call.name}({call.arguments})`\n" for call in message.tool_calls)
+    return f"\n**{message.role}**{named}\n{thought}\n{message.content or ''}\n{calls}"
+
+
+def _turns(count: int) -> str:
+    return f"{count} turn{'' if count == 1 else 's'}"

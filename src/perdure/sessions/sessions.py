@@ -31,7 +31,6 @@ from perdure.sessions.memories import Memories
 from perdure.sessions.session import Session
 from perdure.sessions.store.base import RESPONSE, SessionStore
 from perdure.sessions.store.registry import open_store
-from perdure.sessions.stored_session import StoredSession
 from perdure.sessions.tree import Tree
 from perdure.sessions.turn import Turn, said_messages, transcript, without_tokens
 from perdure.store.durable import translate_os_errors
@@ -200,15 +199,14 @@ class Sessions:
             with self._lock:
                 info = self.store.create(namespace, name, turns, kind=kind, origin=origin)
                 return self._opened(info)
-        after._refresh()
-        history, saved = after._history, after._saved
+        history, saved = after.standing(), after.saved
         origin = {"session": after.name, "turn": len(history), **origin}
         with self._lock:
             info = self.store.create(
                 namespace, name, head=history.head, digest=history.place.digest, kind=kind, origin=origin
             )
             session = self._opened(info)
-            session._history, session._saved = history, saved
+            session.stand_at(history, saved)
             return session
 
     def expire_responses(self, seconds: float) -> None:
@@ -283,7 +281,7 @@ class Sessions:
             info = self.store.create(
                 session.namespace,
                 name,
-                session._history.turns,
+                session.standing().turns,
                 kind=session.kind,
                 settings=session.settings,
                 origin=session.origin,
@@ -318,10 +316,10 @@ class Sessions:
                 origin={"how": how, "session": session.name, "turn": place.depth},
             )
         )
-        made._saved = session._saved
+        made.saved = session.saved
         return made
 
-    def remove(self, session: StoredSession) -> None:
+    def remove(self, session: Session) -> None:
         self.store.delete(session.info)
         key = (session.namespace, session.name)
         with self._lock:

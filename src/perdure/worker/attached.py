@@ -21,7 +21,7 @@ from perdure.worker.listener import GREETING, Listener
 from perdure.worker.process import ExitInfo
 from perdure.worker.protocol import Leaving, Welcome
 from perdure.worker.remote import BackendClient
-from perdure.worker.restart_policy import Health, State
+from perdure.worker.restart_policy import UNRESPONSIVE, Health, State
 
 log = logging.getLogger("perdure.store")
 
@@ -125,13 +125,18 @@ class AttachedBackend(BackendClient):
     def health(self) -> Health:
         with self._changed:
             return Health(
-                state=self._state,
+                state=self._shown_state(),
                 restarts=self._moves,
                 last_death=self._last_death,
                 pid=self._link.holder.pid,
                 rss=None,
                 uptime=time.monotonic() - self._since if self._state == "ready" else None,
             )
+
+    def _shown_state(self) -> State:
+        if self._state != "ready" or self._pending.silence < UNRESPONSIVE:
+            return self._state
+        return "unresponsive"
 
     def close(self) -> None:
         """End what is running as cancelled. An engine of this process is left to nobody."""

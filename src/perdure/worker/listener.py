@@ -29,6 +29,8 @@ _GRACE = 20.0
 _NAP = 0.1
 _PULSE = 0.5
 """Seconds after which others hear how far their prompts are."""
+_IDLE_PULSE = 2.0
+"""Seconds after which others hear that this process is there, while they ask nothing of it."""
 
 
 class Listener:
@@ -109,13 +111,12 @@ class Listener:
             due = time.monotonic() + _PULSE
             while True:
                 try:
-                    message = connection.receive(max(0.0, due - time.monotonic()) if service.busy else None)
+                    message = connection.receive(max(0.0, due - time.monotonic()))
                 except TimeoutError:
                     message = None
                 if time.monotonic() >= due:
-                    if read := service.progress():
-                        connection.send(Pulse(0, read))
-                    due = time.monotonic() + _PULSE
+                    connection.send(Pulse(0, service.progress()))
+                    due = time.monotonic() + (_PULSE if service.busy else _IDLE_PULSE)
                 if message is None:
                     continue
                 # What came too late is asked again of whoever has the store next.

@@ -8,7 +8,12 @@ from typing import Literal
 from perdure.checks import is_number, is_whole
 from perdure.errors import InvalidInputError
 
-State = Literal["starting", "ready", "restarting", "failed", "closed"]
+State = Literal["starting", "ready", "unresponsive", "restarting", "failed", "closed"]
+
+UNRESPONSIVE = 5.0
+"""Seconds of silence after which an idle engine is not called ready any more."""
+_IDLE = (2.0, 15.0)
+"""Seconds of silence after which an idle engine hangs: no less, and no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +29,7 @@ class RestartPolicy:
     """Starts that may fail in a row before those who wait are told so."""
     start_timeout: float = 600.0
     hang_timeout: float = 60.0
-    """How long one step may take while there is work."""
+    """How long one step may take while there is work. An idle engine has 15 seconds at most."""
     memory_limit: int | None = None
     """Resident bytes above which the process is replaced; None: no limit."""
     grace: float = 30.0
@@ -40,6 +45,11 @@ class RestartPolicy:
             optional = name == "memory_limit" and value is None
             if not optional and (not is_whole(value) or value < 1):
                 raise InvalidInputError(f"{name} is a whole number from 1, got {value!r}")
+
+    def silence_limit(self, *, working: bool) -> float:
+        """Seconds of silence after which an engine hangs."""
+        shortest, longest = _IDLE
+        return self.hang_timeout if working else max(shortest, min(longest, self.hang_timeout))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests
 from perdure.worker.process import ExitInfo, Process
 from perdure.worker.protocol import Close, Failed, Line, Ready, Setup
-from perdure.worker.restart_policy import Health, RestartPolicy, State
+from perdure.worker.restart_policy import UNRESPONSIVE, Health, RestartPolicy, State
 
 log = logging.getLogger("perdure.worker")
 
@@ -78,13 +78,18 @@ class Supervisor:
         with self._changed:
             process, ready_at = self._process, self._ready_at
             return Health(
-                state=self._state,
+                state=self._shown_state(),
                 restarts=self._restarts,
                 last_death=self._last_death,
                 pid=process.pid if process else None,
                 rss=process.rss() if process else None,
                 uptime=None if ready_at is None else time.monotonic() - ready_at,
             )
+
+    def _shown_state(self) -> State:
+        if self._state != "ready" or self._pending.engine_works:
+            return self._state
+        return "unresponsive" if self._pending.silence >= UNRESPONSIVE else "ready"
 
     def close(self) -> None:
         """Let the process end what is running as cancelled and exit; after a while, make it."""
@@ -230,11 +235,13 @@ class Supervisor:
         )
 
     def _check_health(self, process: Process) -> None:
-        now, policy = time.monotonic(), self._policy
-        if not self._pending.busy:
-            self._pending.heard = now
-        elif now - self._pending.heard >= policy.hang_timeout:
-            process.kill(f"no step ended within {policy.hang_timeout} seconds")
+        policy = self._policy
+        working = self._pending.engine_works
+        limit = policy.silence_limit(working=working)
+        # What it said may wait to be read, where this process was stopped.
+        if self._pending.silence >= limit and not process.connection.readable():
+            what = "no step ended within" if working else "it was idle and gave no sign of life for"
+            process.kill(f"{what} {limit} seconds")
         rss = process.rss() if policy.memory_limit is not None else None
         if rss is not None and policy.memory_limit is not None and rss > policy.memory_limit:
             process.kill(f"it held {rss} bytes of memory, {policy.memory_limit} are allowed")

@@ -34,9 +34,8 @@ from perdure.server.protocols.responses.requests import (
 )
 from perdure.server.protocols.responses.stream import SentPart
 from perdure.sessions.fold import TurnStream
-from perdure.sessions.session import Session
+from perdure.sessions.session import Session, TurnExtra, today
 from perdure.sessions.turn import Turn
-from perdure.sessions.turn_transaction import TurnExtra, today
 
 CONVERSATION = "conversation"
 _RESPONSE = "response"
