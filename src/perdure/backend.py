@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol, Unpack
@@ -20,7 +19,7 @@ from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.checks import check_whole, is_whole
 from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
-from perdure.decode.embedding import EmbeddingQueue, Embeddings
+from perdure.decode.embedding import EmbeddingFuture, EmbeddingQueue
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.request import Request, check_prompt_size
 from perdure.decode.stream import OutputQueue, Stream, one_request
@@ -86,7 +85,7 @@ class Backend(Protocol):
         """Queue a request. What is wrong with it is raised here."""
         ...
 
-    def embed(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
+    def embed(self, texts: Sequence[Tokens]) -> EmbeddingFuture:
         """Have vectors made of texts. Cancelling the future ends that."""
         ...
 
@@ -188,7 +187,7 @@ class LocalBackend:
     def submit(self, request: Request) -> OutputQueue:
         return self.engine_loop.submit(request)
 
-    def embed(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
+    def embed(self, texts: Sequence[Tokens]) -> EmbeddingFuture:
         self.engine_loop.check_thread()
         return self._embeddings.submit(texts)
 

@@ -1,4 +1,4 @@
-"""Checks of what callers give: numbers, and one of several words.
+"""Checks of what callers give (numbers, one of several words), and of the thread that a call is made in.
 
 A bool is no number, though Python takes it for an integer.
 """
@@ -6,7 +6,9 @@ A bool is no number, though Python takes it for an integer.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeGuard
 
 from perdure.errors import InvalidInputError
@@ -40,3 +42,33 @@ def check_one_of(name: str, value: object, known: Sequence[str]) -> None:
     """Refuse what is none of the words that an option may be."""
     if value not in known:
         raise InvalidInputError(f"{name} is one of {', '.join(known)}, got {value!r}")
+
+
+# Threads that must not wait.
+
+
+class WaitInEventLoopError(RuntimeError):
+    """A call that may wait for a disk was made in the thread of an event loop: a defect of the caller."""
+
+
+_NEVER_WAITING: dict[int, list[str]] = {}
+"""Threads whose event loop serves everybody, each with the calls that were refused in it."""
+
+
+@contextmanager
+def never_waiting() -> Iterator[list[str]]:
+    """Debug mode for the thread of an event loop: refuse in it what may wait. It gives what was refused."""
+    thread, refused = threading.get_ident(), list[str]()
+    _NEVER_WAITING[thread] = refused
+    try:
+        yield refused
+    finally:
+        del _NEVER_WAITING[thread]
+
+
+def check_may_wait(call: str) -> None:
+    """Refuse a call that may wait for a disk, where this thread must not."""
+    # In most processes there is no such thread, and nothing is looked up.
+    if _NEVER_WAITING and (refused := _NEVER_WAITING.get(threading.get_ident())) is not None:
+        refused.append(call)
+        raise WaitInEventLoopError(f"{call} in the thread of an event loop; make the call in another thread")

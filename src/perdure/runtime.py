@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +22,7 @@ from perdure.chat.options import ChatOptions
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.template.template import Template
 from perdure.decode.choice import Choice, Normalisation, OptionScoring
-from perdure.decode.embedding import Embeddings
+from perdure.decode.embedding import EmbeddingFuture, Embeddings
 from perdure.decode.keywords import RequestKeywords
 from perdure.decode.request import Delta, Reply, Request, check_prompt_size
 from perdure.decode.stream import Stream, one_request, result_of, submitted
@@ -276,7 +275,7 @@ class Runtime:
         """Like `embed`, for asyncio."""
         return await asyncio.wrap_future(await submitted(lambda: self.submit_embed(texts)))
 
-    def submit_embed(self, texts: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Future[Embeddings]:
+    def submit_embed(self, texts: str | Tokens | Sequence[str] | Sequence[Tokens]) -> EmbeddingFuture:
         """Queue texts to be made vectors and return at once. Cancel what it gives to end that."""
         return self.backend.embed([self._tokens(text, at) for at, text in enumerate(_texts(texts))])
 

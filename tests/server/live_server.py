@@ -50,7 +50,9 @@ def live_server(runtime: Runtime, *, keys: Keys | None = None, **settings: Any) 
     """A server on a runtime, in a thread. Limits may be given by themselves."""
     names = Limits.__dataclass_fields__
     limits = Limits(**{name: settings.pop(name) for name in list(settings) if name in names})
-    app_state = AppState(runtime=runtime, name="toy", limits=limits, keys=keys or Keys(), **settings)
+    app_state = AppState(
+        runtime=runtime, name="toy", limits=limits, keys=keys or Keys(), **{"debug": True, **settings}
+    )
     listening = bind("127.0.0.1", 0)
     listening.listen(1024)
     http_server = HttpServer(app_state)
@@ -62,6 +64,8 @@ def live_server(runtime: Runtime, *, keys: Keys | None = None, **settings: Any) 
         http_server.stop(now=True)
         thread.join(PATIENCE)
         assert not thread.is_alive(), "the server did not stop"
+        watch = http_server.loop_watch
+        assert watch is None or not watch.refused, "something waited on the event loop"
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from perdure.server.core import keys as keys_module
 from perdure.server.core.keys import Key, Keys, KeyUsage, new_key
 from perdure.server.core.middleware import auth as auth_module
 from perdure.server.core.middleware.host_check import AllowedHosts, check_origins
-from server.live_server import hello, live_server, opened
+from server.live_server import hello, live_server, opened, raw
 
 CHAT = "/v1/chat/completions"
 DAY = 86400.0
@@ -357,3 +357,43 @@ def test_each_response_over_a_websocket_is_paid_for_by_its_key() -> None:
                     assert event["type"] not in ("error", "response.completed")
             assert (event["status"], event["error"]["code"]) == (429, "rate_limit_exceeded")
             assert "tokens today, 5 are allowed" in event["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/api/embed"])
+def test_who_leaves_before_its_vectors_are_there_pays_for_what_was_read_x11(path: str) -> None:
+    secret, key = new_key("ada", tokens_per_day=5)
+    gate = Turnstile()
+    keys = Keys([key])
+    texts = ["word " * 40] * 20
+    body = {"query": "word", "documents": texts} if path == "/v1/rerank" else {"input": texts}
+    with opened(toy(gate=gate), n_ctx=1024) as rt, live_server(rt, keys=keys) as server:
+        # Two texts, and a part of the next.
+        gate.admit(450)
+        with server.connect() as connection:
+            data = json.dumps(body).encode()
+            connection.sendall(raw(path, data, authorization=f"Bearer {secret}"))
+            assert gate.reached.wait(60)
+        assert 200 < used_by(key, keys) <= 450
+        gate.open()
+
+
+def test_a_prefix_that_is_warmed_is_paid_for_x11() -> None:
+    secret, key = new_key("ada", tokens_per_day=5)
+    keys = Keys([key])
+    with (
+        opened(toy(), n_ctx=1024) as rt,
+        live_server(rt, keys=keys) as server,
+        server.client(secret) as client,
+    ):
+        warmed = client.post("/v1/cache/warm", json={"prompt": "Hello there"})
+        assert warmed.status_code == 201
+        assert used_by(key, keys) == warmed.json()["tokens"]
+
+
+def test_vectors_of_a_width_that_the_model_has_not_are_refused_before_they_are_made_x11() -> None:
+    """Ollama's route made them first, and nobody paid."""
+    with opened(toy(), n_ctx=1024) as rt, live_server(rt) as server, server.client() as client:
+        refused = client.post("/api/embed", json={"input": "Hello", "dimensions": 7})
+        assert refused.status_code == 400
+        assert "dimensions" in refused.json()["error"]
+        assert 'perdure_tokens_total{kind="embedded"}' not in client.get("/metrics").text

@@ -35,11 +35,24 @@ class Poster(Protocol):
     def __call__(self, function: Callable[[], None], *, stop: Callable[[], None]) -> Future[None]: ...
 
 
+class EmbeddingFuture(Future[Embeddings]):
+    """Vectors that are being made. Cancel it to have no more texts read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens_read = 0
+        """Tokens of the texts that were read so far, also of a future that was cancelled since."""
+
+    def set_result(self, result: Embeddings) -> None:
+        self.tokens_read = sum(result.tokens)
+        super().set_result(result)
+
+
 class _Task:
     """The texts of one request."""
 
     def __init__(self, readings: Sequence[Reading]) -> None:
-        self.answer: Future[Embeddings] = Future()
+        self.answer = EmbeddingFuture()
         self._waiting = deque(readings)
         self._counts = tuple(len(reading.tokens) for reading in readings)
         self._vectors: list[Floats] = []
@@ -47,6 +60,10 @@ class _Task:
     @property
     def reading(self) -> Reading:
         return self._waiting[0]
+
+    def count(self) -> None:
+        """Note how far the texts were read."""
+        self.answer.tokens_read = sum(self._counts[: len(self._vectors)]) + self.reading.at
 
     def take(self, vector: Floats) -> None:
         self._vectors.append(vector)
@@ -89,7 +106,7 @@ class EmbeddingQueue:
         """Numbers of a vector."""
         return self._ready().width
 
-    def submit(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
+    def submit(self, texts: Sequence[Tokens]) -> EmbeddingFuture:
         """Queue texts; cancel the future to have no more of them read. What is wrong is raised here."""
         if not len(texts):
             raise InvalidInputError("there is nothing to embed; give at least one text")
@@ -152,6 +169,7 @@ class EmbeddingQueue:
         except Exception as error:
             task.fail(error)
             return
+        task.count()
         self._rests_until = 2 * time.monotonic() - began
         if vector is not None:
             task.take(vector)

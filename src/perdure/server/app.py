@@ -71,7 +71,9 @@ def build(app_state: AppState) -> FastAPI:
 
 def served(app_state: AppState) -> ASGIApp:
     """The routes behind everything that a request has to pass."""
-    app: ASGIApp = Auth(BodyLimits(build(app_state), lambda: app_state.limits), app_state.keys)
+    app: ASGIApp = Auth(
+        BodyLimits(build(app_state), lambda: app_state.limits, app_state.in_flight), app_state.keys
+    )
     app = HostCheck(app, lambda: app_state.hosts)
     app = Cors(app, lambda: app_state.origins)
     return AccessLog(app, app_state.metrics, PROTOCOLS)

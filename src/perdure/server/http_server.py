@@ -23,6 +23,7 @@ from perdure.errors import InvalidInputError
 from perdure.server.app import served, turned_away
 from perdure.server.core import direct_write
 from perdure.server.core.app_state import AppState
+from perdure.server.core.loop_watch import LoopWatch
 from perdure.server.core.settings import Limits
 from perdure.worker.remote import BackendClient
 
@@ -84,12 +85,18 @@ class HttpServer(uvicorn.Server):
         )
         self._app_state = app_state
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching = contextlib.ExitStack()
+        self.loop_watch: LoopWatch | None = None
+        """Debug mode, while it is on."""
         self._read_settings = read_settings
         self._take_limits()
         self._ends_with_terminal = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        if self._app_state.debug:
+            self.loop_watch = LoopWatch(self._loop)
+            self._watching.enter_context(self.loop_watch.watching())
         self._read_engine_in(self._loop)
         # What the first call in a thread imports, and that thread: not while the first client waits.
         await anyio.to_thread.run_sync(lambda: None)
@@ -104,6 +111,7 @@ class HttpServer(uvicorn.Server):
         finally:
             ending.cancel()
             self._read_engine_in(None)
+            self._watching.close()
 
     def _read_engine_in(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """Have the tokens of an engine in another process come straight to the loop that sends them on."""

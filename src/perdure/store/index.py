@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from perdure.checks import check_may_wait
 from perdure.errors import (
     StoreDamagedError,
     StoreError,
@@ -243,6 +244,7 @@ class Index:
     # Opening.
 
     def _open_connections(self) -> _Connections:
+        check_may_wait("a store was touched")
         if self._closed:
             raise StoreError(f"the index {self._path} cannot be used: it was closed")
         return self._connections

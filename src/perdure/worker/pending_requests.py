@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from perdure.decode.embedding import EmbeddingFuture
 from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
 from perdure.decode.slots import ReuseReport
 from perdure.decode.stream import NAP, Canceller, OutputQueue, notify
@@ -182,10 +183,10 @@ class PendingRequest(OutputQueue):
 class PendingCall:
     """A call on its way, over all its tries."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, answer: Future[Any]) -> None:
         self.call = call
         self.tries = 0
-        self.answer: Future[Any] = Future()
+        self.answer = answer
 
     def resolve(self, value: Any = None, error: Exception | None = None) -> None:
         # Whoever asked may have given up just now.
@@ -248,13 +249,20 @@ class PendingRequests:
             connection.send(Cancel(output.id))
 
     def ask(
-        self, target: Target, name: str, args: tuple[Any, ...], keywords: Mapping[str, Any]
+        self,
+        target: Target,
+        name: str,
+        args: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        answer: Future[Any] | None = None,
     ) -> Future[Any]:
-        """Call a method of something in the engine's process, once there is one.
+        """Call a method of something in the engine's process, once there is one. The result comes in
+        `answer`, or else in a new future.
 
         To cancel what it gives is to withdraw the call.
         """
-        call = PendingCall(Call(self._next_id(), target, name, args, keywords))
+        answer = Future() if answer is None else answer
+        call = PendingCall(Call(self._next_id(), target, name, args, keywords), answer)
         call.answer.add_done_callback(lambda answer: self._withdraw(call, answer))
         data = packed(call.call)
         with self._changing:
@@ -390,6 +398,8 @@ class PendingRequests:
         for id_, count in read.items():
             if (pending := self._requests.get(id_)) is not None:
                 pending.read = count
+            elif (call := self._calls.get(id_)) is not None and isinstance(call.answer, EmbeddingFuture):
+                call.answer.tokens_read = count
 
     def end_overdue(self) -> None:
         """End whose time is up though the engine did not see to it, and who gave up while it was gone."""

@@ -17,7 +17,7 @@ import numpy as np
 from perdure import system
 from perdure.backend import Backend, BackendKeywords
 from perdure.config import QUEUE
-from perdure.decode.embedding import Embeddings
+from perdure.decode.embedding import EmbeddingFuture
 from perdure.decode.request import Request
 from perdure.decode.stream import OutputQueue, result_of
 from perdure.engine import registry
@@ -87,8 +87,9 @@ class BackendClient:
             raise pending.refusal
         return pending
 
-    def embed(self, texts: Sequence[Tokens]) -> Future[Embeddings]:
-        answer = self._pending.ask("backend", "embed", ([_plain(text) for text in texts],), {})
+    def embed(self, texts: Sequence[Tokens]) -> EmbeddingFuture:
+        answer = EmbeddingFuture()
+        self._pending.ask("backend", "embed", ([_plain(text) for text in texts],), {}, answer)
         self._request_start()
         return answer
 

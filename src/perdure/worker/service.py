@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from perdure.backend import Backend
-from perdure.decode.embedding import Embeddings
+from perdure.decode.embedding import EmbeddingFuture, Embeddings
 from perdure.decode.request import Reply
 from perdure.decode.stream import OutputQueue
 from perdure.engine.contract import Tokenizer
@@ -107,7 +107,7 @@ class RequestService:
         self._backend = backend
         self._failed = failed
         self._output = OutputSender(connection, self._forget)
-        self._requests: dict[RequestId, OutputQueue | Future[Embeddings] | None] = {}
+        self._requests: dict[RequestId, OutputQueue | EmbeddingFuture | None] = {}
         """What was asked here and has not ended; None while it is being queued."""
         self._cancelled: set[RequestId] = set()
         """Those of them whose end was asked for, some before they were queued."""
@@ -137,7 +137,10 @@ class RequestService:
         """How much of their prompts requests have read, of those that have read more since the last time."""
         news = {}
         for id_, output in list(self._requests.items()):
-            if isinstance(output, OutputQueue) and (read := output.read) > self._read.get(id_, 0):
+            if output is None:
+                continue
+            read = output.read if isinstance(output, OutputQueue) else output.tokens_read
+            if read > self._read.get(id_, 0):
                 news[id_] = self._read[id_] = read
         return news
 

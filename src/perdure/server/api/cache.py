@@ -10,6 +10,7 @@ from pydantic import Field
 
 from perdure.cache.prefix_cache import CacheStats
 from perdure.decode.slots import KeptPrefix
+from perdure.errors import BusyError, ContextOverflow, InvalidInputError, PerdureError
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.schemas import (
@@ -149,9 +150,20 @@ async def tree(
 async def warm(asked: WarmRequest, app_state: AppStateDep, caller: CallerDep) -> RecordAnswer:
     """Compute a prefix once, and keep it."""
     refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    record = await app_state.work(
-        app_state.runtime.cache.warm, asked.prompt, labels=asked.labels, namespace=caller.namespace
-    )
+    runtime, prompt = app_state.runtime, asked.prompt
+    try:
+        # Nobody can end it: a client that leaves pays for it all the same.
+        record = await app_state.work(
+            runtime.cache.warm, prompt, labels=asked.labels, namespace=caller.namespace
+        )
+    except (InvalidInputError, ContextOverflow, BusyError):
+        raise
+    except PerdureError:
+        # It was computed, as far as anybody can tell, and could not be kept.
+        tokens = await app_state.call(runtime.model.tokenize, prompt) if isinstance(prompt, str) else prompt
+        caller.charge(len(tokens))
+        raise
+    caller.charge(len(record.tokens))
     return _record(record)
 
 

@@ -9,11 +9,10 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from perdure.decode.embedding import Embeddings
-from perdure.errors import InvalidInputError
 from perdure.server.api.embeddings import EmbeddingUsage
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppStateDep, CallerDep
-from perdure.server.core.follow import outcome
+from perdure.server.core.embeddings import embed
 from perdure.server.core.schemas import Items, RequestSchema, ResponseSchema, errors, refuse_fields
 
 
@@ -54,10 +53,6 @@ class RerankAnswer(ResponseSchema):
 
 router = APIRouter(tags=["rerank"])
 
-_DOCUMENTS = 2047
-"""Of one request: with the query, as many texts as embeddings take."""
-_BAD = "invalid_value"
-
 
 @router.post("/rerank", responses=errors(404, 504))
 @router.post("/v1/rerank", responses=errors(404, 504))
@@ -67,28 +62,13 @@ async def rerank(
     """Documents, the most relevant to a query first, by the vectors that the model has for them."""
     refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     app_state.check_model(asked.model)
-    texts = _documents(asked)
-    work = await app_state.call(app_state.runtime.submit_embed, [asked.query, *texts])
-    try:
-        found = await outcome(work, request, app_state)
-    except InvalidInputError as error:
-        raise ApiError(400, f"documents: {error}", param="documents", code=_BAD) from None
-    app_state.metrics.embedded(sum(found.tokens))
-    caller.charge(sum(found.tokens))
-    usage = EmbeddingUsage(prompt_tokens=sum(found.tokens), total_tokens=sum(found.tokens))
-    return RerankAnswer(model=app_state.name, results=_ranked(found, texts, asked), usage=usage)
-
-
-def _documents(asked: RerankRequest) -> list[str]:
     given = asked.documents if asked.documents is not None else asked.texts
     texts = [each if isinstance(each, str) else each.text for each in given or ()]
-    if not texts or not all(texts):
-        problem = "give at least one, and none that is empty"
-    elif len(texts) > _DOCUMENTS:
-        problem = f"{len(texts)} were given, {_DOCUMENTS} are allowed"
-    else:
-        return texts
-    raise ApiError(400, f"documents: {problem}", param="documents", code=_BAD)
+    if not texts:
+        raise ApiError(400, "documents: give at least one", param="documents", code="invalid_value")
+    found = await embed([asked.query, *texts], request, app_state, caller, param="documents")
+    usage = EmbeddingUsage(prompt_tokens=sum(found.tokens), total_tokens=sum(found.tokens))
+    return RerankAnswer(model=app_state.name, results=_ranked(found, texts, asked), usage=usage)
 
 
 def _ranked(found: Embeddings, texts: list[str], asked: RerankRequest) -> list[RankedDocument]:

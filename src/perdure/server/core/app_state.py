@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import re
 import secrets
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ParamSpec, Protocol, TypeVar
@@ -45,6 +46,30 @@ class Cancellable(Protocol):
     def cancel(self) -> object: ...
 
 
+class InFlight:
+    """How many requests are being answered, those over WebSockets included."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    @contextmanager
+    def admit(self, limit: int) -> Iterator[None]:
+        """Count one for as long as it takes, or refuse it."""
+        if self._count >= limit:
+            raise ApiError(
+                429,
+                f"{limit} requests are in flight, which is the limit; ask again later",
+                kind="rate_limit_error",
+                code="too_many_requests",
+                retry_after=1,
+            )
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+
+
 @dataclass(kw_only=True, eq=False)
 class AppState:
     """One server's runtime with its settings. A call that may wait is made in a thread, so that the event
@@ -66,6 +91,8 @@ class AppState:
     strict: bool = False
     log_text: bool = False
     defaults: ReplyDefaults = field(default_factory=ReplyDefaults)
+    debug: bool = field(default_factory=lambda: sys.flags.dev_mode)
+    """Whether the event loop is watched (`LoopWatch`)."""
     page: bool = True
     """Whether the page is served at `/`."""
     started: float = field(default_factory=time.time)
@@ -85,6 +112,7 @@ class AppState:
         self.limit_namespaces()
         self.names: dict[str, dict[str, None]] = {}
         """Names that clients gave the model, by namespace."""
+        self.in_flight = InFlight()
         self.running: WeakSet[Cancellable] = WeakSet()
         """What is being computed for clients."""
 
@@ -120,20 +148,14 @@ class AppState:
         *,
         listed: bool = True,
     ) -> None:
-        """Count what came of a stream, and have its caller pay. A request may have several streams: one of
-        them is `listed` among the latest requests."""
+        """Count what came of a stream. Of several in one request, one is `listed` in the latest requests."""
         for reply in replies:
             self.metrics.reply(reply)
         if listed:
             self.recent.add(caller.namespace, replies, session)
-        # The samples of a prompt share it.
-        prompts = [reply.usage for reply in replies if reply.index == 0]
-        caller.charge(
-            sum(usage.prompt_tokens for usage in prompts),
-            sum(reply.usage.completion_tokens for reply in replies),
-        )
         notes = caller.notes
-        notes["cached_tokens"] = notes.get("cached_tokens", 0) + sum(usage.cached_tokens for usage in prompts)
+        cached = sum(reply.usage.cached_tokens for reply in replies if reply.index == 0)
+        notes["cached_tokens"] = notes.get("cached_tokens", 0) + cached
         notes["finish_reason"] = replies[0].finish_reason
 
     def check_message_count(self, count: int) -> None:

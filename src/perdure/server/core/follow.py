@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
 from fastapi import Request
@@ -22,6 +21,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from perdure.chat.message import Message
+from perdure.chat.reply import ChatReply
+from perdure.decode.request import Reply, Usage
 from perdure.server.core.api_error import ApiError, ClientLeft, deadline, stopping, to_api_error
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.direct_write import WRITE
@@ -50,7 +51,10 @@ class Stream(Protocol[D_co, R_co]):
     @property
     def prompt_read(self) -> int: ...
     @property
-    def written(self) -> int: ...
+    def usage(self) -> Usage:
+        """What was read and written so far, in all its requests: summaries come before some replies."""
+        ...
+
     def cancel(self) -> None: ...
     async def areplies(self) -> Sequence[R_co]: ...
     async def consume(self, push: Callable[[Sequence[D_co]], bool]) -> bool: ...
@@ -260,10 +264,8 @@ class Follower(Generic[D, R]):
         self.cancel()
         if not self._is_counted:
             self._is_counted = True
-            stream = self._stream
-            # Progress is reported from time to time. Once something is written, all of the prompt was read.
-            read = stream.prompt_tokens if stream.written else stream.prompt_read
-            self._caller.charge(read, stream.written)
+            usage = self._stream.usage
+            self._caller.charge(usage.prompt_tokens, usage.completion_tokens)
 
     async def whole(self, request: Request) -> Sequence[R]:
         """All replies, for a client that stays. Whether they were cut short, `cut` says."""
@@ -345,13 +347,24 @@ class Follower(Generic[D, R]):
         self.replies = await self._stream.areplies()
         if not self._is_counted:
             self._is_counted = True
-            self._app_state.record(self.replies, self._caller, self._session, listed=self._listed)  # type: ignore[arg-type]
-            if self._app_state.log_text:
-                notes = self._caller.notes
-                if self._messages:
-                    notes["messages"] = [message.to_dict() for message in self._messages]
-                notes.setdefault("replies", []).extend(reply.text for reply in self.replies)  # type: ignore[attr-defined]
+            self._count(self.replies)  # type: ignore[arg-type]
         return self.replies
+
+    def _count(self, replies: Sequence[Reply] | Sequence[ChatReply]) -> None:
+        # The samples of a prompt share it.
+        prompt = sum(reply.usage.prompt_tokens for reply in replies if reply.index == 0)
+        written = sum(reply.usage.completion_tokens for reply in replies)
+        if len(replies) == 1:
+            # With the summary that may have been written first.
+            usage = self._stream.usage
+            prompt, written = max(prompt, usage.prompt_tokens), max(written, usage.completion_tokens)
+        self._caller.charge(prompt, written)
+        self._app_state.record(replies, self._caller, self._session, listed=self._listed)
+        if self._app_state.log_text:
+            notes = self._caller.notes
+            if self._messages:
+                notes["messages"] = [message.to_dict() for message in self._messages]
+            notes.setdefault("replies", []).extend(reply.text for reply in replies)
 
 
 async def answer(
@@ -379,25 +392,6 @@ async def answer(
 
 
 # Clients that leave.
-
-
-async def outcome(work: Future[T], request: Request, app_state: AppState) -> T:
-    """What comes of work for the client of `request`, unless that leaves or takes too long."""
-    app_state.running.add(work)
-    if app_state.stopping:
-        work.cancel()
-    seconds = app_state.limits.request_seconds
-    try:
-        async with asyncio.timeout(seconds):
-            return await while_connected(request, asyncio.wrap_future(work))
-    except TimeoutError:
-        raise deadline(seconds) from None
-    except asyncio.CancelledError:
-        if app_state.stopping:
-            raise stopping() from None
-        raise
-    finally:
-        work.cancel()
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

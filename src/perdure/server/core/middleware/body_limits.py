@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perdure.server.core.api_error import ApiError, ClientLeft
+from perdure.server.core.app_state import InFlight
 from perdure.server.core.protocol import protocol_at
 from perdure.server.core.settings import Limits
 
@@ -32,11 +33,11 @@ class BodyLimits:
     and what it has sent, and never a place in the queue of the engine.
     """
 
-    def __init__(self, app: ASGIApp, limits: Callable[[], Limits]) -> None:
+    def __init__(self, app: ASGIApp, limits: Callable[[], Limits], in_flight: InFlight) -> None:
         """`limits` gives those of this moment: they can change while the server runs."""
         self._app = app
         self._current = limits
-        self._inside = 0
+        self._in_flight = in_flight
         self._uploads = 0
 
     @property
@@ -47,25 +48,15 @@ class BodyLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        self._inside += 1
         try:
-            if self._inside > self._limits.requests:
-                raise ApiError(
-                    429,
-                    f"{self._limits.requests} requests are in flight, which is the limit; ask again later",
-                    kind="rate_limit_error",
-                    code="too_many_requests",
-                    retry_after=1,
-                )
-            scope = typed(scope)
-            if scope["path"] in UPLOADS:
-                await self._upload(scope, receive, send)
-            else:
-                await self._app(scope, await self._whole(scope, receive), send)
-        except ApiError as refused:
-            await refused.response()(scope, receive, send)
-        finally:
-            self._inside -= 1
+            with self._in_flight.admit(self._limits.requests):
+                scope = typed(scope)
+                if scope["path"] in UPLOADS:
+                    await self._upload(scope, receive, send)
+                else:
+                    await self._app(scope, await self._whole(scope, receive), send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._uploads >= self._limits.uploads:

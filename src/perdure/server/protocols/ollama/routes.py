@@ -10,10 +10,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
-from perdure.decode.embedding import Embeddings
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
-from perdure.server.core.follow import answer, outcome
+from perdure.server.core.embeddings import check_width, embed
+from perdure.server.core.follow import answer
 from perdure.server.core.protocol import JSON_LINES, Protocol, event
 from perdure.server.core.schemas import errors, refuse_fields
 from perdure.server.protocols.ollama.errors import OllamaErrorAnswer, error_body
@@ -115,21 +115,15 @@ def _all_lines(lines: Sequence[dict[str, Any]]) -> Response:
 
 
 @router.post("/api/embed", responses=errors(504), response_model=dict[str, Any])
-async def embed(asked: EmbedRequest, request: Request, app_state: AppStateDep, caller: CallerDep) -> Response:
+async def embed_texts(
+    asked: EmbedRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> Response:
     """Texts as vectors. What does not fit is an error, never cut."""
     check_keep_alive(asked.keep_alive)
     texts = [asked.input] if isinstance(asked.input, str) else list(asked.input)
     started = time.perf_counter()
-    found = await _embedded(texts, request, app_state)
-    width = len(found.vectors[0]) if len(found.vectors) else 0
-    if asked.dimensions is not None and asked.dimensions != width:
-        raise ApiError(
-            400,
-            f"dimensions: the vectors of this model have {width}; leave it out",
-            param="dimensions",
-            code="invalid_value",
-        )
-    caller.charge(sum(found.tokens))
+    await check_width(asked.dimensions, app_state)
+    found = await embed(texts, request, app_state, caller)
 
     def body() -> bytes:
         shown = {
@@ -150,19 +144,8 @@ async def embeddings(
 ) -> dict[str, Any]:
     """An older route for one text."""
     check_keep_alive(asked.keep_alive)
-    found = await _embedded([asked.prompt], request, app_state)
-    caller.charge(sum(found.tokens))
+    found = await embed([asked.prompt], request, app_state, caller)
     return {"embedding": found.vectors[0].tolist()}
-
-
-async def _embedded(texts: list[str], request: Request, app_state: AppState) -> Embeddings:
-    if not texts or not all(texts):
-        raise ApiError(
-            400, "input: give at least one text, and none that is empty", param="input", code="invalid_value"
-        )
-    found = await outcome(await app_state.call(app_state.runtime.submit_embed, texts), request, app_state)
-    app_state.metrics.embedded(sum(found.tokens))
-    return found
 
 
 @router.get("/api/tags", responses=errors())

@@ -7,17 +7,18 @@ import json
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, WebSocket
 from pydantic import ValidationError
+from pydantic_core import to_json
 from starlette.websockets import WebSocketDisconnect
 
 from perdure.errors import PerdureError
 from perdure.server.core.api_error import ApiError, rate_limited, to_api_error, unauthorised, validation
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.follow import Follower, Sink, deliver
-from perdure.server.core.middleware.body_limits import JsonScan
+from perdure.server.core.middleware.body_limits import JsonScan, too_large
 from perdure.server.core.protocol import Events
 from perdure.server.protocols.responses.items import Item
 from perdure.server.protocols.responses.requests import ResponseRequest, input_items
@@ -59,6 +60,30 @@ class WebSocketSink(Sink):
             await self._socket.send_text(event.data.decode())
 
 
+class RememberedItems(NamedTuple):
+    """All items of a response that is not stored."""
+
+    items: list[Item]
+    size: int
+    """As JSON, in characters."""
+
+
+class Remembered:
+    """The latest responses of a connection that are not stored, by id: a few, and of a few bytes."""
+
+    def __init__(self) -> None:
+        self._by_id: OrderedDict[str, RememberedItems] = OrderedDict()
+
+    def get(self, response_id: str | None) -> RememberedItems | None:
+        return self._by_id.get(response_id or "")
+
+    def add(self, response_id: str, remembered: RememberedItems, limit: int) -> None:
+        """Remember one more, and forget the oldest while all have more than `limit` characters together."""
+        self._by_id[response_id] = remembered
+        while len(self._by_id) > _REMEMBERED or sum(each.size for each in self._by_id.values()) > limit:
+            self._by_id.popitem(last=False)
+
+
 class Connection:
     """One client's connection. What is being made for it ends when it does."""
 
@@ -66,9 +91,8 @@ class Connection:
         self._socket = socket
         self._caller = caller
         self._app_state = app_state
-        self._remembered: OrderedDict[str, list[Item]] = OrderedDict()
-        """All items of the latest responses that are not stored, by id."""
-        self._received: asyncio.Queue[str | None] = asyncio.Queue(maxsize=4)
+        self._remembered = Remembered()
+        self._received: asyncio.Queue[str | None] = asyncio.Queue(maxsize=1)
         self._left = asyncio.Event()
         """Set when the client has left."""
 
@@ -102,7 +126,6 @@ class Connection:
     async def _answer(self, text: str) -> None:
         account = self._caller.account
         try:
-            asked, generates = self._parsed(text)
             if account is not None and not account.is_good:
                 await self._refuse(unauthorised("this key was withdrawn, or has expired: ask for a new one"))
                 self._left.set()
@@ -110,7 +133,10 @@ class Connection:
                 return
             if account is not None and (over := account.admit()) is not None:
                 raise rate_limited(over.why, over.retry_after)
-            await self._respond(asked, generates)
+            with self._app_state.in_flight.admit(self._app_state.limits.requests):
+                # In a thread: a long message takes long to read, and every client waits for the event loop.
+                asked, generates = await self._app_state.call(self._parsed, text)
+                await self._respond(asked, generates, len(text))
         except ValidationError as error:
             await self._refuse(validation(error.errors()))
         except (PerdureError, ApiError, UnicodeError) as error:
@@ -137,12 +163,16 @@ class Connection:
         self._app_state.check_model(asked.model or "")
         return asked, generates
 
-    async def _respond(self, asked: ResponseRequest, generates: bool) -> None:
+    async def _respond(self, asked: ResponseRequest, generates: bool, size: int) -> None:
+        """`size` is that of the message, in characters."""
         app_state, responses = self._app_state, Responses(self._app_state, self._caller.namespace)
         items = input_items(asked)
-        previous = asked.previous_response_id
-        if previous is not None and previous in self._remembered:
-            items = [*self._remembered[previous], *items]
+        previous = self._remembered.get(asked.previous_response_id)
+        if previous is not None:
+            size += previous.size
+            if size > app_state.limits.body_bytes:
+                raise too_large(app_state.limits.body_bytes)
+            items = [*previous.items, *items]
             asked = asked.model_copy(update={"input": items, "previous_response_id": None})
         if not generates:
             asked = asked.model_copy(update={"store": False, "max_output_tokens": 1})
@@ -153,7 +183,7 @@ class Connection:
             response, stream = await app_state.call(responses.start, asked, notes)
             stored, head = response, response.head
         else:
-            head = responses.unstored_head(asked)
+            head = await app_state.call(responses.unstored_head, asked)
             stream = await app_state.call(responses.submit_unstored, asked)
         writer = (ResponseWriter if generates else WarmUpWriter)(head, notes=notes)
         if isinstance(stream, ApiError):
@@ -169,9 +199,10 @@ class Connection:
                 await asyncio.shield(app_state.call(stored.note_sent, writer.sent))
         if follower.replies and not asked.stores:
             output = head.whole(follower.replies)["output"] if generates else []
-            self._remembered[head.id] = [*items, *output]
-            while len(self._remembered) > _REMEMBERED:
-                self._remembered.popitem(last=False)
+            size += sum(len(to_json(item)) for item in output)
+            self._remembered.add(
+                head.id, RememberedItems([*items, *output], size), app_state.limits.body_bytes
+            )
 
     async def _refuse(self, error: ApiError) -> None:
         shown = {**error.body, "type": "error", "status": error.status}
