@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 RUN = (ROOT / "README.md", ROOT / "docs" / "quickstart.md")
 """Pages whose snippets run here. Others have tests of their own, beside what they are about."""
 
@@ -152,6 +154,21 @@ def test_the_modules_that_a_page_names_exist(page: Path) -> None:
     ends = [f"/{path.relative_to(ROOT).as_posix()}" for path in there if "__pycache__" not in path.parts]
     for name in names:
         assert any(end.endswith(f"/{name.rstrip('/')}") for end in ends), f"{page.name} names {name}"
+
+
+def stops() -> list[tuple[str, str]]:
+    """The files and functions in the tables of the tour."""
+    tour = read(DOCS / "internals" / "tour.md")
+    return re.findall(r"^\| \d \| `([\w/]+\.py)` \| `([\w.]+)` \|", tour, re.MULTILINE)
+
+
+def test_the_functions_that_the_tour_stops_at_exist() -> None:
+    assert len(stops()) == 18
+    for file, name in stops():
+        body = ast.parse((ROOT / "src" / "perdure" / file).read_text()).body
+        for part in name.split("."):
+            [definition] = [node for node in body if isinstance(node, DEFINITIONS) and node.name == part]
+            body = definition.body
 
 
 # The site and the reference.

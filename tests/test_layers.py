@@ -46,8 +46,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "server": ("core", "protocols", "api", "app", "http_server"),
     "cache": (
         "block",
-        "child_index",
-        "reuse_rule",
+        "prefix_search",
         "kept_prefixes",
         "tiers",
         "block_cache",
@@ -56,7 +55,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "prefix_cache",
     ),
     "cache/tiers": ("base", "memory", "block_index", "disk", "write_behind", "tiered"),
-    "cache/slots": ("checkpoints", "placement", "swapper", "cache"),
+    "cache/slots": ("checkpoints", "placement", "cache"),
 }
 """The order within a folder, from low to high, of its folders and modules."""
 

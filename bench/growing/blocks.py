@@ -12,7 +12,7 @@ from bench.growing.measure import FLAT, ROOT, SIZE, Operation, block, growing, n
 from bench.harness import Figure, Gauge, Run, at_most
 from perdure.cache.block import PrefixHit, chain
 from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
-from perdure.cache.reuse_rule import ANY_TOKEN
+from perdure.cache.prefix_search import ANY_TOKEN
 from perdure.cache.slots.cache import SlotCache
 from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.memory import MemoryTier

@@ -31,7 +31,7 @@ from perdure.errors import InvalidInputError, TokenError
 from perdure.sessions.memories import Memories
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Sessions
-from perdure.store.holder import StoreLock
+from perdure.store.owner import StoreLock
 from perdure.worker.attached import AttachedBackend
 from perdure.worker.listener import Listener
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 import perdure
 from counting import calls_of
-from perdure.cache import child_index, kept_prefixes
+from perdure.cache import kept_prefixes, prefix_search
 from perdure.cache.block import Block, BlockId, chain
 from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
-from perdure.cache.reuse_rule import ANY_TOKEN
+from perdure.cache.prefix_search import ANY_TOKEN
 from perdure.cache.slots import placement
 from perdure.cache.slots.cache import SlotCache
 from perdure.cache.tiers import tiered
@@ -33,7 +33,7 @@ from perdure.testing.toy import ToyModel
 SIZE = 16
 ROOT = BlockId(bytes(32))
 SIZES = (20, 2000)
-COMPARED = tuple((each, "common_prefix_length") for each in (child_index, tiered, kept_prefixes, placement))
+COMPARED = tuple((each, "common_prefix_length") for each in (prefix_search, tiered, kept_prefixes, placement))
 """Wherever two lists of tokens are compared."""
 
 

@@ -176,7 +176,7 @@ def test_bytes_that_no_reading_accounts_for_have_no_layout(sample: Sample) -> No
         *range(12, cells),  # how many cells in each
         *range(cells, cells + 3 * layout.cell_bytes),  # positions and owners
         *range(head, head + 4),  # whether rows lie as columns
-        *range(head + 12, head + 20),  # the bytes of a row
+        *range(head + 12 + len(layout.figures), head + 20 + len(layout.figures)),  # the bytes of a row
     ]
     for place in places:
         changed = state.copy()

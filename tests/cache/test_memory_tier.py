@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, block_id
 from perdure.cache.block_cache import BlockNames
-from perdure.cache.reuse_rule import ANY_TOKEN
+from perdure.cache.prefix_search import ANY_TOKEN
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.tiered import Tiers
 

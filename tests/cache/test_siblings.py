@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
-from perdure.cache.child_index import (
+from perdure.cache.prefix_search import (
     ChildIndex,
     beginnings,
     best_child,

@@ -17,8 +17,7 @@ import perdure
 from perdure import Sampling
 from perdure.backend import LocalBackend
 from perdure.cache.block import Block, BlockId, BlockMeta
-from perdure.cache.child_index import key_of
-from perdure.cache.reuse_rule import ANY_TOKEN, AT_TAIL_STATES
+from perdure.cache.prefix_search import ANY_TOKEN, AT_TAIL_STATES, key_of
 from perdure.cache.tiers.base import BlockTier
 from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.memory import MemoryTier

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from perdure.cache.slots import cache as slot_cache
-from perdure.cache.slots.cache import SlotCache
+from perdure.cache.slots.cache import SlotCache, SlotSwapper
 from perdure.cache.slots.placement import SlotTable
-from perdure.cache.slots.swapper import SlotSwapper
 from perdure.decode import executor
 from perdure.decode.sequence import TokenSequence
 from perdure.engine.context import Context

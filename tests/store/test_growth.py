@@ -16,7 +16,7 @@ import pytest
 
 from counting import sql_of
 from perdure.cache.block import Block, BlockId, chain
-from perdure.cache.reuse_rule import ANY_TOKEN
+from perdure.cache.prefix_search import ANY_TOKEN
 from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.tiered import Tiers

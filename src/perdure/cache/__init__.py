@@ -1,8 +1,7 @@
 """Which state do we already have. Each imports only those above it.
 
 block          tokens with their state, named by a chained hash; prefixes made of them
-child_index    the blocks that follow one, sorted by their tokens
-reuse_rule     to which lengths a stored prefix can be put back, by the kind of its state
+prefix_search  the blocks that follow one, sorted by their tokens; to which lengths a prefix can be put back
 kept_prefixes  prefixes that somebody asked to keep, for a time or without an end, and what goes with them
 tiers/         where blocks lie: memory, disk, any number of others in order; searched as one
 block_cache    sequences as blocks: cut, stored in the tiers, looked up by their tokens

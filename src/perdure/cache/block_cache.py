@@ -22,9 +22,16 @@ from perdure.cache.block import (
     cost_of_token,
     root_id,
 )
-from perdure.cache.child_index import Source, beginnings, best_child, common_prefix_length
 from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
-from perdure.cache.reuse_rule import ANY_TOKEN, AT_TAIL_STATES, ReuseRule
+from perdure.cache.prefix_search import (
+    ANY_TOKEN,
+    AT_TAIL_STATES,
+    ReuseRule,
+    Source,
+    beginnings,
+    best_child,
+    common_prefix_length,
+)
 from perdure.cache.tiers.tiered import Tiers
 from perdure.decode.slots import KeptPrefix
 from perdure.engine.context import Context

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import AnyBlock, BlockId, BlockMeta, PrefixHit
-from perdure.cache.child_index import key_of
+from perdure.cache.prefix_search import key_of
 from perdure.cache.slots.cache import SlotCache
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.write_behind import WriteBehind

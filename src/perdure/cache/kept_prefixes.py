@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import BLOCK, AnyBlock, BlockId, block_id
-from perdure.cache.child_index import (
+from perdure.cache.prefix_search import (
+    ReuseRule,
     SortedKeys,
     Source,
     beginnings,
@@ -26,7 +27,6 @@ from perdure.cache.child_index import (
     continuations,
     key_of,
 )
-from perdure.cache.reuse_rule import ReuseRule
 from perdure.decode.slots import KeptPrefix, prefix_cost
 from perdure.errors import InvalidInputError, StoreFullError
 

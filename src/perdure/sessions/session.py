@@ -426,6 +426,8 @@ class Session:
         """
         if not is_whole(keep) or keep < 0:
             raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
+        if summary is not None and not isinstance(summary, str):
+            raise InvalidInputError(f"a summary is a text, got {summary!r}")
         asked: dict[str, Any] = {**settings}
         deadline = take_deadline(asked)
         pending = self._begin()

@@ -2,6 +2,5 @@
 
 checkpoints  the checkpoints of a slot, and how its sequence goes back, by the kind of memory
 placement    the slots, which of them a prompt gets and from where; why no more of it could be reused
-swapper      brings state into slots, and puts what they hold into swap slots or the tiers
-cache        places requests, so that as little as possible is computed
+cache        places requests, so that as little as possible is computed: swaps state in and out of slots
 """

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import LoadedPrefix
-from perdure.cache.child_index import key_of
+from perdure.cache.prefix_search import key_of
 from perdure.engine.context import Context
 from perdure.engine.state import Checkpoint
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import PrefixHit
 from perdure.cache.block_cache import BlockCache
-from perdure.cache.child_index import common_prefix_length
+from perdure.cache.prefix_search import common_prefix_length
 from perdure.cache.slots.checkpoints import SlotCheckpoints
 from perdure.decode.slots import PendingPrefix
 from perdure.engine.context import Context

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, BlockMeta, block_id
-from perdure.cache.child_index import beginnings, continuations
 from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
-from perdure.cache.reuse_rule import ANY_TOKEN
+from perdure.cache.prefix_search import ANY_TOKEN, beginnings, continuations
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import InvalidInputError
 from perdure.store.index import Index

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
-from perdure.cache.child_index import ChildIndex, beginnings, continuations, key_of
+from perdure.cache.prefix_search import ChildIndex, beginnings, continuations, key_of
 
 _REMEMBERED = 4096
 """Evicted blocks whose names are kept, so that a reply can say why it was computed again."""

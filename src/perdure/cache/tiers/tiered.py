@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import AnyBlock, Block, BlockId, BlockMeta, LoadedPrefix, PrefixHit
-from perdure.cache.child_index import common_prefix_length, merged
-from perdure.cache.reuse_rule import ReuseRule
+from perdure.cache.prefix_search import ReuseRule, common_prefix_length, merged
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.engine.parallel import spread

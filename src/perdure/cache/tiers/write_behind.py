@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from perdure.cache.block import AnyBlock, Block, BlockId
-from perdure.cache.child_index import ChildIndex, key_of, merged
+from perdure.cache.prefix_search import ChildIndex, key_of, merged
 from perdure.cache.tiers.base import BlockTier
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import StoreError

@@ -333,7 +333,7 @@ def _absent(there: set[str], *, used: bool) -> list[Row]:
                     version=package.llama,
                     origin=package.spec,
                     licence=package.licence,
-                    nbytes=package.size,
+                    nbytes=package.fetched,
                     folder=None,
                     used=False,
                     why="fetched when it is first needed" if usual else f"perdure engine install {backend}",

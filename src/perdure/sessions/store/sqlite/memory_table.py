@@ -46,7 +46,11 @@ class MemoryTable:
     ) -> list[SessionMemory]:
         """Those that also have a text in their notes or turns, a few read at a time."""
         namespace, matches = where[0][1], list[SessionMemory]()
-        told = ("(instr(lower(m.note), lower(?1)) OR instr(lower(t.text), lower(?1)))", text)
+        has_text = (
+            "(SELECT instr(lower(m.note), sought) OR instr(lower(t.text), sought)"
+            " FROM (SELECT lower(?) AS sought))",
+            text,
+        )
         while page := rows(
             "SELECT number FROM memory WHERE namespace = ? AND number > ? ORDER BY number LIMIT ?",
             namespace,
@@ -54,7 +58,7 @@ class MemoryTable:
             _SEARCHED,
         ):
             last = page[-1][0]
-            within = [told, *where, ("m.number > ?", after), ("m.number <= ?", last)]
+            within = [has_text, *where, ("m.number > ?", after), ("m.number <= ?", last)]
             left = None if limit is None else limit - len(matches)
             matches += self._fitting(rows, within, left)
             after = last
