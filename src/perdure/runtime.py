@@ -150,9 +150,8 @@ class Runtime:
     ) -> int:
         """The tokens of the prompt that messages make. What surely does not fit is an error, and not
         tokenised."""
-        wanted: dict[str, Any] = dict(settings)
-        namespace = wanted.pop("namespace", "")
-        options = ChatOptions.take(wanted)
+        options, others = ChatOptions.split(settings)
+        namespace: str = others.get("namespace", "")
         return len(
             self.chat_format.prompt(parse_messages(messages), options, namespace=namespace, must_fit=True)
         )

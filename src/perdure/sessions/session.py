@@ -692,7 +692,7 @@ class Session:
         """Tokens of a prompt that starts with `messages`, and of the reply to it; and whether these are only
         a lower bound, since it surely does not fit."""
         room = reply_room(pending.settings, self._host.backend.n_ctx)
-        options = ChatOptions.take(dict(pending.settings))
+        options, _ = ChatOptions.split(pending.settings)
         try:
             prompt = self._host.chat_format.prompt(
                 [*messages, *pending.said], options, namespace=self.namespace, must_fit=True
