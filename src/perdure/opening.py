@@ -19,7 +19,7 @@ from perdure.engine.model import Model as ModelContract
 from perdure.errors import InvalidInputError, StoreLockedError
 from perdure.options import refuse_unknown
 from perdure.runtime import Runtime
-from perdure.store.holder import StoreLock
+from perdure.store.owner import StoreLock
 from perdure.worker.attached import Link, check_settings, hold_or_attach
 from perdure.worker.remote import RemoteBackend
 from perdure.worker.restart_policy import RestartPolicy

@@ -31,7 +31,7 @@ from perdure.errors import InvalidInputError, TokenError
 from perdure.sessions.memories import Memories
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Sessions
-from perdure.store.holder import StoreLock
+from perdure.store.owner import StoreLock
 from perdure.worker.attached import AttachedBackend
 from perdure.worker.listener import Listener
 
@@ -150,9 +150,8 @@ class Runtime:
     ) -> int:
         """The tokens of the prompt that messages make. What surely does not fit is an error, and not
         tokenised."""
-        wanted: dict[str, Any] = dict(settings)
-        namespace = wanted.pop("namespace", "")
-        options = ChatOptions.take(wanted)
+        options, others = ChatOptions.split(settings)
+        namespace: str = others.get("namespace", "")
         return len(
             self.chat_format.prompt(parse_messages(messages), options, namespace=namespace, must_fit=True)
         )

@@ -57,7 +57,7 @@ def asked(text: str) -> dict[str, Any]:
 
 def marks_in(chat_format: ChatFormat, text: str) -> Counter[int]:
     request = asked(text)
-    options = ChatOptions.take({"tools": request["tools"], "date": "2026-01-31"})
+    options = ChatOptions.split({"tools": request["tools"], "date": "2026-01-31"})[0]
     prompt = chat_format.prompt(parse_messages(request["messages"]), options)
     found = chat_format.tokenizer.marks
     return Counter(token for token in prompt.transcript.tokens if token in found)

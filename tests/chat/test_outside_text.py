@@ -119,7 +119,7 @@ def marks_of(rt: Runtime, request: dict[str, Any]) -> Counter[int]:
     messages = [perdure.Message.parse(each) for each in request["messages"]]
     from perdure.chat.options import ChatOptions
 
-    options = ChatOptions.take({key: request[key] for key in ("tools", "variables")})
+    options = ChatOptions.split({key: request[key] for key in ("tools", "variables")})[0]
     tokens = chat_format.prompt(messages, options).transcript.tokens
     return Counter(token for token in tokens if token in chat_format.tokenizer.marks)
 

@@ -47,7 +47,7 @@ def tool_loop(rt: Runtime) -> list[tuple[int, int]]:
         said.append({"role": "user", "content": question})
         for text in (CALL, CALL, ANSWER):
             prompt = rt.chat_format.prompt(
-                parse_messages(said), ChatOptions.take({"tools": [TOOL], "date": "2026-01-31"})
+                parse_messages(said), ChatOptions.split({"tools": [TOOL], "date": "2026-01-31"})[0]
             ).transcript
             reply: ChatReply = rt.chat(
                 said,
@@ -88,7 +88,7 @@ def resumed(rt: Runtime) -> tuple[int, int]:
         said.append({"role": "tool", "tool_call_id": call["id"], "content": "dry"})
     prompts = []
     for _ in range(2):
-        asked = ChatOptions.take({"tools": [TOOL], "date": "2026-01-31"})
+        asked = ChatOptions.split({"tools": [TOOL], "date": "2026-01-31"})[0]
         prompts.append(rt.chat_format.prompt(parse_messages(said), asked).transcript)
         reply = rt.chat(
             said, tools=[TOOL], date="2026-01-31", processors=[saying(ANSWER, rt.model)], max_tokens=200

@@ -11,7 +11,7 @@ import pytest
 
 from cli.pty_user import piped
 from homes import new_home
-from perdure.store.holder import Holder, described, read_holder, write_holder
+from perdure.store.owner import StoreOwner, described, read_owner, write_owner
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
@@ -85,18 +85,18 @@ def test_the_holder_of_a_store_is_told_without_what_was_said_to_it(
 ) -> None:
     assert described(tmp_path) == "another process or another runtime of this one"
     monkeypatch.setattr("sys.argv", ["/usr/bin/perdure", "run", "a secret question"])
-    write_holder(tmp_path)
-    found = read_holder(tmp_path)
+    write_owner(tmp_path)
+    found = read_owner(tmp_path)
     assert found is not None
     assert (found.command, found.own) == ("perdure run", True)
     assert described(tmp_path) == "another runtime of this process"
     assert (tmp_path / "sessions.holder").stat().st_mode & 0o777 == 0o600
     monkeypatch.setattr("sys.argv", ["/home/me/script.py", "--password", "x"])
-    write_holder(tmp_path)
-    found = read_holder(tmp_path)
+    write_owner(tmp_path)
+    found = read_owner(tmp_path)
     assert found is not None
     assert found.command == "script.py"
-    other = Holder(pid=1, command="perdure chat", since=0.0)
+    other = StoreOwner(pid=1, command="perdure chat", since=0.0)
     assert str(other).startswith("`perdure chat` (process 1, since ")
     (tmp_path / "sessions.holder").write_text("{")
-    assert read_holder(tmp_path) is None
+    assert read_owner(tmp_path) is None

@@ -103,7 +103,7 @@ class ChatFormat:
 
     def fits(self, messages: Sequence[Message], *, namespace: str = "", **settings: Any) -> bool:
         """Whether messages fit into the context with the reply that these settings ask for."""
-        options = ChatOptions.take(dict(settings))
+        options, _ = ChatOptions.split(settings)
         try:
             prompt = self.prompt(messages, options, namespace=namespace, must_fit=True)
         except ContextOverflow:
@@ -136,8 +136,7 @@ class ChatFormat:
         `known` is a transcript that the messages may go on from, and `before` how their beginning was
         rendered. Of a `silent` reply the stream's caller gets no deltas.
         """
-        settings: dict[str, Any] = {**asked}
-        options = ChatOptions.take(settings)
+        options, settings = ChatOptions.split(asked)
         return self._for(options)._plan(messages, options, settings, namespace, known, before, silent)
 
     def _plan(

@@ -13,6 +13,8 @@ from perdure.decode.slots import KeptPrefix
 from perdure.errors import InvalidInputError
 from perdure.options import check_options, option
 
+_KWARGS = "chat_template_kwargs"
+"""What vLLM and llama.cpp call `variables`."""
 ToolChoice = str | Mapping[str, Any]
 """none, auto, required, or which one: its name, or `{"type": "function", "function": {"name": …}}`."""
 
@@ -98,14 +100,13 @@ class ChatOptions:
             raise InvalidInputError(f"variables: {taken[0]} is set for the template, leave it out")
 
     @classmethod
-    def take(cls, settings: dict[str, Any]) -> ChatOptions:
-        """The options among a caller's keywords, which are taken out of `settings`."""
-        found = {name: settings.pop(name) for name in list(settings) if name in cls.__dataclass_fields__}
-        tools = found.pop("tools", None)
-        kwargs = settings.pop("chat_template_kwargs", None)
-        if kwargs is not None:
-            given = found.get("variables")
-            if not isinstance(kwargs, Mapping):
-                raise InvalidInputError(f"chat_template_kwargs are a mapping, got {type(kwargs).__name__}")
-            found["variables"] = {**(given or {}), **kwargs}
-        return cls(tools=tuple(Tool.parse(tool) for tool in tools or ()), **found)
+    def split(cls, keywords: Mapping[str, Any]) -> tuple[ChatOptions, dict[str, Any]]:
+        """The options among a caller's keywords, and the other keywords: those of `Request.of`."""
+        own = {name: value for name, value in keywords.items() if name in cls.__dataclass_fields__}
+        others = {name: value for name, value in keywords.items() if name not in own and name != _KWARGS}
+        own["tools"] = tuple(Tool.parse(tool) for tool in own.get("tools") or ())
+        if (more := keywords.get(_KWARGS)) is not None:
+            if not isinstance(more, Mapping):
+                raise InvalidInputError(f"{_KWARGS} are a mapping, got {type(more).__name__}")
+            own["variables"] = {**(own.get("variables") or {}), **more}
+        return cls(**own), others

@@ -88,28 +88,26 @@ class Request(RequestOptions):
 
         The one parser of options: of the library's keywords, the command's and the server's.
         """
-        settings: dict[str, Any] = {**asked}
-        stop: str | Sequence[str] | None = settings.pop("stop", None)
-        sampling: Sampling | None = settings.pop("sampling", None)
-        grammar: Grammar | None = settings.pop("grammar", None)
-        schema, regex = settings.pop("schema", None), settings.pop("regex", None)
-        known = Sampling.__dataclass_fields__
-        fields = {name: settings.pop(name) for name in list(settings) if name in known}
-        if sampling is not None and fields:
-            raise InvalidInputError(f"give sampling or its fields, not both: {', '.join(fields)}")
-        if not settings.keys() <= _OPTIONS and (unknown := unknown_options(settings, _OPTIONS)) is not None:
+        if unknown := unknown_options(asked, _KEYWORDS):
             raise unknown
-        given = [grammar] if grammar is not None else []
-        given += [Grammar.json_schema(schema)] if schema is not None else []
-        given += [Grammar.regex(regex)] if regex is not None else []
-        if len(given) > 1:
+        drawing = {name: value for name, value in asked.items() if name in Sampling.__dataclass_fields__}
+        own: dict[str, Any] = {name: value for name, value in asked.items() if name in _OWN}
+        sampling, stop = asked.get("sampling"), asked.get("stop")
+        if sampling is not None and drawing:
+            raise InvalidInputError(f"give sampling or its fields, not both: {', '.join(drawing)}")
+        grammar, schema, regex = asked.get("grammar"), asked.get("schema"), asked.get("regex")
+        if sum(each is not None for each in (grammar, schema, regex)) > 1:
             raise InvalidInputError("give one of grammar, schema and regex")
+        if schema is not None:
+            grammar = Grammar.json_schema(schema)
+        elif regex is not None:
+            grammar = Grammar.regex(regex)
         return cls(
             prompt=prompt,
-            sampling=sampling or Sampling(**fields),
+            sampling=sampling or Sampling(**drawing),  # type: ignore[arg-type]
             stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-            grammar=given[0] if given else None,
-            **settings,
+            grammar=grammar,
+            **own,
         )
 
 
@@ -134,13 +132,16 @@ def _check_times(timeout: object, deadline: object) -> None:
         raise InvalidInputError(f"deadline is an instant of time.monotonic(), got {deadline!r}")
 
 
-_OPTIONS = {*Request.__dataclass_fields__, *Sampling.__dataclass_fields__, "stop", "schema", "regex"} - {
+_OWN = Request.__dataclass_fields__.keys() - {
     "prompt",
+    "sampling",
     "stops",
+    "grammar",
     "reply_prefix",
     "emitted",
     "continued",
 }
+_KEYWORDS = _OWN | Sampling.__dataclass_fields__.keys() | {"sampling", "stop", "grammar", "schema", "regex"}
 
 
 @dataclass(frozen=True, slots=True)

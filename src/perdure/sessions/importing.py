@@ -61,9 +61,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise InvalidInputError(f"these cannot be settings of a session: {', '.join(sorted(unknown))}")
     try:
         json.dumps(dict(settings), allow_nan=False).encode()
-        wanted = dict(settings)
-        ChatOptions.take(wanted)
-        if Request.of([0], **wanted).n != 1:
+        _, others = ChatOptions.split(settings)
+        if Request.of([0], **others).n != 1:
             raise InvalidInputError("a turn has one reply; leave n at 1")
     except InvalidInputError:
         raise

@@ -261,18 +261,13 @@ class Session:
 
     def transcript(self, form: Literal["markdown", "jsonl"] = "markdown") -> str:
         """The conversation as text to read, or as a message a line: everything that the model reads."""
-        return "".join(self.transcript_parts(form))
+        self._refresh()
+        return "".join(_transcript(self.name, self._history.turns, form))
 
     def transcript_parts(self, form: Literal["markdown", "jsonl"] = "markdown") -> Iterator[str]:
         """The same piece by piece: no more turns are in memory than one piece is made of."""
-        if form not in ("markdown", "jsonl"):
-            raise InvalidInputError(f"a transcript is markdown or jsonl, not {form!r}")
         self._refresh()
-        yield f"# {self.name}\n" if form == "markdown" else ""
-        for turn in self._stored_turns():
-            for message in context([turn]):
-                plain = json.dumps(message.to_dict(), ensure_ascii=False) + "\n" if form == "jsonl" else ""
-                yield plain or _markdown(message)
+        return _transcript(self.name, self._stored_turns(), form)
 
     # Talking.
 
@@ -426,6 +421,8 @@ class Session:
         """
         if not is_whole(keep) or keep < 0:
             raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
+        if summary is not None and not isinstance(summary, str):
+            raise InvalidInputError(f"a summary is a text, got {summary!r}")
         asked: dict[str, Any] = {**settings}
         deadline = take_deadline(asked)
         pending = self._begin()
@@ -695,7 +692,7 @@ class Session:
         """Tokens of a prompt that starts with `messages`, and of the reply to it; and whether these are only
         a lower bound, since it surely does not fit."""
         room = reply_room(pending.settings, self._host.backend.n_ctx)
-        options = ChatOptions.take(dict(pending.settings))
+        options, _ = ChatOptions.split(pending.settings)
         try:
             prompt = self._host.chat_format.prompt(
                 [*messages, *pending.said], options, namespace=self.namespace, must_fit=True
@@ -986,6 +983,17 @@ class _StoredTurns:
     def __iter__(self) -> Iterator[Turn]:
         with self.session._explaining():
             yield from each_turn(self.session._host.store, self.head, self.session.name)
+
+
+def _transcript(name: str, turns: Iterable[Turn], form: str) -> Iterator[str]:
+    if form not in ("markdown", "jsonl"):
+        raise InvalidInputError(f"a transcript is markdown or jsonl, not {form!r}")
+    if form == "markdown":
+        yield f"# {name}\n"
+    for turn in turns:
+        for message in context([turn]):
+            plain = json.dumps(message.to_dict(), ensure_ascii=False) + "\n" if form == "jsonl" else ""
+            yield plain or _markdown(message)
 
 
 def _markdown(message: Message) -> str:

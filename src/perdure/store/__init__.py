@@ -8,6 +8,7 @@
 
 durable       files that are there whole or not at all
 index         the database of a store, and its migrations
+owner         which process runs the engine of a store, and where it serves the others
 
 Blocks on disk are a tier of the cache: `cache/tiers/disk.py`.
 """

@@ -15,7 +15,7 @@ from typing import Any
 from perdure import system
 from perdure.backend import Backend
 from perdure.errors import ClosedError, EngineError, PerdureError, StoreLockedError
-from perdure.store.holder import Holder, StoreLock, read_holder
+from perdure.store.owner import StoreLock, StoreOwner, read_owner
 from perdure.worker.connection import Connection
 from perdure.worker.listener import GREETING, Listener
 from perdure.worker.process import ExitInfo
@@ -43,7 +43,7 @@ class Link:
 
     connection: Connection
     welcome: Welcome
-    holder: Holder
+    holder: StoreOwner
 
 
 Check = Callable[[Link], None]
@@ -106,7 +106,7 @@ class AttachedBackend(BackendClient):
         self._thread.start()
 
     @property
-    def holder(self) -> Holder | None:
+    def holder(self) -> StoreOwner | None:
         """The process whose engine this is; None where it is this one's own by now."""
         return None if self._held is not None else self._link.holder
 
@@ -189,7 +189,7 @@ class AttachedBackend(BackendClient):
         if isinstance(message, Leaving):
             self._pending.pause()
 
-    def _leave(self, holder: Holder) -> None:
+    def _leave(self, holder: StoreOwner) -> None:
         self._link.connection.close()
         self._last_death = f"{holder}, which had the store, has ended"
         log.warning("%s; the next one takes its place", self._last_death)
@@ -246,7 +246,7 @@ class AttachedBackend(BackendClient):
             undo.pop_all()
         return link
 
-    def _check_digest(self, digest: str, holder: Holder) -> None:
+    def _check_digest(self, digest: str, holder: StoreOwner) -> None:
         if digest != self.model.digest:
             raise StoreLockedError(
                 f"the store {self._folder} is in use by {holder} with another model now: open the runtime "
@@ -278,7 +278,7 @@ def _find(folder: Path, closing: threading.Event | None = None) -> StoreLock | L
             return StoreLock(folder)
         except StoreLockedError as error:
             locked = error
-        holder = read_holder(folder)
+        holder = read_owner(folder)
         if holder is not None and holder.socket and (link := _connected(holder, locked)) is not None:
             return link
         waited = time.monotonic() - began
@@ -289,7 +289,7 @@ def _find(folder: Path, closing: threading.Event | None = None) -> StoreLock | L
         time.sleep(_NAP)
 
 
-def _connected(holder: Holder, locked: StoreLockedError) -> Link | None:
+def _connected(holder: StoreOwner, locked: StoreLockedError) -> Link | None:
     """A connection to a process that has a store; None where it does not listen, or not yet."""
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -304,7 +304,9 @@ def _connected(holder: Holder, locked: StoreLockedError) -> Link | None:
     return _greeted(Connection(end), holder, locked)
 
 
-def _greeted(connection: Connection, holder: Holder, locked: StoreLockedError | None = None) -> Link | None:
+def _greeted(
+    connection: Connection, holder: StoreOwner, locked: StoreLockedError | None = None
+) -> Link | None:
     try:
         greeting = connection.receive(_PATIENCE)
         if greeting != GREETING:

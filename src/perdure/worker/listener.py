@@ -15,7 +15,7 @@ from typing import Any
 
 from perdure import system
 from perdure.backend import Backend
-from perdure.store.holder import Holder
+from perdure.store.owner import StoreOwner
 from perdure.worker.connection import Connection
 from perdure.worker.protocol import Cancel, Leaving, Pulse, Welcome
 from perdure.worker.service import RequestService
@@ -40,7 +40,7 @@ class Listener:
     `close` has begun, nothing more is taken, and what is running has some time to finish.
     """
 
-    def __init__(self, holder: Holder, backend: Backend, settings: Mapping[str, Any]) -> None:
+    def __init__(self, holder: StoreOwner, backend: Backend, settings: Mapping[str, Any]) -> None:
         self._backend = backend
         self._settings = dict(settings)
         self._leaving = threading.Event()

@@ -27,8 +27,8 @@ from perdure.errors import (
     StoreReadOnlyError,
 )
 from perdure.store.durable import make_folder, sync_folder, translate_os_errors, write_file
-from perdure.store.holder import described
 from perdure.store.index import Index
+from perdure.store.owner import described
 
 _NAME = re.compile("[0-9a-f]{64}")
 

@@ -105,12 +105,12 @@ def status(as_json: Json = False) -> None:
     """Show the server in the background, and who uses the store. The exit code is 1 where no server runs."""
     from perdure.cli.output import terminal, words
     from perdure.config import settings
-    from perdure.store.holder import read_holder
+    from perdure.store.owner import read_owner
 
     running = current()
     store = settings().store
     locked = _is_locked(store / "sessions.lock")
-    holder = read_holder(store) if locked else None
+    holder = read_owner(store) if locked else None
     if as_json:
         facts = {
             "server": asdict(running) if running else None,

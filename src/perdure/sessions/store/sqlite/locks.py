@@ -10,7 +10,7 @@ from pathlib import Path
 from perdure import system
 from perdure.errors import StoreLockedError
 from perdure.store.durable import translate_os_errors
-from perdure.store.holder import described
+from perdure.store.owner import described
 
 USERS, TURNS = "sessions.users", "sessions.turns"
 

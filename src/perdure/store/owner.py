@@ -23,7 +23,7 @@ _TEMPORARY = "perdure-socket-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class StoreOwner:
     """A process that runs the engine of a store."""
 
     pid: int
@@ -59,8 +59,8 @@ class StoreLock:
                     "store, or open this one for reading"
                 ) from None
         try:
-            _forget_socket(read_holder(folder))
-            self.holder = write_holder(folder, socket=_address(folder))
+            _forget_socket(read_owner(folder))
+            self.holder = write_owner(folder, socket=_address(folder))
         except BaseException:
             self._lock.release()
             raise
@@ -72,20 +72,20 @@ class StoreLock:
             self._lock.release()
 
 
-def write_holder(folder: Path, *, socket: str = "") -> Holder:
+def write_owner(folder: Path, *, socket: str = "") -> StoreOwner:
     """Say that this process has the store. What others read of it they check for themselves."""
-    holder = Holder(pid=os.getpid(), command=_command(sys.argv), since=time.time(), socket=socket)
+    holder = StoreOwner(pid=os.getpid(), command=_command(sys.argv), since=time.time(), socket=socket)
     path = folder / _FILE
     with suppress(OSError), atomic_write(path, private=True, durable=False) as file:
         file.write(json.dumps(asdict(holder)).encode())
     return holder
 
 
-def read_holder(folder: Path) -> Holder | None:
+def read_owner(folder: Path) -> StoreOwner | None:
     """Who said last that it has the store, if anybody did. Only of use where the store is locked."""
     try:
         found = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-        return Holder(
+        return StoreOwner(
             pid=int(found["pid"]),
             command=str(found["command"]),
             since=float(found["since"]),
@@ -97,7 +97,7 @@ def read_holder(folder: Path) -> Holder | None:
 
 def described(folder: Path) -> str:
     """Who has a store that is locked, in words."""
-    holder = read_holder(folder)
+    holder = read_owner(folder)
     return str(holder) if holder is not None else "another process or another runtime of this one"
 
 
@@ -113,7 +113,7 @@ def _address(folder: Path) -> str:
     return elsewhere if len(os.fsencode(elsewhere)) <= system.ADDRESS_BYTES else ""
 
 
-def _forget_socket(holder: Holder | None) -> None:
+def _forget_socket(holder: StoreOwner | None) -> None:
     """Delete the socket of a holder that is gone, and nothing else that its file may name."""
     if holder is None or not holder.socket or (path := Path(holder.socket)).name != _SOCKET:
         return
