@@ -116,7 +116,9 @@ def test_s4_what_is_stored_while_the_folder_is_gone_is_refused_in_words(tmp_path
 # A clock that jumps.
 
 
-@pytest.mark.parametrize("jump", [-400 * 86400.0, 400 * 86400.0, -time.time()])
+@pytest.mark.parametrize(
+    "jump", [-400 * 86400.0, 400 * 86400.0, -time.time()], ids=["back", "ahead", "to 1970"]
+)
 def test_a_clock_that_jumps_changes_neither_what_is_evicted_nor_how_long_a_prefix_is_kept(
     tmp_path: Path, jump: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

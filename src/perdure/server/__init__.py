@@ -3,6 +3,8 @@
 core/        what every route needs; imports nothing of the others
     protocol         a protocol as a value, and the events that its streams are made of
     follow           the one consumer of a stream: events to a client, usage to its key
+    embeddings       vectors for a client, paid for as they are read
+    loop_watch       debug mode: what holds the event loop, or touches a store on it
     direct_write     the fast path of a token to a socket
     app_state        the runtime, the caller, work in threads
     settings         limits, reply defaults, what can change while the server runs

@@ -261,18 +261,13 @@ class Session:
 
     def transcript(self, form: Literal["markdown", "jsonl"] = "markdown") -> str:
         """The conversation as text to read, or as a message a line: everything that the model reads."""
-        return "".join(self.transcript_parts(form))
+        self._refresh()
+        return "".join(_transcript(self.name, self._history.turns, form))
 
     def transcript_parts(self, form: Literal["markdown", "jsonl"] = "markdown") -> Iterator[str]:
         """The same piece by piece: no more turns are in memory than one piece is made of."""
-        if form not in ("markdown", "jsonl"):
-            raise InvalidInputError(f"a transcript is markdown or jsonl, not {form!r}")
         self._refresh()
-        yield f"# {self.name}\n" if form == "markdown" else ""
-        for turn in self._stored_turns():
-            for message in context([turn]):
-                plain = json.dumps(message.to_dict(), ensure_ascii=False) + "\n" if form == "jsonl" else ""
-                yield plain or _markdown(message)
+        return _transcript(self.name, self._stored_turns(), form)
 
     # Talking.
 
@@ -988,6 +983,17 @@ class _StoredTurns:
     def __iter__(self) -> Iterator[Turn]:
         with self.session._explaining():
             yield from each_turn(self.session._host.store, self.head, self.session.name)
+
+
+def _transcript(name: str, turns: Iterable[Turn], form: str) -> Iterator[str]:
+    if form not in ("markdown", "jsonl"):
+        raise InvalidInputError(f"a transcript is markdown or jsonl, not {form!r}")
+    if form == "markdown":
+        yield f"# {name}\n"
+    for turn in turns:
+        for message in context([turn]):
+            plain = json.dumps(message.to_dict(), ensure_ascii=False) + "\n" if form == "jsonl" else ""
+            yield plain or _markdown(message)
 
 
 def _markdown(message: Message) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import Field
 
-from perdure.cache.prefix_cache import CacheStats
+from perdure.cache.cache_view import BlockInfo
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import BusyError, ContextOverflow, InvalidInputError, PerdureError
 from perdure.server.core.api_error import ApiError
@@ -80,21 +79,9 @@ class TotalsAnswer(ResponseSchema):
     computed_tokens: int
 
 
-class BlockAnswer(ResponseSchema):
-    """A run of tokens whose state is kept."""
-
-    id: str
-    parent: str
-    """The block that it follows; empty for the first of a chain."""
-    start: int
-    tokens: int
-    nbytes: int
-    tier: str
-
-
 class BlockList(ResponseSchema):
     object: Literal["list"] = "list"
-    data: list[BlockAnswer]
+    data: list[BlockInfo]
     has_more: bool
     """Whether there are more behind these: ask with `after`, the id of the last one."""
 
@@ -130,8 +117,7 @@ async def blocks(
     found = await app_state.call(
         app_state.runtime.cache.blocks, namespace=caller.namespace, limit=limit + 1, after=after
     )
-    data = [BlockAnswer(**asdict(block)) for block in found[:limit]]
-    return BlockList(data=data, has_more=len(found) > limit)
+    return BlockList(data=found[:limit], has_more=len(found) > limit)
 
 
 @router.get("/tree", responses=errors(404))
@@ -214,20 +200,7 @@ def _runs(app_state: AppState, namespace: str, parent: str | None, limit: int, a
 
 def _read(app_state: AppState, namespace: str, limit: int, after: str | None) -> CacheAnswer:
     records = app_state.runtime.cache.records(namespace=namespace, limit=limit + 1, after=after)
-    totals = None if app_state.keys.required else _totals(app_state.runtime.cache.stats())
+    totals = None if app_state.keys.required else TotalsAnswer.model_validate(app_state.runtime.cache.stats())
     return CacheAnswer(
         records=[_record(record) for record in records[:limit]], has_more=len(records) > limit, totals=totals
-    )
-
-
-def _totals(stats: CacheStats) -> TotalsAnswer:
-    return TotalsAnswer(
-        blocks=stats.blocks,
-        nbytes=stats.nbytes,
-        budget=stats.budget,
-        disk_bytes=stats.disk_bytes,
-        tier_bytes=stats.tier_bytes,
-        evicted=stats.evicted,
-        reused_tokens=dict(stats.reused_tokens),
-        computed_tokens=stats.computed_tokens,
     )

@@ -79,8 +79,8 @@ class RequestAnswer(ResponseSchema):
             session=request.session,
             finish_reason=request.finish_reason,
             usage=UsageAnswer.of([request.usage]),
-            reuse=ReuseAnswer.of(request.reuse),
-            timings=TimingsAnswer.of(request.timings),
+            reuse=ReuseAnswer.model_validate(request.reuse),
+            timings=TimingsAnswer.model_validate(request.timings),
         )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from perdure.chat.message import Message
-from perdure.decode.slots import Plan
+from perdure.decode.slots import TierUsage
 from perdure.server.core.schemas import Items, Label, Name, RequestSchema, ResponseSchema
 from perdure.server.protocols.chat.requests import ChatMessage, ChatOptionsSchema
 from perdure.sessions.importing import ImportResult
@@ -215,27 +215,9 @@ class TurnList(ResponseSchema):
         )
 
 
-class PlanAnswer(ResponseSchema):
-    """What waking would take: tokens by tier, what is read, what is computed."""
-
-    tiers: dict[str, int]
-    blocks: int
-    nbytes: int
-    computed: int
-
-    @classmethod
-    def of(cls, plan: Plan) -> PlanAnswer:
-        return cls(tiers=dict(plan.tiers), blocks=plan.blocks, nbytes=plan.nbytes, computed=plan.computed)
-
-
 class StopAnswer(ResponseSchema):
     stopped: bool
     """Whether a reply was being written."""
-
-
-class HeldAnswer(ResponseSchema):
-    tokens: int
-    nbytes: int
 
 
 class StateAnswer(ResponseSchema):
@@ -245,7 +227,7 @@ class StateAnswer(ResponseSchema):
     """Whether some of it needs no reading from a disk."""
     tokens: int
     """Of the whole session."""
-    tiers: dict[str, HeldAnswer]
+    tiers: dict[str, TierUsage]
     """What each tier has of it; blocks that are shared with other sessions count for each."""
     turn_bytes: int
     """What its turns take on the disk, apart from state."""
@@ -256,7 +238,7 @@ class StateAnswer(ResponseSchema):
         return cls(
             awake=bool(held.keys() & {"slot", "memory"}),
             tokens=len(session.tokens),
-            tiers={name: HeldAnswer(tokens=each.tokens, nbytes=each.nbytes) for name, each in held.items()},
+            tiers=held,
             turn_bytes=session.turn_bytes,
         )
 

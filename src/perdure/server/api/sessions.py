@@ -15,6 +15,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 
 from perdure.atomic import open_private
 from perdure.chat.message import Message
+from perdure.decode.slots import Plan
 from perdure.errors import StoreFullError
 from perdure.server.api.session_schemas import (
     CreateRequest,
@@ -23,7 +24,6 @@ from perdure.server.api.session_schemas import (
     ImportAnswer,
     LabelRequest,
     MemoryAnswer,
-    PlanAnswer,
     RegenerateRequest,
     RewindRequest,
     SayRequest,
@@ -271,15 +271,15 @@ async def sleep(name: Named, app_state: AppStateDep, caller: CallerDep) -> Sessi
 
 
 @router.get("/{name}/plan", responses=errors(404))
-async def plan(name: Named, app_state: AppStateDep, caller: CallerDep) -> PlanAnswer:
+async def plan(name: Named, app_state: AppStateDep, caller: CallerDep) -> Plan:
     """What waking would take. Nothing is done."""
-    return await app_state.call(lambda: PlanAnswer.of(_session(app_state, caller, name).plan_wake()))
+    return await app_state.call(lambda: _session(app_state, caller, name).plan_wake())
 
 
 @router.post("/{name}/wake", responses=errors(404, 409, 422), openapi_extra=NO_BODY)
 async def wake(name: Named, app_state: AppStateDep, caller: CallerDep) -> ReuseAnswer:
     """Bring its state back. What is missing or damaged is computed with the next turn."""
-    return await app_state.work(lambda: ReuseAnswer.of(_session(app_state, caller, name).wake()))
+    return await app_state.work(lambda: ReuseAnswer.model_validate(_session(app_state, caller, name).wake()))
 
 
 @router.post("/{name}/label", status_code=201, responses=errors(404, 507))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, TypeVar
 
@@ -13,8 +12,7 @@ from fastapi import Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from perdure.chat.options import ChatOptions
-from perdure.decode.request import Timings, Usage
-from perdure.decode.slots import ReuseReport
+from perdure.decode.request import Usage
 from perdure.errors import InvalidInputError
 from perdure.options import Option, options_of
 from perdure.request_options import SEED_LIMIT, RequestOptions, Sampling
@@ -57,9 +55,9 @@ class RequestSchema(BaseModel):
 
 
 class ResponseSchema(BaseModel):
-    """Something that the server sends."""
+    """Something that the server sends. `model_validate` makes one of any object that has its fields."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, from_attributes=True)
 
 
 class ErrorDetail(ResponseSchema):
@@ -113,10 +111,6 @@ class ReuseAnswer(ResponseSchema):
     computed: int
     why: str
 
-    @classmethod
-    def of(cls, report: ReuseReport) -> ReuseAnswer:
-        return cls(tiers=dict(report.tiers), computed=report.computed, why=report.why)
-
 
 class TimingsAnswer(ResponseSchema):
     """Seconds, and tokens a second."""
@@ -128,10 +122,6 @@ class TimingsAnswer(ResponseSchema):
     decoded_tokens: int
     prefill_speed: float
     decode_speed: float
-
-    @classmethod
-    def of(cls, timings: Timings) -> TimingsAnswer:
-        return cls(**asdict(timings), prefill_speed=timings.prefill_speed, decode_speed=timings.decode_speed)
 
 
 def _annotation(option: Option) -> Any:

@@ -216,7 +216,9 @@ class CompletionHead(AnswerHead):
 
     def extension(self, reply: Reply) -> CompletionExtensionAnswer:
         return CompletionExtensionAnswer(
-            reuse=ReuseAnswer.of(reply.reuse), timings=TimingsAnswer.of(reply.timings), seed=reply.seed
+            reuse=ReuseAnswer.model_validate(reply.reuse),
+            timings=TimingsAnswer.model_validate(reply.timings),
+            seed=reply.seed,
         )
 
     def logprobs(

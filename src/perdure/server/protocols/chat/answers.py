@@ -89,8 +89,8 @@ class ChatAnswer(ResponseSchema):
 def extension(reply: ChatReply, session: str | None = None) -> ExtensionAnswer:
     """How a reply came about, as every protocol tells it."""
     return ExtensionAnswer(
-        reuse=ReuseAnswer.of(reply.reuse),
-        timings=TimingsAnswer.of(reply.timings),
+        reuse=ReuseAnswer.model_validate(reply.reuse),
+        timings=TimingsAnswer.model_validate(reply.timings),
         seed=reply.seed,
         dropped=reply.dropped,
         problems=list(reply.problems),

@@ -94,7 +94,7 @@ class OllamaWriter:
             "prompt_eval_duration": nanoseconds(timings.prefill),
             "eval_count": usage.completion_tokens,
             "eval_duration": nanoseconds(timings.decode),
-            "perdure": {"reuse": ReuseAnswer.of(reply.reuse).model_dump(), "notes": self._notes},
+            "perdure": {"reuse": ReuseAnswer.model_validate(reply.reuse).model_dump(), "notes": self._notes},
         }
         if self._kind == "generate":
             # The tokens of a conversation, which older clients send back; here what was computed is found.
