@@ -101,8 +101,10 @@ class ChatFormat:
             messages, options, namespace=namespace, known=known, before=before, must_fit=must_fit
         )
 
-    def fits(self, messages: Sequence[Message], *, namespace: str = "", **settings: Any) -> bool:
+    def fits(self, messages: Sequence[Message], **asked: Unpack[ChatKeywords]) -> bool:
         """Whether messages fit into the context with the reply that these settings ask for."""
+        settings: dict[str, Any] = {**asked}
+        namespace = settings.pop("namespace", "")
         options, _ = ChatOptions.split(settings)
         try:
             prompt = self.prompt(messages, options, namespace=namespace, must_fit=True)

@@ -279,7 +279,7 @@ def summary(
     *,
     fits: Callable[[Sequence[Message], Mapping[str, Any]], bool],
     n_ctx: int,
-    **settings: Any,
+    settings: Mapping[str, Any],
 ) -> Generator[tuple[Request, DeltaReader[ChatDelta] | None], list[Reply], str]:
     """A summary of messages, written by the model, in as many passes as it takes. Only summaries that came to
     their ends are taken. `ask` is `ChatFormat.plan`, and `fits` says whether a prompt fits with its reply."""

@@ -69,9 +69,7 @@ def summarised(
         earlier,
         fits=lambda messages, options: chat_format.fits(messages, **options),
         n_ctx=chat_format.n_ctx,
-        namespace=namespace,
-        deadline=deadline,
-        **settings,
+        settings={"namespace": namespace, "deadline": deadline, **settings},
     )
     return fold_turn(turns, text, keep)
 
