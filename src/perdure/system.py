@@ -201,6 +201,18 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(found[1].split()) if found else frozenset()
 
 
+def gpu_libraries() -> tuple[str, str]:
+    """What the libraries of NVIDIA's driver and of the Vulkan loader are called here."""
+    if sys.platform == "win32":
+        return "nvcuda.dll", "vulkan-1.dll"
+    return "libcuda.so.1", "libvulkan.1.dylib" if sys.platform == "darwin" else "libvulkan.so.1"
+
+
+def nvidia_driver() -> str:
+    """What NVIDIA's kernel driver says of itself; empty where there is none."""
+    return _proc("driver/nvidia/version")
+
+
 def architecture() -> str:
     """The processor's family by one name on every system: `x86_64`, `aarch64`, or as the system calls it."""
     name = platform.machine().lower()

@@ -238,7 +238,7 @@ def test_a_message_that_is_too_long_is_an_error_before_any_work(subject: Subject
 def test_thirty_turns_at_a_small_context_under_each_policy(policy: Overflow) -> None:
     """C4: dropping happens only by the policy that was asked for, and is said."""
     # Only a summary that came to its end is taken, so the model must be one that ends.
-    with perdure.open(TerseModel(ending=1.5), n_ctx=256, slots=2) as rt:
+    with perdure.open(TerseModel(ending=2.5), n_ctx=256, slots=2) as rt:
         session = rt.session("alice", system="Be terse.", overflow=policy)
         dropped = 0
         for number in range(30):

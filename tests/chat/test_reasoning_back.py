@@ -113,9 +113,12 @@ def test_the_date_is_the_one_that_is_given() -> None:
         assert text(rt, date="2031-05-06").startswith("2031-05-06\n")
         assert text(rt, date="2031-05-06T10:00:00").startswith("2031-05-06\n")
         assert text(rt).startswith(datetime.now().strftime("%Y-"))
-        wrongs: list[Any] = ["soon", 7]
-        for wrong in wrongs:
-            with pytest.raises(InvalidInputError, match="date is such as"):
+        wrongs: list[tuple[Any, str]] = [
+            ("soon", "date is such as 2026-01-31"),
+            (7, "date is None or a text"),
+        ]
+        for wrong, message in wrongs:
+            with pytest.raises(InvalidInputError, match=message):
                 rt.chat([user("Hi")], date=wrong)
 
 

@@ -53,12 +53,12 @@ def test_show_says_where_each_setting_came_from(environment: dict[str, str], tmp
     (tmp_path / "config.toml").write_text("# mine\ntemperature = 0.5\nport = 9000\n")
     environment["PERDURE_PORT"] = "9001"
     shown = piped(environment, "", "config", "show").stdout
-    assert f"temperature      0.5  (from {tmp_path}/config.toml)\n" in shown
-    assert "port             9001  (from PERDURE_PORT)\n" in shown
-    assert "ctx              4096  (default; context size in tokens; PERDURE_CTX)\n" in shown
-    assert "strict           false  (default; " in shown
+    assert f"temperature         0.5  (from {tmp_path}/config.toml)\n" in shown
+    assert "port                9001  (from PERDURE_PORT)\n" in shown
+    assert "ctx                 4096  (default; context size in tokens; PERDURE_CTX)\n" in shown
+    assert "strict              false  (default; " in shown
     assert piped(environment, "", "config", "get", "seed").stdout.startswith(
-        "seed             a new one each time"
+        "seed                a new one each time"
     )
     facts = json.loads(piped(environment, "", "config", "show", "--json").stdout)
     assert facts["port"] == {"value": 9001, "origin": "PERDURE_PORT"}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from perdure import system
 from perdure.libraries import machine as module
 from perdure.libraries.machine import Gpu, Machine, fits, machine_of, ranked
 from perdure.libraries.package import PACKAGES
@@ -178,6 +179,8 @@ def test_a_machine_is_what_its_drivers_say() -> None:
 
 def test_the_reader_answers_in_lines_of_json_whatever_is_here() -> None:
     reader = Path(module.__file__).with_name("gpu_reader.py")
-    done = subprocess.run([sys.executable, "-P", reader], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", reader, *system.gpu_libraries()], capture_output=True, text=True, check=True
+    )
     answers = {name for line in done.stdout.splitlines() for name in json.loads(line)}
     assert answers >= {"runtimes", "vulkan"}

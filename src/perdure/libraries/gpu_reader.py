@@ -1,7 +1,7 @@
-"""Reads the GPUs of this machine without a toolkit: `python -P gpu_reader.py [DRIVER]` prints JSON.
+"""Reads the GPUs of this machine without a toolkit: `python -P gpu_reader.py DRIVER [LOADER]` prints JSON.
 
-It asks the driver's own library (libcuda, or DRIVER instead of it) and the Vulkan loader, in a process of its
-own: a broken driver may end it. Nothing but the standard library is imported.
+It asks NVIDIA's driver library and the Vulkan loader, which are called so here, in a process of its own: a
+broken driver may end it. Nothing but the standard library is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SOFTWARE = 4
 """The type of a Vulkan device that is the CPU."""
 
 
-def cuda(name: str = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1") -> dict[str, Any]:
+def cuda(name: str) -> dict[str, Any]:
     """The CUDA version that a driver library knows (13.0 as [13, 0]), and its cards."""
     try:
         lib = ctypes.CDLL(name)
@@ -55,9 +55,8 @@ def runtimes(majors: range) -> list[int]:
     return found
 
 
-def vulkan() -> list[str] | None:
+def vulkan(name: str) -> list[str] | None:
     """The devices that the Vulkan loader names, without those in software; None where there is no loader."""
-    name = {"win32": "vulkan-1.dll", "darwin": "libvulkan.1.dylib"}.get(sys.platform, "libvulkan.so.1")
     try:
         lib = ctypes.CDLL(name)
     except OSError:
@@ -82,9 +81,8 @@ def vulkan() -> list[str] | None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        print(json.dumps(cuda(sys.argv[1])))
-        raise SystemExit
     # A line each: what came before a driver ends the process counts.
-    for answer in (cuda, lambda: {"runtimes": runtimes(range(11, 16))}, lambda: {"vulkan": vulkan()}):
-        print(json.dumps(answer()), flush=True)
+    print(json.dumps(cuda(sys.argv[1])), flush=True)
+    for loader in sys.argv[2:]:
+        print(json.dumps({"runtimes": runtimes(range(11, 16))}), flush=True)
+        print(json.dumps({"vulkan": vulkan(loader)}), flush=True)

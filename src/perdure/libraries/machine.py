@@ -150,19 +150,19 @@ def _cuda_fit(package: Package, contents: CudaContents, machine: Machine) -> Fit
 @functools.cache
 def read_machine() -> Machine:
     """This machine, as its drivers describe it. They are asked in a child process, which may die."""
-    answers = _ask()
+    answers = _ask(*system.gpu_libraries())
     if "cuda" in answers:
         for driver in runtime.compat_drivers()[:1]:
             answers["compat"] = _ask(str(driver)).get("cuda")
     return machine_of(answers)
 
 
-def _ask(*driver: str) -> dict[str, object]:
+def _ask(*libraries: str) -> dict[str, object]:
     answers: dict[str, object] = {}
     reader = Path(__file__).with_name("gpu_reader.py")
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
-            system.isolated_python(str(reader), *driver),
+            system.isolated_python(str(reader), *libraries),
             capture_output=True,
             text=True,
             check=False,

@@ -125,7 +125,7 @@ def remove_runtime(major: int) -> None:
 
 def globbed(patterns: Sequence[str]) -> Iterator[Path]:
     """What is at these absolute patterns, the last of each first."""
-    if os.name == "nt":
+    if not system.POSIX:
         return
     for pattern in patterns:
         yield from sorted(Path("/").glob(pattern.lstrip("/")), reverse=True)

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
+import typer
+
 from perdure.cli.options import offload, shared
+from perdure.errors import InvalidInputError
 from perdure.options import Option, options_of
 from perdure.request_options import RequestOptions, Sampling
 
@@ -62,11 +65,15 @@ class SamplingOptions:
         given: dict[str, Any] = {}
         for name, option in options_of(Sampling).items():
             value = getattr(self, name)
-            if value is not None and value != []:
-                given[name] = option.gather(value) if isinstance(value, list) else value
+            # An option that may come several times and did not is an empty list, or an empty tuple.
+            if value is not None and value != [] and value != ():
+                given[name] = option.gather(value) if isinstance(value, (list, tuple)) else value
         Sampling(**given)
         if self.max_tokens is not None:
-            REPLY_OPTIONS["max_tokens"].check(self.max_tokens)
+            try:
+                REPLY_OPTIONS["max_tokens"].check(self.max_tokens)
+            except InvalidInputError as error:
+                raise typer.BadParameter(str(error)) from None
         return given
 
 

@@ -39,7 +39,6 @@ log = logging.getLogger("perdure.engine")
 _PROBE = 3
 """Raised when the probe itself changes: older results are then forgotten."""
 _LOADER = ("LD_PRELOAD", "LD_LIBRARY_PATH", "DYLD_INSERT_LIBRARIES", "DYLD_LIBRARY_PATH")
-_DRIVER = Path("/proc/driver/nvidia/version")
 _SECONDS = 120
 _LIBRARIES = re.compile(r"(?:lib|x)?(?:llama|ggml)[^/]*\.(?:so|dylib|dll)(?:\.[0-9]+)*")
 
@@ -358,12 +357,8 @@ def surroundings() -> str:
 
 def gpu_surroundings() -> list[str]:
     """What decides whether a GPU can be used: its driver, which cards are shown, NVIDIA's runtime."""
-    try:
-        driver = _DRIVER.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        driver = ""
     shown = (os.environ.get(name, "") for name in HIDING)
-    return [driver, *shown, *map(str, runtime_folders()), *map(str, compat_drivers())]
+    return [system.nvidia_driver(), *shown, *map(str, runtime_folders()), *map(str, compat_drivers())]
 
 
 def _key(source: LibrarySource) -> str:
