@@ -199,6 +199,12 @@ def test_a_setting_that_does_not_exist_is_refused_by_name(rt: Runtime) -> None:
         rt.submit("a", sampling=Sampling(), top_k=4)
 
 
+def test_tokens_are_ruled_out_beside_as_many_biases_as_a_client_may_send() -> None:
+    """`ignore_eos` and `tool_choice="none"` rule out tokens of their own."""
+    full = Sampling(logit_bias=dict.fromkeys(range(1024), 1.0))
+    assert full.without([5000, 5001]).banned == [5000, 5001]
+
+
 def test_a_changed_dictionary_does_not_change_settings_that_were_checked() -> None:
     bias = {1: 1.0}
     sampling = Sampling(logit_bias=bias)
