@@ -252,6 +252,7 @@ def test_a_hang_up_has_the_settings_read_again_and_costs_no_request(
                 ("messages = 0", "Invalid value for '--messages'"),
                 ('cors = ["*"]', "--cors '*' lets every page"),
                 ("temperature = -1.0", "temperature is a number from 0"),
+                ("max_tokens = 0", "max_tokens is None or a whole number from 1"),
                 ("messages = ", "is not TOML"),
             ):
                 config.write_text(f"{wrong}\n")

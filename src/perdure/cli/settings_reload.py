@@ -60,7 +60,11 @@ class SettingsReload:
         read = self._read()
         options = LiveOptions(**{field.name: read[field.name] for field in fields(LiveOptions)})
         sampling = SamplingOptions(**{field.name: read[field.name] for field in fields(SamplingOptions)})
-        app_state.change(live_settings(options, sampling, host=self._host, keys=app_state.keys))
+        try:
+            new = live_settings(options, sampling, host=self._host, keys=app_state.keys)
+        except typer.BadParameter as error:
+            raise InvalidInputError(error.format_message()) from None
+        app_state.change(new)
         changed = _differing(read, self._now) & _LIVE
         log.info("the settings were read again: %s", _listed(changed) or "none changed")
         if waiting := _differing(read, self._at_start) - _LIVE:
