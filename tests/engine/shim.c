@@ -23,7 +23,10 @@ static void * real(const char * name) {
 
 static void die(void) {
 #ifdef WORDS
-    fputs(WORDS "\n", stderr);
+    // As a GPU backend dies: the reason goes to the library's log, the place to stderr.
+    void (*to_log)(int, const char *, ...) = real("ggml_log_internal");
+    to_log(4, "%s\n", WORDS);
+    fputs("ggml-cuda.cu:108: CUDA error\n", stderr);
 #endif
 #if DEATH == SIGABRT
     abort();
@@ -54,6 +57,53 @@ struct model_params {
     void * progress, * progress_data, * kv_overrides;
     bool vocab_only, check_tensors, use_extra_bufts, no_host, no_alloc, load_mtp;
 };
+
+#ifdef PRETENDED_GPU
+// Its CPU is a GPU to whoever asks, with as many MiB free as a variable says; loading more layers than another
+// says fails as it does where a program took the memory meanwhile.
+static void (*told)(int, const char *, void *);
+
+static size_t number(const char * name, size_t otherwise) {
+    const char * text = getenv(name);
+    return text ? strtoull(text, NULL, 10) : otherwise;
+}
+
+// Whether the library itself is asking, which has to know what its CPU is.
+static bool itself(void * caller) {
+    Dl_info info;
+    return dladdr(caller, &info) && (strstr(info.dli_fname, "llama") || strstr(info.dli_fname, "ggml"));
+}
+
+int ggml_backend_dev_type(void * device) {
+    int (*type)(void *) = real("ggml_backend_dev_type");
+    return itself(__builtin_return_address(0)) ? type(device) : 1;
+}
+
+void ggml_backend_dev_memory(void * device, size_t * unused, size_t * total) {
+    if (itself(__builtin_return_address(0))) {
+        void (*memory)(void *, size_t *, size_t *) = real("ggml_backend_dev_memory");
+        memory(device, unused, total);
+        return;
+    }
+    *unused = number("PRETENDED_MIB", 4096) << 20;
+    *total = (size_t) 8 << 30;
+}
+
+void llama_log_set(void (*callback)(int, const char *, void *), void * data) {
+    told = callback;
+    void (*set)(void (*)(int, const char *, void *), void *) = real("llama_log_set");
+    set(callback, data);
+}
+
+void * llama_model_load_from_file(const char * path, struct model_params params) {
+    if (params.n_gpu_layers > (int) number("PRETENDED_LAYERS", 1000)) {
+        told(4, "alloc_tensor_range: failed to allocate CUDA0 buffer of size 123456\n", NULL);
+        return NULL;
+    }
+    void * (*load)(const char *, struct model_params) = real("llama_model_load_from_file");
+    return load(path, params);
+}
+#endif
 
 #ifdef WITH_EXTRA_BUFFERS
 void * llama_model_load_from_file(const char * path, struct model_params params) {

@@ -13,6 +13,7 @@ from perdure import (
     Context,
     ContextOverflow,
     CorruptStateError,
+    DecodeCancelled,
     DecodeError,
     EngineError,
     Feed,
@@ -447,3 +448,50 @@ def test_b6_after_a_step_that_failed_a_window_goes_on_in_its_order(
             ctx.decode([65], seq)
             found = cold(subject, [*held[seq], 65], n_ctx=120, swa_full=swa_full)
             check(ctx.logits().copy(), found, subject.narrow_bound(fine=False))
+
+
+# A step that is cut short.
+
+
+@pytest.mark.parametrize("step", [1, 3, 6])
+@pytest.mark.parametrize("name", ["toy-sliding", "gemma3"])
+def test_b6_a_cancelled_step_in_a_pool_that_keeps_windows_gives_no_sequence_up(
+    name: str, step: int, find_subject: Callable[[str], Subject]
+) -> None:
+    """B6: also where the engine has come to the end of its cells, and looks for the next from the first."""
+    subject = find_subject(name)
+    tokens, more = subject.tokens(100), subject.tokens(120, 2)
+    with subject.context(n_ctx=512, n_batch=16, shared=True, swa_full=True) as ctx:
+        ctx.decode(tokens)
+        ctx.decode(subject.tokens(412, 1), 1)
+        ctx.clear(1)
+        with failing_decode(ctx, step=step, after=4), pytest.raises(DecodeCancelled) as caught:
+            ctx.decode(more)
+        assert caught.value.kept == {0: 100}
+        assert ctx.tokens(0) == tokens
+
+
+def test_b6_ctrl_c_behind_a_step_of_one_token_leaves_what_can_be_gone_on_from(subject: Subject) -> None:
+    """B6: the token is taken back, or the sequence is emptied where its memory cannot be: the ledger says
+    which, and other sequences have lost nothing."""
+    tokens, others = subject.tokens(20), subject.tokens(12, 1)
+    with opened(subject) as ctx:
+        ctx.decode(tokens)
+        ctx.decode(others, seq=1)
+        core = core_of(ctx)
+        decode = core.decode
+
+        def interrupted(batch: Any) -> Any:
+            # As it comes: Python acts on the signal once the native call is over.
+            decode(batch)
+            raise KeyboardInterrupt
+
+        core.decode = interrupted  # type: ignore[method-assign]
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                ctx.decode([65])
+        finally:
+            core.decode = decode  # type: ignore[method-assign]
+        assert ctx.tokens(0) == (tokens if ctx.memory.cuts else [])
+        go_on(subject, ctx, ctx.tokens(0), seq=0)
+        go_on(subject, ctx, others, seq=1)

@@ -24,7 +24,7 @@ from perdure import IncompatibleStateError, Model, ModelFileError, ModelLoadErro
 from perdure.engine.llama.native import library, log_sink, probe
 from perdure.engine.llama.native.backends import BUILT_IN, variants
 from perdure.engine.llama.native.declarations import numbers
-from perdure.engine.llama.native.devices import list_devices
+from perdure.engine.llama.native.library import list_devices
 from perdure.identity import content_digest
 from zoo import Recipe, attention
 from zoo.attention import HEAD

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,22 +15,50 @@ from typing import Any
 import pytest
 
 import perdure
+from engine.shims import cpu_variants, needs_compiler, shim
 from perdure import InvalidInputError, Model, OutOfMemoryError, models
 from perdure.backend import LocalBackend
 from perdure.config import settings
+from perdure.engine.llama.first_steps import StepTime, _all_on_gpu, translate
+from perdure.engine.llama.model import _params
 from perdure.engine.llama.native import library
-from perdure.engine.llama.native.devices import Device, list_devices
+from perdure.engine.llama.native.library import Device, list_devices
 from perdure.engine.llama.offload import (
-    ModelBytes,
     Offload,
     check_split,
     choose_devices,
+    plan_again,
     plan_offload,
     spare_sequences,
 )
+from perdure.models.fit import MARGIN, Setup, Sizes
 
 GIB = 1 << 30
-NEEDS = ModelBytes(layers=(GIB,) * 32, output=GIB, compute=GIB // 2)
+SIZES = Sizes(
+    layers=(GIB,) * 32,
+    experts=(0,) * 32,
+    embedding=0,
+    output=GIB,
+    tied=False,
+    cache=((0, 0),) * 32,
+    states=(0,) * 32,
+    masks=1,
+    width=0,
+    query=0,
+    latent=0,
+    recurrent=0,
+    heads=1,
+    inner=1 << 16,
+    experts_used=2,
+    expert_inner=1 << 16,
+    vocabulary=0,
+    trained=4096,
+)
+EXPERTS = dataclasses.replace(SIZES, layers=(GIB // 4,) * 32, experts=(3 * GIB // 4,) * 32)
+
+
+def taken(layers: int) -> int:
+    return SIZES.device(Setup(gpu_layers=layers)).total + MARGIN
 
 
 def device(name: str = "CUDA0", kind: str = "gpu", free: float = 24) -> Device:
@@ -37,14 +70,15 @@ def device(name: str = "CUDA0", kind: str = "gpu", free: float = 24) -> Device:
 
 def test_m5_all_layers_go_to_a_device_that_holds_them() -> None:
     """M5: what does not fit is said before loading, with what would."""
-    plan = plan_offload("auto", [device(free=40)], NEEDS, "m.gguf")
+    plan = plan_offload("auto", [device(free=40)], SIZES, "m.gguf")
     assert (plan.layers, plan.note) == (33, None)
 
 
 @pytest.mark.parametrize("free", [0.1, 1.4, 1.6, 5, 20, 33.4])
 def test_m5_auto_takes_as_many_as_fit_and_says_so_in_one_line(free: float) -> None:
-    plan = plan_offload("auto", [device(free=free)], NEEDS, "m.gguf")
-    assert NEEDS.taken(plan.layers) <= free * GIB < NEEDS.taken(plan.layers + 1)
+    plan = plan_offload("auto", [device(free=free)], SIZES, "m.gguf")
+    assert not plan.layers or taken(plan.layers) <= free * GIB
+    assert free * GIB < taken(plan.layers + 1)
     assert plan.note is not None
     assert f"{plan.layers} of 33 layers" in plan.note
     assert "\n" not in plan.note
@@ -52,29 +86,43 @@ def test_m5_auto_takes_as_many_as_fit_and_says_so_in_one_line(free: float) -> No
 
 def test_m5_more_than_fit_is_an_error_that_says_how_many_would() -> None:
     with pytest.raises(OutOfMemoryError, match=r"gpu_layers=19") as caught:
-        plan_offload(30, [device(free=20)], NEEDS, "m.gguf")
+        plan_offload(30, [device(free=20)], SIZES, "m.gguf")
     assert "CUDA0 (20.0 of 48.0 GiB free)" in str(caught.value)
-    assert plan_offload(19, [device(free=20)], NEEDS, "m.gguf").layers == 19
+    assert plan_offload(19, [device(free=20)], SIZES, "m.gguf").layers == 19
 
 
 def test_several_devices_share_the_layers() -> None:
-    assert plan_offload("auto", [device(free=20), device("CUDA1", free=20)], NEEDS, "m").layers == 33
+    assert plan_offload("auto", [device(free=20), device("CUDA1", free=20)], SIZES, "m").layers == 33
 
 
 def test_more_layers_than_there_are_means_all() -> None:
-    assert plan_offload(999, [device(free=40)], NEEDS, "m.gguf").layers == 33
+    assert plan_offload(999, [device(free=40)], SIZES, "m.gguf").layers == 33
 
 
-def test_a_models_bytes_come_from_its_file(zoo_path: Callable[[str], Path]) -> None:
-    headers = models.read_parts(zoo_path("llama"))
-    bare = ModelBytes.of(headers, cells=0)
-    assert len(bare.layers) == models.read_card(zoo_path("llama")).layers
-    assert 0 < sum(bare.layers) + bare.output <= sum(each.size for each in headers[0].tensors)
-    full = ModelBytes.of(headers, cells=1000)
-    kv = models.read_card(zoo_path("llama")).kv_bytes_per_token
-    assert kv is not None
-    assert sum(full.layers) - sum(bare.layers) == pytest.approx(1000 * kv, rel=0.01)
-    assert ModelBytes.of(headers, cells=1000, kv=False).layers == bare.layers
+# Experts.
+
+
+def test_experts_are_left_out_before_layers_are() -> None:
+    plan = plan_offload("auto", [device(free=20)], EXPERTS, "m.gguf")
+    assert plan.layers == 33
+    assert 0 < plan.cpu_experts < 32
+    assert plan.note is not None
+    assert f"experts of {plan.cpu_experts} of 32 layers" in plan.note
+    roomier = plan_offload("auto", [device(free=21)], EXPERTS, "m.gguf")
+    assert roomier.cpu_experts == plan.cpu_experts - 1 or roomier.cpu_experts == plan.cpu_experts - 2
+
+
+def test_with_all_experts_out_layers_are_what_is_left_to_leave_out() -> None:
+    plan = plan_offload("auto", [device(free=5)], EXPERTS, "m.gguf")
+    assert plan.cpu_experts == 32
+    assert 0 < plan.layers < 33
+
+
+def test_a_number_of_experts_that_was_chosen_is_kept() -> None:
+    assert plan_offload("auto", [device(free=48)], EXPERTS, "m.gguf", cpu_experts=7).cpu_experts == 7
+    assert plan_offload("auto", [device(free=48)], EXPERTS, "m.gguf", cpu_experts="all").cpu_experts == 32
+    with pytest.raises(OutOfMemoryError):
+        plan_offload(33, [device(free=20)], EXPERTS, "m.gguf", cpu_experts=0)
 
 
 # Which.
@@ -106,6 +154,7 @@ def test_m3_state_names_the_layers_devices_and_shares_that_computed_it(
     """M3: each change is another identity."""
     with Model(zoo_path("llama"), gpu_layers=0) as model:
         plans = [Offload(layers=0), Offload(layers=2, devices=(device(),))]
+        plans += [Offload(layers=3, devices=(device(),), cpu_experts=2)]
         plans += [Offload(layers=3, devices=(device(),)), Offload(layers=3, devices=(device("CUDA1"),))]
         seen = []
         for plan in plans:
@@ -114,7 +163,159 @@ def test_m3_state_names_the_layers_devices_and_shares_that_computed_it(
                 for model._split in (None, (1.0,)):
                     seen.append(model._kernels())
     # Nothing on a device is one thing, however it was to be split.
-    assert len(set(seen)) == 1 + 3 * 4
+    assert len(set(seen)) == 1 + 4 * 4
+
+
+# Cards that are too small, or busy.
+
+OPEN = """
+import sys, logging, perdure
+logging.basicConfig(format="%(name)s: %(message)s")
+layers = "auto" if sys.argv[2] == "auto" else int(sys.argv[2])
+try:
+    with perdure.Model(sys.argv[1], gpu_layers=layers, cells=64) as model:
+        with model.context(n_ctx=64, threads=1) as context:
+            context.decode([40, 41, 42])
+        print("layers", model.gpu_layers)
+except perdure.OutOfMemoryError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.fixture
+def pretended(tmp_path: Path, zoo_path: Callable[[str], Path]) -> Callable[..., tuple[str, list[str]]]:
+    """`pretended("auto", mib=300)` opens a model where the CPU is called a GPU with so much free memory: what
+    was printed, and what was logged."""
+    folder = shim(tmp_path / "gpu", PRETENDED_GPU=1)
+
+    def run(wanted: object, **settings: int) -> tuple[str, list[str]]:
+        variables = {f"PRETENDED_{name.upper()}": str(value) for name, value in settings.items()}
+        ended = subprocess.run(
+            [sys.executable, "-c", OPEN, str(zoo_path("llama")), str(wanted)],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ
+            | {"PERDURE_LLAMA": str(folder), "PERDURE_HOME": str(tmp_path / "home")}
+            | (
+                {"PERDURE_LLAMA_VARIANT": library.loaded().variant}
+                if cpu_variants(library.loaded().source)
+                else {}
+            )
+            | variables,
+        )
+        return ended.stdout.strip(), [
+            line for line in ended.stderr.splitlines() if line.startswith("perdure.engine: ")
+        ]
+
+    return run
+
+
+@needs_compiler
+def test_t4_a_card_that_is_too_small_or_busy_gets_fewer_layers_and_says_how_much_slower_that_is(
+    pretended: Callable[..., tuple[str, list[str]]], zoo_path: Callable[[str], Path]
+) -> None:
+    sizes = Sizes.of(models.read_parts(zoo_path("llama")))
+    every = sizes.all_layers
+
+    def needed(layers: int) -> int:
+        """MiB for so many layers, at least."""
+        return (sizes.device(Setup(n_ctx=64, gpu_layers=layers)).total + MARGIN >> 20) + 1
+
+    # Room for all of it: nothing is said.
+    whole = needed(every)
+    assert pretended("auto", mib=whole) == (f"layers {every}", [])
+    # Room for some.
+    fits = next(count for count in range(every, 0, -1) if needed(count) < whole)
+    printed, lines = pretended("auto", mib=needed(fits))
+    assert printed == f"layers {fits}"
+    assert len(lines) == 1
+    assert f"{fits} of {every} layers" in lines[0]
+    assert "a token takes" in lines[0]
+    # Room for all when it was asked, and then somebody took it: fewer, once, in one line.
+    printed, lines = pretended("auto", mib=whole, layers=every - 1)
+    assert printed == f"layers {int(every * 0.75)}"
+    assert len(lines) == 1
+    assert "whose memory other programs use" in lines[0]
+    assert "a token takes" in lines[0]
+    # Fewer were not few enough.
+    printed, lines = pretended("auto", mib=whole, layers=0)
+    assert printed.startswith("refused: ")
+    assert "Choose fewer gpu_layers" in printed
+    # Who names a number gets that, or an error.
+    printed, lines = pretended(every, mib=whole, layers=every - 1)
+    assert printed.startswith(f"refused: {every} layers of ")
+    assert not lines
+
+
+def test_a_second_try_leaves_experts_out_before_layers_and_is_the_last() -> None:
+    first = plan_offload("auto", [device(free=48)], EXPERTS, "m.gguf")
+    assert first.flexible
+    again = plan_again(first, [device(free=20)], EXPERTS, "m.gguf", setup=Setup())
+    assert (again.layers, again.cpu_experts, again.flexible) == (33, 32, False)
+    assert "all of its experts" in str(again.note)
+    plain = plan_again(
+        plan_offload("auto", [device(free=48)], SIZES, "m.gguf"),
+        [device(free=10)],
+        SIZES,
+        "m.gguf",
+        setup=Setup(),
+    )
+    assert plain.layers == plan_offload("auto", [device(free=10)], SIZES, "m.gguf").layers
+    assert not plain.flexible
+    none = plan_again(
+        plan_offload("auto", [device(free=2)], SIZES, "m.gguf"),
+        [device(free=0)],
+        SIZES,
+        "m.gguf",
+        setup=Setup(),
+    )
+    assert (none.layers, none.devices) == (0, ())
+    assert not plan_offload(5, [device(free=48)], SIZES, "m.gguf").flexible
+
+
+def test_the_time_of_a_step_is_that_of_its_layers(zoo_path: Callable[[str], Path]) -> None:
+    """A step of the last one of two layers on a GPU: the other one would take as long there."""
+    assert _all_on_gpu(5.0, 3.0, 4.5, 1, 2) == pytest.approx(2 * 1.5 + 0.5)
+    assert _all_on_gpu(5.0, 4.5, 4.5, 2, 2) is None
+    assert _all_on_gpu(5.0, None, None, 1, 2) is None
+    assert str(StepTime(0.080, 0.010)) == (
+        "a token takes 80 ms, about 8.0 times as long as with all of them there"
+    )
+    assert str(StepTime(0.080)) == "a token takes 80 ms"
+    with Model(zoo_path("llama"), gpu_layers=0) as model:
+        layers = models.read_card(zoo_path("llama")).layers
+        assert layers is not None
+        assert layers > 1
+        measured = StepTime.measure(model._open(), layers, _params(1, True, 0.0, 0.0))
+    assert measured is not None
+    assert measured.on_gpu is not None
+    assert 0 < measured.on_gpu < 10 * measured.seconds
+
+
+def test_what_the_driver_translates_is_told_of_where_it_takes_long(
+    zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    patience: list[float] = []
+
+    class Timer:
+        """One whose time is over when the first step begins."""
+
+        def __init__(self, seconds: float, call: Callable[..., None], arguments: tuple[object, ...]) -> None:
+            patience.append(seconds)
+            self.daemon, self.start = False, lambda: call(*arguments)
+
+        def cancel(self) -> None:
+            pass
+
+    with Model(zoo_path("llama"), gpu_layers=0) as model:
+        translate(model._open(), _params(1, True, 0.0, 0.0), "m.gguf")
+        assert not caplog.messages
+        monkeypatch.setattr(threading, "Timer", Timer)
+        translate(model._open(), _params(1, True, 0.0, 0.0), "m.gguf")
+    assert patience == [10.0]
+    [line] = caplog.messages
+    assert "translates the code that m.gguf needs" in line
 
 
 # On a machine without a GPU.

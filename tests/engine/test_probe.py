@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -17,10 +18,17 @@ from engine.shims import cpu_variants, empty_library, needs_compiler, shim
 from perdure import libraries
 from perdure.engine.llama.native import guard, library, probe, source
 from perdure.engine.llama.native.backends import BUILT_IN
-from perdure.engine.llama.native.causes import cause_of, last_words
-from perdure.engine.llama.native.declarations import ContextParams06, Functions, numbers
+from perdure.engine.llama.native.declarations import (
+    FUNCTIONS,
+    OPTIONAL,
+    ContextParams06,
+    Functions,
+    numbers,
+)
+from perdure.engine.llama.native.probe import cause_of, last_words
 from perdure.engine.llama.native.source import LibrarySource
 from perdure.errors import EngineLibraryError
+from perdure.libraries.package import PACKAGES
 
 pytestmark = needs_compiler
 
@@ -226,6 +234,65 @@ with perdure.Model(sys.argv[1]) as model:
 
 
 @pytest.mark.usefixtures("one_variant")
+def test_code_that_the_driver_translates_is_told_of_and_given_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    packaged = next(each.folder for each in PACKAGES if each.backend == "cuda12")
+    folder = shim(tmp_path / packaged, WITH_BACKEND='"ggml-cuda"')
+    empty_library(folder / "libggml-cuda.so")
+    monkeypatch.setenv("PERDURE_LLAMA", str(folder))
+    source = LibrarySource(kind="own", folder=folder, version="")
+    assert probe._step_seconds(source, probe.translates(source)) == 120
+    monkeypatch.setattr(probe, "is_translated", lambda name: name == packaged)
+    assert probe._step_seconds(source, probe.translates(source)) == 1800
+    with caplog.at_level(logging.WARNING, logger="perdure.engine"):
+        result = probe.choose().result
+    assert result.usable
+    assert result.translated
+    assert [line for line in caplog.messages if "the first start takes some minutes" in line]
+    assert probe.remembered(probe.choose().source) == result
+
+
+def test_a_cuda_build_that_is_no_package_of_ours_may_have_to_be_translated(tmp_path: Path) -> None:
+    source = LibrarySource(kind="own", folder=tmp_path, version="")
+    assert probe._step_seconds(source, translated=False) == 120
+    (tmp_path / "libggml-cuda.so").touch()
+    assert probe._step_seconds(source, translated=False) == 1800
+
+
+def test_a_probe_has_its_time_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line begins the time anew; whoever says nothing for that long is killed."""
+    begun: list[float] = []
+    expired = 0
+
+    class Timer:
+        def __init__(self, seconds: float, call: Callable[..., None], arguments: tuple[object, ...]) -> None:
+            self.seconds = seconds
+            self.expire = functools.partial(call, *arguments)
+
+        def start(self) -> None:
+            begun.append(self.seconds)
+            if len(begun) == expired:
+                self.expire()
+
+        def cancel(self) -> None:
+            pass
+
+    monkeypatch.setattr("threading.Timer", Timer)
+    ended = probe._run([sys.executable, "-c", "print('{}\\n' * 3, end='')"], 7.0)
+    assert (ended.returncode, ended.stdout.split()) == (0, [b"{}"] * 3)
+    # One a line, one for its end, one for its exit.
+    assert begun == [7.0] * 5
+    begun, expired = [], 2
+    stuck = (
+        'import sys; print(\'{"doing": "a step"}\', flush=True); import threading; threading.Event().wait()'
+    )
+    ended = probe._run([sys.executable, "-c", stuck], 7.0)
+    assert ended.returncode is None
+    assert probe._report(ended.stdout)["doing"] == "a step"
+
+
+@pytest.mark.usefixtures("one_variant")
 def test_a_library_that_needs_one_that_is_nowhere_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,6 +462,11 @@ def test_m2_a_library_that_lacks_functions_is_refused_in_words(tmp_path: Path) -
     functions = Functions([])
     with pytest.raises(EngineLibraryError, match=r"it lacks \d+ functions, such as ggml_backend_"):
         guard.check(functions, tmp_path)
+
+
+def test_a_library_without_functions_that_no_model_needs_is_used() -> None:
+    assert set(Functions([]).missing) == set(FUNCTIONS) - OPTIONAL
+    assert not hasattr(Functions([]), "llama_model_quantize")
 
 
 def test_m2_a_file_that_is_no_library_is_refused_in_words(

@@ -24,8 +24,7 @@ from perdure import (
     PerdureError,
     TokenError,
 )
-from perdure.engine.batch import Batch, BatchPart
-from perdure.engine.contract import Outcome
+from perdure.engine.contract import Batch, BatchPart, Outcome
 from perdure.engine.model import Model
 from perdure.memory import MEMORY_KINDS, FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.testing.toy import Faults, Gate, PlannedFault, ToyAbort, ToyCore, ToyModel

@@ -6,9 +6,9 @@ import hashlib
 from pathlib import Path
 
 from . import attention, brief, experts, recurrent, wide
-from .recipe import Adapter, MemoryKind, Recipe
+from .recipe import Adapter, ControlVector, MemoryKind, Recipe
 
-__all__ = ["EXTRAS", "ZOO", "Adapter", "MemoryKind", "Recipe", "digest", "names", "write"]
+__all__ = ["EXTRAS", "ZOO", "Adapter", "ControlVector", "MemoryKind", "Recipe", "digest", "names", "write"]
 
 ZOO: dict[str, Recipe] = {
     recipe.name: recipe
@@ -30,7 +30,7 @@ ZOO: dict[str, Recipe] = {
 }
 
 # Files for single purposes; a test that runs over the zoo leaves them out.
-EXTRAS: dict[str, Recipe | Adapter] = {
+EXTRAS: dict[str, Recipe | Adapter | ControlVector] = {
     "llama-wide": Recipe(
         name="llama-wide",
         architecture="llama",
@@ -42,6 +42,18 @@ EXTRAS: dict[str, Recipe | Adapter] = {
     "llama-lora": Adapter(
         name="llama-lora", base=ZOO["llama"], alpha=2.0 * attention.LORA_RANK, fill=attention.llama_lora
     ),
+    # Random like the first one, and so another: the name is the seed.
+    "llama-lora2": Adapter(
+        name="llama-lora2", base=ZOO["llama"], alpha=2.0 * attention.LORA_RANK, fill=attention.llama_lora
+    ),
+    "llama-alora": Adapter(
+        name="llama-alora",
+        base=ZOO["llama"],
+        alpha=2.0 * attention.LORA_RANK,
+        fill=attention.llama_lora,
+        invocation=attention.INVOCATION,
+    ),
+    "llama-vector": ControlVector(name="llama-vector", base=ZOO["llama"], fill=attention.llama_vector),
 }
 
 

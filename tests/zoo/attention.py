@@ -89,6 +89,15 @@ def llama_lora(sheet: Sheet) -> None:
             sheet.matrix(f"blk.{layer}.{part}.weight.lora_b", size, LORA_RANK)
 
 
+INVOCATION = (17, 29)
+"""The tokens that switch the activated LoRA on."""
+
+
+def llama_vector(sheet: Sheet) -> None:
+    for layer in range(1, LLAMA_LAYERS):
+        sheet.vector(f"direction.{layer}", WIDTH, around=1.0)
+
+
 def qwen3(sheet: Sheet, vocabulary: int) -> None:
     layers = 3
     sizes(sheet, layers)

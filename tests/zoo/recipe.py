@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gguf import GGUFType, GGUFWriter
+from gguf import GGUFType, GGUFValueType, GGUFWriter
 
 from . import tokenizer
 from .sheet import Sheet
@@ -48,6 +48,8 @@ class Adapter:
     base: Recipe
     alpha: float
     fill: Callable[[Sheet], None]
+    invocation: tuple[int, ...] = ()
+    """Tokens that switch it on: an activated LoRA."""
 
     def write(self, folder: Path) -> Path:
         return _write(folder, self.name, self.base.architecture, self._describe)
@@ -56,6 +58,30 @@ class Adapter:
         writer.add_type(GGUFType.ADAPTER)
         writer.add_string("adapter.type", "lora")
         writer.add_float32("adapter.lora.alpha", self.alpha)
+        if self.invocation:
+            # As the converter of llama.cpp writes them.
+            writer.add_key_value(
+                "adapter.alora.invocation_tokens",
+                list(self.invocation),
+                GGUFValueType.ARRAY,
+                GGUFValueType.UINT32,
+            )
+        self.fill(Sheet(writer, self.name, self.base.architecture))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlVector:
+    """A control vector for one of the models."""
+
+    name: str
+    base: Recipe
+    fill: Callable[[Sheet], None]
+
+    def write(self, folder: Path) -> Path:
+        return _write(folder, self.name, "controlvector", self._describe)
+
+    def _describe(self, writer: GGUFWriter) -> None:
+        writer.add_string("controlvector.model_hint", self.base.architecture)
         self.fill(Sheet(writer, self.name, self.base.architecture))
 
 

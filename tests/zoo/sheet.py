@@ -36,6 +36,10 @@ class Sheet:
             else:
                 self._writer.add_array(key, value)
 
+    def token_types(self, count: int) -> None:
+        """How many kinds of tokens an encoder tells apart."""
+        self._writer.add_token_type_count(count)
+
     def matrix(self, name: str, *shape: int, gain: float = 1.0, half: bool = False) -> None:
         """A weight of shape (..., outputs, inputs) that maps unit variance to a variance of gain²."""
         values = self.noise(name, *shape) * np.float32(gain / math.sqrt(shape[-1]))

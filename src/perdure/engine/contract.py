@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NewType, Protocol, TypeAlias, TypedDict
@@ -11,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.checks import is_integer
-from perdure.engine.batch import Batch
-from perdure.errors import TokenError
+from perdure.errors import InvalidInputError, TokenError
 from perdure.memory import MemorySpec
 
 TokenId = NewType("TokenId", int)
@@ -54,10 +54,17 @@ class Outcome(enum.Enum):
 
 
 class Adapter(Protocol):
-    """A change of the weights that a context can take on."""
+    """A change of what a model computes, of a LoRA or a control vector. It fits the model that loaded it."""
 
     @property
-    def digest(self) -> str: ...
+    def digest(self) -> str:
+        """What tells it from every other one: a digest of its content, and what else changes its effect."""
+        ...
+
+    @property
+    def invocation(self) -> tuple[int, ...]:
+        """The tokens that switch an activated LoRA on; none for what is always on."""
+        ...
 
 
 class TokenRows(Protocol):
@@ -154,7 +161,8 @@ class Core(Protocol):
         ...
 
     def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
-        """Compute with these adapters at these scales from now on. False: refused, as before."""
+        """Compute with these adapters at these scales from now on, for all sequences. False: refused, as
+        before."""
         ...
 
     def limit_scratch(self, nbytes: int) -> int:
@@ -182,6 +190,30 @@ class Core(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairForm:
+    """How a query and a document become one text, for a model that scores such pairs.
+
+    A template has `{query}` and `{document}` in it; without one, tokens stand before, between and after.
+    """
+
+    before: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    template: str = ""
+
+    def tokens(self, model: Tokenizer, query: str, document: str) -> list[int]:
+        """A pair as tokens. What it is made of is text, also where it reads like a mark of the template."""
+        if not self.template:
+            first, second = (model.tokenize(text, bos=False) for text in (query, document))
+            return [*self.before, *first, *self.between, *second, *self.after]
+        found: list[int] = []
+        for part in re.split(r"(\{query\}|\{document\})", self.template):
+            text = {"{query}": query, "{document}": document}.get(part)
+            found += model.tokenize(part if text is None else text, special=text is None, bos=False)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What a model says of itself, whichever engine and file format it is of. Empty or 0: it does not say."""
 
@@ -202,6 +234,8 @@ class ModelInfo:
     bos: str = ""
     """The text of the token that opens every prompt."""
     eos: str = ""
+    pair: PairForm | None = None
+    """Of a model that scores pairs of texts, and has no vector for one."""
     covers_text: bool = True
     """Every character of a text is in one of its tokens. Some tokenizers collapse or drop characters."""
 
@@ -246,6 +280,7 @@ class LoadingKeywords(TypedDict, total=False):
     devices: Sequence[str] | None
     tensor_split: Sequence[float] | None
     kv_offload: bool
+    cpu_experts: int | Literal["all", "auto"]
 
 
 class ContextKeywords(TypedDict, total=False):
@@ -286,3 +321,61 @@ def token_array(tokens: object, n_vocab: int, *, what: str = "a list of tokens")
     if low < 0 or high >= n_vocab:
         raise TokenError(f"{what}: token ids run from 0 to {n_vocab - 1}, got {low if low < 0 else high}")
     return ids.astype(np.int32)
+
+
+# The tokens of one native step, in arrays that NumPy owns.
+#
+# No batch is ever allocated or freed by the engine, so none can be freed twice, leaked, or borrowed.
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPart:
+    """Tokens for one sequence, at the positions from `start` on; `outputs` marks wanted rows."""
+
+    seq: int
+    start: int
+    tokens: NDArray[np.int32]
+    outputs: NDArray[np.int8]
+
+
+class Batch:
+    """Arrays for up to `capacity` tokens, made once; the first `size` entries are filled."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.size = 0
+        self.tokens: NDArray[np.int32] = np.zeros(capacity, np.int32)
+        self.positions: NDArray[np.int32] = np.zeros(capacity, np.int32)
+        self.seqs: NDArray[np.int32] = np.zeros(capacity, np.int32)
+        self.outputs: NDArray[np.int8] = np.zeros(capacity, np.int8)
+        self._ramp: NDArray[np.int32] = np.arange(capacity, dtype=np.int32)
+        # The same memory: one number is written through these in half the time (`python -m bench.decode`).
+        self._by_number = (self.tokens.data, self.positions.data, self.seqs.data, self.outputs.data)
+
+    def fill_tokens(self, seqs: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> None:
+        """Replace the contents by one token for each of some sequences, whose rows are all wanted."""
+        at_tokens, at_positions, at_seqs, at_outputs = self._by_number
+        for at, (token, position, seq) in enumerate(zip(tokens, positions, seqs, strict=True)):
+            at_tokens[at], at_positions[at], at_seqs[at], at_outputs[at] = token, position, seq, 1
+        self.size = len(tokens)
+
+    def fill(self, parts: Sequence[BatchPart]) -> None:
+        """Replace the contents by `parts`, one bulk write an array and part."""
+        total = sum(len(part.tokens) for part in parts)
+        if not 0 < total <= self.capacity:
+            raise InvalidInputError(f"a step holds 1 to {self.capacity} tokens, got {total}")
+        at = 0
+        for part in parts:
+            end = at + len(part.tokens)
+            if end - at == 1:
+                # Four numbers: cheaper one by one than as four arrays.
+                self.tokens[at], self.positions[at] = part.tokens[0], part.start
+                self.seqs[at], self.outputs[at] = part.seq, part.outputs[0]
+                at = end
+                continue
+            self.tokens[at:end] = part.tokens
+            np.add(self._ramp[: end - at], part.start, out=self.positions[at:end])
+            self.seqs[at:end] = part.seq
+            self.outputs[at:end] = part.outputs
+            at = end
+        self.size = total

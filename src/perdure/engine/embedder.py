@@ -13,8 +13,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.engine.batch import Batch, BatchPart
-from perdure.engine.contract import Core, Floats, Outcome, Tokens, token_array
+from perdure.engine.contract import Batch, BatchPart, Core, Floats, Outcome, Tokens, token_array
 from perdure.errors import (
     ClosedError,
     ContextOverflow,
@@ -34,6 +33,7 @@ class Pooling(enum.Enum):
     MEAN = "the mean of all"
     FIRST = "that of the first token"
     LAST = "that of the last token"
+    SCORE = "none: the engine gives a score of two texts that were read as one"
 
 
 class Reading:
@@ -48,7 +48,8 @@ class Reading:
 class Embedder:
     """A native context for texts that are read once.
 
-    Always holds: a vector depends on its text alone, to the last bit; it has length 1 and finite numbers;
+    Always holds: a vector depends on its text alone, to the last bit; it has length 1 and finite numbers (one
+    that scores pairs gives a single number, as it is);
     nothing of a text is left in the memory when the next begins. Calls from several threads queue.
     """
 
@@ -56,7 +57,7 @@ class Embedder:
         self.pooling = pooling
         self.n_ctx = n_ctx
         """Tokens that a text can have."""
-        self.width = core.width
+        self.width = 1 if pooling is Pooling.SCORE else core.width
         """Numbers of a vector."""
         self._core = core
         self._batch = Batch(chunk)
@@ -103,7 +104,7 @@ class Embedder:
                 return None
             self._current = None
             self._empty()
-            return _normal(reading)
+            return _score(reading) if self.pooling is Pooling.SCORE else _normal(reading)
 
     def stop(self) -> None:
         """End the step in flight, for good: to be called before `close`, from any thread."""
@@ -135,6 +136,7 @@ class Embedder:
         if outcome is not Outcome.DONE:
             raise DecodeError(f"the engine failed to read a text ({outcome.value})", kept={})
         self._current = reading
+        reading.at += len(chunk)
         return self._core.hidden(len(chunk))
 
     def _pool(self, reading: Reading, rows: Floats) -> None:
@@ -142,11 +144,10 @@ class Embedder:
         if self.pooling is Pooling.MEAN:
             total = rows.sum(axis=0, dtype=np.float64)
             reading.pooled = total if reading.pooled is None else reading.pooled + total
-        elif self.pooling is Pooling.LAST:
+        elif self.pooling in (Pooling.LAST, Pooling.SCORE):
             reading.pooled = rows[-1].astype(np.float64)
         elif reading.pooled is None:
             reading.pooled = rows[0].astype(np.float64)
-        reading.at += len(rows)
 
     def _empty(self) -> None:
         self._core.remove(0, 0)
@@ -157,6 +158,14 @@ class Embedder:
 
     def _check_tokens(self, tokens: Tokens, what: str) -> NDArray[np.int32]:
         return token_array(tokens, self._core.n_vocab, what=what)
+
+
+def _score(reading: Reading) -> Floats:
+    pooled = reading.pooled
+    assert pooled is not None
+    if not np.isfinite(pooled[0]):
+        raise EngineError("the engine gave a score that is no number")
+    return pooled[:1].astype(np.float32)
 
 
 def _normal(reading: Reading) -> Floats:

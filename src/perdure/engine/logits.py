@@ -282,31 +282,31 @@ class LogitsView(NDArrayOperatorsMixin):
             return root
 
         root = self._read(pin)
-        root_alone = sys.getrefcount(root)
-        # Slices of `lent` stand on `root`, so `root` outlives them all.
-        lent = root[:]
-        lent_alone = sys.getrefcount(lent)
+        root_references = sys.getrefcount(root)
+        # Slices of `borrowed` stand on `root`, so `root` outlives them all.
+        borrowed = root[:]
+        own_references = sys.getrefcount(borrowed)
         try:
-            yield lent
+            yield borrowed
         except BaseException:
-            _take_back(lent, lent_alone)
+            _release(borrowed, own_references)
             raise
         # The one more is the caller's name for it.
-        if not _take_back(lent, lent_alone) or sys.getrefcount(root) > root_alone:
-            del root, lent
+        if not _release(borrowed, own_references) or sys.getrefcount(root) > root_references:
+            del root, borrowed
             raise PinnedError(
                 "an array from borrow() outlives its block: copy what you keep. "
                 "The context stays pinned until that array is gone"
             )
 
 
-def _take_back(lent: Floats, alone: int) -> bool:
-    """Empty `lent`, which the caller's name outlives the block with, unless something else has it."""
+def _release(borrowed: Floats, references: int) -> bool:
+    """Empty `borrowed`, which the caller's name outlives the block with, unless something else has it."""
     # Here the argument is one more reference, and the caller's name another.
-    if sys.getrefcount(lent) > alone + 2:
+    if sys.getrefcount(borrowed) > references + 2:
         return False
     nothing: Any = (1, (0,), np.dtype(np.float32), False, b"")
-    lent.__setstate__(nothing)
+    borrowed.__setstate__(nothing)
     return True
 
 

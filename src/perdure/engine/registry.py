@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
+from perdure.config import N_CTX, SLOTS
 from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -133,10 +134,15 @@ class FactoryEngine(Engine):
     """Models that a function makes: the source is "module:function"."""
 
     name = "factory"
-    _PATTERN = re.compile(r"(?!hf:)[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
+    _PATTERN = re.compile(r"(?!hf:|ollama:|lmstudio:)[A-Za-z_]\w*(\.\w+)*:(?!latest$)[A-Za-z_]\w*")
 
     def opens(self, source: Source) -> bool:
-        return isinstance(source, str) and self._PATTERN.fullmatch(source) is not None
+        if not isinstance(source, str) or self._PATTERN.fullmatch(source) is None:
+            return False
+        from perdure.models.catalogue import find
+
+        # `gemma4:e4b` is a model's name.
+        return find(source) is None
 
     def open(
         self,
@@ -196,15 +202,26 @@ def names_model(word: str) -> bool:
     return any(imported(name).opens(word) for name in (*_registered, _LLAMA))
 
 
-def open_model(source: Source, loading: LoadingKeywords, *, n_ctx: int, slots: int) -> Model:
-    """A model, loaded so that a context of so many requests fits beside it on the device."""
+def open_model(source: Source, loading: LoadingKeywords, *, cells: int) -> Model:
+    """A model, loaded so that a context of so many tokens fits beside it on the device."""
     engine = engine_for(source)
-    return engine.open(engine.fetch(source), cells=cells(n_ctx, slots), **loading)
+    return engine.open(engine.fetch(source), cells=cells, **loading)
 
 
-def cells(n_ctx: object, slots: object) -> int:
-    """Tokens of a context of so many requests; 0 where that is wrong, which is said when it is opened."""
-    return max(0, n_ctx * slots) if isinstance(n_ctx, int) and isinstance(slots, int) else 0
+def cells(n_ctx: object, slots: object, context: Mapping[str, Any]) -> int:
+    """Tokens of a context of so many requests, in f16: with smaller types it takes the room of fewer.
+
+    What is "auto" fills the room that is left, and is usual until then. 0 where something is wrong, which is
+    said when the context is opened.
+    """
+    from perdure.models.fit import CACHE_BITS
+
+    n_ctx, slots = N_CTX if n_ctx == "auto" else n_ctx, SLOTS if slots == "auto" else slots
+    if not isinstance(n_ctx, int) or not isinstance(slots, int):
+        return 0
+    types = [str(context.get(name, "f16")) for name in ("k_type", "v_type")]
+    bits = sum(CACHE_BITS.get(each, 16.0) for each in types)
+    return max(0, int(n_ctx * slots * bits / 32))
 
 
 def imported(name: str, what: str = "engine") -> Any:

@@ -10,6 +10,7 @@ the digest (SHA-256) is that of the identity.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,8 +76,8 @@ def pack(identity: Identity, tokens: NDArray[np.int32], payload: NDArray[np.uint
     return joined(sealed, len(head), payload)
 
 
-def unpack(data: bytes | bytearray | memoryview, identity: Identity) -> SavedState:
-    """The verified contents of `data`, which must be of `identity`."""
+def unpack(data: bytes | bytearray | memoryview, identity_of: Callable[[int], Identity]) -> SavedState:
+    """The verified contents of `data`, which must be of the identity that so many tokens have here."""
     try:
         view = memoryview(data).cast("B")
     except (TypeError, ValueError) as error:
@@ -94,6 +95,7 @@ def unpack(data: bytes | bytearray | memoryview, identity: Identity) -> SavedSta
     if _checksum(view) != checksum:
         raise CorruptStateError("saved state is damaged: its checksum does not match")
     at = _HEAD.size + n_words
+    identity = identity_of(n_tokens)
     if digest != identity.digest:
         raise _foreign(bytes(view[_HEAD.size : at]), identity)
     head = at + 4 * n_tokens

@@ -6,6 +6,8 @@ then reports, and nothing else, is written to the ledger.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -13,29 +15,167 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.checks import is_integer
-from perdure.engine.batch import BatchPart
-from perdure.engine.context.guarded_core import Undoing
-from perdure.engine.context.ledger import EMPTY, Mark
-from perdure.engine.context.rows import Source, marked, outputs
-from perdure.engine.context.state_calls import StateCalls
+from perdure.engine import state as saved
+from perdure.engine.adapters import AdapterSet
+from perdure.engine.context.guarded_core import GuardedCore, Undoing, overflow
+from perdure.engine.context.ledger import EMPTY, Mark, Source, marked, outputs
 from perdure.engine.contract import (
     Adapter,
+    BatchPart,
+    Capture,
     Floats,
     Rows,
     Tokens,
 )
 from perdure.engine.logits import LogitsView
+from perdure.engine.state import Checkpoint
 from perdure.errors import (
     CannotRewindError,
     EngineError,
+    IncompatibleStateError,
     InvalidInputError,
     RowError,
     SequenceError,
 )
 
+# State calls: what a sequence holds, as bytes, checkpoints, and rows by token.
+
+
+class StateCalls(GuardedCore):
+    """Saving and putting back what sequences hold. A state that does not fit is refused, never half taken."""
+
+    def save(self, seq: int = 0) -> bytes:
+        """The state of `seq` as bytes that describe themselves (see `state.py`)."""
+        with self._turn(seq):
+            tokens = self._held(seq)
+            identity = self.identity_of(self._sets[seq], len(tokens))
+            return saved.pack(identity, tokens, self._core.read(seq, partial=False))
+
+    def load(self, state: bytes | bytearray | memoryview, seq: int = 0) -> None:
+        """Replace `seq` by saved state. Foreign or damaged bytes are refused before the engine sees them."""
+        with self._turn(seq):
+            found = saved.unpack(state, functools.partial(self.identity_of, self._sets[seq]))
+            tokens = found.tokens
+            if not 0 < len(tokens) <= self.n_ctx:
+                raise overflow(len(tokens), self.n_ctx, "so the saved state says")
+            self._check_tokens(tokens)
+            self._rows.end()
+            with Undoing(self, {seq: EMPTY}):
+                # Emptied first: the engine may refuse and keep a part of what was there.
+                self._core.remove(seq, 0)
+                self._ledger.cut(seq, 0)
+                if not self._core.write(seq, found.payload, partial=False):
+                    raise EngineError(f"the engine refused a verified state; sequence {seq} is now empty")
+                self._confirm(seq, len(tokens))
+                self._ledger.replace(seq, tokens)
+
+    def checkpoint(self, seq: int = 0) -> Checkpoint:
+        """A point to `restore` later, small where the memory can be cut."""
+        with self._turn(seq):
+            tokens = self._held(seq)
+            part = None
+            if self.memory.needs_checkpoint:
+                part = self._core.read(seq, partial=True)
+            return Checkpoint(self.identity_of(self._sets[seq], len(tokens)).digest, tokens, part)
+
+    def restore(self, checkpoint: Checkpoint, seq: int = 0) -> None:
+        """Take `seq` back to `checkpoint`, whose tokens it must still start with.
+
+        A recurrent memory is whole in its checkpoint, so there the sequence may hold anything.
+        """
+        if not isinstance(checkpoint, Checkpoint):
+            raise InvalidInputError(f"restore takes a checkpoint, got {type(checkpoint).__name__}")
+        with self._turn(seq):
+            if checkpoint.identity != self.identity_of(self._sets[seq], checkpoint.length).digest:
+                raise IncompatibleStateError("this checkpoint is of another model, adapter, build or layout")
+            alone = not self.memory.has_rows
+            if not alone and not self._ledger.starts_with(seq, checkpoint.tokens):
+                raise IncompatibleStateError(
+                    f"sequence {seq} no longer starts with the {checkpoint.length} tokens of the checkpoint; "
+                    "load a saved state, or decode them again",
+                    field="tokens",
+                )
+            self._check_tokens(checkpoint.tokens)
+            self._rows.end()
+            with Undoing(self, {seq: EMPTY}):
+                if not self._undo.return_to(seq, (checkpoint.length, checkpoint.state)):
+                    raise EngineError(f"the engine refused a checkpoint; sequence {seq} is now empty")
+                self._ledger.replace(seq, checkpoint.tokens)
+
+    def capture(self, seq: int = 0) -> Capture:
+        """The state of `seq` in parts; cut its rows before the context is used again."""
+        with self._turn(seq):
+            self._held(seq)
+            return self._core.capture(seq)
+
+    def row_bytes(self) -> int | None:
+        """How wide the rows of a captured state are here; None where its states have no rows by token."""
+        if self._row_bytes is None:
+            with self._turn():
+                lengths = [self._ledger.length(seq) for seq in range(self.n_seq)]
+                if 0 in lengths:
+                    # It may take a step of its own to find out.
+                    self._rows.end()
+                self._row_bytes = (self._core.row_bytes(lengths.index(min(lengths))),)
+        return self._row_bytes[0]
+
+    def assemble(
+        self,
+        tokens: Tokens,
+        pieces: Sequence[NDArray[np.uint8]],
+        rest: NDArray[np.uint8] | None,
+        seq: int = 0,
+    ) -> None:
+        """Replace `seq` by `tokens`, whose state is these rows and this rest, captured here before.
+
+        Nothing of them is verified: that is for whoever kept them.
+        """
+        ids = self._check_tokens(tokens)
+        rows = sum(len(piece) for piece in pieces)
+        if len(ids) > self.n_ctx or (pieces and rows != len(ids)):
+            raise InvalidInputError(f"{rows} rows for {len(ids)} tokens, where {self.n_ctx} fit")
+        width = self.row_bytes()
+        for piece in pieces:
+            if piece.ndim != 2 or piece.shape[1] != width:
+                raise IncompatibleStateError(
+                    f"rows of {piece.shape[1:]} bytes, where this context has {width or 'none'}; compute the "
+                    "tokens anew",
+                    field="row width",
+                )
+        with self._turn(seq):
+            self._rows.end()
+            with Undoing(self, {seq: EMPTY}):
+                self._core.remove(seq, 0)
+                self._ledger.cut(seq, 0)
+                if not self._core.assemble(seq, pieces, rest):
+                    raise EngineError(f"the engine refused rows that it gave; sequence {seq} is now empty")
+                self._confirm(seq, len(ids))
+                self._ledger.replace(seq, ids)
+
+    def limit_scratch(self, nbytes: int) -> int:
+        """Keep at most `nbytes` between calls for states on their way in or out; how much that may come to.
+
+        A larger state gets memory of its own for as long as it is on its way.
+        """
+        with self._turn():
+            return self._core.limit_scratch(nbytes)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What is kept for states on their way now."""
+        return self._core.scratch_bytes
+
+    def prepare(self) -> None:
+        """Find out now how state is laid out, which the first capture or assembling does otherwise."""
+        with self._turn():
+            if not any(map(self._ledger.length, range(self.n_seq))):
+                self._core.prepare()
+
+
 T = TypeVar("T")
 
-_LARGEST_SCALE = float(np.finfo(np.float32).max)
+_ACCEPTED = 256
+"""Sets of adapters that are known to fit."""
 
 
 class Feed(NamedTuple):
@@ -51,7 +191,8 @@ class Context(StateCalls):
 
     Always holds: `tokens(seq)` is what is in the cache; a call either does all that it says or raises
     and leaves things as they were (or says in the error what is left); calls from several threads
-    queue; logits are live only until the next change.
+    queue; logits are live only until the next change; what a sequence holds was computed with its own set of
+    adapters (`adapters_of`).
     """
 
     # What is there.
@@ -100,11 +241,13 @@ class Context(StateCalls):
         with self._turn(seq):
             start = self._check_room(seq, len(ids))
             self._rows.end()
-            chunks = list(self._chunks(wanted))
+            adapters, same = self._sets[seq], self.same_adapters(seq, start, len(ids))
+            chunks = list(self._chunks(wanted, same if same < len(ids) else 0))
             marks = {seq: self._undo.mark(seq, len(ids), steps=len(chunks))}
             found: dict[tuple[int, int], Source] = {}
             with Undoing(self, marks):
                 for at, end in chunks:
+                    self._use(adapters.at(start + at))
                     self._run([BatchPart(seq, start + at, ids[at:end], wanted[at:end])])
                     for index in marked(wanted[at:end] if len(chunks) > 1 else wanted):
                         found[seq, at + index] = index if end == len(ids) else self._core.row(index).copy()
@@ -136,11 +279,19 @@ class Context(StateCalls):
             ]
             # The engine batches streams together only in rising order.
             parts.sort(key=lambda part: part.seq)
+            adapters = self._step_set([part.seq for part in parts], [part.start for part in parts])
+            for part in parts:
+                if (count := self.same_adapters(part.seq, part.start, len(part.tokens))) < len(part.tokens):
+                    raise SequenceError(
+                        f"a step computes with one set of adapters; that of sequence {part.seq} changes "
+                        f"after {count} of its {len(part.tokens)} tokens"
+                    )
             self._rows.end()
             marks = {part.seq: self._undo.mark(part.seq, len(part.tokens)) for part in parts}
             found: dict[tuple[int, int], Source] = {}
             at = 0
             with Undoing(self, marks):
+                self._use(adapters)
                 self._run(parts)
                 for part in parts:
                     self._ledger.append(part.seq, part.tokens)
@@ -176,6 +327,7 @@ class Context(StateCalls):
             starts = self._ledger.lengths_of(seqs)
             if max(starts) >= self.n_ctx:
                 return False
+            adapters = self._step_set(seqs, starts) if self.mixed else self._default
             self._rows.end()
             marks: dict[int, Mark] = {}
             rows: dict[tuple[int, int], Source] = {}
@@ -184,6 +336,8 @@ class Context(StateCalls):
                 marks[seq] = start, None
                 rows[seq, 0] = at
             with Undoing(self, marks):
+                if adapters is not self._applied:
+                    self._use(adapters)
                 self._batch.fill_tokens(seqs, starts, tokens)
                 self._run_batch(seqs, starts, alone=len(seqs) == 1)
                 self._ledger.append_each(seqs, tokens)
@@ -275,9 +429,10 @@ class Context(StateCalls):
                     self._core.copy(src, dst)
                     self._confirm(dst, length)
                     self._ledger.copy(src, dst)
+                self._set(dst, self._sets[src])
 
     def clear(self, seq: int | None = None) -> None:
-        """Forget `seq`; with none named, everything, as if the context were new."""
+        """Forget `seq`; with none named, everything, as if the context were new. Adapters stay."""
         with self._turn(*(() if seq is None else (seq,))):
             self._rows.end()
             seqs = range(self.n_seq) if seq is None else (seq,)
@@ -290,26 +445,56 @@ class Context(StateCalls):
                     self._confirm(each, 0)
                     self._ledger.cut(each, 0)
 
-    def adapt(self, adapters: Mapping[Adapter, float]) -> None:
-        """Use these adapters at these scales from now on; none for the model as it is.
+    def adapt(self, adapters: Mapping[Adapter, float] | AdapterSet, seq: int | None = None) -> None:
+        """Compute `seq` with these adapters at these scales from now on; with none named, every sequence,
+        also those that other ones were chosen for. No adapters at all are the model as it is.
 
-        What the sequences hold was computed with other weights, so all of them are cleared.
+        What a sequence holds was computed with others, and is cleared; a sequence that gets the set that it
+        has keeps its tokens. With none named, all are cleared.
         """
-        if not isinstance(adapters, Mapping):
-            raise InvalidInputError(f"adapt takes adapters with their scales, got {adapters!r}")
-        for adapter, scale in adapters.items():
-            if not isinstance(scale, (int, float, np.number)) or not abs(scale) <= _LARGEST_SCALE:
-                raise InvalidInputError(f"the scale of {adapter!r} must be a finite number, got {scale!r}")
-        with self._turn():
+        chosen = adapters if isinstance(adapters, AdapterSet) else AdapterSet.of(adapters)
+        with self._turn(*(() if seq is None else (seq,))):
+            if chosen == self._default:
+                chosen = self._default
+            if seq is not None and self._sets[seq] is chosen:
+                return
             self._rows.end()
-            with Undoing(self, dict.fromkeys(range(self.n_seq), EMPTY)):
-                if accepted := self._core.adapt(adapters):
-                    named = sorted(f"{each.digest}*{float(scale)!r}" for each, scale in adapters.items())
-                    self._adapters = ",".join(named) or "none"
-                    self._identity = None
+            self._accept(chosen)
+            if seq is None:
+                self._default = chosen
+                with Undoing(self, dict.fromkeys(range(self.n_seq), EMPTY)):
                     self._core.clear()
-                    for seq in range(self.n_seq):
-                        self._confirm(seq, 0)
-                        self._ledger.cut(seq, 0)
-            if not accepted:
+                    for each in range(self.n_seq):
+                        self._confirm(each, 0)
+                        self._ledger.cut(each, 0)
+                        self._set(each, chosen)
+                return
+            length = self._ledger.length(seq)
+            if self._sets[seq].held(length) != chosen.held(length):
+                with Undoing(self, {seq: EMPTY}):
+                    self._core.remove(seq, 0)
+                    self._confirm(seq, 0)
+                    self._ledger.cut(seq, 0)
+            self._set(seq, chosen)
+
+    def _set(self, seq: int, adapters: AdapterSet) -> None:
+        self._sets[seq] = adapters
+        first = self._default
+        self.mixed = any(each is not first for each in self._sets) or first.before is not None
+
+    def _accept(self, adapters: AdapterSet) -> None:
+        """See that the engine takes a set, where it has not taken it before."""
+        for each in (adapters.before, adapters.at(math.inf)):
+            if each is None or not each.scales:
+                continue
+            known = self._accepted.get(each.key)
+            if known is not None and all(
+                a[0] is b[0] for a, b in zip(known.scales, each.scales, strict=True)
+            ):
+                continue
+            if not self._core.adapt(dict(each.scales)):
                 raise EngineError("the engine refused these adapters; the context is as before")
+            self._applied = each
+            if len(self._accepted) >= _ACCEPTED:
+                self._accepted.clear()
+            self._accepted[each.key] = each

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,18 +14,19 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure import system
 from perdure.checks import is_integer
-from perdure.engine.batch import Batch, BatchPart
-from perdure.engine.context.ledger import Ledger, Mark, Undo
-from perdure.engine.context.rows import StepRows
+from perdure.engine.adapters import PLAIN, AdapterSet
+from perdure.engine.context.ledger import Ledger, Mark, StepRows, Undo
 from perdure.engine.contract import (
+    Batch,
+    BatchPart,
     Capabilities,
     Core,
     Outcome,
     Tokens,
     token_array,
 )
-from perdure.engine.interrupt import stopped_by_ctrl_c
 from perdure.errors import (
     ClosedError,
     ContextOverflow,
@@ -36,6 +40,8 @@ from perdure.errors import (
 from perdure.identity import Identity
 from perdure.memory import MemorySpec
 
+_IDENTITIES = 256
+"""Identities that are remembered."""
 _DIRECT = 8
 """Steps up to this size are short enough to wait for; a longer one can be interrupted by Ctrl-C."""
 
@@ -72,8 +78,17 @@ class GuardedCore:
         self.n_batch = n_batch
         self._core = core
         self._make_identity = identity
-        self._adapters = "none"
-        self._identity: Identity | None = None
+        self._identities: dict[str, Identity] = {}
+        """By the key of a set of adapters."""
+        self._default = PLAIN
+        self._sets = [PLAIN] * n_seq
+        """What each sequence is computed with."""
+        self._applied = PLAIN
+        """What the engine would compute with now."""
+        self._accepted: dict[str, AdapterSet] = {}
+        """Sets that the engine took before."""
+        self.mixed = False
+        """Whether sequences may be computed with different adapters: a step takes those of one set."""
         self._row_bytes: tuple[int | None] | None = None
         self._batch = Batch(n_batch)
         self._ledger = Ledger(n_seq)
@@ -91,10 +106,32 @@ class GuardedCore:
 
     @property
     def identity(self) -> Identity:
-        """What this context's state depends on besides the tokens."""
-        if self._identity is None:
-            self._identity = self._make_identity(self._adapters)
-        return self._identity
+        """What state depends on besides the tokens, where it is computed with the context's own adapters."""
+        return self.identity_of(self._default)
+
+    def identity_of(self, adapters: AdapterSet, length: float = math.inf) -> Identity:
+        """What the state of the first `length` tokens depends on, computed with `adapters`."""
+        key = adapters.held(length).key
+        if (identity := self._identities.get(key)) is None:
+            if len(self._identities) >= _IDENTITIES:
+                self._identities.clear()
+            identity = self._identities[key] = self._make_identity(key)
+        return identity
+
+    @property
+    def adapters(self) -> AdapterSet:
+        """The context's own set: that of every sequence that was given no other."""
+        return self._default
+
+    def adapters_of(self, seq: int) -> AdapterSet:
+        """What `seq` is computed with."""
+        self._check_seqs((seq,))
+        return self._sets[seq]
+
+    def same_adapters(self, seq: int, start: int, count: int) -> int:
+        """How many of the `count` tokens behind the first `start` of `seq` one step can take."""
+        switch = self._sets[seq].start
+        return int(switch) - start if start < switch < start + count else count
 
     @property
     def closed(self) -> bool:
@@ -197,10 +234,11 @@ class GuardedCore:
 
     # Inside: decoding.
 
-    def _chunks(self, outputs: NDArray[np.int8]) -> Iterator[tuple[int, int]]:
-        """Cut a decode into native steps, none with more tokens or rows than one can hold."""
+    def _chunks(self, outputs: NDArray[np.int8], switch: int = 0) -> Iterator[tuple[int, int]]:
+        """Cut a decode into native steps, none with more tokens or rows than one can hold, and none across
+        the place `switch`, where other adapters begin."""
         count = len(outputs)
-        if count <= self.n_batch and count <= self.capabilities.max_outputs:
+        if not switch and count <= self.n_batch and count <= self.capabilities.max_outputs:
             yield 0, count
             return
         rows = np.cumsum(outputs, dtype=np.int64)
@@ -208,6 +246,8 @@ class GuardedCore:
         while at < count:
             fits = int(np.searchsorted(rows, done + self.capabilities.max_outputs, side="right"))
             end = min(count, at + self.n_batch, fits)
+            if at < switch < end:
+                end = switch
             yield at, end
             at, done = end, int(rows[end - 1])
 
@@ -215,6 +255,25 @@ class GuardedCore:
         self._batch.fill(parts)
         ends = [part.start + len(part.tokens) - 1 for part in parts]
         self._run_batch([part.seq for part in parts], ends, alone=len(parts) == 1)
+
+    def _use(self, adapters: AdapterSet) -> None:
+        """Have the engine compute with these from now on."""
+        if adapters is self._applied or adapters.key == self._applied.key:
+            return
+        if not self._core.adapt(dict(adapters.scales)):
+            raise EngineError("the engine refused these adapters; the context is as before")
+        self._applied = adapters
+
+    def _step_set(self, seqs: Sequence[int], starts: Sequence[int]) -> AdapterSet:
+        """What a step computes that takes these sequences from these lengths on."""
+        sets = [self._sets[seq].at(start) for seq, start in zip(seqs, starts, strict=True)]
+        for seq, other in zip(seqs, sets, strict=True):
+            if other != sets[0]:
+                raise SequenceError(
+                    f"a step computes with one set of adapters; sequences {seqs[0]} and {seq} have "
+                    "different ones"
+                )
+        return sets[0]
 
     def _run_batch(self, seqs: Sequence[int], ends: Sequence[int], *, alone: bool) -> None:
         """Decode what the batch holds, and read back that each sequence ends where it should."""
@@ -312,3 +371,70 @@ def overflow(needed: int, fits: int, why: str) -> ContextOverflow:
         needed=needed,
         fits=fits,
     )
+
+
+# Ctrl-C during native code.
+#
+# Python notes a signal at once but acts on it only between its own instructions, so native code in the main
+# thread holds Ctrl-C back until it returns. Running it in another thread would free the main one, but OpenMP
+# keeps a team of threads for each thread that ever used it, and two teams on the same cores cost a quarter
+# of the speed. So the native code stays where it was called, and a thread that only watches stops it.
+
+
+class _Watcher:
+    """Reads the signals that Python notes, and stops what runs when one is Ctrl-C."""
+
+    def __init__(self) -> None:
+        self._inlet, self._outlet = os.pipe()
+        os.set_blocking(self._outlet, False)
+        self._stop: Callable[[], None] | None = None
+        threading.Thread(target=self._watch, name="perdure-ctrl-c", daemon=True).start()
+
+    @contextmanager
+    def watching(self, stop: Callable[[], None]) -> Iterator[None]:
+        self._stop = stop
+        before = signal.set_wakeup_fd(self._outlet, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1 if before == self._outlet else before)
+            self._stop = None
+
+    def _watch(self) -> None:
+        while numbers := os.read(self._inlet, 64):
+            stop = self._stop
+            if stop is not None and signal.SIGINT in numbers:
+                stop()
+
+
+_watcher: _Watcher | None = None
+
+
+def _forget() -> None:
+    global _watcher
+    _watcher = None
+
+
+if hasattr(os, "register_at_fork"):
+    # The thread does not come along into a child.
+    os.register_at_fork(after_in_child=_forget)
+
+
+@contextmanager
+def stopped_by_ctrl_c(stop: Callable[[], None]) -> Iterator[None]:
+    """While this is open in the main thread, Ctrl-C calls `stop` from another thread.
+
+    Only where Ctrl-C means KeyboardInterrupt: a program with a handler of its own decides for itself.
+    """
+    global _watcher
+    if (
+        not system.POSIX
+        or threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    if _watcher is None:
+        _watcher = _Watcher()
+    with _watcher.watching(stop):
+        yield

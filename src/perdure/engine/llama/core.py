@@ -6,19 +6,26 @@ import ctypes
 import operator
 import threading
 from collections.abc import Mapping, Sequence
+from ctypes import byref
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure import system
-from perdure.engine.batch import Batch, BatchPart
-from perdure.engine.contract import Adapter, Capture, Floats, Outcome
+from perdure.engine.contract import Adapter, Batch, BatchPart, Capture, Floats, Outcome
+from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
 from perdure.engine.llama.native import declarations, layout, library
+from perdure.engine.llama.native.declarations import (
+    MAX_THREADS,
+    FreeThreadpool,
+    Functions,
+    NewThreadpool,
+    ThreadpoolParams,
+)
 from perdure.engine.llama.native.log_sink import captured_errors
-from perdure.engine.llama.native.scratch import Scratch
-from perdure.engine.llama.threadpool import Threadpool
-from perdure.engine.llama.weights import LlamaAdapter, Weights
+from perdure.engine.llama.weights import Weights
+from perdure.engine.parallel import spread
 from perdure.errors import ClosedError, EngineError, InvalidInputError, OutOfMemoryError
 from perdure.memory import MemorySpec
 
@@ -27,6 +34,8 @@ _BEYOND = 1 << 30
 _MAIN_THREAD = threading.main_thread().ident
 _OUTCOMES = {0: Outcome.DONE, 1: Outcome.FULL, 2: Outcome.ABORTED, -1: Outcome.REJECTED}
 _PARTIAL = 1
+SCORE_POOLING = 4
+"""The library's number for a context whose model scores pairs of texts."""
 _SCRATCH = 64 << 20
 """Memory for a state in passing that is kept between calls, at most, unless another limit is set."""
 _LARGER = 4
@@ -69,6 +78,8 @@ class LlamaCore:
         self.reads_on = bool(self._memory) and causal
         """Whether a text can be read in pieces: no token looks at those that follow it."""
         self._embeds = bool(params.embeddings)
+        self._scores = bool(params.embeddings and params.pooling_type == SCORE_POOLING)
+        self._classes = max(1, int(self._lib.llama_model_n_cls_out(weights.handle)))
         self._row = ctypes.c_float * self.n_vocab
         self._row_address = self._lib.quick("llama_get_logits_ith")
         self._pos_max = self._lib.quick("llama_memory_seq_pos_max")
@@ -96,6 +107,7 @@ class LlamaCore:
         self._scratch = Scratch(self._lib, weights.devices[0].handle if on_device else None, limit)
         self._largest_state = int(1.1 * largest_state) if on_device else 0
         self._native: tuple[Batch, Any] | None = None
+        self._vectors: dict[ControlVector, float] = {}
         self._last_table: tuple[tuple[int, int], Floats] = ((0, 0), np.empty((0, 0), np.float32))
 
     def decode(self, batch: Batch) -> Outcome:
@@ -150,6 +162,12 @@ class LlamaCore:
         self._lib.llama_synchronize(self._context)
 
     def hidden(self, count: int) -> Floats:
+        if self._scores:
+            pointer = self._lib.llama_get_embeddings_seq(self._context, 0)
+            if not pointer:
+                raise EngineError("the engine has no score for this text")
+            score = (ctypes.c_float * self._classes).from_address(ctypes.addressof(pointer.contents))
+            return np.frombuffer(memoryview(score), np.float32).reshape(1, self._classes)
         pointer = self._lib.llama_get_embeddings(self._context)
         if not pointer:
             raise EngineError("the engine has no hidden states: this context was not opened for them")
@@ -224,12 +242,34 @@ class LlamaCore:
         return int(read) == size
 
     def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
-        ours = [adapter for adapter in adapters if isinstance(adapter, LlamaAdapter)]
-        if len(ours) != len(adapters) or any(adapter.weights is not self._weights for adapter in ours):
-            return False
-        handles = (declarations.Adapter * len(ours))(*(each.handle for each in ours))
-        scales = (ctypes.c_float * len(ours))(*adapters.values())
-        return int(self._lib.llama_set_adapters_lora(self._context, handles, len(ours), scales)) == 0
+        loras: dict[LlamaAdapter, float] = {}
+        vectors: dict[ControlVector, float] = {}
+        for adapter, scale in adapters.items():
+            if not isinstance(adapter, (LlamaAdapter, ControlVector)) or adapter.weights is not self._weights:
+                return False
+            (loras if isinstance(adapter, LlamaAdapter) else vectors)[adapter] = scale  # type: ignore[index]
+        if vectors != self._vectors:
+            if self._asynchronous:
+                # The step in flight reads what is about to be written.
+                self.synchronize()
+            if not self._steer(vectors):
+                return False
+        handles = (declarations.Adapter * len(loras))(*(each.handle for each in loras))
+        scales = (ctypes.c_float * len(loras))(*loras.values())
+        return int(self._lib.llama_set_adapters_lora(self._context, handles, len(loras), scales)) == 0
+
+    def _steer(self, vectors: dict[ControlVector, float]) -> bool:
+        """Add the sum of these control vectors to what the layers compute."""
+        n_embd = int(self._lib.llama_model_n_embd(self._weights.handle))
+        data, layers = None, 0
+        if vectors:
+            total = sum(np.float32(scale) * vector.rows for vector, scale in vectors.items())
+            rows = np.ascontiguousarray(total, np.float32)
+            data, layers = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), len(rows)
+        code = self._lib.llama_set_adapter_cvec(self._context, data, layers * n_embd, n_embd, 1, layers)
+        if code == 0:
+            self._vectors = vectors
+        return int(code) == 0
 
     def can_shift(self) -> bool:
         return bool(self._lib.llama_memory_can_shift(self._memory))
@@ -354,3 +394,156 @@ class LlamaCore:
 
 def _bytes_at(array: NDArray[np.uint8], offset: int) -> Any:
     return ctypes.cast(array.ctypes.data + offset, ctypes.POINTER(ctypes.c_uint8))
+
+
+# Memory for states on their way into or out of a context.
+
+Bytes = NDArray[np.uint8]
+
+_PIECE = 16 << 20
+
+
+class Scratch:
+    """A buffer that is used again, since fresh pages cost more than the copy into them.
+
+    Always holds: no more than `limit` bytes are kept between calls; what is larger gets memory of its own for
+    as long as it is on its way. Where a device offers pinned memory that is what is kept: copies then run at
+    the speed of the bus.
+    """
+
+    def __init__(self, lib: Functions, device: Any, limit: int) -> None:
+        self._lib = lib
+        self._pinned = lib.ggml_backend_dev_host_buffer_type(device) if device else None
+        self._buffer: Bytes = np.empty(0, np.uint8)
+        self._limit = limit
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.nbytes
+
+    def limit(self, nbytes: int) -> None:
+        self._limit = nbytes
+        if len(self._buffer) > nbytes:
+            self._buffer = np.empty(0, np.uint8)
+
+    def room(self, size: int) -> Bytes:
+        """Memory of `size` bytes, good until the next call."""
+        if size > self._limit:
+            return np.empty(size, np.uint8)
+        if len(self._buffer) < size:
+            self._buffer = np.empty(0, np.uint8)
+            self._buffer = self._new(min(size + size // 4, self._limit))
+        return self._buffer[:size]
+
+    def prepare(self, size: int) -> None:
+        """Have room for a state of `size` bytes, as far as the limit goes, with its pages there already."""
+        self.room(min(size, self._limit))[::4096] = 0
+
+    def staged(self, state: Bytes) -> Bytes:
+        """The same bytes where a device reads them fastest."""
+        if (
+            not self._pinned
+            or not _PIECE < state.nbytes <= self._limit
+            or np.shares_memory(state, self._buffer)
+        ):
+            return state
+        room = self.room(state.nbytes)
+        places = range(0, state.nbytes, _PIECE)
+        for _ in spread(
+            lambda at: np.copyto(room[at : at + _PIECE], state[at : at + _PIECE]), places, state.nbytes
+        ):
+            pass
+        return room
+
+    def _new(self, size: int) -> Bytes:
+        if self._pinned and (handle := self._lib.ggml_backend_buft_alloc_buffer(self._pinned, size)):
+            return _PinnedBuffer(self._lib, handle, size).array()
+        return np.empty(size, np.uint8)
+
+
+class _PinnedBuffer:
+    """Owns one buffer of the library. It goes with the last array over it."""
+
+    def __init__(self, lib: Functions, handle: Any, size: int) -> None:
+        self._lib = lib
+        self._handle = handle
+        self._size = size
+
+    def array(self) -> Bytes:
+        memory = (ctypes.c_uint8 * self._size).from_address(
+            self._lib.ggml_backend_buffer_get_base(self._handle)
+        )
+        memory.owner = self  # type: ignore[attr-defined]
+        return np.frombuffer(memoryview(memory), np.uint8)
+
+    def __del__(self) -> None:
+        self._lib.ggml_backend_buffer_free(self._handle)
+
+
+# The CPU threads of one context, kept between steps and asleep while there is none.
+
+_POLL = 0
+"""How long a thread looks for the next step before it sleeps, from 0 to 100.
+
+A thread that polls uses up its share of a core that another process wants, and then is not there when
+the step comes: everybody waits for it at the next barrier.
+"""
+
+
+class Threadpool:
+    """Owns one `ggml_threadpool`. A library without one of its own (none given) makes its threads itself.
+
+    Always holds: it is freed once, and by `close` only, after the context that used it. Outside of a `with`
+    over it the caller's thread may use the cores that it could use before.
+
+    Where every core has a thread, each is kept on its own: they wait for each other by spinning, some
+    hundred times a step, and two of them on one core (the other taken by another process) would wait for a
+    turn of the scheduler each time.
+    """
+
+    def __init__(self, lib: Functions, threads: int) -> None:
+        self._handle: int | None = None
+        self._cores: tuple[int, ...] = ()
+        cpu = lib.ggml_backend_reg_by_name(b"CPU")
+        new, free = (_address(lib, cpu, name) for name in (b"ggml_threadpool_new", b"ggml_threadpool_free"))
+        if threads == 1 or not new or not free:
+            return
+        params = ThreadpoolParams()
+        lib.ggml_threadpool_params_init(byref(params), threads)
+        params.poll = _POLL
+        cores = system.core_ids()
+        openmp = b"OPENMP = 1" in lib.llama_print_system_info()
+        if threads == len(cores) and max(cores) < MAX_THREADS and not openmp:
+            self._cores = cores
+            params.strict_cpu = True
+            for core in cores:
+                params.cpumask[core] = True
+        self._handle = NewThreadpool(new)(byref(params))
+        self._free = FreeThreadpool(free)
+        if self._cores:
+            # The pool keeps its first thread, which is the caller's, on the last core from now on.
+            system.use_cores(cores)
+
+    def __enter__(self) -> None:
+        """Have the caller's thread on the core that the others leave to it, during a step."""
+        if self._cores:
+            system.use_cores(self._cores[-1:])
+
+    def __exit__(self, *_: object) -> None:
+        if self._cores:
+            system.use_cores(self._cores)
+
+    def attach(self, lib: Functions, context: Any) -> None:
+        """Have the steps of `context`, long and short, run on these threads."""
+        if self._handle:
+            lib.llama_attach_threadpool(context, self._handle, self._handle)
+
+    def close(self) -> None:
+        if self._handle:
+            handle, self._handle = self._handle, None
+            self._free(handle)
+
+
+def _address(lib: Functions, backend: Any, name: bytes) -> int | None:
+    found: int | None = lib.ggml_backend_reg_get_proc_address(backend, name) if backend else None
+    return found

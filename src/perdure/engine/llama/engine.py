@@ -13,6 +13,7 @@ from perdure.engine.model import Model
 from perdure.engine.registry import Agree, Bars, Engine, Finding, Source, no_bars
 from perdure.errors import ModelError
 from perdure.identity import content_digest
+from perdure.models import other_programs
 from perdure.models.card import Card
 from perdure.models.local_models import locate
 
@@ -56,7 +57,8 @@ class LlamaEngine(Engine):
         return LlamaModel(source, cells=cells, progress=progress, **loading)
 
     def label(self, source: str) -> str:
-        return Path(source).stem
+        # A blob of Ollama's has its digest for a name.
+        return other_programs.name_of(Path(source)) or Path(source).stem
 
     def is_same(self, source: Source, path: str | None, digest: str) -> bool:
         name = source or settings().model

@@ -15,37 +15,42 @@ from perdure import models, system
 from perdure.checks import check_whole, is_whole
 from perdure.config import N_CTX, settings
 from perdure.engine.context import Context
-from perdure.engine.contract import Capabilities, ContextKeywords, ModelInfo
+from perdure.engine.contract import Capabilities, ContextKeywords, ModelInfo, PairForm
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
+from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
 from perdure.engine.llama.cache_size import TYPES, CacheSize
-from perdure.engine.llama.core import LlamaCore
+from perdure.engine.llama.core import SCORE_POOLING, LlamaCore
+from perdure.engine.llama.first_steps import StepTime, translate
 from perdure.engine.llama.native import library
 from perdure.engine.llama.offload import (
     CPU_ONLY,
+    CpuExperts,
     GpuLayers,
-    ModelBytes,
     Offload,
+    check_cpu_experts,
     check_gpu_layers,
     check_split,
     choose_devices,
+    count_experts,
+    plan_again,
     plan_offload,
 )
 from perdure.engine.llama.preflight import check_header, rope_factors, rope_limit
 from perdure.engine.llama.tokenizer import Tokenizer
-from perdure.engine.llama.weights import LlamaAdapter, Weights
-from perdure.errors import ClosedError, InvalidInputError, ModelFileError, ModelLoadError
+from perdure.engine.llama.weights import Weights
+from perdure.errors import ClosedError, InvalidInputError, ModelFileError, ModelLoadError, OutOfMemoryError
 from perdure.identity import Identity, content_digest, file_version
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
-from perdure.models.header import FILE_TYPES
-from perdure.models.parts import part_names
+from perdure.models.adapter_file import read_adapter
+from perdure.models.card import part_names
+from perdure.models.fit import N_BATCH, ROWS, Setup, Sizes
+from perdure.models.header import FILE_TYPES, Tensor
 from perdure.options import refuse_unknown
 
 log = logging.getLogger("perdure.engine")
 
 MAX_SEQUENCES = 256
 MAX_THREADS = 512
-_ROWS = 64
-"""Rows of logits a native step can give: the engine reserves memory for as many."""
 _PLAIN = ("f32", "f16", "bf16")
 _NO_POOLING = 0
 _POOLINGS = {"0": Pooling.MEAN, "1": Pooling.MEAN, "2": Pooling.FIRST, "3": Pooling.LAST}
@@ -69,6 +74,7 @@ class Model:
         devices: Sequence[str] | None = None,
         tensor_split: Sequence[float] | None = None,
         kv_offload: bool = True,
+        cpu_experts: CpuExperts | None = None,
         cells: int = N_CTX,
         progress: Callable[[float], bool] | None = None,
         **unknown: Never,
@@ -77,7 +83,8 @@ class Model:
 
         `gpu_layers` is how many layers go to the GPU: "auto" for as many as fit beside a context of `cells`
         tokens; None for PERDURE_GPU_LAYERS, or "auto". `devices` names GPUs, `tensor_split` has a share for
-        each. Without `kv_offload` the K/V cache stays in the machine's own memory.
+        each. Without `kv_offload` the K/V cache stays in the machine's own memory. `cpu_experts` is of how
+        many layers the experts stay there too: "all", "auto" (the default) for as few as must, or a number.
         """
         refuse_unknown(unknown, Model.__init__)
         self.path: Path = models.path(source)
@@ -87,15 +94,12 @@ class Model:
         self._versions = [_version(file) for file in self._files]
         lib = library.load()
         self._kv_offload = kv_offload
-        self._offload = self._plan(gpu_layers, devices, cells)
+        self.sizes = Sizes.of(models.read_parts(self.path))
+        """What it takes in memory, as its file says."""
+        self._offload = self._plan(gpu_layers, devices, cells, cpu_experts)
+        self._say_if_larger_than_free()
         split = check_split(tensor_split, self._offload.devices)
-        weights = Weights(
-            self.path,
-            size=sum(file.stat().st_size for file in self._files if file.exists()),
-            offload=self._offload,
-            tensor_split=split,
-            progress=progress,
-        )
+        weights = self._load(split, progress, cells)
         if not lib.llama_model_has_decoder(weights.handle) or lib.llama_model_has_encoder(weights.handle):
             raise ModelLoadError(f"{self.path.name} has an encoder; only decoder models can keep sessions")
         self._weights: Weights | None = weights
@@ -104,12 +108,23 @@ class Model:
         self._split = split
         self._memory = _memory(lib, weights)
         self._rope_limit = rope_limit(header)
+        # Without them the library would end the process over a text.
+        self._has_score_head = any(tensor.name.startswith("cls.") for tensor in header.tensors)
         self._said_trained = False
+        self._first_steps(weights)
 
-    def _plan(self, gpu_layers: GpuLayers | None, devices: Sequence[str] | None, cells: int) -> Offload:
+    def _plan(
+        self,
+        gpu_layers: GpuLayers | None,
+        devices: Sequence[str] | None,
+        cells: int,
+        cpu_experts: CpuExperts | None,
+    ) -> Offload:
         """What goes to the GPU. What does not fit is said here, before anything is loaded."""
         asked = settings().gpu_layers if gpu_layers is None else check_gpu_layers(gpu_layers)
+        experts = settings().cpu_experts if cpu_experts is None else check_cpu_experts(cpu_experts)
         chosen = choose_devices(library.loaded().device_list, devices)
+        here = dataclasses.replace(CPU_ONLY, cpu_experts=count_experts(experts, self.sizes))
         if not chosen or asked == 0:
             if asked not in (0, "auto"):
                 problem = library.loaded().gpu_problem
@@ -119,12 +134,44 @@ class Model:
                     + ("Or " if problem else "one with a GPU backend (perdure engine install), or ")
                     + "leave gpu_layers out"
                 )
-            return CPU_ONLY
-        needs = ModelBytes.of(models.read_parts(self.path), cells=cells, kv=self._kv_offload)
-        plan = plan_offload(asked, chosen, needs, self.path.name)
+            return here
+        plan = plan_offload(
+            asked, chosen, self.sizes, self.path.name, setup=self._setup(cells), cpu_experts=experts
+        )
+        return plan if plan.layers else dataclasses.replace(here, note=plan.note)
+
+    def _setup(self, cells: int) -> Setup:
+        return Setup(n_ctx=max(1, cells), kv_offload=self._kv_offload)
+
+    def _load(
+        self, split: tuple[float, ...] | None, progress: Callable[[float], bool] | None, cells: int
+    ) -> Weights:
+        """The weights, with fewer layers on the GPU where "auto" found more room than there was then."""
+        size = sum(file.stat().st_size for file in self._files if file.exists())
+        while True:
+            plan = self._offload
+            try:
+                return Weights(self.path, size=size, offload=plan, tensor_split=split, progress=progress)
+            except OutOfMemoryError:
+                if not plan.flexible:
+                    raise
+            names = [device.name for device in plan.devices]
+            now = choose_devices(library.loaded().device_list, names)
+            self._offload = plan_again(plan, now, self.sizes, self.path.name, setup=self._setup(cells))
+
+    def _first_steps(self, weights: Weights) -> None:
+        """Have the driver translate what it must, and say how much slower it is that layers did not fit."""
+        plan = self._offload
+        measured = None
+        if plan.layers and weights.causal:
+            params = _params(self._threads(None), True, 0.0, 0.0)
+            params.offload_kqv = self._kv_offload
+            if library.loaded().translated:
+                translate(weights, params, self.path.name)
+            if plan.note:
+                measured = StepTime.measure(weights, plan.layers, params)
         if plan.note:
-            log.warning("%s", plan.note)
-        return plan if plan.layers else CPU_ONLY
+            log.warning("%s%s", plan.note, f": {measured}" if measured else "")
 
     # What it is.
 
@@ -132,6 +179,11 @@ class Model:
     def gpu_layers(self) -> int:
         """How many layers are on a GPU; one more than the model has where all are."""
         return self._offload.layers
+
+    @property
+    def cpu_experts(self) -> int:
+        """Of how many layers the experts are in the machine's own memory, whatever is on a GPU."""
+        return self._offload.cpu_experts
 
     @property
     def memory(self) -> MemorySpec:
@@ -160,7 +212,24 @@ class Model:
             bos=self._named_token("bos"),
             eos=self._named_token("eos"),
             covers_text=keys.get("tokenizer.ggml.model", "") in _COVERING,
+            pair=self._pair_form(),
         )
+
+    def _pair_form(self) -> PairForm | None:
+        """As llama.cpp's own server puts a pair together."""
+        keys = self.metadata
+        if _pooling_type(keys) != str(SCORE_POOLING) or not self._has_score_head:
+            return None
+        if template := keys.get("tokenizer.chat_template.rerank", ""):
+            return PairForm(template=template)
+        lib, vocab = library.load(), self._open().vocab
+        bos, eos, sep = (getattr(lib, f"llama_vocab_{name}")(vocab) for name in ("bos", "eos", "sep"))
+        opening = (bos,) if lib.llama_vocab_get_add_bos(vocab) and bos >= 0 else ()
+        end = eos if eos >= 0 else sep
+        ending = (end,) if lib.llama_vocab_get_add_eos(vocab) and end >= 0 else ()
+        parting = (sep,) if lib.llama_vocab_get_add_sep(vocab) and sep >= 0 else ()
+        # BERT's own form ends with the token that parts the two, where no other one ends a text.
+        return PairForm(before=opening, between=(*ending, *parting), after=ending or parting)
 
     def _named_token(self, name: str) -> str:
         """The text of the token that the file names so; the library has a guess where it names none."""
@@ -233,9 +302,26 @@ class Model:
 
     # Contexts.
 
-    def adapter(self, path: str | os.PathLike[str]) -> LlamaAdapter:
-        """A LoRA adapter for this model, to be given to `Context.adapt`."""
-        return LlamaAdapter(self._open(), models.path(path))
+    def adapter(
+        self, path: str | os.PathLike[str], *, layers: tuple[int, int] | None = None
+    ) -> LlamaAdapter | ControlVector:
+        """A LoRA or a control vector for this model, to be given to `Context.adapt`: a GGUF file. A control
+        vector can be kept to some `layers`, from the first to the last of them."""
+        weights, file = self._open(), read_adapter(path)
+        architecture = self.metadata.get("general.architecture", "")
+        if file.kind == "control vector":
+            lib = library.load()
+            n_embd, n_layer = lib.llama_model_n_embd(weights.handle), lib.llama_model_n_layer(weights.handle)
+            file.check_vector(architecture, int(n_embd), int(n_layer))
+            return ControlVector(weights, file, layers)
+        if layers is not None:
+            raise InvalidInputError(f"{file.path.name} is a LoRA, which has no layers to choose")
+        file.check_lora(architecture, self._tensors, self.n_vocab)
+        return LlamaAdapter(weights, file)
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        return {tensor.name: tensor for part in models.read_parts(self.path) for tensor in part.tensors}
 
     def context(
         self,
@@ -243,7 +329,7 @@ class Model:
         n_ctx: int = N_CTX,
         n_seq: int = 1,
         shared: bool = False,
-        n_batch: int = 512,
+        n_batch: int = N_BATCH,
         threads: int | None = None,
         k_type: str = "f16",
         v_type: str = "f16",
@@ -263,13 +349,11 @@ class Model:
         check_whole("n_seq", n_seq, 1, MAX_SEQUENCES)
         check_whole("n_ctx", n_ctx, 1, (1 << 31) // n_seq - 256)
         check_whole("n_batch", n_batch, 1, 1 << 16)
-        for name, value in (("k_type", k_type), ("v_type", v_type)):
-            if value not in TYPES:
-                raise InvalidInputError(f"{name} is one of {', '.join(TYPES)}, got {value!r}")
+        _check_types(k_type, v_type)
         if v_type not in _PLAIN and not flash:
             raise InvalidInputError(f"v_type {v_type} needs flash attention; leave flash on")
         size = self._cache_size()
-        size.check(n_ctx * n_seq, k_type, v_type)
+        size.check(Setup(n_ctx=n_ctx, slots=n_seq, k_type=k_type, v_type=v_type))
         if not rope_freq_base and not rope_freq_scale:
             self._say_if_longer_than_trained(n_ctx)
 
@@ -279,7 +363,7 @@ class Model:
         params.n_seq_max = n_seq
         # One physical batch a native step, so that a failed step is never half done for one sequence.
         params.n_batch = params.n_ubatch = n_batch
-        params.n_outputs_max = max(min(_ROWS, n_batch), n_seq)
+        params.n_outputs_max = max(min(ROWS, n_batch), n_seq)
         params.type_k, params.type_v = TYPES[k_type], TYPES[v_type]
         params.kv_unified = shared
         params.offload_kqv = self._kv_offload
@@ -340,18 +424,19 @@ class Model:
         than it was trained for.
         """
         weights = self._open()
-        pooling = _pooling(weights.metadata)
+        pooling = _pooling(weights.metadata, self._has_score_head)
         check_whole("n_ctx", n_ctx, 1, (1 << 31) - 256)
-        self._cache_size().check(n_ctx, "f16", "f16")
+        self._cache_size().check(Setup(n_ctx=n_ctx))
         params = _params(self._threads(threads), flash, rope_freq_base, rope_freq_scale)
         params.embeddings = True
-        params.pooling_type = _NO_POOLING
+        scores = pooling is Pooling.SCORE
+        params.pooling_type = SCORE_POOLING if scores else _NO_POOLING
         params.n_ctx = -(-n_ctx // 256) * 256
         params.n_seq_max = 1
         chunk = min(CHUNK, n_ctx)
         params.n_batch = params.n_ubatch = params.n_outputs_max = chunk
         core = LlamaCore(weights, params, self._memory, causal=weights.causal)
-        if not core.reads_on:
+        if scores or not core.reads_on:
             core.close()
             # The library reserves a row of logits for every token, though such a model has none.
             rows = system.memory_to_share() // 4 // (4 * self.n_vocab)
@@ -390,7 +475,7 @@ class Model:
         To wake a second thread for that, at every step, takes longer than it saves."""
         check_whole("threads", 1 if wanted is None else wanted, 1, MAX_THREADS)
         layers = int(library.load().llama_model_n_layer(self._open().handle))
-        if self._kv_offload and self._offload.layers > layers:
+        if self._kv_offload and self._offload.layers > layers and not self._offload.cpu_experts:
             return 1
         return system.usable_cores() if wanted is None else wanted
 
@@ -405,25 +490,64 @@ class Model:
                 n_ctx,
             )
 
+    def _say_if_larger_than_free(self) -> None:
+        placed = Setup(gpu_layers=self._offload.layers, cpu_experts=self._offload.cpu_experts)
+        needed, free = self.sizes.machine(placed).weights, system.available_memory()
+        if free is not None and needed > free:
+            log.warning(
+                "%s has %.1f GiB of weights for the machine's memory, and %.1f are free: they are read from "
+                "the disk again at every step. `perdure fit` shows what fits",
+                self.path.name,
+                needed / 2**30,
+                free / 2**30,
+            )
+
     def spare_sequences(self, n_ctx: int, **context: Unpack[ContextKeywords]) -> int:
         """How many more sequences of so many tokens fit into a quarter of what the devices have besides the
         weights; 0 where the K/V cache is not there, or all sequences share one pool."""
         k_type, v_type = context.get("k_type", "f16"), context.get("v_type", "f16")
-        if context.get("shared") or not is_whole(n_ctx) or k_type not in TYPES or v_type not in TYPES:
+        if context.get("shared") or not is_whole(n_ctx):
             return 0
+        _check_types(k_type, v_type)
         return self._cache_size().spare_sequences(n_ctx, k_type, v_type)
 
+    def fit_context(
+        self, n_ctx: int | None, slots: int | None, **context: Unpack[ContextKeywords]
+    ) -> tuple[int, int]:
+        """Tokens of a request and requests at once that fit into what is free. None is for it to choose: up
+        to the tokens that the model was trained for, and up to four requests."""
+        setup = Setup(
+            k_type=context.get("k_type", "f16"),
+            v_type=context.get("v_type", "f16"),
+            n_batch=context.get("n_batch", N_BATCH),
+            flash=context.get("flash", True),
+        )
+        _check_types(setup.k_type, setup.v_type)
+        check_whole("n_batch", setup.n_batch, 1, 1 << 16)
+        check_whole("slots", 1 if slots is None else slots, 1, MAX_SEQUENCES)
+        check_whole("n_ctx", 1 if n_ctx is None else n_ctx, 1, 1 << 31)
+        return self._cache_size().fit_context(n_ctx, slots, setup)
+
     def _cache_size(self) -> CacheSize:
-        return CacheSize(self._open(), self._memory, self._offload, kv_offload=self._kv_offload)
+        self._open()
+        return CacheSize(self.sizes, self._offload, kv_offload=self._kv_offload)
 
     def _kernels(self) -> str:
         """What computes besides the CPU, as far as it changes what state bytes mean."""
         plan = self._offload
+        experts = f", experts of {plan.cpu_experts} layers here" if plan.cpu_experts else ""
         if not plan.layers:
-            return "0 layers on a GPU"
+            return f"0 layers on a GPU{experts}"
         names = "+".join(f"{device.name} {device.description}" for device in plan.devices)
         split = "" if self._split is None else f", split {self._split}"
-        return f"{plan.layers} layers on {names}{split}, cache {'there' if self._kv_offload else 'here'}"
+        cache = "there" if self._kv_offload else "here"
+        return f"{plan.layers} layers on {names}{split}, cache {cache}{experts}"
+
+
+def _check_types(k_type: object, v_type: object) -> None:
+    for name, value in (("k_type", k_type), ("v_type", v_type)):
+        if not isinstance(value, str) or value not in TYPES:
+            raise InvalidInputError(f"{name} is one of {', '.join(TYPES)}, got {value!r}")
 
 
 def _params(threads: int, flash: bool, rope_freq_base: float, rope_freq_scale: float) -> Any:
@@ -440,13 +564,19 @@ def _params(threads: int, flash: bool, rope_freq_base: float, rope_freq_scale: f
     return params
 
 
-def _pooling(metadata: Mapping[str, str]) -> Pooling:
-    """As the model's file says; the mean where it says nothing."""
+def _pooling_type(metadata: Mapping[str, str]) -> str:
     architecture = metadata.get("general.architecture", "")
-    named = metadata.get(f"{architecture}.pooling_type", "0")
+    return metadata.get(f"{architecture}.pooling_type", "0")
+
+
+def _pooling(metadata: Mapping[str, str], has_score_head: bool) -> Pooling:
+    """As the model's file says; the mean where it says nothing."""
+    named = _pooling_type(metadata)
+    if named == str(SCORE_POOLING) and has_score_head:
+        return Pooling.SCORE
     if named not in _POOLINGS:
         raise InvalidInputError(
-            f"this model scores pairs of texts and has no vector for one (pooling type {named}); "
+            f"this model has no vector for a text (pooling type {named}), and no tensors to score pairs; "
             "use a model with pooling type 0 to 3"
         )
     return _POOLINGS[named]

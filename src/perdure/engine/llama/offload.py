@@ -1,85 +1,37 @@
-"""Offloading: how many layers of a model go to which devices, decided before anything is loaded."""
+"""Offloading: which layers and experts of a model go to which devices, decided before anything is loaded."""
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from perdure.checks import is_whole
-from perdure.engine.llama.native.devices import Device
+from perdure.engine.llama.native.library import Device
 from perdure.errors import InvalidInputError, OutOfMemoryError
-from perdure.models.card import card_of
-from perdure.models.header import Header
+from perdure.models.fit import Room, Setup, Sizes
 
 GpuLayers: TypeAlias = "int | Literal['auto']"
-
-_LAYER = re.compile(r"blk\.(\d+)\.")
-_MARGIN = 256 << 20
-"""Bytes of a device that its driver and the engine's own tables take."""
-_WIDTHS = 24
-"""Activations of a token in a step, in widths of the model, over all buffers that live at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelBytes:
-    """What a model takes on a device, in bytes."""
-
-    layers: tuple[int, ...]
-    """Weights of each layer, with its part of the K/V cache."""
-    output: int
-    """What is computed after the last layer."""
-    compute: int
-    """Buffers of a step."""
-
-    @classmethod
-    def of(cls, headers: Sequence[Header], *, cells: int, n_batch: int = 512, kv: bool = True) -> ModelBytes:
-        """From the headers of a model's files, with room for `cells` tokens of context."""
-        card = card_of(headers)
-        count = card.layers or 0
-        weights = [0] * count
-        output = 0
-        for tensor in (tensor for header in headers for tensor in header.tensors):
-            match = _LAYER.match(tensor.name)
-            if match and int(match[1]) < count:
-                weights[int(match[1])] += tensor.size
-            elif not tensor.name.startswith("token_embd") or not _has_output(headers):
-                output += tensor.size
-        cache = (card.kv_bytes_per_token or 0) * cells // max(1, count) if kv else 0
-        width = (card.vocabulary or 0) + _WIDTHS * (card.embedding_length or 0)
-        return cls(
-            layers=tuple(each + cache for each in weights),
-            output=output,
-            compute=4 * n_batch * width + _MARGIN,
-        )
-
-    def taken(self, layers: int) -> int:
-        """What the last `layers` take; the first of them is what comes after the last one."""
-        if layers <= 0:
-            return 0
-        return self.compute + self.output + sum(self.layers[max(0, len(self.layers) + 1 - layers) :])
-
-    @property
-    def all(self) -> int:
-        """How many layers there are to offload: one more than the model has."""
-        return len(self.layers) + 1
-
-    def fitting(self, room: int) -> int:
-        """The most layers that fit into `room`."""
-        return max((count for count in range(self.all + 1) if self.taken(count) <= room), default=0)
+CpuExperts: TypeAlias = "int | Literal['all', 'auto']"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """How many layers go to the devices, and what there is to say about that."""
+    """What goes to the devices, and what there is to say about that."""
 
     layers: int
+    cpu_experts: int = 0
+    """The experts of so many layers, the first ones, stay in the machine's memory."""
     devices: tuple[Device, ...] = ()
     note: str | None = None
+    flexible: bool = False
+    """Whether fewer will do: nobody asked for so many, and it is the first try."""
 
 
 _SPARED = 4
+_LESS = 0.75
+"""How many of its layers a model is given again at most, where they did not fit after all."""
 CPU_ONLY = Offload(layers=0)
 
 
@@ -96,26 +48,85 @@ def choose_devices(found: Sequence[Device], wanted: Sequence[str] | None) -> tup
     return tuple(by_name[name.lower()] for name in wanted)
 
 
-def plan_offload(wanted: GpuLayers, devices: Sequence[Device], needs: ModelBytes, name: str) -> Offload:
-    """How many layers of model `name` go to `devices`: what was asked for, or as many as fit."""
-    room = sum(device.free for device in devices)
-    fits = needs.fitting(room)
+def plan_offload(
+    wanted: GpuLayers,
+    devices: Sequence[Device],
+    sizes: Sizes,
+    name: str,
+    *,
+    setup: Setup | None = None,
+    cpu_experts: CpuExperts = "auto",
+) -> Offload:
+    """Which layers of model `name` go to `devices`: those that were asked for, or as many as fit.
+
+    Where not all fit, experts are left out first: a token needs few of them, and a CPU computes those well.
+    """
+    setup = setup or Setup()
+    # What the machine's own memory holds is not asked here.
+    room = Room(machine=1 << 62, device=sum(device.free for device in devices), devices=len(devices))
     places = " and ".join(map(str, devices))
-    if wanted == "auto":
-        note = None
-        if fits < needs.all:
+    layers = sizes.all_layers if wanted == "auto" else min(wanted, sizes.all_layers)
+    setup = dataclasses.replace(setup, gpu_layers=layers, cpu_experts=count_experts(cpu_experts, sizes))
+    whole = room.device_bytes(sizes, setup)
+    plan = Offload(
+        layers=layers,
+        cpu_experts=setup.cpu_experts,
+        devices=tuple(devices),
+        flexible=wanted == "auto" and cpu_experts == "auto",
+    )
+    if whole <= room.device:
+        return plan
+    if cpu_experts == "auto" and any(sizes.experts):
+        fewest = room.fewest_cpu_experts(sizes, setup)
+        if fewest is not None:
             note = (
-                f"{fits} of {needs.all} layers of {name} fit on {places}; all of them would take "
-                f"{needs.taken(needs.all) / 2**30:.1f} GiB. The CPU computes the rest"
+                f"the experts of {fewest} of {len(sizes.layers)} layers of {name} stay in the machine's "
+                f"memory and are computed by the CPU: all would take {whole / 2**30:.1f} GiB of {places}"
             )
-        return Offload(layers=fits, devices=tuple(devices), note=note)
-    layers = min(wanted, needs.all)
-    if needs.taken(layers) > room:
-        raise OutOfMemoryError(
-            f"{layers} layers of {name} take {needs.taken(layers) / 2**30:.1f} GiB with their context, and "
-            f"{places} has less: {fits} fit. Choose gpu_layers={fits}, a smaller n_ctx, or fewer slots"
+            return dataclasses.replace(plan, cpu_experts=fewest, note=note)
+        setup = dataclasses.replace(setup, cpu_experts=len(sizes.layers))
+    fits = room.most_layers(sizes, setup)
+    if wanted == "auto":
+        note = (
+            f"{fits} of {sizes.all_layers} layers of {name} fit on {places}; all of them would take "
+            f"{whole / 2**30:.1f} GiB. The CPU computes the rest"
         )
-    return Offload(layers=layers, devices=tuple(devices))
+        experts = setup.cpu_experts if fits else 0
+        return dataclasses.replace(plan, layers=fits, cpu_experts=experts, note=note)
+    raise OutOfMemoryError(
+        f"{layers} layers of {name} take {whole / 2**30:.1f} GiB with their context, and "
+        f"{places} has less: {fits} fit. Choose gpu_layers={fits}, a smaller n_ctx, or fewer slots"
+    )
+
+
+def count_experts(wanted: CpuExperts, sizes: Sizes) -> int:
+    """In how many layers experts stay in the machine's memory, unless the rest decides."""
+    if wanted == "auto" or not any(sizes.experts):
+        return 0
+    return len(sizes.layers) if wanted == "all" else min(wanted, len(sizes.layers))
+
+
+def plan_again(
+    failed: Offload, devices: Sequence[Device], sizes: Sizes, name: str, *, setup: Setup
+) -> Offload:
+    """Less than `failed` had on the devices, which did not fit after all: `devices` say what is free now.
+
+    Experts go first, as in `plan_offload`; then layers do.
+    """
+    places = " and ".join(map(str, devices))
+    found = f"{name} did not fit on {places}, whose memory other programs use"
+    if any(sizes.experts) and failed.cpu_experts < len(sizes.layers):
+        note = f"{found}: all of its experts stay in the machine's memory and are computed by the CPU"
+        return dataclasses.replace(failed, cpu_experts=len(sizes.layers), note=note, flexible=False)
+    fits = plan_offload("auto", devices, sizes, name, setup=setup).layers
+    layers = min(fits, int(failed.layers * _LESS))
+    note = f"{found}: {layers} of {sizes.all_layers} layers are there instead of {failed.layers}"
+    return Offload(
+        layers=layers,
+        cpu_experts=failed.cpu_experts if layers else 0,
+        devices=tuple(devices) if layers else (),
+        note=note,
+    )
 
 
 def spare_sequences(devices: Sequence[Device], *, weights: int, sequence: float) -> int:
@@ -137,6 +148,15 @@ def check_gpu_layers(value: object) -> GpuLayers:
     return value
 
 
+def check_cpu_experts(value: object) -> CpuExperts:
+    """`value` as a number of layers, "all" or "auto"."""
+    if value == "auto" or value == "all":
+        return value
+    if not is_whole(value) or value < 0:
+        raise InvalidInputError(f'cpu_experts is "auto", "all" or a whole number from 0, got {value!r}')
+    return value
+
+
 def check_split(split: Sequence[float] | None, devices: Sequence[Device]) -> tuple[float, ...] | None:
     """The shares of each device, or None for shares by free memory."""
     if split is None:
@@ -149,7 +169,3 @@ def check_split(split: Sequence[float] | None, devices: Sequence[Device]) -> tup
             f"tensor_split is a share for each device ({names}), none below 0, got {split!r}"
         )
     return shares
-
-
-def _has_output(headers: Sequence[Header]) -> bool:
-    return any(tensor.name == "output.weight" for header in headers for tensor in header.tensors)

@@ -5,38 +5,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from perdure import system
 from perdure.engine.llama.native import library
-from perdure.engine.llama.native.declarations import ProgressCallback
+from perdure.engine.llama.native.declarations import BufferOverride, ProgressCallback
 from perdure.engine.llama.native.log_sink import captured_errors
 from perdure.engine.llama.offload import Offload
-from perdure.errors import ModelLoadError
-from perdure.identity import content_digest
+from perdure.errors import ModelLoadError, OutOfMemoryError
 
-
-class LlamaAdapter:
-    """An adapter loaded onto one model's weights; the library frees it with them."""
-
-    def __init__(self, weights: Weights, path: Path) -> None:
-        self.path = path
-        self.digest = content_digest(path)
-        self.weights = weights
-        with captured_errors() as reasons:
-            self.handle: Any = library.load().llama_adapter_lora_init(weights.handle, os.fsencode(path))
-        if not self.handle:
-            raise ModelLoadError(
-                f"{path.name} is no adapter for this model: {reasons}. "
-                "An adapter fits only the model that it was trained on"
-            )
-
-    def __repr__(self) -> str:
-        return f"<Adapter {self.path.name}>"
-
-
+_NO_MEMORY = re.compile(r"out of memory|OutOf\w*Memory|(?:unable|failed) to allocate|allocation .*failed")
+"""How backends say that a device has no room."""
 _MAX_DEVICES = 128
 """The library reads as many shares as it may have devices, which is fewer."""
 _READ = 0
@@ -50,6 +32,15 @@ def _is_read(size: int) -> bool:
     """Whether weights of so many bytes are read: where that costs little time and memory, and pays."""
     room = system.available_memory()
     return room is not None and size <= min(_READ_UP_TO, room // 4) and system.has_large_pages()
+
+
+def _experts_here(lib: Any, layers: int) -> Any:
+    """What keeps the experts of the first layers in the machine's memory; None where none stay."""
+    if not layers:
+        return None
+    here = lib.ggml_backend_cpu_buffer_type()
+    patterns = [rf"blk\.{layer}\.ffn_\w+_exps".encode() for layer in range(layers)]
+    return (BufferOverride * (layers + 1))(*(BufferOverride(pattern, here) for pattern in patterns))
 
 
 class _Pages:
@@ -94,6 +85,9 @@ class Weights:
         params.devices = handles
         if tensor_split is not None:
             params.tensor_split = shares
+        overrides = _experts_here(lib, offload.cpu_experts)
+        if overrides is not None:
+            params.tensor_buft_overrides = overrides
         params.use_extra_bufts = library.loaded().extra_buffers
         if not offload.layers and _is_read(size):
             params.load_mode = _READ
@@ -107,6 +101,12 @@ class Weights:
         params.progress_callback = callback
         with captured_errors() as reasons:
             self.handle = lib.llama_model_load_from_file(os.fsencode(path), params)
+        if not self.handle and offload.layers and _NO_MEMORY.search(str(reasons)):
+            raise OutOfMemoryError(
+                f"{offload.layers} layers of {path.name} could not be put on "
+                f"{' and '.join(map(str, offload.devices))}: {reasons}. Choose fewer gpu_layers, or end what "
+                "else uses that memory (`nvidia-smi` shows it)"
+            )
         if not self.handle:
             raise ModelLoadError(
                 f"{library.build()} refused {path.name}: {reasons}. "

@@ -39,7 +39,7 @@ class Gate:
             self._open = False
             self.reached.clear()
 
-    def nudge(self) -> None:
+    def check_stop(self) -> None:
         """Make whoever waits look at its stop flag again."""
         with self._change:
             self._change.notify_all()

@@ -12,11 +12,11 @@ from typing import Unpack
 import numpy as np
 
 from perdure.checks import check_whole
-from perdure.config import N_CTX
+from perdure.config import N_CTX, SLOTS
 from perdure.engine.context import Context
 from perdure.engine.contract import Capabilities, ContextKeywords, ModelInfo, check_token
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
-from perdure.errors import ClosedError, InvalidInputError, OutOfMemoryError
+from perdure.errors import ClosedError, InvalidInputError, ModelNotFoundError, OutOfMemoryError
 from perdure.identity import Identity
 from perdure.memory import FullAttention, MemorySpec
 from perdure.testing.toy.core import Ending, ToyAdapter, ToyCore
@@ -164,10 +164,15 @@ class ToyModel:
 
     # Contexts.
 
-    def adapter(self, name: str) -> ToyAdapter:
-        """An adapter for this model; its name is all that it is."""
+    def adapter(self, path: str, *, layers: tuple[int, int] | None = None) -> ToyAdapter:
+        """An adapter for this model; its name is all that it is. One whose name ends in "on TOKENS" is
+        activated by these: `adapter("judge on 5 6")`. There is none whose name starts with "missing"."""
         self._check_open()
-        return ToyAdapter(self._digest, hashlib.sha256(name.encode()).hexdigest())
+        name, _, invocation = path.partition(" on ")
+        if name.startswith("missing"):
+            raise ModelNotFoundError(f"there is no adapter {path!r}")
+        digest = hashlib.sha256(f"{path} {layers}".encode()).hexdigest()
+        return ToyAdapter(self._digest, digest, tuple(map(int, invocation.split())))
 
     def context(
         self,
@@ -220,6 +225,12 @@ class ToyModel:
     def spare_sequences(self, n_ctx: int, **context: Unpack[ContextKeywords]) -> int:
         """It computes in the machine's own memory."""
         return 0
+
+    def fit_context(
+        self, n_ctx: int | None, slots: int | None, **context: Unpack[ContextKeywords]
+    ) -> tuple[int, int]:
+        """Its state is a few bytes a token: as much as is usual."""
+        return n_ctx or N_CTX, slots or SLOTS
 
     def embedder(self, *, n_ctx: int = N_CTX, threads: int | None = None) -> Embedder:
         """A context that makes vectors of texts of up to `n_ctx` tokens."""

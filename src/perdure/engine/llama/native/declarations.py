@@ -21,6 +21,7 @@ from ctypes import (
     c_int,
     c_int8,
     c_int32,
+    c_int64,
     c_size_t,
     c_uint8,
     c_uint32,
@@ -65,12 +66,18 @@ class Batch(Structure):
         return cls(n_tokens=len(tokens), token=ctypes.cast(tokens, POINTER(c_int32)))
 
 
+class BufferOverride(Structure):
+    """`llama_model_tensor_buft_override`: tensors whose names match go to a buffer type. NULL ends a list."""
+
+    _fields_ = (("pattern", c_char_p), ("buffer_type", c_void_p))
+
+
 class ModelParams(Structure):
     """`llama_model_params`."""
 
     _fields_ = (
         ("devices", POINTER(c_void_p)),
-        ("tensor_buft_overrides", c_void_p),
+        ("tensor_buft_overrides", POINTER(BufferOverride)),
         ("n_gpu_layers", c_int32),
         ("split_mode", c_int32),
         ("load_mode", c_int32),
@@ -145,6 +152,86 @@ class ContextParams06(Structure):
     _fields_ = _inserted(ContextParams._fields_, "type_v", ("moe_cache_size", c_size_t))
 
 
+class QuantizeParams(Structure):
+    """`llama_model_quantize_params`, with room for the fields of later versions."""
+
+    _fields_ = (
+        ("nthread", c_int32),
+        ("ftype", c_int32),
+        ("output_tensor_type", c_int32),
+        ("token_embedding_type", c_int32),
+        ("allow_requantize", c_bool),
+        ("quantize_output_tensor", c_bool),
+        ("only_copy", c_bool),
+        ("pure", c_bool),
+        ("keep_split", c_bool),
+        ("dry_run", c_bool),
+        ("imatrix", c_void_p),
+        ("kv_overrides", c_void_p),
+        ("tt_overrides", c_void_p),
+        ("prune_layers", c_void_p),
+        ("later", c_uint8 * 200),
+    )
+
+
+class ImportanceRow(Structure):
+    """`llama_model_imatrix_data`: what one tensor's columns count. An empty name ends an array of them."""
+
+    _fields_ = (("name", c_char_p), ("data", POINTER(c_float)), ("size", c_size_t))
+
+
+class Override(Structure):
+    """`llama_model_kv_override` whose value is a text. An empty key ends an array of them."""
+
+    # Its value is a union with 8-byte members, and aligned as they are.
+    _fields_ = (
+        ("tag", c_int),
+        ("key", ctypes.c_char * 128),
+        ("gap", c_int32),
+        ("text", ctypes.c_char * 128),
+    )
+
+    TEXT = 3
+
+
+class TypeTraits(Structure):
+    """`ggml_type_traits`: a tensor type's block, and how it becomes floats."""
+
+    _fields_ = (
+        ("type_name", c_char_p),
+        ("block", c_int64),
+        ("interleave", c_int64),
+        ("size", c_size_t),
+        ("quantized", c_bool),
+        ("to_float", CFUNCTYPE(None, c_void_p, c_void_p, c_int64)),
+    )
+
+
+class GraphTensor(Structure):
+    """`ggml_tensor`: a node of the graph that an evaluation callback is shown."""
+
+    OPERATIONS = 10
+    """Inputs that a node can have."""
+
+
+GraphTensor._fields_ = (
+    ("type", c_int),
+    ("buffer", c_void_p),
+    ("shape", c_int64 * 4),
+    ("strides", c_size_t * 4),
+    ("operation", c_int),
+    ("parameters", c_int32 * 16),
+    ("flags", c_int32),
+    ("inputs", POINTER(GraphTensor) * GraphTensor.OPERATIONS),
+    ("view", c_void_p),
+    ("view_offset", c_size_t),
+    ("data", c_void_p),
+    ("name", ctypes.c_char * 64),
+    ("extra", c_void_p),
+    ("padding", ctypes.c_char * 8),
+)
+
+
 class ThreadpoolParams(Structure):
     """`ggml_threadpool_params`."""
 
@@ -194,7 +281,9 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_dev_description": (c_char_p, [c_void_p]),
     "ggml_backend_dev_type": (c_int, [c_void_p]),
     "ggml_backend_dev_memory": (None, [c_void_p, POINTER(c_size_t), POINTER(c_size_t)]),
+    "ggml_get_name": (c_char_p, [c_void_p]),
     "ggml_backend_dev_host_buffer_type": (c_void_p, [c_void_p]),
+    "ggml_backend_cpu_buffer_type": (c_void_p, []),
     "ggml_backend_buft_alloc_buffer": (c_void_p, [c_void_p, c_size_t]),
     "ggml_backend_buffer_get_base": (c_void_p, [c_void_p]),
     "ggml_backend_buffer_free": (None, [c_void_p]),
@@ -210,6 +299,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_n_layer": (c_int32, [c_void_p]),
     "llama_model_n_head": (c_int32, [c_void_p]),
     "llama_model_n_head_kv": (c_int32, [c_void_p]),
+    "llama_model_n_cls_out": (c_uint32, [c_void_p]),
     "llama_model_n_swa": (c_int32, [c_void_p]),
     "llama_model_n_params": (c_uint64, [c_void_p]),
     "llama_model_size": (c_uint64, [c_void_p]),
@@ -222,13 +312,28 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_is_recurrent": (c_bool, [c_void_p]),
     "llama_model_is_hybrid": (c_bool, [c_void_p]),
     "llama_adapter_lora_init": (c_void_p, [c_void_p, c_char_p]),
+    # Model files.
+    "llama_model_quantize_default_params": (QuantizeParams, []),
+    "llama_model_quantize": (c_uint32, [c_char_p, c_char_p, POINTER(QuantizeParams)]),
+    "ggml_get_type_traits": (POINTER(TypeTraits), [c_int]),
+    "ggml_quantize_requires_imatrix": (c_bool, [c_int]),
+    "ggml_quantize_chunk": (
+        c_size_t,
+        [c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p],
+    ),
+    "ggml_op_name": (c_char_p, [c_int]),
+    "ggml_tensor_overhead": (c_size_t, []),
+    "ggml_backend_tensor_get": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
     # Vocabularies.
     "llama_vocab_n_tokens": (c_int32, [c_void_p]),
     "llama_vocab_is_eog": (c_bool, [c_void_p, c_int32]),
     "llama_vocab_is_control": (c_bool, [c_void_p, c_int32]),
     "llama_vocab_bos": (c_int32, [c_void_p]),
     "llama_vocab_eos": (c_int32, [c_void_p]),
+    "llama_vocab_sep": (c_int32, [c_void_p]),
     "llama_vocab_get_add_bos": (c_bool, [c_void_p]),
+    "llama_vocab_get_add_eos": (c_bool, [c_void_p]),
+    "llama_vocab_get_add_sep": (c_bool, [c_void_p]),
     "llama_tokenize": (c_int32, [c_void_p, c_char_p, c_int32, _TOKENS, c_int32, c_bool, c_bool]),
     "llama_token_to_piece": (c_int32, [c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool]),
     "llama_detokenize": (c_int32, [c_void_p, _TOKENS, c_int32, c_char_p, c_int32, c_bool, c_bool]),
@@ -241,6 +346,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_detach_threadpool": (None, [c_void_p]),
     "llama_set_abort_callback": (None, [c_void_p, AbortCallback, c_void_p]),
     "llama_set_adapters_lora": (c_int32, [c_void_p, POINTER(Adapter), c_size_t, _FLOATS]),
+    "llama_set_adapter_cvec": (c_int32, [c_void_p, _FLOATS, c_size_t, c_int32, c_int32, c_int32]),
     "llama_decode": (c_int32, [c_void_p, Batch]),
     "llama_synchronize": (None, [c_void_p]),
     "llama_get_logits_ith": (_FLOATS, [c_void_p, c_int32]),
@@ -260,6 +366,8 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_state_seq_set_data_ext": (c_size_t, [c_void_p, _BYTES, c_size_t, c_int32, c_uint32]),
 }
 """Every function that perdure calls: its result, then its arguments."""
+OPTIONAL = frozenset({"llama_model_quantize_default_params", "llama_model_quantize"})
+"""Those that no model needs to run, and that some builds leave out (xllamacpp's): ask before the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +406,8 @@ def numbers(version: str) -> tuple[int, ...]:
 class Functions:
     """The functions of one loaded library, each an attribute of its C name, with its types declared.
 
-    Always holds: an attribute that exists may be called. `missing` names those the library lacks.
+    Always holds: an attribute that exists may be called. `missing` names those the library lacks, but for
+    optional ones.
     """
 
     def __init__(self, libraries: Iterable[ctypes.CDLL]) -> None:
@@ -311,7 +420,7 @@ class Functions:
             # A function object of our own: one taken from a CDLL by attribute is shared.
             found = next((handle[name] for handle in handles if _has(handle, name)), None)
             if found is None:
-                missing.append(name)
+                missing += [] if name in OPTIONAL else [name]
                 continue
             found.restype, found.argtypes = result, arguments
             setattr(self, name, found)

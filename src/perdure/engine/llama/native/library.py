@@ -6,15 +6,14 @@ import contextlib
 import ctypes
 import functools
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from perdure.engine.llama.native import guard, probe
-from perdure.engine.llama.native.backends import backends, load_backends
+from perdure.engine.llama.native.backends import backends, load_backends, open_library, use_driver
 from perdure.engine.llama.native.declarations import Functions
-from perdure.engine.llama.native.devices import Device, list_devices
 from perdure.engine.llama.native.log_sink import LogSink
-from perdure.engine.llama.native.shared_library import open_library, use_driver
 from perdure.engine.llama.native.source import WAYS, LibrarySource
 from perdure.errors import EngineLibraryError
 
@@ -43,6 +42,7 @@ class Library:
         extra_buffers: bool = True,
         driver: str = "",
         gpu_problem: str = "",
+        translated: bool = False,
     ) -> None:
         self.source = source
         self.gpu = gpu
@@ -51,6 +51,8 @@ class Library:
         """Whether weights may be laid out anew for special units of the CPU, such as AMX."""
         self.gpu_problem = gpu_problem
         """Why its GPU backends are not used, as the probe found it."""
+        self.translated = translated
+        """Whether the driver translates its code for the card, kernel by kernel."""
         if driver:
             use_driver(Path(driver))
         self._handles = _open(source)
@@ -147,6 +149,7 @@ def loaded() -> Library:
         extra_buffers=way.extra_buffers,
         driver=way.driver,
         gpu_problem="" if way.devices else next(filter(None, problems), ""),
+        translated=chosen.result.translated and way.gpu,
     )
 
 
@@ -163,3 +166,60 @@ def log_sink() -> LogSink:
 def build() -> str:
     """Which engine this is, for people."""
     return loaded().name
+
+
+# Devices: what the loaded backends can compute on, and the memory that each has.
+
+_KINDS = ("cpu", "gpu", "igpu", "accel", "meta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device of the library, and its memory at the moment it was asked."""
+
+    name: str
+    description: str
+    kind: str
+    """`gpu`, `igpu` (shares the machine's memory), `cpu`, `accel`."""
+    free: int
+    total: int
+    handle: Any = None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether layers can be put on it."""
+        return self.kind in ("gpu", "igpu")
+
+    @property
+    def shown(self) -> str:
+        """With what it is called by its maker, for lists."""
+        maker = self.description if self.description != self.name else ""
+        return " ".join(filter(None, (self.name, maker, f"({self._memory} GiB free)")))
+
+    @property
+    def _memory(self) -> str:
+        return f"{self.free / 2**30:.1f} of {self.total / 2**30:.1f}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self._memory} GiB free)"
+
+
+def list_devices(lib: Any) -> list[Device]:
+    """The devices of a library, those of its GPUs first."""
+    found = []
+    for index in range(lib.ggml_backend_dev_count()):
+        handle = lib.ggml_backend_dev_get(index)
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        lib.ggml_backend_dev_memory(handle, ctypes.byref(free), ctypes.byref(total))
+        kind = lib.ggml_backend_dev_type(handle)
+        found.append(
+            Device(
+                name=lib.ggml_backend_dev_name(handle).decode(),
+                description=lib.ggml_backend_dev_description(handle).decode().strip(),
+                kind=_KINDS[kind] if 0 <= kind < len(_KINDS) else "other",
+                free=free.value,
+                total=total.value,
+                handle=handle,
+            )
+        )
+    return sorted(found, key=lambda device: not device.offloads)

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,19 +28,22 @@ from perdure.atomic import atomic_write
 from perdure.config import settings
 from perdure.engine.llama.native import guard
 from perdure.engine.llama.native.backends import backends
-from perdure.engine.llama.native.causes import cause_of, last_words
 from perdure.engine.llama.native.source import WAYS, LibrarySource, candidates, fetch_library
 from perdure.errors import EngineLibraryError
 from perdure.identity import content_digest
-from perdure.libraries.machine import HIDING
+from perdure.libraries.machine import HIDING, is_translated
+from perdure.libraries.package import PACKAGES
 from perdure.libraries.runtime import compat_drivers, runtime_folders
 
 log = logging.getLogger("perdure.engine")
 
-_PROBE = 3
+_PROBE = 4
 """Raised when the probe itself changes: older results are then forgotten."""
 _LOADER = ("LD_PRELOAD", "LD_LIBRARY_PATH", "DYLD_INSERT_LIBRARIES", "DYLD_LIBRARY_PATH")
 _SECONDS = 120
+"""For one step of a probe."""
+_TRANSLATION_SECONDS = 1800
+"""The same for a library whose code the driver translates first, on one core."""
 _LIBRARIES = re.compile(r"(?:lib|x)?(?:llama|ggml)[^/]*\.(?:so|dylib|dll)(?:\.[0-9]+)*")
 
 
@@ -81,6 +85,8 @@ class ProbeResult:
     attempts: tuple[Attempt, ...]
     backends: tuple[str, ...] = ()
     """Its GPU backends: cuda, vulkan, metal."""
+    translated: bool = False
+    """Whether the driver translates its code for the card: kernels that are new to it take seconds each."""
 
     @property
     def usable(self) -> bool:
@@ -216,29 +222,52 @@ def gpu_backends(source: LibrarySource) -> tuple[str, ...]:
     return tuple(sorted({backend.kind for backend in backends(source.folder)} - {"cpu"}))
 
 
+def translates(source: LibrarySource) -> bool:
+    """Whether the driver has to translate a library's code for the card here, as far as is known."""
+    return "cuda" in gpu_backends(source) and is_translated(source.folder.name)
+
+
+def _step_seconds(source: LibrarySource, translated: bool) -> float:
+    """How long a step may take. What code is in a CUDA build that is no package of ours, nobody knows."""
+    known = any(package.folder == source.folder.name for package in PACKAGES)
+    unknown = "cuda" in gpu_backends(source) and not known
+    return _TRANSLATION_SECONDS if translated or unknown else _SECONDS
+
+
 def test(source: LibrarySource) -> ProbeResult:
     """Probe a library now, whatever is remembered, and remember what came out."""
+    translated = translates(source)
+    if translated:
+        log.warning(
+            "NVIDIA's driver translates %s for this card: the first start takes some minutes longer",
+            source.folder.name,
+        )
     with tempfile.TemporaryDirectory(prefix="perdure-probe-") as folder:
         from perdure.engine.llama.native import toy_gguf
 
         for kind in toy_gguf.TYPES:
             toy_gguf.write(Path(folder) / f"{kind}.gguf", kind)
         attempts: list[Attempt] = []
-        for attempt in _ways(source, Path(folder)):
+        for attempt in _ways(source, Path(folder), _step_seconds(source, translated)):
             attempts.append(attempt)
             if not attempt.died:
                 break
-    result = ProbeResult(folder=str(source.folder), attempts=tuple(attempts), backends=gpu_backends(source))
+    result = ProbeResult(
+        folder=str(source.folder),
+        attempts=tuple(attempts),
+        backends=gpu_backends(source),
+        translated=translated,
+    )
     results = _read_results()
     results[_key(source)] = result
     _write_results(results)
     return result
 
 
-def _ways(source: LibrarySource, models: Path) -> Iterator[Attempt]:
+def _ways(source: LibrarySource, models: Path, seconds: float) -> Iterator[Attempt]:
     """The ways to use `source`, the best first, each tried when it is asked for."""
     forced = settings().llama_variant
-    run = _Runs(source, models)
+    run = _Runs(source, models, seconds)
     has_gpu = bool(gpu_backends(source))
     # A newer driver library over an older kernel module, where the machine has one.
     drivers = compat_drivers() if "cuda" in gpu_backends(source) else []
@@ -260,9 +289,10 @@ def _ways(source: LibrarySource, models: Path) -> Iterator[Attempt]:
 class _Runs:
     """Child processes that use one library in some way. `variants` are the CPU variants that they found."""
 
-    def __init__(self, source: LibrarySource, models: Path) -> None:
+    def __init__(self, source: LibrarySource, models: Path, seconds: float) -> None:
         self._source = source
         self._models = models
+        self._seconds = seconds
         self.variants: list[str] = []
 
     def __call__(
@@ -283,20 +313,11 @@ class _Runs:
     def _ended(self, attempt: Attempt, job: str) -> Attempt:
         """`attempt` with how a child that was given `job` ended."""
         child = Path(__file__).with_name("probe_child.py")
-        try:
-            # Nothing of the current folder is run, and an abort calls up no debugger.
-            ended = subprocess.run(
-                system.isolated_python(str(child), job, str(self._models)),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                env=os.environ | {"GGML_NO_BACKTRACE": "1"},
-                timeout=_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as expired:
-            doing = _report(expired.stdout or b"")["doing"]
-            return replace(attempt, died=f"no end after {_SECONDS} s at {doing}")
+        # Nothing of the current folder is run.
+        ended = _run(system.isolated_python(str(child), job, str(self._models)), self._seconds)
         report = _report(ended.stdout)
+        if ended.returncode is None:
+            return replace(attempt, died=f"no end after {self._seconds} s at {report['doing']}")
         self.variants = report.get("variants", self.variants)
         words = last_words("\n".join([*report["unusable"], ended.stderr.decode("utf-8", "replace")]))
         if ended.returncode < 0:
@@ -317,6 +338,56 @@ class _Runs:
     def _why(self, words: str) -> str:
         """What was said, if it says why a GPU backend found no GPU."""
         return words if gpu_backends(self._source) and cause_of(words) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What a child printed, and its exit code; None where it took too long and was killed."""
+
+    returncode: int | None
+    stdout: bytes
+    stderr: bytes
+
+
+def _run(command: Sequence[str], seconds: float) -> _Ended:
+    """Run a child to its end. Each line of its output gives it so many seconds for the next."""
+    overdue = threading.Event()
+
+    def kill(child: subprocess.Popen[bytes]) -> None:
+        overdue.set()
+        child.kill()
+
+    lines = []
+    with (
+        tempfile.TemporaryFile() as errors,
+        # An abort calls up no debugger.
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=os.environ | {"GGML_NO_BACKTRACE": "1"},
+        ) as child,
+    ):
+        assert child.stdout is not None
+        try:
+            while True:
+                timer = threading.Timer(seconds, kill, (child,))
+                timer.start()
+                line = child.stdout.readline()
+                timer.cancel()
+                if not line:
+                    break
+                lines.append(line)
+            timer = threading.Timer(seconds, kill, (child,))
+            timer.start()
+            code = child.wait()
+            timer.cancel()
+        except BaseException:
+            child.kill()
+            raise
+        errors.seek(0)
+        return _Ended(None if overdue.is_set() else code, b"".join(lines), errors.read())
 
 
 def _report(output: bytes) -> dict[str, Any]:
@@ -382,6 +453,7 @@ def _read_results() -> dict[str, ProbeResult]:
                     Attempt(**{**each, "devices": tuple(each["devices"])}) for each in entry["attempts"]
                 ),
                 backends=tuple(entry["backends"]),
+                translated=entry["translated"],
             )
             for key, entry in entries.items()
             if entry["attempts"]
@@ -398,3 +470,105 @@ def _write_results(results: dict[str, ProbeResult]) -> None:
         with atomic_write(path, durable=False) as file:
             entries = {key: asdict(entry) for key, entry in results.items()}
             file.write(json.dumps(entries, indent=1).encode())
+
+
+# Why a library or its GPU does not run: the usual causes, by what the library or the system says.
+
+_LONGEST = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One sentence that says what is wrong, and one command or step that helps."""
+
+    sentence: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.sentence} ({self.advice})"
+
+
+_RUNTIME = "`perdure engine install` fetches NVIDIA's runtime too, or `pip install {packages}`"
+
+_CAUSES: tuple[tuple[str, str, str], ...] = (
+    (
+        r"PTX was compiled with an unsupported toolchain|unsupported PTX version",
+        "the library was compiled with a newer CUDA than the driver knows, "
+        "and has no machine code for this card",
+        "`perdure engine install cuda12`, or update the driver",
+    ),
+    (
+        r"no kernel image is available",
+        "the library has no code for this card",
+        "`perdure engine install cuda12`, or `perdure engine install vulkan`",
+    ),
+    (
+        r"driver version is insufficient",
+        "the driver is older than the CUDA that the library needs",
+        "`perdure engine install cuda12`, or update the driver",
+    ),
+    (
+        r"unsupported display driver|forward compatibility was attempted",
+        "the driver library and the kernel module do not fit each other",
+        "restart after a driver update, or take `cuda-compat` off the loader's path",
+    ),
+    (
+        r"(?P<name>lib(?:cudart|cublas|cublasLt|nvrtc)\.so\.(?P<major>\d+)): cannot open",
+        "{name} is not on this machine: the library needs NVIDIA's CUDA {major} runtime",
+        _RUNTIME,
+    ),
+    (
+        r"libcuda\.so\.1: cannot open|no CUDA-capable device|CUDA_ERROR_NO_DEVICE",
+        "no NVIDIA driver answers here",
+        "install the driver, or give a container its GPU (`docker run --gpus all`); "
+        "CUDA_VISIBLE_DEVICES may hide it",
+    ),
+    (
+        r"libvulkan\.so\.1: cannot open",
+        "there is no Vulkan loader on this machine",
+        "`apt install libvulkan1 mesa-vulkan-drivers`, or what your system calls them",
+    ),
+    (
+        r"ggml_vulkan: No devices found|ERROR_INCOMPATIBLE_DRIVER|ERROR_INITIALIZATION_FAILED",
+        "no Vulkan driver answers here",
+        "`apt install mesa-vulkan-drivers`, or the driver of your card; GGML_VK_VISIBLE_DEVICES may hide it",
+    ),
+    (
+        r"out of memory|OutOfDeviceMemory|cudaMalloc failed",
+        "the card's memory is in use by other programs",
+        "`nvidia-smi` shows which; end them, or choose another card with CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        r"version `(?P<name>GLIBC(?:XX)?_[\d.]+)' not found",
+        "the library needs {name}, which this system does not have",
+        "a newer system, or a build of your own: `pip install 'perdure[compile]'`",
+    ),
+    (
+        r"illegal memory access|misaligned address|an illegal instruction was encountered",
+        "the library's code fails on this card",
+        "`perdure engine install vulkan`, or a build of your own with PERDURE_LLAMA=DIR",
+    ),
+    (
+        r"invalid ELF header|file too short|wrong ELF class",
+        "a file of the library is damaged, or for another machine",
+        "`perdure engine test` names it; install the library again",
+    ),
+)
+_MAJORS = {"13": "nvidia-cuda-runtime nvidia-cublas", "12": "nvidia-cuda-runtime-cu12 nvidia-cublas-cu12"}
+
+
+def cause_of(words: str) -> Cause | None:
+    """The usual cause behind what was said last; None where it is none of them."""
+    for pattern, sentence, advice in _CAUSES:
+        if match := re.search(pattern, words):
+            names = match.groupdict()
+            packages = _MAJORS.get(names.get("major") or "", _MAJORS["13"])
+            return Cause(sentence.format(**names), advice.format(packages=packages))
+    return None
+
+
+def last_words(text: str) -> str:
+    """The line of a child's output that tells most: one with a usual cause, else the last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = next((line for line in lines if cause_of(line)), lines[-1] if lines else "")
+    return telling[:_LONGEST]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import math
 import sys
 import types
@@ -26,6 +27,8 @@ def main(job: dict[str, Any], models: Path) -> None:
     from perdure.engine.llama.native.source import LibrarySource
     from perdure.errors import EngineLibraryError
 
+    # Before it aborts, a GPU backend says why in its log.
+    logging.basicConfig(level=logging.ERROR, format="%(message)s")
     folder = Path(job["folder"])
     say("the scores of its CPU variants")
     print(json.dumps({"variants": [name for name, score in variants(folder).items() if score]}), flush=True)

@@ -1,0 +1,219 @@
+"""Tuning: the settings with which a model is fastest on this machine, measured in a minute and remembered.
+
+    {"<digest of the model>|<machine>": {"threads": 8, "n_batch": 256, "k_type": "f16", …}}
+
+A reply is what people wait for, so threads and the K/V type are chosen by the speed of a reply, and the size
+of a step by the speed of a prompt. A setting replaces the usual one only where it is clearly faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+from perdure import system
+from perdure.atomic import atomic_write
+from perdure.config import settings
+from perdure.engine import kv_loss
+from perdure.engine.contract import ContextKeywords
+from perdure.engine.model import Model
+from perdure.errors import InvalidInputError, OutOfMemoryError
+
+SECONDS = 60.0
+CLEARLY = 1.05
+"""How many times as fast another setting must be to take the place of the usual one."""
+N_BATCH = 512
+_BATCHES = (N_BATCH, 256, 128)
+_PROMPT = 256
+_REPLY = 24
+_DEPTH = 2048
+"""Tokens behind which K/V types are compared: before that their speed hardly matters."""
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """The settings that were fastest, and how fast."""
+
+    threads: int
+    n_batch: int
+    k_type: str
+    v_type: str
+    prompt: float
+    """Tokens a second of a prompt."""
+    reply: float
+    """Tokens a second of a reply."""
+
+    @property
+    def options(self) -> ContextKeywords:
+        """As keywords of `Model.context` and `perdure.open`."""
+        return {
+            "threads": self.threads,
+            "n_batch": self.n_batch,
+            "k_type": self.k_type,
+            "v_type": self.v_type,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One setting that was tried: tokens a second of a reply and of a prompt."""
+
+    what: str
+    reply: float
+    prompt: float
+
+
+def tune(
+    model: Model, *, seconds: float = SECONDS, progress: Callable[[Trial], None] | None = None
+) -> Tuning:
+    """Try settings for about so many seconds, remember the best, and give it.
+
+    Where the time is over, what was not tried stays as usual.
+    """
+    if not 0 < seconds <= 3600:
+        raise InvalidInputError(f"seconds is from above 0 to 3600, got {seconds}")
+    ends = time.monotonic() + seconds
+    cores = system.usable_cores()
+
+    def tried(what: str, **context: Unpack[ContextKeywords]) -> Trial:
+        trial = Trial(what, *_speeds(model, context))
+        if progress is not None:
+            progress(trial)
+        return trial
+
+    threads, best = cores, tried(f"{cores} threads", threads=cores)
+    for count in _fewer(cores):
+        if time.monotonic() > ends:
+            break
+        trial = tried(f"{count} threads", threads=count)
+        if trial.reply > CLEARLY * best.reply:
+            threads, best = count, trial
+    n_batch = N_BATCH
+    for size in _BATCHES[1:]:
+        if time.monotonic() > ends:
+            break
+        trial = tried(f"steps of {size} tokens", threads=threads, n_batch=size)
+        if trial.prompt > CLEARLY * best.prompt:
+            n_batch, best = size, dataclasses.replace(best, prompt=trial.prompt)
+    kind = "f16"
+    if time.monotonic() < ends and _is_worth_a_smaller_type(model, threads, progress):
+        kind = "q8_0"
+    tuning = Tuning(
+        threads=threads, n_batch=n_batch, k_type=kind, v_type=kind, prompt=best.prompt, reply=best.reply
+    )
+    remember(model, tuning)
+    return tuning
+
+
+def recall(model: Model) -> Tuning | None:
+    """What was remembered for this model on this machine."""
+    # Whoever never tuned anything must not wait for the digest of a large file.
+    if not (known := _read(_file())):
+        return None
+    found: Any = known.get(_key(model))
+    with suppress(TypeError):
+        return Tuning(**found)
+    return None
+
+
+def remember(model: Model, tuning: Tuning) -> None:
+    _write(model, dataclasses.asdict(tuning))
+
+
+def forget(model: Model) -> None:
+    """Open this model as usual again."""
+    _write(model, None)
+
+
+def tuned(model: Model, context: ContextKeywords) -> ContextKeywords:
+    """Settings of a context, with what was tuned for those that nobody chose."""
+    found = recall(model)
+    if found is None:
+        return context
+    chosen: ContextKeywords = {**found.options, **context}
+    if "k_type" in context or "v_type" in context or not context.get("flash", True):
+        # Both types belong together, and are what somebody chose.
+        for name in ("k_type", "v_type"):
+            if name not in context:
+                chosen.pop(name, None)  # type: ignore[misc]
+    return chosen
+
+
+def _fewer(cores: int) -> Iterator[int]:
+    """Numbers of threads below that of the cores, each about half of the one before."""
+    while cores > 1:
+        cores = (cores + 1) // 2
+        yield cores
+
+
+def _speeds(model: Model, context: Mapping[str, Any]) -> tuple[float, float]:
+    ids = model.tokenize(kv_loss.TEXT)
+    ids = (ids * (_PROMPT // max(1, len(ids)) + 1))[:_PROMPT]
+    with model.context(n_ctx=_PROMPT + _REPLY + 2, n_seq=1, **context) as opened:
+        # The first step of a graph is slower than all others.
+        opened.decode(ids[:8])
+        opened.clear()
+        started = time.perf_counter()
+        opened.decode(ids)
+        opened.synchronize()
+        prompt = _PROMPT / (time.perf_counter() - started)
+        started = time.perf_counter()
+        for _ in range(_REPLY):
+            opened.decode([int(opened.logits().argmax())])
+        opened.synchronize()
+        return _REPLY / (time.perf_counter() - started), prompt
+
+
+def _is_worth_a_smaller_type(model: Model, threads: int, progress: Callable[[Trial], None] | None) -> bool:
+    """Whether K/V in q8_0 makes long replies clearly faster, and costs this model little."""
+    speeds = []
+    try:
+        for kind in ("f16", "q8_0"):
+            speeds.append(kv_loss.speed(model, kind, kind, _DEPTH, threads=threads))
+            if progress is not None:
+                progress(Trial(f"K/V in {kind} behind {_DEPTH:,} tokens", speeds[-1], 0.0))
+        if speeds[1] <= CLEARLY * speeds[0]:
+            return False
+        kv_loss.check_kv_type(model, "q8_0", "q8_0", threads=threads)
+    except (InvalidInputError, OutOfMemoryError):
+        # A model that does not take the type, or loses much by it.
+        return False
+    return True
+
+
+def _key(model: Model) -> str:
+    """A model on a machine: its processor, its cores, and where the model's layers are."""
+    layers = getattr(model, "gpu_layers", 0)
+    return f"{model.digest}|{system.architecture()}, {system.usable_cores()} cores, {layers} layers on a GPU"
+
+
+def _file() -> Path:
+    return settings().home / "tuning.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(model: Model, value: dict[str, Any] | None) -> None:
+    with _lock:
+        known = _read(_file())
+        known.pop(_key(model), None)
+        if value is not None:
+            known[_key(model)] = value
+        with suppress(OSError):
+            _file().parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(_file(), durable=False) as file:
+                file.write(json.dumps(known, indent=1).encode())

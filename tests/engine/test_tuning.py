@@ -1,0 +1,111 @@
+"""Tuning: what is fastest is remembered by model and machine, and used where nobody chose otherwise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import perdure
+from perdure import InvalidInputError, Model, system
+from perdure.backend import LocalBackend
+from perdure.engine import tuning
+from perdure.engine.tuning import Tuning, recall, remember, tune, tuned
+
+FOUND = Tuning(threads=1, n_batch=32, k_type="f16", v_type="f16", prompt=100.0, reply=10.0)
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tuning, "_file", lambda: tmp_path / "tuning.json")
+    return tmp_path / "tuning.json"
+
+
+def test_what_is_fastest_is_taken_and_remembered(
+    zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By made-up speeds: half of the cores are best for replies, and steps of 128 tokens for prompts."""
+
+    def speeds(model: Model, context: dict[str, Any]) -> tuple[float, float]:
+        assert set(context) <= {"threads", "n_batch"}
+        return {8: 10.0, 4: 20.0}.get(context["threads"], 5.0), {128: 200.0}.get(
+            context.get("n_batch", 0), 50.0
+        )
+
+    monkeypatch.setattr(tuning, "_speeds", speeds)
+    monkeypatch.setattr(system, "usable_cores", lambda: 8)
+    monkeypatch.setattr("perdure.engine.kv_loss.speed", lambda model, k_type, *_, **__: 10.0)
+    trials: list[str] = []
+    with Model(zoo_path("llama"), gpu_layers=0) as model:
+        found = tune(model, progress=lambda trial: trials.append(trial.what))
+        assert found == Tuning(threads=4, n_batch=128, k_type="f16", v_type="f16", prompt=200.0, reply=20.0)
+        assert recall(model) == found
+        tuning.forget(model)
+        assert recall(model) is None
+    assert trials[:4] == ["8 threads", "4 threads", "2 threads", "1 threads"]
+
+
+def test_it_measures_for_real(zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "usable_cores", lambda: 1)
+    with Model(zoo_path("llama"), gpu_layers=0) as model:
+        found = tune(model, seconds=0.001)
+        assert (found.threads, found.n_batch, found.k_type) == (1, 512, "f16")
+        assert found.reply > 0
+        assert found.prompt > 0
+        for wrong in (0, -1, float("nan")):
+            with pytest.raises(InvalidInputError):
+                tune(model, seconds=wrong)
+
+
+def test_it_is_used_unless_somebody_chose(zoo_path: Callable[[str], Path]) -> None:
+    def opened(**settings: Any) -> tuple[int, int, str]:
+        with perdure.open(zoo_path("llama"), n_ctx=64, slots=1, gpu_layers=0, **settings) as rt:
+            backend = rt.backend
+            assert isinstance(backend, LocalBackend)
+            context = backend.context
+            return context.capabilities.threads, context.n_batch, context.identity.k_type
+
+    with Model(zoo_path("llama"), gpu_layers=0) as model:
+        remember(model, FOUND)
+        assert tuned(model, {"k_type": "f32"}) == {"threads": 1, "n_batch": 32, "k_type": "f32"}
+    assert opened() == (1, 32, "f16")
+    assert opened(threads=2, n_batch=16) == (2, 16, "f16")
+
+
+def test_it_is_of_one_model_and_one_machine(
+    zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Model(zoo_path("llama"), gpu_layers=0) as model, Model(zoo_path("qwen3"), gpu_layers=0) as other:
+        remember(model, FOUND)
+        assert recall(model) == FOUND
+        assert recall(other) is None
+        monkeypatch.setattr(system, "usable_cores", lambda: 99)
+        assert recall(model) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}'])
+def test_a_damaged_file_is_no_tuning(text: str, zoo_path: Callable[[str], Path], file: Path) -> None:
+    file.write_text(text)
+    with Model(zoo_path("llama"), gpu_layers=0) as model:
+        assert recall(model) is None
+
+
+def test_the_command_says_what_it_found(zoo_path: Callable[[str], Path], tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "perdure.cli",
+        "tune",
+        str(zoo_path("llama")),
+        "--seconds",
+        "1",
+        "--forget",
+    ]
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Forgotten" in done.stderr
