@@ -20,7 +20,7 @@ import perdure
 from decode.observed import check_delivery, check_idle, read
 from inside import inside
 from perdure import LogitsView, Model, Reply, Runtime, Stream, models
-from perdure.decode.keywords import Processor
+from perdure.decode.request import Processor
 from perdure.decode.sampling.sampler import Sampler
 from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.decode.stream import OutputQueue

@@ -11,8 +11,7 @@ from decode.observed import check_idle, open_toy
 from decode.unexpected import ERRORS, PLACES, plant
 from perdure import Runtime
 from perdure.decode.request import Reply
-from perdure.decode.sampling.sampler import draw
-from perdure.decode.sampling.together import draw_together
+from perdure.decode.sampling.sampler import draw, draw_together
 from perdure.decode.stream import OutputQueue, Stream, notify
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}

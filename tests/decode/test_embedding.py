@@ -25,8 +25,7 @@ from perdure import (
     Runtime,
     TokenError,
 )
-from perdure.engine.batch import Batch
-from perdure.engine.contract import Outcome
+from perdure.engine.contract import Batch, Outcome
 from perdure.engine.embedder import CHUNK
 from perdure.memory import MEMORY_KINDS, MemorySpec
 from perdure.testing.toy import Faults

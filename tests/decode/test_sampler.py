@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from perdure import Model, Sampling
-from perdure.decode.sampling.candidates import masked, top
-from perdure.decode.sampling.sampler import Sampler, draw, weights
-from perdure.decode.sampling.steering import BreakerTable
-from perdure.decode.sampling.together import CompiledChain, draw_together
+from perdure.decode.sampling.sampler import CompiledChain, Sampler, draw, draw_together, weights
+from perdure.decode.sampling.stage import BreakerTable, masked, top
 from perdure.engine.logits import LogitsView, Step
 from perdure.engine.row_kernels import NothingToDraw
 from perdure.errors import EngineError

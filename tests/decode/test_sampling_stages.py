@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from perdure import Sampling
-from perdure.decode.sampling import together
+from perdure.decode.sampling import sampler as together
 from perdure.decode.sampling.cuts import Temperature, TopK, TopP
 from perdure.decode.sampling.sampler import STAGES, Sampler, draw
 from perdure.decode.sampling.stage import Breakers

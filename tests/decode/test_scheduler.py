@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
-from perdure.decode.sampling.steering import BreakerTable
+from perdure.decode.sampling.stage import BreakerTable
 from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Step, admit
 from perdure.decode.sequence import SequenceGroup, make_group
 from perdure.decode.slots import FreshSlots, KeptPrefix, PendingPrefix, SlotAssignment, Slots
+from perdure.engine.adapters import AdapterSet, AdapterTable
 from perdure.engine.context import Context
 from perdure.testing.toy import ToyModel
 
@@ -41,6 +42,7 @@ def asked(model: ToyModel, context: Context, length: int, **settings: Any) -> Se
         context=context,
         grammars=Grammars(model),
         breakers=BreakerTable(model),
+        adapters=AdapterTable(model.adapter),
         deadline=None,
     )
 
@@ -74,6 +76,7 @@ class PickySlots(FreshSlots):
         tokens: NDArray[np.int32],
         *,
         namespace: str = "",
+        adapters: AdapterSet | None = None,
         reuse: bool = True,
         pins: Sequence[KeptPrefix] = (),
     ) -> SlotAssignment | PendingPrefix | None:
@@ -114,6 +117,7 @@ def test_who_waits_for_anothers_prompt_is_asked_about_again_only_when_it_is_over
             tokens: NDArray[np.int32],
             *,
             namespace: str = "",
+            adapters: AdapterSet | None = None,
             reuse: bool = True,
             pins: Sequence[KeptPrefix] = (),
         ) -> SlotAssignment | PendingPrefix | None:

@@ -11,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from perdure import InvalidInputError
-from perdure.decode import text as module
+from perdure.decode import sequence
 from perdure.decode.request import Request
-from perdure.decode.text import TextStream
+from perdure.decode.sequence import TextStream
 
 HARD = "é 한국어 각 🙂 👩‍👩‍👧‍👦 🇳🇱 e\u0301 \u200b ffi \x00 \ufffd \r\n"
 TWO_LETTERS = st.text(alphabet="ab", max_size=40)
@@ -119,13 +119,13 @@ def test_no_more_is_held_back_than_could_start_a_stop(text: str, cuts: list[int]
 def test_each_character_is_read_once_by_each_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Constant work a piece: nothing that was read is read again, however long the reply gets."""
     read: list[int] = []
-    read_by = module._read
+    read_by = sequence._read
 
     def counting(stop: str, borders: tuple[int, ...], matched: int, text: str) -> tuple[int | None, int]:
         read.append(len(text))
         return read_by(stop, borders, matched, text)
 
-    monkeypatch.setattr(module, "_read", counting)
+    monkeypatch.setattr(sequence, "_read", counting)
     live = TextStream(["aaab", "aa" + "x" * 48])
     for _ in range(5000):
         live.push(b"aaa")
@@ -177,7 +177,7 @@ def test_x9_stops_are_bounded_in_number_and_length() -> None:
 
 def test_x9_what_is_kept_of_stops_is_bounded_in_bytes() -> None:
     """X9: the tables of stops that were once used stay, and stay small."""
-    module._borders.cache_clear()
+    sequence._borders.cache_clear()
     tracemalloc.start()
     for seed in range(600):
         TextStream([f"{seed:04}" + "ab" * 510])

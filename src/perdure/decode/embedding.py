@@ -29,7 +29,35 @@ class Embeddings:
         return len(self.tokens)
 
 
-class Poster(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedText:
+    """A document, by its place among those given, and how well it answers the query.
+
+    A model that scores pairs gives any number, any other one the cosine of two vectors: from -1 to 1.
+    """
+
+    index: int
+    score: float
+
+
+def ranked(found: Embeddings, *, scored: bool) -> list[RankedText]:
+    """Documents, the best first, out of scores of pairs, or of vectors with the query's at the front."""
+    # The vectors have length 1.
+    cosines = np.clip(found.vectors[1:] @ found.vectors[0], -1.0, 1.0)
+    scores = found.vectors[:, 0] if scored else cosines
+    return [RankedText(index=int(at), score=float(scores[at])) for at in np.argsort(-scores, kind="stable")]
+
+
+def cut(found: Embeddings, dimensions: int | None) -> Embeddings:
+    """Vectors of the first so many numbers, at length 1 again: for models that were trained to be cut."""
+    if dimensions is None or dimensions == found.vectors.shape[1]:
+        return found
+    vectors = found.vectors[:, :dimensions].astype(np.float64)
+    lengths = np.sqrt(np.square(vectors).sum(axis=1, keepdims=True))
+    return Embeddings((vectors / np.where(lengths > 0, lengths, 1.0)).astype(np.float32), found.tokens)
+
+
+class EngineCall(Protocol):
     """Has something done in the engine thread, between two steps; `stop` ends it early, for good."""
 
     def __call__(self, function: Callable[[], None], *, stop: Callable[[], None]) -> Future[None]: ...
@@ -87,7 +115,7 @@ class EmbeddingQueue:
     """
 
     def __init__(
-        self, opened: Callable[[], Embedder], post: Poster, *, replying: Callable[[], bool], limit: int
+        self, opened: Callable[[], Embedder], post: EngineCall, *, replying: Callable[[], bool], limit: int
     ) -> None:
         self._opened = opened
         self._post = post

@@ -17,11 +17,21 @@ from perdure.config import QUEUE
 from perdure.decode.executor import Executor
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
-from perdure.decode.sampling.steering import BreakerTable
-from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Pace, Scheduler, admit
+from perdure.decode.sampling.stage import BreakerTable
+from perdure.decode.scheduler import (
+    TIMED,
+    BatchScheduler,
+    Budget,
+    ExactScheduler,
+    Pace,
+    Scheduler,
+    Step,
+    admit,
+)
 from perdure.decode.sequence import SequenceGroup, make_group
 from perdure.decode.slots import FreshSlots, Slots
 from perdure.decode.stream import OutputQueue
+from perdure.engine.adapters import AdapterTable
 from perdure.engine.context import Context
 from perdure.engine.model import Model
 from perdure.errors import BusyError, ClosedError, EngineError, InvalidInputError
@@ -41,6 +51,12 @@ class _Call:
     function: Callable[[], Any]
     answer: Future[Any]
     stop: Callable[[], None] | None
+    looks: bool = False
+    """Whether it only looks, so that it need not be answered between steps."""
+
+
+class _LongStep(Exception):
+    """A look that was to be answered between steps comes into a long one."""
 
 
 class EngineLoop:
@@ -60,6 +76,7 @@ class EngineLoop:
         chunk: int = CHUNK,
         stall: float = STALL,
         slots: Slots | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
         for name, value, low in (("queue", queue, 0), ("chunk", chunk, 1)):
             if not is_whole(value) or value < low:
@@ -67,22 +84,29 @@ class EngineLoop:
         self._model = model
         self._context = context
         self._limit = queue
-        self._scheduler: Scheduler = ExactScheduler() if exact else BatchScheduler()
         # Exact replies are cut at fixed places, however long that takes.
         self._pace = Pace(chunk=chunk, largest=context.n_batch, stall=0 if exact else stall)
+        self._scheduler: Scheduler = ExactScheduler() if exact else BatchScheduler(hold=stall)
         rows = context.capabilities.max_outputs
-        self._budget = Budget(tokens=context.n_batch, rows=rows, chunk=self._pace.chunk)
+        self._budget = Budget(
+            tokens=context.n_batch, rows=rows, chunk=self._pace.chunk, alone=self._pace.alone
+        )
         self._slots = slots or FreshSlots(context)
         self._executor = Executor(context, self._slots, self._pace)
         # Asked for at every token.
         self._piece = functools.cache(model.piece)
         self._grammars = Grammars(model)
         self._breakers = BreakerTable(model)
+        self._adapters = adapters or AdapterTable(getattr(model, "adapter", None))
         self._changed = threading.Condition()
         self._waiting: deque[SequenceGroup] = deque()
         self._active: list[SequenceGroup] = []
         self._calls: list[_Call] = []
         self._stop_call: Callable[[], None] | None = None
+        self._before_long: list[Callable[[], None]] = []
+        self._in_long_step = False
+        self._lookers = 0
+        """Threads that look at something during a long step."""
         self._turn = 0
         self._cancelled = False
         """Whether somebody was cancelled who may not have ended yet."""
@@ -103,6 +127,7 @@ class EngineLoop:
             context=self._context,
             grammars=self._grammars,
             breakers=self._breakers,
+            adapters=self._adapters,
             deadline=request.ends_at(time.monotonic()),
             canceller=self,
         )
@@ -122,6 +147,9 @@ class EngineLoop:
             if group.deadline is not None:
                 self._next_deadline = min(self._next_deadline, group.deadline)
             self._changed.notify_all()
+            has_room = free > 0
+        if has_room:
+            self._executor.interrupt()
         return group
 
     def call(self, function: Callable[[], T]) -> T:
@@ -138,6 +166,37 @@ class EngineLoop:
             self._calls.append(_Call(function, answer, stop))
             self._changed.notify_all()
         return answer
+
+    def look(self, function: Callable[[], T], meanwhile: Callable[[], T] | None = None) -> T:
+        """Like `call`, for what only looks: nobody waits for a step of a prompt. During such a step
+        `meanwhile`, or `function` itself, is called in the caller's thread, and the step's end waits for it:
+        neither may touch the context then, whose lock the step holds."""
+        self.check_thread()
+        while True:
+            call = _Call(function, Future(), None, looks=True)
+            with self._changed:
+                if self._closing:
+                    raise ClosedError("this runtime is closed")
+                if self._in_long_step:
+                    self._lookers += 1
+                    break
+                self._calls.append(call)
+                self._changed.notify_all()
+            try:
+                return call.answer.result()  # type: ignore[no-any-return]
+            except _LongStep:
+                continue
+        try:
+            return (meanwhile or function)()
+        finally:
+            with self._changed:
+                self._lookers -= 1
+                self._changed.notify_all()
+
+    def before_long_steps(self, function: Callable[[], None]) -> None:
+        """Have `function` called in the engine thread before every long step: it keeps what is told
+        meanwhile."""
+        self.call(lambda: self._before_long.append(function))
 
     @property
     def load(self) -> tuple[int, int]:
@@ -199,13 +258,38 @@ class EngineLoop:
         if self._waiting:
             self._admit()
         self._turn += 1
-        if self._budget.chunk != self._pace.chunk:
-            self._budget = replace(self._budget, chunk=self._pace.chunk)
+        pace = self._pace
+        if self._budget.chunk != pace.chunk or self._budget.alone != pace.alone:
+            self._budget = replace(self._budget, chunk=pace.chunk, alone=pace.alone)
         for step in self._scheduler.plan(self._active, self._slots, self._budget, turn=self._turn):
-            self._executor.execute(step, self._active)
+            # At every token: a generator would take longer than to look.
+            tokens = 0
+            for chunk in step:
+                tokens += chunk.count
+            if tokens >= len(step) + TIMED:
+                self._execute_long(step)
+            else:
+                self._executor.execute(step, self._active)
         self._collect(self._active)
         if not self._active:
             self._executor.notify()
+
+    def _execute_long(self, step: Step) -> None:
+        """Execute a step of a prompt. Those who only look do so meanwhile."""
+        for function in self._before_long:
+            function()
+        with self._changed:
+            self._in_long_step = True
+            looks = [call for call in self._calls if call.looks]
+            self._calls = [call for call in self._calls if not call.looks]
+        for call in looks:
+            call.answer.set_exception(_LongStep())
+        try:
+            self._executor.execute(step, self._active)
+        finally:
+            with self._changed:
+                self._in_long_step = False
+                self._changed.wait_for(lambda: not self._lookers)
 
     def _answer_calls(self) -> None:
         with self._changed:

@@ -14,9 +14,8 @@ from typing import TypeAlias
 import numpy as np
 
 from perdure import system
-from perdure.decode.sampling.candidates import Candidates
-from perdure.decode.sampling.sampler import Sampler, draw
-from perdure.decode.sampling.together import CompiledChain, draw_together
+from perdure.decode.sampling.sampler import CompiledChain, Sampler, draw, draw_together
+from perdure.decode.sampling.stage import Candidates
 from perdure.decode.scheduler import TIMED, Chunk, Pace, Step
 from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.decode.slots import SlotAssignment, Slots
@@ -29,6 +28,9 @@ log = logging.getLogger("perdure.decode")
 
 FRAME = 0.016
 """Seconds that a screen shows one picture."""
+
+PATIENCE = 0.25
+"""Seconds of a step that a newcomer waits for rather than have it computed again."""
 
 _Draw: TypeAlias = tuple[TokenSequence, Candidates]
 """A sequence that is to draw, and what it can draw."""
@@ -59,6 +61,10 @@ class Executor:
         self._fills_cores = context.capabilities.threads >= system.usable_cores()
         self._seconds = 0.0
         """How long the last step took."""
+        self._began = 0.0
+        """When the step in flight began."""
+        self._interrupted: tuple[int, int] | None = None
+        """The sequence and place of the last step that a newcomer interrupted."""
 
     # From any thread.
 
@@ -67,6 +73,20 @@ class Executor:
         with self._lock:
             group.cancelled = True
             if self._in_flight and all(chunk.group is group for chunk in self._in_flight):
+                self._context.cancel()
+
+    def interrupt(self) -> None:
+        """Stop the step in flight if it is a prompt's alone and much of it is left: a newcomer is there to be
+        served. A step is interrupted once; when it comes again, it is computed to its end."""
+        with self._lock:
+            if len(self._in_flight) != 1 or not self._in_flight[0].count > 1:
+                return
+            chunk = self._in_flight[0]
+            place = (id(chunk.sequence), chunk.start)
+            passed = time.monotonic() - self._began
+            left = self._pace.seconds(chunk.count) - passed
+            if place != self._interrupted and left > max(PATIENCE, passed):
+                self._interrupted = place
                 self._context.cancel()
 
     def stop(self) -> None:
@@ -171,6 +191,7 @@ class Executor:
         waited_for = False
         with self._lock:
             self._in_flight = step
+            self._began = time.monotonic()
             # At every step: to make a generator takes longer than to look.
             for chunk in step:
                 waited_for = waited_for or not chunk.group.cancelled
@@ -306,7 +327,10 @@ class Executor:
         for sequence in group.waiting:
             with _contained(sequence):
                 slot = self._slots.acquire(
-                    np.empty(0, np.int32), namespace=sequence.request.namespace, reuse=False
+                    np.empty(0, np.int32),
+                    namespace=sequence.request.namespace,
+                    adapters=sequence.adapters,
+                    reuse=False,
                 )
                 if not isinstance(slot, SlotAssignment):
                     break

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perdure.checks import is_whole
-from perdure.decode.keywords import Processor, RequestKeywords
 from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.slots import KeptPrefix, ReuseReport
+from perdure.engine.adapters import absolute_scales
 from perdure.engine.contract import Tokenizer
-from perdure.engine.logits import Candidate
+from perdure.engine.logits import Candidate, LogitsView
 from perdure.errors import ContextOverflow, InvalidInputError, TokenError
 from perdure.options import check_options, unknown_options
 from perdure.request_options import RequestOptions, Sampling
@@ -62,6 +63,10 @@ class Request(RequestOptions):
         if not len(self.prompt):
             raise TokenError("a prompt needs at least one token")
         check_options(self)
+        if self.adapters is not None:
+            # What was checked is what is kept, whatever the caller does to theirs; and the engine may be in a
+            # process that is in another folder.
+            object.__setattr__(self, "adapters", absolute_scales(self.adapters))
         _check_times(self.timeout, self.deadline)
         if not isinstance(self.sampling, Sampling):
             raise InvalidInputError(f"sampling is a Sampling, got {type(self.sampling).__name__}")
@@ -242,3 +247,64 @@ def check_prompt_size(text: str, model: Tokenizer, n_ctx: int) -> None:
             fits=n_ctx,
             at_least=True,
         )
+
+
+# The keywords of a request, typed: an editor completes them, and a type checker finds a misspelt one.
+
+Processor: TypeAlias = Callable[[Sequence[int], LogitsView], NDArray[np.float32]]
+"""Called with the tokens so far and the live logits; returns the logits to draw from."""
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `Sampling`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    top_n_sigma: float
+    repeat_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    penalty_last_n: int
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_last_n: int
+    dry_breakers: tuple[str, ...]
+    xtc_probability: float
+    xtc_threshold: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    seed: int | None
+    logit_bias: Mapping[int, float]
+
+
+class ReplyKeywords(SamplingKeywords, total=False):
+    """How a reply is made, whoever asks for it."""
+
+    max_tokens: int | None
+    stop: str | Sequence[str] | None
+    sampling: Sampling | None
+    grammar: Grammar | None
+    schema: Any
+    regex: str | None
+    n: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    ignore_eos: bool
+    adapters: Mapping[str, float] | None
+    processors: Sequence[Processor]
+    checkpoint_at: Sequence[int]
+    pins: Sequence[KeptPrefix]
+    visible_tokens: frozenset[int]
+    timeout: float | None
+    deadline: float | None
+
+
+class RequestKeywords(ReplyKeywords, total=False):
+    """What `generate` and its like take besides the prompt."""
+
+    namespace: str

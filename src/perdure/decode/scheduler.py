@@ -1,12 +1,13 @@
 """The scheduler: who gets a slot, and what the next steps compute.
 
-Everything here is a function of the groups that it is given, their slots and a budget. It starts no thread
-and computes nothing.
+Everything here is a function of the groups that it is given, their slots and a budget, but for the turns of
+sets of adapters, which last a time. It starts no thread and computes nothing.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -16,10 +17,14 @@ import numpy as np
 from perdure.checks import is_number
 from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.decode.slots import PendingPrefix, Slots
+from perdure.engine.adapters import AdapterSet
+from perdure.engine.context import Context
 from perdure.errors import InvalidInputError
 
 TIMED = 16
 """Steps of so many tokens tell how fast prompts are computed; shorter ones are mostly overhead."""
+LONGEST = 1.0
+"""Seconds that a step of a prompt may take while nobody else is served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,8 @@ class Budget:
     """Rows of logits."""
     chunk: int
     """Prompt tokens a step while others wait: what a running reply can be held up by."""
+    alone: int = 1 << 30
+    """Prompt tokens a step while nobody else is served: what a newcomer can be held up by."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +72,11 @@ def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGr
             known = np.array(first.tokens[:-1], np.int32)
             request = first.request
             slot = slots.acquire(
-                known, namespace=request.namespace, reuse=not first.scoring, pins=request.pins
+                known,
+                namespace=request.namespace,
+                adapters=first.adapters,
+                reuse=not first.scoring,
+                pins=request.pins,
             )
         except Exception as error:
             group.fail(error)
@@ -89,10 +100,23 @@ class Scheduler(Protocol):
 
 
 class BatchScheduler:
-    """One step serves everybody: a token of each reply, and a chunk of prompts beside them."""
+    """One step serves everybody: a token of each reply, and a chunk of prompts beside them.
+
+    Where sequences are computed with different adapters, a step serves all those of one set. The sets take
+    turns of `hold` seconds: to change what the engine computes with costs it a plan of its memory.
+    """
+
+    def __init__(self, hold: float = 0.0) -> None:
+        self.hold = hold
+        self._set: AdapterSet | None = None
+        """Whose turn it is."""
+        self._until = 0.0
+        """When it ends."""
 
     def plan(self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int) -> list[Step]:
         step, prefills, suspects = _ready(groups)
+        if slots.context.mixed:
+            step, prefills = self._of_one_set(step, prefills, slots.context)
         # A sequence whose tokens may have made a step fail is computed by itself.
         steps: list[Step] = []
         for group, sequence in suspects:
@@ -101,11 +125,28 @@ class BatchScheduler:
             self._add_prompts(step, prefills, slots, budget, turn)
         return [*steps, step] if step else steps
 
+    def _of_one_set(self, step: list[Chunk], prefills: Ready, context: Context) -> tuple[list[Chunk], Ready]:
+        """Those of the set whose turn it is; the next one's, where that is over or has nobody."""
+        decodes = [(_set_of(chunk.sequence, context), chunk) for chunk in step]
+        prompts = [(_set_of(pair[1], context), pair) for pair in prefills]
+        sets = list(dict.fromkeys([*(each for each, _ in decodes), *(each for each, _ in prompts)]))
+        if not sets:
+            return step, prefills
+        now = time.monotonic()
+        if now >= self._until or self._set not in sets:
+            # Behind the last one, so that each comes to its turn.
+            at = sets.index(self._set) + 1 if self._set in sets else 0
+            self._set, self._until = sets[at % len(sets)], now + self.hold
+        return (
+            [chunk for each, chunk in decodes if each == self._set],
+            [pair for each, pair in prompts if each == self._set],
+        )
+
     def _add_prompts(
         self, step: list[Chunk], prefills: Ready, slots: Slots, budget: Budget, turn: int
     ) -> None:
         alone = not step and len(prefills) == 1
-        tokens = min(budget.tokens - len(step), budget.tokens if alone else budget.chunk)
+        tokens = min(budget.tokens - len(step), budget.alone if alone else budget.chunk)
         rows = budget.rows - len(step)
         for group, sequence in _in_turn(prefills, turn):
             if tokens <= 0 or rows <= 0:
@@ -122,8 +163,16 @@ class ExactScheduler:
     def plan(self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int) -> list[Step]:
         # Nobody is a suspect: no step has more than one sequence.
         chunks, prefills, _ = _ready(groups)
+        context = slots.context
         for group, sequence in _in_turn(prefills, turn)[:1]:
-            chunks.append(Chunk(group, sequence, sequence.cached, self._count(sequence, budget)))
+            assert sequence.seq is not None
+            count = context.same_adapters(sequence.seq, sequence.cached, self._count(sequence, budget))
+            chunks.append(Chunk(group, sequence, sequence.cached, count))
+        if context.mixed:
+            # Those of one set one after the other; the order of steps changes no reply.
+            sets = {_set_of(chunk.sequence, context): None for chunk in chunks}
+            order = {each: at for at, each in enumerate(sets)}
+            chunks.sort(key=lambda chunk: order[_set_of(chunk.sequence, context)])
         return [[chunk] for chunk in chunks]
 
     def _count(self, sequence: TokenSequence, budget: Budget) -> int:
@@ -158,6 +207,12 @@ def _ready(groups: Iterable[SequenceGroup]) -> tuple[list[Chunk], Ready, Ready]:
     return decodes, prefills, suspects
 
 
+def _set_of(sequence: TokenSequence, context: Context) -> AdapterSet:
+    """What the next token of a sequence is computed with."""
+    assert sequence.seq is not None
+    return context.adapters_of(sequence.seq).at(sequence.cached)
+
+
 def _in_turn(prefills: Ready, turn: int) -> Ready:
     first = turn % len(prefills) if prefills else 0
     return prefills[first:] + prefills[:first]
@@ -174,22 +229,41 @@ def _prompt_chunk(
 
 
 class Pace:
-    """The size of a prompt's chunk while others wait, learned from the steps that were taken.
+    """The size of a prompt's chunk, learned from the steps that were taken: `chunk` while others wait,
+    `alone` while nobody does.
 
-    Always holds: it is from 16 to the largest step. With a stall of 0 it stays as it was set.
+    Always holds: both are from 16 to the largest step. With a stall of 0 they stay as they were set.
     """
 
-    def __init__(self, *, chunk: int, largest: int, stall: float) -> None:
+    def __init__(self, *, chunk: int, largest: int, stall: float, longest: float = LONGEST) -> None:
         if not is_number(stall) or not 0 <= stall < math.inf:
             raise InvalidInputError(f"stall is a number of seconds, 0 for chunks of {chunk}, got {stall!r}")
         self.chunk = min(chunk, largest)
+        # The first step of all is short: nothing is known yet of how long one takes.
+        self.alone = self.chunk if stall else largest
         self._largest = largest
         self._stall = stall
+        self._longest = max(longest, stall)
+        self._a_token: float | None = None
+        """Seconds, as of the last step; None before the first."""
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""
-        if not self._stall or tokens < TIMED or seconds <= 0:
+        if tokens < TIMED or seconds <= 0:
             return
-        aim = self._stall * tokens / seconds
+        is_first, self._a_token = self._a_token is None, seconds / tokens
+        if not self._stall:
+            return
         # Half way at a time: one slow step says little, and larger steps are faster by the token.
-        self.chunk = max(min(TIMED, self._largest), min(self._largest, round((self.chunk + aim) / 2)))
+        self.chunk = self._within((self.chunk + self._stall * tokens / seconds) / 2)
+        aim = self._longest * tokens / seconds
+        size = self._within(aim if is_first else (self.alone + aim) / 2)
+        # In whole multiples: kernels compute so many tokens at a time.
+        self.alone = size if size < TIMED else size // TIMED * TIMED
+
+    def seconds(self, tokens: int) -> float:
+        """How long a step of so many tokens takes. Nothing is known before the first step, which is short."""
+        return tokens * (self._a_token or 0.0)
+
+    def _within(self, size: float) -> int:
+        return max(min(TIMED, self._largest), min(self._largest, round(size)))

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.checks import is_number, is_whole
+from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
 from perdure.errors import InvalidInputError
 
@@ -135,6 +136,8 @@ class Slots(Protocol):
     """Assigns slots to requests. Only the engine thread calls it, between steps."""
 
     @property
+    def context(self) -> Context: ...
+    @property
     def count(self) -> int:
         """How many requests can have a slot at once."""
         ...
@@ -144,10 +147,13 @@ class Slots(Protocol):
         tokens: NDArray[np.int32],
         *,
         namespace: str = "",
+        adapters: AdapterSet | None = None,
         reuse: bool = True,
         pins: Sequence[KeptPrefix] = (),
     ) -> SlotAssignment | PendingPrefix | None:
-        """A slot for a prompt; None where all are taken. After an error nothing is taken."""
+        """A slot for a prompt; None where all are taken. After an error nothing is taken.
+
+        It is computed with `adapters`, or where there are none given with those of the context."""
         ...
 
     def is_ready(self, prefix: PendingPrefix) -> bool:
@@ -157,8 +163,8 @@ class Slots(Protocol):
     def release(self, seq: int) -> None: ...
 
     def chunk(self, seq: int, cached: int, count: int, checkpoint_at: Collection[int]) -> int:
-        """How many of the next `count` tokens one step may take, so that it ends where a checkpoint is due:
-        `checkpoint_at` are lengths to come back to."""
+        """How many of the next `count` tokens one step may take, so that it ends where a checkpoint is due or
+        other adapters begin: `checkpoint_at` are lengths to come back to."""
         ...
 
     def timed(self, tokens: int, seconds: float) -> None:
@@ -174,7 +180,7 @@ class FreshSlots:
     """Every request starts from an empty slot."""
 
     def __init__(self, context: Context) -> None:
-        self._context = context
+        self.context = context
         self.count = context.n_seq
         self._free = list(range(context.n_seq))
 
@@ -183,6 +189,7 @@ class FreshSlots:
         tokens: NDArray[np.int32],
         *,
         namespace: str = "",
+        adapters: AdapterSet | None = None,
         reuse: bool = True,
         pins: Sequence[KeptPrefix] = (),
     ) -> SlotAssignment | PendingPrefix | None:
@@ -190,7 +197,8 @@ class FreshSlots:
             return None
         # The lowest: the engine batches neighbours together.
         seq = min(self._free)
-        self._context.clear(seq)
+        self.context.clear(seq)
+        self.context.adapt(self.context.adapters if adapters is None else adapters, seq)
         self._free.remove(seq)
         return SlotAssignment(
             seq, 0, ReuseReport(computed=len(tokens), why="nothing is kept between requests")
@@ -203,7 +211,7 @@ class FreshSlots:
         self._free.append(seq)
 
     def chunk(self, seq: int, cached: int, count: int, checkpoint_at: Collection[int]) -> int:
-        return count
+        return self.context.same_adapters(seq, cached, count)
 
     def reached(self, seq: int, length: int, checkpoint_at: Collection[int]) -> None:
         pass
