@@ -18,6 +18,7 @@ from perdure.cache.slots.cache import SlotCache
 from perdure.decode.engine_loop import CHUNK, EngineLoop
 from perdure.decode.request import Request
 from perdure.decode.stream import one_request
+from perdure.engine.adapters import AdapterSet, AdapterTable, Scales
 from perdure.memory import SlidingWindow
 from subjects import NARROW, ON_A_GPU, Compared, Row, Subject, check
 
@@ -51,6 +52,7 @@ class Answer:
     prompt: list[int]
     reply: Reply
     rows: list[Row]
+    adapters: Scales | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -83,8 +85,10 @@ class Served:
         block: int = BLOCK,
         spacing: int = SPACING,
         exact: bool = False,
+        names: dict[str, str] | None = None,
         **settings: Any,
     ) -> None:
+        """`names` are adapters that requests may name."""
         self.subject = subject
         # In a pool, and in a window that is not kept, other cells round otherwise.
         elsewhere = settings.get("shared") or (
@@ -103,19 +107,24 @@ class Served:
             exact=self.exact,
             swap_slots=swap_slots,
         )
+        self.table = AdapterTable(subject.model.adapter, names=names)
         self.engine_loop = EngineLoop(
             subject.model,
             self.context,
             exact=exact,
             chunk=self.exact or CHUNK,
             slots=self.slot_cache,
+            adapters=self.table,
         )
         self.cache = PrefixCache(
             self.slot_cache,
             tokenize=subject.model.tokenize,
             read=self._read,
+            choose=self.table.choose,
             call=self.engine_loop.call,
             post=self.engine_loop.post,
+            look=self.engine_loop.look,
+            before_long_steps=self.engine_loop.before_long_steps,
         )
         wide = not exact and self.context.n_batch > NARROW
         self.bound = other_shapes(subject) if (wide or elsewhere) and not subject.toy else narrow.bound
@@ -139,7 +148,7 @@ class Served:
         """The answer to a prompt, every row of it checked against a fresh context."""
         rows: list[Row] = []
         reply = self.submit(prompt, rows, **request).reply()
-        answer = Answer(list(prompt), reply, rows)
+        answer = Answer(list(prompt), reply, rows, request.get("adapters"))
         self.check(answer)
         return answer
 
@@ -150,9 +159,9 @@ class Served:
 
     def cold(self, answer: Answer) -> Iterator[Row]:
         """What a fresh context says of the same tokens."""
+        chosen = self.table.choose(answer.adapters, answer.prompt)
         with self.subject.context(n_seq=1, **self.settings) as ctx:
-            if self.adapters:
-                ctx.adapt(self.adapters)
+            ctx.adapt(AdapterSet.of(self.adapters) if chosen is None else chosen, 0)
             self.read(ctx, answer.prompt)
             yield ctx.logits().copy()
             for token in answer.reply.tokens:
@@ -189,8 +198,9 @@ class Served:
         finally:
             del core.decode
 
-    def _read(self, tokens: NDArray[np.int32], namespace: str) -> None:
-        self.submit([*tokens.tolist(), int(tokens[-1])], max_tokens=1, namespace=namespace).reply()
+    def _read(self, tokens: NDArray[np.int32], namespace: str, adapters: Scales | None) -> None:
+        prompt = [*tokens.tolist(), int(tokens[-1])]
+        self.submit(prompt, max_tokens=1, namespace=namespace, adapters=adapters).reply()
 
     # Its own life.
 

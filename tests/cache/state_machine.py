@@ -45,6 +45,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     prefix: ClassVar[int] = 0
     """Tokens that every conversation starts with, for a window that is lost only where much came before."""
     adapters: ClassVar[list[Any]]
+    names: ClassVar[dict[str, str]]
     known: ClassVar[dict[tuple[object, ...], Row]]
 
     @initialize(
@@ -73,9 +74,12 @@ class RuntimeMachine(RuleBasedStateMachine):
             shared=shared,
             swa_full=self.swa_full,
             exact=exact,
+            names=self.names,
         )
         self.talks: list[Talk] = []
         self.adapted: int | None = None
+        self.own: float | None = None
+        """The scale at which the request that is judged names the adapter itself."""
         self.seen: dict[str, list[list[int]]] = {"": [], "b": []}
 
     def teardown(self) -> None:
@@ -123,21 +127,27 @@ class RuntimeMachine(RuleBasedStateMachine):
     def cold(self, prompt: list[int], said: list[int]) -> Row:
         served = self.served
         read = len(prompt) if served.exact else len(prompt) + len(said)
-        key = (self.adapted, served.context.n_batch, served.exact, read, *prompt, *said)
+        key = (self.adapted, self.own, served.context.n_batch, served.exact, read, *prompt, *said)
         if key not in self.known:
             settings = {**served.settings, "shared": False}
             with self.subject.context(n_seq=1, **settings) as ctx:
-                ctx.adapt(served.adapters)
+                ctx.adapt(served.adapters if self.own is None else {self.adapters[0]: self.own})
                 served.read(ctx, [*prompt, *said][:read])
                 for token in [*prompt, *said][read:]:
                     ctx.decode([token])
                 self.known[key] = ctx.logits().copy()
         return self.known[key]
 
-    def say(self, prompt: list[int], space: str, **request: Any) -> Answer:
+    def say(self, prompt: list[int], space: str, own: float | None = None, **request: Any) -> Answer:
         rows: list[Row] = []
+        self.own = own if self.names else None
+        if self.own is not None:
+            request["adapters"] = {"own": own}
         reply = self.served.submit(prompt, rows, namespace=space, **request).reply()
-        return self.judge(prompt, reply, rows, space, "prompt_logprobs" in request)
+        try:
+            return self.judge(prompt, reply, rows, space, "prompt_logprobs" in request)
+        finally:
+            self.own = None
 
     def text(self, text: tuple[int, int]) -> list[int]:
         return self.subject.tokens(*text)
@@ -314,6 +324,14 @@ class RuntimeMachine(RuleBasedStateMachine):
         names = list(self.served.slot_cache.tier._nodes)
         if names:
             self.served.engine_loop.call(lambda: self.served.slot_cache.tier.drop(names[block % len(names)]))
+
+    @precondition(have_talks)
+    @rule(talk=talks, own=st.sampled_from([0.0, 1.0, 2.0]))
+    def ask_with_own_adapters(self, talk: int, own: float) -> None:
+        """T1: one turn with adapters of its own, in the midst of a conversation."""
+        found = self.pick(talk)
+        prompt = [*found.tokens, 7][: self.longest]
+        self.say(prompt, found.space, own=own)
 
     # What owners do.
 

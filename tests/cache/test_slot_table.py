@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from perdure.cache.slots.checkpoints import CheckpointList, Point, PrefixHash
 from perdure.cache.slots.placement import SlotTable
+from perdure.engine.adapters import PLAIN
 from perdure.testing.toy import ToyModel
 
 TEXT = st.lists(st.integers(0, 2), max_size=8)
@@ -32,7 +33,7 @@ def test_what_slots_share_with_a_prompt_is_what_they_begin_alike_with_in_its_nam
             else 0
             for seq in range(6)
         ]
-        assert table.shared(namespace, np.array(text, np.int32)).tolist() == expected
+        assert table.shared(namespace, np.array(text, np.int32), PLAIN).tolist() == expected
     assert table.lengths.tolist() == [len(held.get(seq, ("", []))[1]) for seq in range(6)]
 
 

@@ -27,16 +27,19 @@ PREFIX = {("gemma3", False): 300}
 def run(subject: Subject, *, swa_full: bool, examples: int, steps: int, lora: Path) -> None:
     """Look for a history after which warm is not cold."""
     adapters: list[object] = []
+    names: dict[str, str] = {}
     if isinstance(subject.model, ToyModel):
-        adapters.append(subject.model.adapter("one"))
+        names = {"own": "one.gguf"}
     elif subject.name == "llama":
-        adapters.append(subject.model.adapter(lora))
+        names = {"own": str(lora)}
+    adapters = [subject.model.adapter(path) for path in names.values()]
     prefix = PREFIX.get((subject.name, swa_full), 0)
     fields = {
         "subject": subject,
         "swa_full": swa_full,
         "prefix": prefix,
         "adapters": adapters,
+        "names": names,
         "known": {},
     }
     run_state_machine_as_test(

@@ -15,7 +15,7 @@ import perdure
 from perdure.testing.toy import ToyModel
 from perdure.sessions.store.sqlite.backup import back_up, restore
 from perdure.sessions.store.sqlite.store import SqliteStore
-from perdure.sessions.store.sqlite.verify import verify
+from perdure.sessions.store.sqlite.repair import verify
 
 folder, opened = Path(sys.argv[1]), []
 

@@ -637,7 +637,7 @@ def test_a_full_disk_is_told_and_costs_nothing_that_was_kept(small_disk: Path) -
     huge = [block([number], root(f"huge {number}"), row_bytes=100_000) for number in range(9)]
     with opened(small_disk) as disk:
         disk.store(blocks)
-        with pytest.raises(StoreFullError, match="free some space") as raised:
+        with pytest.raises(StoreFullError, match="Free some space") as raised:
             disk.store(huge)
         assert raised.value.needed >= 100_000
         check(disk, blocks)

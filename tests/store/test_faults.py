@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -12,7 +13,8 @@ import pytest
 
 import perdure
 from perdure.cache.tiers.disk import DiskTier
-from perdure.errors import StoreError
+from perdure.cli.commands.sessions import _write
+from perdure.errors import InvalidInputError, StoreError
 from perdure.testing.toy import ToyModel
 from store import children
 from store.chains import chain, same, size
@@ -35,6 +37,34 @@ def test_s1_calls_that_fail_from_any_point_on_cost_nothing_that_was_acknowledged
     expected = {"full": "StoreFullError", "over quota": "StoreFullError", "read-only": "StoreReadOnlyError"}
     assert expected.get(condition, "StoreError") in said
     assert said <= {"StoreError", "StoreFullError", "StoreReadOnlyError"}
+
+
+FILES = RUN.replace("store.faults", "store.file_faults")
+
+
+@pytest.mark.parametrize("condition", ["full", "failing"])
+def test_files_beside_the_stores_are_whole_or_absent_whichever_write_fails(
+    condition: str, shim: Path, tmp_path: Path
+) -> None:
+    """Class 4: keys, backup, restore, export, the folder of libraries; then there is room again."""
+    found = json.loads(children.run(FILES, condition, tmp_path, 1, environment={"LD_PRELOAD": str(shim)}))
+    print(condition, found)
+    for kind, each in found.items():
+        assert each["tried"] > 0, kind
+        # Each failure was told.
+        assert "" not in each["errors"], (kind, each)
+
+
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="the system has no limits of files")
+def test_a_file_of_which_the_last_bytes_do_not_fit_is_an_error(tmp_path: Path) -> None:
+    """A write that has room for a part writes that part, and says so to who looks."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(InvalidInputError, match="cannot be written"):
+            _write(tmp_path / "transcript", "x" * 6000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.soak

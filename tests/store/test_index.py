@@ -234,7 +234,7 @@ def test_a_full_index_says_so_and_can_be_used_again(path: Path) -> None:
     with closing(Index(path, readonly=False)) as index:
         with index.writing():
             index.run(ADD, b"before")
-        with pytest.raises(StoreFullError, match="free some space"):
+        with pytest.raises(StoreFullError, match="Free some space"):
             full_in_the_middle(index)
         assert tokens(index) == {b"before"}
         with index.writing():

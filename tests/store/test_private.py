@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import perdure
-from perdure.store.durable import make_folder, make_private, write_file
+from perdure.atomic import make_folder, make_private, write_file
 from perdure.testing.toy import ToyModel
 
 

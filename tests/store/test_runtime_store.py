@@ -20,8 +20,7 @@ from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
 from perdure.decode.stream import Stream, one_request
-from perdure.engine.batch import Batch
-from perdure.engine.contract import Outcome
+from perdure.engine.contract import Batch, Outcome
 from perdure.engine.llama.core import LlamaCore
 from perdure.errors import (
     InvalidInputError,

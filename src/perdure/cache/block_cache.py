@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -34,6 +35,7 @@ from perdure.cache.prefix_search import (
 )
 from perdure.cache.tiers.tiered import Tiers
 from perdure.decode.slots import KeptPrefix
+from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
 from perdure.engine.contract import Capture
 from perdure.engine.parallel import spread, threads
@@ -42,6 +44,8 @@ from perdure.identity import Identity
 
 Ids = NDArray[np.int32]
 E = TypeVar("E", bound=AnyBlock)
+_IDENTITIES = 256
+"""Identities that are remembered, to say what changed."""
 _Range: TypeAlias = tuple[BlockId, int, int]
 """A block to be: what it follows, where it starts and where it ends."""
 
@@ -114,24 +118,32 @@ class BlockCache:
     ) -> None:
         """Copy the first `length` tokens of `seq`, and its tail states at the lengths of its checkpoints, as
         far as they are new and there is room."""
+        adapters = self._context.adapters_of(seq)
+        self._store(seq, self.root(namespace, adapters.held(length)), checkpoints, length)
+        if adapters.before is not None and adapters.start < length:
+            # The next prompt may switch the adapter on elsewhere, and have in common what comes before both.
+            start = int(adapters.start)
+            self._store(seq, self.root(namespace, adapters.before), checkpoints, start)
+
+    def _store(
+        self, seq: int, root: BlockId, checkpoints: Mapping[int, NDArray[np.uint8]], length: int
+    ) -> None:
         tokens = self._context.token_array(seq, 0, length)
         if not self.tiers.memory.budget or not len(tokens):
             return
         points = {end: state for end, state in checkpoints.items() if end <= length}
         new: dict[BlockId, Block] = {}
         at_end = len(tokens) == self._context.length(seq)
-        if not self._has_all(namespace, tokens, points, at_end=at_end):
-            new = {block.id: block for block in self._copy(seq, namespace, tokens, points)}
+        if not self._has_all(root, tokens, points, at_end=at_end):
+            new = {block.id: block for block in self._copy(seq, root, tokens, points)}
         if self.tiers.lower:
             # All of it: what a lower tier turned down or lost before, it may take now.
-            names = [
-                block_id(parent, tokens[a:b]) for parent, a, b in self._ranges(namespace, tokens, points)
-            ]
+            names = [block_id(parent, tokens[a:b]) for parent, a, b in self._ranges(root, tokens, points)]
             blocks = (new.get(name) or self.tiers.memory.lookup(name) for name in names)
             self.tiers.store_lower([block for block in blocks if block is not None])
 
     def _copy(
-        self, seq: int, namespace: str, tokens: Ids, points: dict[int, NDArray[np.uint8]]
+        self, seq: int, root: BlockId, tokens: Ids, points: dict[int, NDArray[np.uint8]]
     ) -> Iterator[Block]:
         """Make the blocks of `seq` that are not in memory, and put them there as far as there is room."""
         memory = self.tiers.memory
@@ -156,7 +168,7 @@ class BlockCache:
 
         missing = [
             (parent, start, end)
-            for parent, start, end in self._ranges(namespace, tokens, points)
+            for parent, start, end in self._ranges(root, tokens, points)
             if not self._has(parent, tokens[start:end], needs_tail=end in points)
         ]
         # Several at a time, as long as there is room for all of them; then one by one.
@@ -186,11 +198,11 @@ class BlockCache:
         return capture
 
     def _ranges(
-        self, namespace: str, tokens: Ids, points: Iterable[int]
+        self, root: BlockId, tokens: Ids, points: Iterable[int]
     ) -> Iterator[tuple[BlockId, int, int]]:
         """The blocks of a sequence, each after its parent: at each place first the tails that end there."""
         ends = sorted({*points, len(tokens)})
-        parent = self.root(namespace)
+        parent = root
         names = chain(parent, tokens, self._size)
         for start in range(0, len(tokens), self._size):
             for end in ends:
@@ -200,11 +212,11 @@ class BlockCache:
                 yield parent, start, start + self._size
                 parent = next(names)
 
-    def _has_all(self, namespace: str, tokens: Ids, points: Iterable[int], *, at_end: bool) -> bool:
+    def _has_all(self, root: BlockId, tokens: Ids, points: Iterable[int], *, at_end: bool) -> bool:
         ends = {*points, *([len(tokens)] if at_end and not self.rule.cuts_blocks else [])}
         return all(
             self._has(parent, tokens[start:end], needs_tail=end in ends)
-            for parent, start, end in self._ranges(namespace, tokens, points)
+            for parent, start, end in self._ranges(root, tokens, points)
         )
 
     def _has(self, parent: BlockId, tokens: Ids, *, needs_tail: bool) -> bool:
@@ -214,10 +226,12 @@ class BlockCache:
             return not needs_tail and len(tokens) < self._size and memory.covers(parent, tokens)
         return known.has_tail_state or not needs_tail
 
-    def names(self, tokens: Ids, namespace: str, length: int) -> Iterator[tuple[BlockId, int]]:
+    def names(
+        self, tokens: Ids, namespace: str, length: int, adapters: AdapterSet | None = None
+    ) -> Iterator[tuple[BlockId, int]]:
         """The names that the blocks of the first `length` of `tokens` have once they are kept, and what each
         takes. Where a state can be cut, the end of `length` lies in a block that may go on behind it."""
-        root, row_bytes = self.root(namespace), self._context.row_bytes() or 0
+        root, row_bytes = self.root(namespace, adapters, length), self._context.row_bytes() or 0
         whole = length // self._size
         if self.rule.cuts_blocks:
             whole = min(-(-length // self._size), len(tokens) // self._size)
@@ -229,9 +243,14 @@ class BlockCache:
 
     # Finding.
 
-    def root(self, namespace: str) -> BlockId:
-        identity = self._context.identity
-        self._identities.setdefault(identity.digest, identity)
+    def root(self, namespace: str, adapters: AdapterSet | None = None, length: float = math.inf) -> BlockId:
+        """Where the chain of a state of `length` tokens starts that was computed with `adapters`, or with
+        those of the context."""
+        identity = self._context.identity_of(self._context.adapters if adapters is None else adapters, length)
+        if identity.digest not in self._identities:
+            if len(self._identities) >= _IDENTITIES:
+                self._identities.clear()
+            self._identities[identity.digest] = identity
         return self._root_of(identity, namespace)
 
     def _root_of(self, identity: Identity, namespace: str) -> BlockId:
@@ -240,32 +259,44 @@ class BlockCache:
         mode = self.memory + (f"/exact by {threads}" if self._exact else "")
         return _root_id(identity, self._size, mode, namespace, by_token=self.rule.cuts_blocks)
 
-    def lookup(self, tokens: Ids, namespace: str) -> PrefixHit:
+    def lookup(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> PrefixHit:
         """The longest prefix of `tokens` that can be put back."""
-        hit = self._search(tokens, namespace, self.rule)
+        hit = self._search(tokens, namespace, self.rule, adapters)
         if not hit.length and not self._captured and self.rule.cuts_blocks and self.tiers.lower:
             # Whether this state can be cut by token shows when it is first captured, or here: by what an
             # earlier process has kept of it.
             self.rule = AT_TAIL_STATES
-            hit = self._search(tokens, namespace, self.rule)
+            hit = self._search(tokens, namespace, self.rule, adapters)
             self.rule = AT_TAIL_STATES if hit.length else ANY_TOKEN
         return hit
 
-    def shared(self, tokens: Ids, namespace: str, hit: PrefixHit) -> int:
+    def shared(self, tokens: Ids, namespace: str, hit: PrefixHit, adapters: AdapterSet | None = None) -> int:
         """How many of `tokens` are kept, whether or not a sequence could be put back to there, as it can to
         the end of `hit`."""
-        return hit.length if self.rule.cuts_blocks else self._search(tokens, namespace, ANY_TOKEN).length
+        if self.rule.cuts_blocks:
+            return hit.length
+        return self._search(tokens, namespace, ANY_TOKEN, adapters).length
 
-    def _search(self, tokens: Ids, namespace: str, rule: ReuseRule) -> PrefixHit:
-        root = self.root(namespace)
+    def _search(self, tokens: Ids, namespace: str, rule: ReuseRule, adapters: AdapterSet | None) -> PrefixHit:
+        if adapters is not None and adapters.before is not None:
+            # What comes before the adapter is switched on may have been computed without it.
+            whole = self._search_from(self.root(namespace, adapters), tokens, rule)
+            before = self.root(namespace, adapters.before)
+            start = self._search_from(before, tokens[: int(adapters.start)], rule)
+            return whole if whole.length >= start.length else start
+        return self._search_from(self.root(namespace, adapters), tokens, rule)
+
+    def _search_from(self, root: BlockId, tokens: Ids, rule: ReuseRule) -> PrefixHit:
         names = self._names.of(root, tokens)
         hit = self.tiers.longest_prefix(root, names, tokens, size=self._size, rule=rule)
         return hit.in_blocks(self._size) if self._exact else hit
 
-    def blocks_on_path(self, source: Source[E], tokens: Ids, namespace: str) -> list[E]:
+    def blocks_on_path(
+        self, source: Source[E], tokens: Ids, namespace: str, adapters: AdapterSet | None = None
+    ) -> list[E]:
         """The blocks of a tier that hold nothing but a beginning of `tokens`, each after its parent."""
         path: list[E] = []
-        level = [(self.root(namespace), 0)]
+        level = [(self.root(namespace, adapters, len(tokens)), 0)]
         while level:
             parent, at = level.pop()
             for block in beginnings(source, parent, tokens[at : at + self._size]):
@@ -273,20 +304,20 @@ class BlockCache:
                 level.append((block.id, block.end))
         return path
 
-    def was_evicted(self, tokens: Ids, namespace: str, at: int) -> bool:
+    def was_evicted(self, tokens: Ids, namespace: str, at: int, adapters: AdapterSet | None = None) -> bool:
         """Whether a block that went on with `tokens` where `at` lies had to go."""
         memory = self.tiers.memory
         if not memory.evicted:
             return False
         start = at - at % self._size
-        root = self.root(namespace)
+        root = self.root(namespace, adapters)
         parent = [root, *self._names.of(root, tokens[:start])][-1]
         ends = range(at + 1, min(start + self._size, len(tokens)) + 1)
         return any(memory.was_evicted(block_id(parent, tokens[start:end])) for end in ends)
 
-    def changed(self, tokens: Ids, namespace: str) -> str | None:
+    def changed(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> str | None:
         """The field in which the identity differs from one under which these tokens are kept."""
-        here = self._context.identity
+        here = self._context.identity_of(self._context.adapters if adapters is None else adapters)
         for identity in self._identities.values():
             if identity != here:
                 root = self._root_of(identity, namespace)
@@ -307,19 +338,26 @@ class BlockCache:
 
     # Moving elsewhere.
 
-    def pack(self, tokens: Ids, namespace: str) -> list[Block]:
+    def pack(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> list[Block]:
         """The blocks that hold `tokens` and nothing else, all of them verified."""
-        prefix = self.load(self.lookup(tokens, namespace))
+        prefix = self.load(self.lookup(tokens, namespace, adapters))
         blocks = list(prefix.blocks)
         if blocks and blocks[-1].end > prefix.length:
             # What follows there is of another conversation that began alike.
             blocks[-1] = blocks[-1].beginning(prefix.length - blocks[-1].start)
         return blocks
 
-    def unpack(self, identity: Identity, blocks: Sequence[Block], namespace: str) -> int:
+    def unpack(
+        self,
+        identity: Identity,
+        blocks: Sequence[Block],
+        namespace: str,
+        adapters: AdapterSet | None = None,
+    ) -> int:
         """Take in copies of blocks of another cache, under names of this one. How many tokens, from the
         first on."""
-        here = self._context.identity
+        length = blocks[-1].end if blocks else 0
+        here = self._context.identity_of(self._context.adapters if adapters is None else adapters, length)
         if self._exact:
             raise IncompatibleStateError(
                 "nothing says in steps of which sizes this state was computed, so exact mode cannot use it; "
@@ -339,7 +377,7 @@ class BlockCache:
                     field="row width",
                 )
         self.rule = AT_TAIL_STATES if any(block.has_tail_state for block in blocks) else ANY_TOKEN
-        parent, end, taken = self.root(namespace), 0, []
+        parent, end, taken = self._root_of(here, namespace), 0, []
         for block in blocks:
             block.verify()
             if block.start != end or (block is not blocks[-1] and len(block.tokens) != self._size):

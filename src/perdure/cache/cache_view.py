@@ -20,6 +20,7 @@ from perdure.cache.slots.cache import SlotCache
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.decode.slots import KeptPrefix, Plan, TierUsage
+from perdure.engine.adapters import AdapterSet
 from perdure.errors import InvalidInputError
 from perdure.identity import Identity
 
@@ -89,14 +90,15 @@ class CacheView:
         """Under which state holds here."""
         return self._context.identity
 
-    def plan(self, tokens: Ids, namespace: str) -> Plan:
+    def plan(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> Plan:
         """Where the state of `tokens` would come from, if it were wanted now."""
+        adapters = self._context.adapters if adapters is None else adapters
         idle = self._table.idle
         reusable = tokens if self._planner.inexact is None else tokens[:0]
-        hit = self._blocks.lookup(reusable, namespace)
+        hit = self._blocks.lookup(reusable, namespace, adapters)
         # Where none is idle, as if all were.
         among = idle if idle.any() else self._table.serving
-        best = self._planner.choose(among, tokens, reusable, namespace, hit).best
+        best = self._planner.choose(among, tokens, reusable, namespace, adapters, hit).best
         if not isinstance(best.source, PrefixHit):
             counts = {"slot": best.length} if best.length else {}
             return Plan(tiers=counts, blocks=0, nbytes=0, computed=len(tokens) - best.length)
@@ -110,15 +112,16 @@ class CacheView:
             computed=len(tokens) - hit.length,
         )
 
-    def usage(self, tokens: Ids, namespace: str) -> dict[str, TierUsage]:
+    def usage(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> dict[str, TierUsage]:
         """How much of `tokens` each tier has, and in how many bytes."""
         usage: dict[str, TierUsage] = {}
-        here = self._table.on_path(tokens, namespace)
+        adapters = self._context.adapters if adapters is None else adapters
+        here = self._table.on_path(tokens, namespace, adapters)
         if longest := max((min(len(tokens), self._context.length(slot.seq)) for slot in here), default=0):
             usage["slot"] = TierUsage(tokens=longest)
         tiers: list[MemoryTier | WriteBehind] = [self._tiers.memory, *self._tiers.lower]
         for tier in tiers:
-            blocks: Sequence[AnyBlock] = self._blocks.blocks_on_path(tier, tokens, namespace)
+            blocks: Sequence[AnyBlock] = self._blocks.blocks_on_path(tier, tokens, namespace, adapters)
             if blocks:
                 total = sum(block.nbytes for block in blocks)
                 usage[tier.name] = TierUsage(tokens=max(block.end for block in blocks), nbytes=total)
@@ -131,7 +134,7 @@ class CacheView:
                 namespace=slot.namespace,
                 busy=slot.busy,
                 length=self._context.length(slot.seq),
-                tokens=_first_tokens(self._context.token_array(slot.seq)),
+                tokens=tuple(self._context.token_array(slot.seq, 0, _SHOWN).tolist()),
             )
             for slot in self._table.all[: self._table.count]
         ]

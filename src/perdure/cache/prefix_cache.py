@@ -15,6 +15,7 @@ from perdure.cache.cache_view import BlockInfo, CacheView, PrefixRun, SlotState
 from perdure.cache.kept_prefixes import check_labels
 from perdure.cache.slots.cache import SlotCache
 from perdure.decode.slots import KeptPrefix, Plan, ReuseReport, TierUsage
+from perdure.engine.adapters import AdapterSet, Scales
 from perdure.engine.contract import token_array
 from perdure.errors import InvalidInputError
 from perdure.identity import Identity
@@ -43,7 +44,12 @@ class PrefixCacheCalls(Protocol):
     """`rt.cache`, whichever process the engine is in."""
 
     def warm(
-        self, prompt: str | Iterable[int], *, labels: Iterable[str] = (), namespace: str = ""
+        self,
+        prompt: str | Iterable[int],
+        *,
+        labels: Iterable[str] = (),
+        namespace: str = "",
+        adapters: Scales | None = None,
     ) -> KeptPrefix: ...
     def records(
         self,
@@ -57,18 +63,33 @@ class PrefixCacheCalls(Protocol):
         self, *, namespace: str = "", limit: int | None = None, after: str | None = None
     ) -> list[BlockInfo]: ...
     def clear(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> int: ...
-    def plan(self, tokens: Iterable[int], *, namespace: str = "") -> Plan: ...
-    def held(self, tokens: Iterable[int], *, namespace: str = "") -> dict[str, TierUsage]: ...
+    def plan(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> Plan: ...
+    def held(
+        self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
+    ) -> dict[str, TierUsage]: ...
     def runs(
         self, parent: str | None = None, *, namespace: str = "", limit: int = 100, after: int = 0
     ) -> list[PrefixRun] | None: ...
     def slots(self) -> list[SlotState]: ...
     def identity(self) -> Identity: ...
-    def wake(self, tokens: Iterable[int], *, namespace: str = "") -> ReuseReport: ...
-    def sleep(self, tokens: Iterable[int], *, namespace: str = "") -> None: ...
-    def save(self, tokens: Iterable[int], *, namespace: str = "") -> None: ...
-    def pack(self, tokens: Iterable[int], *, namespace: str = "") -> tuple[Identity, list[Block]]: ...
-    def unpack(self, identity: Identity, blocks: Sequence[Block], *, namespace: str = "") -> int: ...
+    def wake(
+        self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
+    ) -> ReuseReport: ...
+    def sleep(
+        self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
+    ) -> None: ...
+    def save(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> None: ...
+    def pack(
+        self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
+    ) -> tuple[Identity, list[Block]]: ...
+    def unpack(
+        self,
+        identity: Identity,
+        blocks: Sequence[Block],
+        *,
+        namespace: str = "",
+        adapters: Scales | None = None,
+    ) -> int: ...
     def stats(self) -> CacheStats: ...
 
 
@@ -80,15 +101,21 @@ class PrefixCache:
         slots: SlotCache,
         *,
         tokenize: Callable[[str], list[int]],
-        read: Callable[[NDArray[np.int32], str], Any],
+        read: Callable[[NDArray[np.int32], str, Scales | None], Any],
+        choose: Callable[[Scales | None, NDArray[np.int32]], AdapterSet | None] = lambda scales, tokens: None,
         call: Callable[[Callable[[], Any]], Any],
         post: Callable[[Callable[[], Any]], Any],
+        look: Callable[..., Any],
+        before_long_steps: Callable[[Callable[[], None]], None],
     ) -> None:
+        """`read` computes a prompt with adapters, and `choose` tells the set that names of adapters are;
+        `call`, `post`, `look` and `before_long_steps` are the engine loop's."""
         self._slots = slots
         self._tiers = slots.tiers
         self._view = CacheView(slots)
         self._tokenize = tokenize
         self._read = read
+        self._choose = choose
         self._call = call
         self._post = post
         self._keeping = threading.Lock()
@@ -96,17 +123,24 @@ class PrefixCache:
         if (tier := self._tiers.prefix_tier) is not None:
             for prefix in tier.tier.prefixes():
                 self._kept.add(prefix)
+        self._look = look
+        before_long_steps(self._remember)
 
     def warm(
-        self, prompt: str | Iterable[int], *, labels: Iterable[str] = (), namespace: str = ""
+        self,
+        prompt: str | Iterable[int],
+        *,
+        labels: Iterable[str] = (),
+        namespace: str = "",
+        adapters: Scales | None = None,
     ) -> KeptPrefix:
         """Compute a prefix once and keep it. Warmed before, its record comes back with all its labels."""
         ids = _token_ids(self._tokenize(prompt) if isinstance(prompt, str) else prompt)
-        names = _names(labels)
-        kept = self._call(lambda: self._begin(ids, names, namespace))
+        names, chosen = _names(labels), self._choose(adapters, ids)
+        kept = self._call(lambda: self._begin(ids, names, namespace, chosen))
         if kept < self._slots.reusable_length(len(ids)):
-            self._read(ids, namespace)
-        prefix: KeptPrefix = self._call(lambda: self._keep(ids, names, namespace))
+            self._read(ids, namespace, adapters)
+        prefix: KeptPrefix = self._call(lambda: self._keep(ids, names, namespace, chosen))
         if (tier := self._tiers.prefix_tier) is not None:
             # Here, not in the engine thread: nobody's reply waits for the disk.
             with self._keeping:
@@ -127,7 +161,7 @@ class PrefixCache:
         behind the one whose `id` is `after`."""
         names = None if labels is None else _names(labels)
         _check_limit(limit)
-        return self._call(  # type: ignore[no-any-return]
+        return self._look(  # type: ignore[no-any-return]
             lambda: self._kept.page(names, namespace, limit=limit, after=after)
         )
 
@@ -137,7 +171,7 @@ class PrefixCache:
         """The blocks that are kept of a namespace, in memory and on disk, each before those that follow it:
         up to `limit`, behind the one whose `id` is `after`."""
         _check_limit(limit)
-        return self._call(  # type: ignore[no-any-return]
+        return self._look(  # type: ignore[no-any-return]
             lambda: self._view.blocks(namespace, limit=limit, after=after)
         )
 
@@ -167,15 +201,19 @@ class PrefixCache:
         self._call(self._slots.clear)
         return len(dropped)
 
-    def plan(self, tokens: Iterable[int], *, namespace: str = "") -> Plan:
+    def plan(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> Plan:
         """What bringing back the state of `tokens` would take. Nothing is moved."""
         ids = _token_ids(tokens)
-        return self._call(lambda: self._view.plan(ids, namespace))  # type: ignore[no-any-return]
+        chosen = self._choose(adapters, ids)
+        return self._call(lambda: self._view.plan(ids, namespace, chosen))  # type: ignore[no-any-return]
 
-    def held(self, tokens: Iterable[int], *, namespace: str = "") -> dict[str, TierUsage]:
+    def held(
+        self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
+    ) -> dict[str, TierUsage]:
         """How much of the state of `tokens` each tier has. Nothing is moved."""
         ids = _token_ids(tokens)
-        return self._call(lambda: self._view.usage(ids, namespace))  # type: ignore[no-any-return]
+        chosen = self._choose(adapters, ids)
+        return self._call(lambda: self._view.usage(ids, namespace, chosen))  # type: ignore[no-any-return]
 
     def runs(
         self, parent: str | None = None, *, namespace: str = "", limit: int = 100, after: int = 0
@@ -187,56 +225,83 @@ class PrefixCache:
             prefixes = self._kept.of(None, namespace)
             return self._view.runs(namespace, parent, prefixes, limit=limit, after=after)
 
-        return self._call(look)  # type: ignore[no-any-return]
+        return self._look(look)  # type: ignore[no-any-return]
 
     def slots(self) -> list[SlotState]:
-        """What every slot of the engine holds."""
-        return self._call(self._view.slots)  # type: ignore[no-any-return]
+        """What every slot of the engine holds; during a long step, what it held before."""
+        return self._look(self._view.slots, lambda: self._last_slots)  # type: ignore[no-any-return]
 
     def identity(self) -> Identity:
         """Under which state holds here."""
-        return self._call(lambda: self._view.identity)  # type: ignore[no-any-return]
+        return self._look(  # type: ignore[no-any-return]
+            lambda: self._view.identity, lambda: self._last_identity
+        )
 
-    def wake(self, tokens: Iterable[int], *, namespace: str = "") -> ReuseReport:
+    def wake(
+        self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
+    ) -> ReuseReport:
         """Bring back the state of `tokens`, as far as it is kept; the next request computes the rest."""
         ids = _token_ids(tokens)
-        return self._call(lambda: self._slots.swap_in(ids, namespace))  # type: ignore[no-any-return]
+        chosen = self._choose(adapters, ids)
+        return self._call(lambda: self._slots.swap_in(ids, namespace, chosen))  # type: ignore[no-any-return]
 
-    def sleep(self, tokens: Iterable[int], *, namespace: str = "") -> None:
+    def sleep(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> None:
         """Put the state of `tokens` where it outlives the process, and let go of its memory."""
         ids = _token_ids(tokens)
-        self._call(lambda: self._slots.swap_out(ids, namespace))
+        chosen = self._choose(adapters, ids)
+        self._call(lambda: self._slots.swap_out(ids, namespace, chosen))
         if self._tiers.lower:
             self._tiers.flush()
-            self._call(lambda: self._slots.drop_stored(ids, namespace))
+            self._call(lambda: self._slots.drop_stored(ids, namespace, chosen))
 
-    def save(self, tokens: Iterable[int], *, namespace: str = "") -> None:
+    def save(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> None:
         """Have the state of `tokens` written behind whatever happens next. Nobody waits for it."""
         ids = _token_ids(tokens)
-        self._post(lambda: self._slots.store(ids, namespace))
+        chosen = self._choose(adapters, ids)
+        self._post(lambda: self._slots.store(ids, namespace, chosen))
 
-    def pack(self, tokens: Iterable[int], *, namespace: str = "") -> tuple[Identity, list[Block]]:
+    def pack(
+        self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
+    ) -> tuple[Identity, list[Block]]:
         """The state of a prefix as blocks that can be taken elsewhere, and under which identity it holds."""
         ids = _token_ids(tokens)
-        return self._call(lambda: self._slots.pack(ids, namespace))  # type: ignore[no-any-return]
+        chosen = self._choose(adapters, ids)
+        return self._call(lambda: self._slots.pack(ids, namespace, chosen))  # type: ignore[no-any-return]
 
-    def unpack(self, identity: Identity, blocks: Sequence[Block], *, namespace: str = "") -> int:
+    def unpack(
+        self,
+        identity: Identity,
+        blocks: Sequence[Block],
+        *,
+        namespace: str = "",
+        adapters: Scales | None = None,
+    ) -> int:
         """Take in state that was packed elsewhere, if it fits here. How many tokens of it."""
-        return self._call(lambda: self._slots.unpack(identity, blocks, namespace))  # type: ignore[no-any-return]
+        tokens = np.concatenate([block.tokens for block in blocks]) if blocks else np.empty(0, np.int32)
+        chosen = self._choose(adapters, tokens)
+        return self._call(lambda: self._slots.unpack(identity, blocks, namespace, chosen))  # type: ignore[no-any-return]
 
     def stats(self) -> CacheStats:
-        return self._call(self._stats)  # type: ignore[no-any-return]
+        return self._look(self._stats)  # type: ignore[no-any-return]
 
     # In the engine thread.
 
-    def _begin(self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str) -> int:
-        kept, root = self._slots.store(ids, namespace)
+    def _remember(self) -> None:
+        """Keep what is told while the context is busy with a long step."""
+        self._last_slots, self._last_identity = self._view.slots(), self._view.identity
+
+    def _begin(
+        self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str, adapters: AdapterSet | None
+    ) -> int:
+        kept, root = self._slots.store(ids, namespace, adapters)
         # Before anything is computed for it.
         self._merged(root, ids, labels, namespace)
         return kept
 
-    def _keep(self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str) -> KeptPrefix:
-        kept, root = self._slots.store(ids, namespace)
+    def _keep(
+        self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str, adapters: AdapterSet | None
+    ) -> KeptPrefix:
+        kept, root = self._slots.store(ids, namespace, adapters)
         prefix = KeptPrefix(
             tokens=tuple(ids.tolist()),
             kept=kept,
@@ -244,7 +309,7 @@ class PrefixCache:
             namespace=namespace,
             root=root,
         )
-        self._slots.keep(prefix, ids, namespace)
+        self._slots.keep(prefix, ids, namespace, adapters)
         return prefix
 
     def _merged(

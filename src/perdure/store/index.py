@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from perdure.atomic import make_private
 from perdure.checks import check_may_wait
 from perdure.errors import (
     StoreDamagedError,
@@ -20,7 +21,6 @@ from perdure.errors import (
     StoreReadOnlyError,
     StoreVersionError,
 )
-from perdure.store.durable import make_private
 
 APPLICATION = 0x50455244
 """Marks the file as ours ("PERD")."""
@@ -357,7 +357,9 @@ class Index:
         except sqlite3.Error as error:
             name = getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
             if name.startswith("SQLITE_FULL"):
-                raise StoreFullError(f"no room left for {self._path}: free some space", needed=0) from error
+                raise StoreFullError(
+                    f"the disk is full: no room for {self._path}. Free some space", needed=0
+                ) from error
             if name.startswith(("SQLITE_READONLY", "SQLITE_PERM", "SQLITE_CANTOPEN", "SQLITE_AUTH")):
                 raise StoreReadOnlyError(f"cannot open {self._path}: {error}") from error
             # Our statements are right, so one that makes no sense to SQLite met a table that is not.

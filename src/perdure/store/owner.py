@@ -14,9 +14,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from perdure import system
-from perdure.atomic import atomic_write
+from perdure.atomic import atomic_write, make_folder, translate_os_errors
 from perdure.errors import StoreLockedError
-from perdure.store.durable import make_folder, translate_os_errors
 
 _FILE, _LOCK, _SOCKET = "sessions.holder", "sessions.lock", "sessions.socket"
 _TEMPORARY = "perdure-socket-"

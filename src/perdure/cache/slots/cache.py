@@ -18,6 +18,7 @@ from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.tiered import Tiers
 from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.decode.slots import KeptPrefix, PendingPrefix, ReuseReport, SlotAssignment
+from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
 from perdure.errors import EngineError
 from perdure.identity import Identity
@@ -86,6 +87,8 @@ class SwapSlots:
         length = self._context.length(place.seq)
         if not length or place.namespace != slot.namespace:
             return not length
+        if self._context.adapters_of(place.seq) != self._context.adapters_of(slot.seq):
+            return False
         held = self._context.token_array(place.seq)
         return place.exact <= slot.exact and self._context.common_prefix(held, slot.seq) == length
 
@@ -129,21 +132,36 @@ class SlotSwapper:
         """How much of a prompt of `length` tokens can be used again: in exact mode, its whole steps."""
         return length if self._exact is None else length // self._exact * self._exact
 
-    def restorable_length(self, slot: Slot, tokens: Ids) -> int:
-        """The longest prefix of `tokens` that `slot` can be brought to, by what it holds in truth."""
-        shared = self._context.common_prefix(tokens, slot.seq)
+    def restorable_length(self, slot: Slot, tokens: Ids, adapters: AdapterSet) -> int:
+        """The longest prefix of `tokens`, computed with `adapters`, that `slot` can be brought to, by what it
+        holds in truth."""
+        alike = self._context.adapters_of(slot.seq).shared_until(adapters)
+        shared = int(min(self._context.common_prefix(tokens, slot.seq), alike))
         if self._exact is not None:
             shared = self.reusable_length(min(shared, slot.exact))
         self._checkpoints.on_path(slot.seq)
         return self._checkpoints.restorable_length(slot.seq, shared, self._context.length(slot.seq))
 
-    def fill(self, placement: Placement, tokens: Ids, namespace: str) -> tuple[Mapping[str, int], str]:
-        """Bring a prefix into its slot: how many tokens of it came from which tier, and what went wrong."""
+    def fill(
+        self, placement: Placement, tokens: Ids, namespace: str, adapters: AdapterSet
+    ) -> tuple[Mapping[str, int], str]:
+        """Bring a prefix into its slot: how many tokens of it came from which tier, and what went wrong. What
+        follows there is computed with `adapters`."""
+        tiers, trouble = self._fill(placement, tokens, namespace, adapters)
+        self._context.adapt(adapters, placement.seq)
+        return tiers, trouble
+
+    def _fill(
+        self, placement: Placement, tokens: Ids, namespace: str, adapters: AdapterSet
+    ) -> tuple[Mapping[str, int], str]:
         slot = self._slots[placement.seq]
         source = self._slots[placement.source] if isinstance(placement.source, int) else placement.source
         trouble = ""
         try:
-            if isinstance(source, Slot) and self.restorable_length(source, tokens) < placement.length:
+            if (
+                isinstance(source, Slot)
+                and self.restorable_length(source, tokens, adapters) < placement.length
+            ):
                 raise EngineError(f"sequence {source.seq} holds something else than was known of it")
             if source is slot:
                 if placement.length < self._context.length(slot.seq):
@@ -152,6 +170,7 @@ class SlotSwapper:
                 return {"slot": placement.length}, ""
             self._swap_out(slot, source)
             slot.namespace = namespace
+            self._context.adapt(adapters, slot.seq)
             if source is None:
                 return {}, ""
             if isinstance(source, Slot):
@@ -308,15 +327,22 @@ class SlotCache:
     # For the scheduler.
 
     def acquire(
-        self, tokens: Ids, *, namespace: str = "", reuse: bool = True, pins: Sequence[KeptPrefix] = ()
+        self,
+        tokens: Ids,
+        *,
+        namespace: str = "",
+        adapters: AdapterSet | None = None,
+        reuse: bool = True,
+        pins: Sequence[KeptPrefix] = (),
     ) -> SlotAssignment | PendingPrefix | None:
         idle = self.table.idle
         if not idle.any():
             return None
+        adapters = self._chosen(adapters)
         refusal = self.planner.inexact if reuse else "reuse was not wanted"
         reusable = tokens if refusal is None else tokens[:0]
-        hit = self.blocks.lookup(reusable, namespace)
-        choice = self.planner.choose(idle, tokens, reusable, namespace, hit)
+        hit = self.blocks.lookup(reusable, namespace, adapters)
+        choice = self.planner.choose(idle, tokens, reusable, namespace, adapters, hit)
         # What a busy sequence has so far does not count: the rest of it is worth waiting for too.
         if choice.shared.max() - choice.from_idle >= _WORTH_WAITING:
             pending = self.planner.pending_prefix(choice)
@@ -324,9 +350,9 @@ class SlotCache:
                 return pending
         anywhere = int(np.minimum(choice.shared, choice.lengths).max(initial=0))
         if anywhere < len(reusable):
-            anywhere = max(anywhere, self.blocks.shared(reusable, namespace, hit))
+            anywhere = max(anywhere, self.blocks.shared(reusable, namespace, hit, adapters))
         slot = self.table.all[choice.best.seq]
-        tiers, trouble = self._swapper.fill(choice.best, tokens, namespace)
+        tiers, trouble = self._swapper.fill(choice.best, tokens, namespace, adapters)
         self._checkpoints.thin_out()
         reused = sum(tiers.values())
         self.table.acquire(slot, namespace)
@@ -344,6 +370,7 @@ class SlotCache:
                     self.blocks,
                     tokens,
                     namespace,
+                    adapters,
                     reused=reused,
                     restorable=choice.from_anywhere,
                     shared=anywhere,
@@ -351,7 +378,9 @@ class SlotCache:
                     budget=self.budget,
                 )
             )
-            pinned = () if refusal else tuple(pin for pin in pins if self.keep(pin, tokens, namespace))
+            pinned: tuple[KeptPrefix, ...] = ()
+            if not refusal:
+                pinned = tuple(pin for pin in pins if self.keep(pin, tokens, namespace, adapters))
         except BaseException:
             # Whoever asked does not get it, so nobody else would give it back.
             self.release(slot.seq)
@@ -363,7 +392,9 @@ class SlotCache:
         report = ReuseReport(tiers=tiers, computed=len(tokens) + 1 - reused, why=why, pins=pinned)
         return SlotAssignment(slot.seq, reused, report)
 
-    def keep(self, prefix: KeptPrefix, tokens: Ids, namespace: str) -> bool:
+    def keep(
+        self, prefix: KeptPrefix, tokens: Ids, namespace: str, adapters: AdapterSet | None = None
+    ) -> bool:
         """Have the state of a beginning of `tokens` kept: listed where it has no end, else held from eviction
         until its end, once it is computed. False: there is no room to hold it."""
         if prefix.seconds is None:
@@ -371,8 +402,10 @@ class SlotCache:
         length = self.reusable_length(min(prefix.length, len(tokens)))
         if not length:
             return False
-        checkpoint = PrefixHash(self.context.identity.digest).advance(tokens[:length])
-        blocks: list[tuple[bytes, int]] = [(checkpoint, 0), *self.blocks.names(tokens, namespace, length)]
+        adapters = self._chosen(adapters)
+        checkpoint = PrefixHash(self.context.identity_of(adapters).digest).advance(tokens[:length])
+        names = self.blocks.names(tokens, namespace, length, adapters)
+        blocks: list[tuple[bytes, int]] = [(checkpoint, 0), *names]
         return self.kept.add(replace(prefix, namespace=namespace), blocks)
 
     def is_ready(self, prefix: PendingPrefix) -> bool:
@@ -387,6 +420,7 @@ class SlotCache:
 
     def chunk(self, seq: int, cached: int, count: int, checkpoint_at: Collection[int]) -> int:
         """Where a memory cannot be cut, steps end at the places that are worth coming back to."""
+        count = self.context.same_adapters(seq, cached, count)
         return self._checkpoints.chunk(cached, count, checkpoint_at)
 
     def reached(self, seq: int, length: int, checkpoint_at: Collection[int]) -> None:
@@ -406,11 +440,11 @@ class SlotCache:
 
     # For whoever stores, moves or clears what is kept.
 
-    def swap_in(self, tokens: Ids, namespace: str) -> ReuseReport:
+    def swap_in(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> ReuseReport:
         """Bring the state of `tokens` into a sequence, as far as it is kept. The rest is computed when it
         is next asked for."""
         counts = dict(self.reused), self.computed
-        place = self.acquire(tokens, namespace=namespace)
+        place = self.acquire(tokens, namespace=namespace, adapters=adapters)
         self.reused, self.computed = counts
         if not isinstance(place, SlotAssignment):
             why = "all sequences are busy: it comes with the next request"
@@ -420,37 +454,50 @@ class SlotCache:
             tiers=place.report.tiers, computed=len(tokens) - place.cached, why=place.report.why
         )
 
-    def swap_out(self, tokens: Ids, namespace: str) -> None:
+    def swap_out(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> None:
         """Put the state of `tokens` into the tiers and let go of its sequence."""
-        for slot in self.table.on_path(tokens, namespace):
+        for slot in self.table.on_path(tokens, namespace, self._chosen(adapters)):
             if not slot.busy:
                 self._swapper.store(slot)
                 self._swapper.empty(slot)
 
-    def pack(self, tokens: Ids, namespace: str) -> tuple[Identity, list[Block]]:
+    def pack(
+        self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None
+    ) -> tuple[Identity, list[Block]]:
         """The blocks of a prefix, as far as it is kept, and the identity under which they hold."""
-        self.store(tokens, namespace)
-        return self.context.identity, self.blocks.pack(tokens, namespace)
+        self.store(tokens, namespace, adapters)
+        blocks = self.blocks.pack(tokens, namespace, adapters)
+        length = blocks[-1].end if blocks else 0
+        return self.context.identity_of(self._chosen(adapters), length), blocks
 
-    def unpack(self, identity: Identity, blocks: Sequence[Block], namespace: str) -> int:
+    def unpack(
+        self,
+        identity: Identity,
+        blocks: Sequence[Block],
+        namespace: str,
+        adapters: AdapterSet | None = None,
+    ) -> int:
         """Take in blocks that were packed elsewhere; how many tokens they hold."""
-        return self.blocks.unpack(identity, blocks, namespace)
+        return self.blocks.unpack(identity, blocks, namespace, adapters)
 
-    def drop_stored(self, tokens: Ids, namespace: str) -> None:
+    def drop_stored(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> None:
         """Drop from memory what a lower tier has of `tokens` and nothing else in memory goes on from."""
-        for block in reversed(self.blocks.blocks_on_path(self.tier, tokens, namespace)):
+        for block in reversed(self.blocks.blocks_on_path(self.tier, tokens, namespace, adapters)):
             is_leaf = next(self.tier.children(block.id), None) is None
             if is_leaf and any(tier.lookup(block.id) is not None for tier in self.tiers.lower):
                 self.tier.drop(block.id)
 
-    def store(self, tokens: Ids, namespace: str) -> tuple[int, BlockId]:
+    def store(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> tuple[int, BlockId]:
         """Put the state of `tokens`, if a sequence holds it, into the tiers. How many are kept, and where
         their chain starts."""
-        for slot in self.table.on_path(tokens, namespace):
+        for slot in self.table.on_path(tokens, namespace, self._chosen(adapters)):
             self._swapper.store(slot)
-        hit = self.blocks.lookup(tokens, namespace)
+        hit = self.blocks.lookup(tokens, namespace, adapters)
         self.tiers.store_lower([block for block in hit.blocks if isinstance(block, Block)])
-        return hit.length, self.blocks.root(namespace)
+        return hit.length, self.blocks.root(namespace, adapters)
+
+    def _chosen(self, adapters: AdapterSet | None) -> AdapterSet:
+        return self.context.adapters if adapters is None else adapters
 
     def store_all(self) -> None:
         """Put what every idle sequence holds into the lower tiers: who was used last comes last, and where
@@ -476,7 +523,8 @@ class SlotCache:
         """Drop `blocks`, and the sequences that go on from prefixes and lead to none that is still kept."""
         self.blocks.replace(blocks, ())
         for slot in self.table.all:
-            root = self.blocks.root(slot.namespace)
+            adapters = self.context.adapters_of(slot.seq)
+            root = self.blocks.root(slot.namespace, adapters, self.context.length(slot.seq))
             leads = [
                 len(prefix.tokens)
                 for prefix in dropped

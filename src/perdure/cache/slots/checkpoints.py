@@ -261,7 +261,7 @@ class CheckpointStore(SlotCheckpoints):
         state = self._context.checkpoint(seq).state
         passed = self._passed[seq]
         if passed is None or passed.length > length:
-            passed = self._passed[seq] = PrefixHash(self._context.identity.digest)
+            passed = self._passed[seq] = PrefixHash(self._identity(seq))
         digest = passed.advance(self._context.token_array(seq, passed.length, length))
         if state is not None:
             kept.add(Point(length, digest, state))
@@ -279,7 +279,7 @@ class CheckpointStore(SlotCheckpoints):
     def swapped_in(self, seq: int, prefix: LoadedPrefix) -> None:
         points = CheckpointList()
         if prefix.pieces:
-            passed = PrefixHash(self._context.identity.digest)
+            passed = PrefixHash(self._identity(seq))
             for block in prefix.blocks:
                 digest = passed.advance(block.tokens)
                 if block.tail_state is not None:
@@ -289,8 +289,7 @@ class CheckpointStore(SlotCheckpoints):
     def on_path(self, seq: int) -> CheckpointList:
         kept = self._kept[seq]
         if len(kept):
-            digest, tokens = self._context.identity.digest, self._context.token_array(seq)
-            self._kept[seq] = kept.on_path(digest, tokens)
+            self._kept[seq] = kept.on_path(self._identity(seq), self._context.token_array(seq))
         return self._kept[seq]
 
     def restorable_length(self, seq: int, shared: int, length: int) -> int:
@@ -313,12 +312,17 @@ class CheckpointStore(SlotCheckpoints):
         else:
             point = next(point for point in points if point.length == length)
             tokens = context.token_array(seq, 0, length)
-            context.restore(Checkpoint(context.identity.digest, tokens, point.state), seq)
+            identity = context.identity_of(context.adapters_of(seq), length)
+            context.restore(Checkpoint(identity.digest, tokens, point.state), seq)
         # What it has left it had before: those that belong to it do.
         self._kept[seq] = points.until(length)
 
     def thin_out(self) -> None:
         self._thin_out()
+
+    def _identity(self, seq: int) -> bytes:
+        """What the checkpoints of `seq` depend on besides its tokens."""
+        return self._context.identity_of(self._context.adapters_of(seq)).digest
 
     def _thin_out(self, room: int = 0) -> None:
         """Every second one of the slot that keeps most goes, until `room` more bytes fit."""

@@ -18,6 +18,7 @@ from perdure.cache.block_cache import BlockCache
 from perdure.cache.prefix_search import common_prefix_length
 from perdure.cache.slots.checkpoints import SlotCheckpoints
 from perdure.decode.slots import PendingPrefix
+from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
 
 Ids = NDArray[np.int32]
@@ -81,12 +82,15 @@ class SlotTable:
         self._clock += 1
         self.used[slot.seq] = self._clock
 
-    def on_path(self, tokens: Ids, namespace: str) -> list[Slot]:
-        """The slots that hold nothing but a beginning of `tokens`, or go on from them."""
+    def on_path(self, tokens: Ids, namespace: str, adapters: AdapterSet) -> list[Slot]:
+        """The slots that hold nothing but a beginning of `tokens`, or go on from them, computed with
+        `adapters`."""
         path = []
         for slot in self.all:
             if slot.namespace == namespace:
                 shared = self._context.common_prefix(tokens, slot.seq)
+                if shared > self._context.adapters_of(slot.seq).shared_until(adapters):
+                    continue
                 if shared > 0 and shared in (len(tokens), self._context.length(slot.seq)):
                     path.append(slot)
         return path
@@ -105,15 +109,16 @@ class SlotTable:
         """How many tokens of each slot are known here."""
         return np.array([len(slot.tokens) for slot in self.all], np.int64)
 
-    def shared(self, namespace: str, tokens: Ids) -> Counts:
-        """How many of `tokens` each slot starts with."""
-        return np.array(
-            [
-                common_prefix_length(slot.tokens, tokens) if slot.namespace == namespace else 0
-                for slot in self.all
-            ],
-            np.int64,
-        )
+    def shared(self, namespace: str, tokens: Ids, adapters: AdapterSet) -> Counts:
+        """How many of `tokens` each slot starts with, computed with `adapters`."""
+        counts = []
+        for slot in self.all:
+            count = common_prefix_length(slot.tokens, tokens) if slot.namespace == namespace else 0
+            if count:
+                # Also of a busy one: it was given its set before it was given its tokens.
+                count = int(min(count, self._context.adapters_of(slot.seq).shared_until(adapters)))
+            counts.append(count)
+        return np.array(counts, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +234,7 @@ class SlotPlanner:
         checkpoints: SlotCheckpoints,
         *,
         exact: int | None,
-        restorable_length: Callable[[Slot, Ids], int],
+        restorable_length: Callable[[Slot, Ids, AdapterSet], int],
     ) -> None:
         """`restorable_length` tells which prefix of a prompt a slot can be brought to, by what it holds in
         truth."""
@@ -244,18 +249,28 @@ class SlotPlanner:
         self._identity = b""
 
     def choose(
-        self, idle: NDArray[np.bool_], tokens: Ids, reusable: Ids, namespace: str, hit: PrefixHit
+        self,
+        idle: NDArray[np.bool_],
+        tokens: Ids,
+        reusable: Ids,
+        namespace: str,
+        adapters: AdapterSet,
+        hit: PrefixHit,
     ) -> PlacementChoice:
         """The best way to serve a prompt in one of the slots `idle`. Of its tokens that may be `reusable`,
         `hit` is in the tiers."""
-        choice = self._weigh(idle, self._look(idle), tokens, reusable, namespace, hit)
+
+        def weigh(lengths: Counts) -> PlacementChoice:
+            shared = self._table.shared(namespace, reusable, adapters)
+            return self._weigh(idle, lengths, tokens, shared, hit)
+
+        choice = weigh(self._look(idle))
         best = choice.best
         if isinstance(best.source, int):
             source = self._table.all[best.source]
-            if self._restorable_length(source, reusable) < best.length:
+            if self._restorable_length(source, reusable, adapters) < best.length:
                 # Somebody used the context behind our back, and left as many tokens as there were.
-                lengths = self._look(idle, all_of_them=True)
-                choice = self._weigh(idle, lengths, tokens, reusable, namespace, hit)
+                choice = weigh(self._look(idle, all_of_them=True))
         return choice
 
     def pending_prefix(self, choice: PlacementChoice) -> PendingPrefix:
@@ -272,12 +287,10 @@ class SlotPlanner:
         idle: NDArray[np.bool_],
         lengths: Counts,
         tokens: Ids,
-        reusable: Ids,
-        namespace: str,
+        shared: Counts,
         hit: PrefixHit,
     ) -> PlacementChoice:
         table = self._table
-        shared = table.shared(namespace, reusable)
         restorable = self._checkpoints.restorable_lengths(np.minimum(self._usable(shared), lengths), lengths)
         memory, pool = self._context.memory, self._context.capabilities.shared
         copies = not pool or memory.forks_in_pool
@@ -320,6 +333,7 @@ def why_not_more(
     blocks: BlockCache,
     tokens: Ids,
     namespace: str,
+    adapters: AdapterSet,
     *,
     reused: int,
     restorable: int,
@@ -341,11 +355,11 @@ def why_not_more(
     if shared > reused:
         went = f"it went back to {reused}" if reused else "nothing before it is left to go back to"
         return f"a {blocks.memory} memory has no checkpoint at token {shared}: {went}"
-    if blocks.was_evicted(tokens, namespace, shared):
+    if blocks.was_evicted(tokens, namespace, shared, adapters):
         return f"what followed token {shared} was evicted: the budget is {budget} bytes"
     if reused:
         return f"first difference at token {reused}"
-    if field_name := blocks.changed(tokens, namespace):
+    if field_name := blocks.changed(tokens, namespace, adapters):
         return f"the identity changed in its {field_name}"
     return "no cached prefix matches"
 

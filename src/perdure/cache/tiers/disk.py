@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from perdure.atomic import TEMPORARY
+from perdure.atomic import TEMPORARY, make_folder, sync_folder, translate_os_errors, write_file
 from perdure.cache.block import Block, BlockId, BlockMeta
 from perdure.cache.tiers.base import BlockTier
 from perdure.cache.tiers.block_index import BlockTable, PrefixTable
@@ -26,7 +26,6 @@ from perdure.errors import (
     StoreLockedError,
     StoreReadOnlyError,
 )
-from perdure.store.durable import make_folder, sync_folder, translate_os_errors, write_file
 from perdure.store.index import Index
 from perdure.store.owner import described
 
