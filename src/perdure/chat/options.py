@@ -9,6 +9,7 @@ from typing import Any
 
 from perdure.chat.message import Tool
 from perdure.config import Overflow, ReasoningMode
+from perdure.decode.request import ReplyKeywords
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import InvalidInputError
 from perdure.options import check_options, option
@@ -64,6 +65,9 @@ class ChatOptions:
         help="the day, or the moment, that a template is told when it asks, in ISO 8601",
         unset="today",
     )
+    stable_prefix: bool = option(
+        False, help="whether text that clients are known to change at every turn is moved behind the rest"
+    )
     cache_marks: Sequence[KeptPrefix] = ()
     """Up to where the state of the conversation is to be kept for a time."""
     variables: Mapping[str, Any] | None = None
@@ -110,3 +114,32 @@ class ChatOptions:
                 raise InvalidInputError(f"{_KWARGS} are a mapping, got {type(more).__name__}")
             own["variables"] = {**(own.get("variables") or {}), **more}
         return cls(**own), others
+
+
+# The keywords of a chat request, typed.
+
+
+class TurnKeywords(ReplyKeywords, total=False):
+    """How a turn of a conversation is made."""
+
+    tools: Sequence[Tool | Mapping[str, Any]] | None
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool
+    reasoning: ReasoningMode
+    reasoning_budget: int | None
+    overflow: Overflow
+    limit_to_context: bool
+    keep_reasoning: bool | None
+    stable_prefix: bool
+    continue_final_message: bool
+    add_generation_prompt: bool | None
+    date: str | None
+    cache_marks: Sequence[KeptPrefix]
+    variables: Mapping[str, Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class ChatKeywords(TurnKeywords, total=False):
+    """What `chat` and its like take besides the messages."""
+
+    namespace: str

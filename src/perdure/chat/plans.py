@@ -183,7 +183,7 @@ _BEFORE = "Summary of the conversation so far:"
 _GOES_ON = "The conversation goes on:"
 
 
-class SummaryCut(Exception):
+class SummaryInterrupted(Exception):
     """A summary was cancelled, or its time was up."""
 
     def __init__(self, reply: ChatReply) -> None:
@@ -308,7 +308,7 @@ def _pass_summary(
         )
         reply = exchange.reply
         if reply.finish_reason == "cancelled":
-            raise SummaryCut(reply)
+            raise SummaryInterrupted(reply)
         text = reply.text.strip()
         if text and reply.finish_reason == "stop":
             return text

@@ -6,19 +6,22 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 from perdure.backend import Backend
-from perdure.chat.message import Message, ToolCall
+from perdure.chat.difference import Difference, PastPrompt, PastPrompts, first_difference, shared_tokens
+from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.normaliser import MessageNormaliser, Normalised
 from perdure.chat.options import ChatOptions
 from perdure.chat.parsing.family import Family
-from perdure.chat.prefill import Prefill
-from perdure.chat.template.renderer import Rendering, RenderingCache, TemplateRenderer
-from perdure.chat.template.template import Guard, Template
+from perdure.chat.reply import Prefill
+from perdure.chat.template.template import Guard, Rendering, RenderingCache, Template, TemplateRenderer
 from perdure.chat.transcript import ChatTokenizer, Transcript, TranscriptCache, shared_length
+from perdure.chat.volatile import VolatileText
 from perdure.decode.request import check_prompt_size
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import PerdureError
@@ -45,6 +48,14 @@ class Prompt:
     """The beginning of the reply, where a caller wrote it."""
     notes: tuple[str, ...] = ()
     """What the template does not show as it was given, and what was written instead."""
+    difference: Difference | None = None
+    """Where it departs from the prompt before it in its conversation."""
+    expected: int = 0
+    """Tokens that were read or written in that prompt."""
+    past: PastPrompt | None = None
+    """That prompt."""
+    about: tuple[tuple[Message, ...], tuple[Tool, ...], Mapping[str, Any]] = ((), (), MappingProxyType({}))
+    """Messages, tools and variables that it was made of."""
 
     def __len__(self) -> int:
         return len(self.transcript.tokens)
@@ -69,6 +80,8 @@ class PromptBuilder:
         self._renderer = TemplateRenderer(template, guard)
         self._rendering_cache = RenderingCache()
         self._reasoning_cache = ReasoningCache()
+        self._volatile = VolatileText()
+        self._past = PastPrompts()
         self._needs_checkpoint = backend.model.memory.needs_checkpoint
 
     def prompt(
@@ -85,6 +98,12 @@ class PromptBuilder:
         `before` is how their beginning was rendered. What `must_fit` and surely does not is refused before
         it is tokenised."""
         options = options or ChatOptions()
+        moved: tuple[str, ...] = ()
+        if options.stable_prefix and known is None and before is None:
+            messages, about_text = self._volatile.settle(messages, namespace)
+            tools, about_tools = self._volatile.ordered(options.tools, namespace)
+            options = replace(options, tools=tools)
+            moved = (*about_text, *about_tools)
         messages = self._reasoning_cache.put_back(messages, namespace)
         messages = tuple(map(self._with_reasoning_apart, messages))
         prefill = Prefill.of(messages, self._family) if options.continue_final_message else None
@@ -111,6 +130,13 @@ class PromptBuilder:
         needs_checkpoint = self._needs_checkpoint and prefill is None and options.opens_reply
         pins = self._pins(messages, options, transcript)
         departures = self._departures(messages, options, transcript, rendering) if needs_checkpoint else ()
+        past = self._past.closest(messages, text, namespace)
+        difference, expected = None, 0
+        if past is not None:
+            expected = shared_tokens(past, text, transcript.cuts)
+            difference = first_difference(
+                past, messages, options.tools, normalised.variables, text, transcript.cuts
+            )
         return Prompt(
             transcript,
             thinking=thinking,
@@ -118,12 +144,26 @@ class PromptBuilder:
             pins=pins,
             rendering=rendering,
             prefill=prefill,
-            notes=normalised.notes,
+            notes=(*moved, *normalised.notes),
+            difference=difference,
+            expected=expected,
+            past=past,
+            about=(messages, options.tools, normalised.variables),
         )
 
-    def remember(self, whole: Transcript, asked: Sequence[Message], reply: Message, namespace: str) -> None:
+    def settle(self, messages: Sequence[Message], namespace: str) -> tuple[Message, ...]:
+        """The messages with volatile text in its place."""
+        return self._volatile.settle(messages, namespace)[0]
+
+    def remember(
+        self, prompt: Prompt, whole: Transcript, asked: Sequence[Message], reply: Message, namespace: str
+    ) -> None:
         """Remember a prompt with the reply to it, for prompts that go on from both."""
         self._transcript_cache.store(whole, namespace)
+        messages, tools, variables = prompt.about
+        past = PastPrompt((*messages, reply), tools, variables, whole.text)
+        goes_on = prompt.past is not None and prompt.difference is None
+        self._past.store(past, namespace, prompt.past if goes_on else None)
         self._reasoning_cache.store(asked, reply, namespace)
 
     # Text.

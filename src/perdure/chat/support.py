@@ -8,10 +8,9 @@ from pathlib import Path
 
 from perdure.chat.formats.registry import detect
 from perdure.chat.message import Message
+from perdure.chat.normaliser import capabilities
 from perdure.chat.parsing.learned import CallForm, learn
-from perdure.chat.template.capabilities import capabilities
-from perdure.chat.template.renderer import TemplateRenderer
-from perdure.chat.template.template import Template
+from perdure.chat.template.template import Template, TemplateRenderer
 from perdure.errors import PerdureError
 
 _HEAD = ("template", "family", "reasoning", "calls", "parallel", "forced", "reuse")

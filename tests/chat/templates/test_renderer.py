@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perdure import Message, Template, TemplateError
-from perdure.chat.template.renderer import Rendering, RenderingCache, TemplateRenderer
-from perdure.chat.template.template import Guard
+from perdure.chat.template.template import Guard, Rendering, RenderingCache, TemplateRenderer
 
 FILES = sorted(Path(__file__).parent.glob("*.jinja"))
 ALL = {path.stem: Template.from_file(path, bos="<s>", eos="</s>") for path in FILES} | {

@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from perdure.chat.formats.granite import json_list
 from perdure.chat.formats.llama3 import HEADER_MARKS
 from perdure.chat.message import Tool
-from perdure.chat.parsing.call_format import CallFormat, CallParser
-from perdure.chat.parsing.call_writer import CallText
+from perdure.chat.parsing.call_writer import CallFormat, CallParser, CallText
 from perdure.chat.parsing.family import Family
 from perdure.chat.parsing.json_objects import JsonCalls
 from perdure.chat.parsing.json_scanner import JsonScanner, Malformed

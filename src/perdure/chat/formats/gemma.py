@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from perdure.chat.message import Tool
-from perdure.chat.parsing.call_format import CallFormat, CallParser
-from perdure.chat.parsing.call_writer import CallText
+from perdure.chat.parsing.call_writer import CallFormat, CallParser, CallText
 from perdure.chat.parsing.family import Family
 from perdure.chat.parsing.json_objects import JsonObjectsParser
 from perdure.chat.parsing.python_calls import PythonParser

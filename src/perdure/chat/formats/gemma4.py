@@ -14,8 +14,16 @@ from typing import Any
 
 from perdure.chat.message import Tool, ToolCall
 from perdure.chat.parsing.arguments import kinds_of, properties_of, resolved
-from perdure.chat.parsing.call_format import LONGEST_HEADER, SPACE, CallFormat, CallParser
-from perdure.chat.parsing.call_writer import CallWriter, Rules, value_rule, within
+from perdure.chat.parsing.call_writer import (
+    LONGEST_HEADER,
+    SPACE,
+    CallFormat,
+    CallParser,
+    CallWriter,
+    Rules,
+    value_rule,
+    within,
+)
 from perdure.chat.parsing.family import Family, Markers
 from perdure.chat.parsing.json_scanner import BoundedText, Malformed
 

@@ -12,8 +12,7 @@ import re
 from collections.abc import Sequence
 
 from perdure.chat.message import Tool
-from perdure.chat.parsing.call_format import LONGEST_HEADER, CallFormat, CallParser
-from perdure.chat.parsing.call_writer import CallText
+from perdure.chat.parsing.call_writer import LONGEST_HEADER, CallFormat, CallParser, CallText
 from perdure.chat.parsing.family import Family, Markers
 from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
 

@@ -29,8 +29,16 @@ from typing import Any
 
 from perdure.chat.message import Tool, ToolCall
 from perdure.chat.parsing.arguments import kinds_of, properties_of, resolved, typed
-from perdure.chat.parsing.call_format import LONGEST_HEADER, CallFormat, CallParser
-from perdure.chat.parsing.call_writer import CallWriter, Rules, TaggedText, value_rule, within
+from perdure.chat.parsing.call_writer import (
+    LONGEST_HEADER,
+    CallFormat,
+    CallParser,
+    CallWriter,
+    Rules,
+    TaggedText,
+    value_rule,
+    within,
+)
 from perdure.chat.parsing.family import THINK, Family, Markers
 from perdure.chat.parsing.json_objects import JsonCalls, json_object
 from perdure.chat.parsing.json_scanner import Malformed

@@ -15,8 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perdure.chat.message import Tool, ToolCall
-from perdure.chat.parsing.call_format import LONGEST_HEADER, CallFormat, CallParser
-from perdure.chat.parsing.call_writer import CallWriter, Rules, TaggedText
+from perdure.chat.parsing.call_writer import (
+    LONGEST_HEADER,
+    CallFormat,
+    CallParser,
+    CallWriter,
+    Rules,
+    TaggedText,
+)
 from perdure.chat.parsing.family import Family, Markers
 from perdure.chat.parsing.json_scanner import Malformed
 from perdure.chat.parsing.tagged import TaggedCalls, TaggedParser

@@ -15,8 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from perdure.chat.message import Tool
-from perdure.chat.parsing.call_format import CallFormat
-from perdure.chat.parsing.call_writer import CallWriter, Rules
+from perdure.chat.parsing.call_writer import CallFormat, CallWriter, Rules
 from perdure.chat.parsing.json_objects import JSON
 from perdure.decode.sampling.grammar import Grammar
 from perdure.errors import InvalidInputError

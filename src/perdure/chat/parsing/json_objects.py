@@ -6,8 +6,7 @@ import json
 from collections.abc import Collection, Sequence
 
 from perdure.chat.message import Tool
-from perdure.chat.parsing.call_format import SPACE, CallFormat, CallParser, Event, marks_in
-from perdure.chat.parsing.call_writer import CallText
+from perdure.chat.parsing.call_writer import SPACE, CallFormat, CallParser, CallText, Event, marks_in
 from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
 
 _NAME_KEYS = frozenset(("name", "tool_name"))

@@ -6,15 +6,16 @@ import re
 from collections.abc import Callable, Sequence
 
 from perdure.chat.message import Tool
-from perdure.chat.parsing.call_format import (
+from perdure.chat.parsing.call_writer import (
+    ID,
     LONGEST_HEADER,
     SPACE,
     CallFormat,
     CallParser,
+    CallText,
     flexible,
     marks_in,
 )
-from perdure.chat.parsing.call_writer import ID, CallText
 from perdure.chat.parsing.json_objects import JsonObjectsParser
 from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
 

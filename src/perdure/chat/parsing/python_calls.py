@@ -11,8 +11,16 @@ from typing import Any
 
 from perdure.chat.message import Tool, ToolCall
 from perdure.chat.parsing.arguments import kinds_of, properties_of, resolved
-from perdure.chat.parsing.call_format import LONGEST_HEADER, SPACE, CallFormat, CallParser, marks_in
-from perdure.chat.parsing.call_writer import CallWriter, Rules, within
+from perdure.chat.parsing.call_writer import (
+    LONGEST_HEADER,
+    SPACE,
+    CallFormat,
+    CallParser,
+    CallWriter,
+    Rules,
+    marks_in,
+    within,
+)
 from perdure.chat.parsing.json_objects import JsonObjectsParser
 from perdure.chat.parsing.json_scanner import BoundedText, Malformed
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from perdure.chat.message import Message, Tool, ToolCall
-from perdure.chat.parsing.call_format import CallParser
+from perdure.chat.parsing.call_writer import CallParser
 from perdure.chat.parsing.family import Family
 from perdure.chat.parsing.json_scanner import Malformed
 from perdure.checks import check_one_of

@@ -10,8 +10,14 @@ from typing import Any
 
 from perdure.chat.message import Tool
 from perdure.chat.parsing.arguments import kinds_of, properties_of, typed
-from perdure.chat.parsing.call_format import LONGEST_HEADER, SPACE, CallFormat, CallParser, flexible
-from perdure.chat.parsing.call_writer import TaggedText
+from perdure.chat.parsing.call_writer import (
+    LONGEST_HEADER,
+    SPACE,
+    CallFormat,
+    CallParser,
+    TaggedText,
+    flexible,
+)
 from perdure.chat.parsing.json_objects import JsonObjectsParser
 from perdure.chat.parsing.json_scanner import Malformed
 from perdure.chat.parsing.named import ChosenParser

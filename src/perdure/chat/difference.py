@@ -1,0 +1,301 @@
+"""Difference: the first place where a prompt departs from the one that its conversation had before.
+
+    system prompt, line 3: "Today is Monday" was "Today is Sunday"
+    messages[4] (tool): shorter than it was
+    tools: read_file is new
+
+What was asked before is remembered by its messages and tools, so that the cause is named in a client's own
+words and not as a token number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from perdure.chat.message import Message, Tool
+from perdure.chat.transcript import shared_length
+from perdure.decode.request import Timings
+from perdure.decode.slots import ReuseReport
+
+Kind = Literal["tools", "system", "message", "reply", "history", "variables", "template"]
+_LIMIT = 32 << 20
+"""Characters of prompts that are remembered, about."""
+_SHOWN = 160
+"""Characters of a line that are shown."""
+_SLACK = 128
+"""Tokens that are computed again though they are kept: blocks are whole, and the last one gives logits."""
+_SIMILAR = 16
+"""Prompts that are compared with a new one, the latest first."""
+
+ADVICE: dict[Kind, str] = {
+    "tools": "Send the same tools with every request of a conversation.",
+    "system": "Keep the system prompt the same; put what changes into the last message.",
+    "message": "Append to a conversation: behind an earlier message that changes, everything is read again.",
+    "reply": "Send replies back as they came, with their reasoning.",
+    "history": "Messages were left out or put in: what follows them is read again once.",
+    "variables": "Send the same template variables with every request of a conversation.",
+    "template": "The template writes earlier turns otherwise than the latest: try keep_reasoning=True.",
+}
+"""What would have kept the prefix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Where a prompt first differs from the one before it."""
+
+    kind: Kind
+    place: str
+    """Such as `system prompt, line 3`."""
+    before: str
+    now: str
+    """The line that differs, as it was and as it is; empty where there is none."""
+    tokens: int
+    """Of the prompt that stand before it."""
+    lost: int = 0
+    """Tokens behind it that are not new, and are read again."""
+
+    @property
+    def advice(self) -> str:
+        return ADVICE[self.kind]
+
+    def __str__(self) -> str:
+        if not self.before and not self.now:
+            return self.place
+        return f"{self.place}: {self.now!r} was {self.before!r}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Miss:
+    """Tokens of a prompt that were computed again: how many, for how long, and what would have kept them."""
+
+    cause: Kind | Literal["cache"]
+    """What differed; `cache` where nothing did, and the state was no longer kept."""
+    why: str
+    """The place of the first difference, or what became of the state."""
+    before: str
+    now: str
+    tokens: int
+    seconds: float
+    advice: str
+
+    @classmethod
+    def of(
+        cls, difference: Difference | None, expected: int, reuse: ReuseReport, timings: Timings
+    ) -> Miss | None:
+        """Why fewer tokens were reused than there might have been. `expected` were read before."""
+        if reuse.reused + _SLACK < expected:
+            tokens, cause, why = expected - reuse.reused, "cache", reuse.why
+            before = now = ""
+            advice = "Give the cache or the store more bytes, or the server more slots."
+        elif difference is not None and difference.lost:
+            tokens, cause, why = difference.lost, difference.kind, difference.place
+            before, now, advice = difference.before, difference.now, difference.advice
+        else:
+            return None
+        seconds = timings.prefill * min(1.0, tokens / max(1, reuse.computed))
+        return cls(
+            cause=cause,  # type: ignore[arg-type]
+            why=why,
+            before=before,
+            now=now,
+            tokens=tokens,
+            seconds=seconds,
+            advice=advice,
+        )
+
+    def __str__(self) -> str:
+        shown = f": {self.now!r} was {self.before!r}" if self.before or self.now else ""
+        return f"{self.tokens} tokens computed again, {self.why}{shown}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PastPrompt:
+    """A prompt with its reply, as far as later ones are compared with it."""
+
+    messages: tuple[Message, ...]
+    """The reply is the last one."""
+    tools: tuple[Tool, ...]
+    variables: Mapping[str, Any]
+    text: str
+    """All that the model read and wrote."""
+
+    @property
+    def size(self) -> int:
+        return 2 * len(self.text) + 256 * len(self.messages)
+
+
+class PastPrompts:
+    """The latest prompts by namespace, up to a number of characters. Safe from any thread."""
+
+    def __init__(self, *, limit: int = _LIMIT) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._held: OrderedDict[tuple[str, int], PastPrompt] = OrderedDict()
+        self._size = 0
+        self._count = 0
+
+    def store(self, past: PastPrompt, namespace: str, instead_of: PastPrompt | None) -> None:
+        """Remember a prompt; the one that it goes on from need not be."""
+        with self._lock:
+            if instead_of is not None:
+                for key in [key for key, each in self._held.items() if each is instead_of]:
+                    self._size -= self._held.pop(key).size
+            self._count += 1
+            self._held[namespace, self._count] = past
+            self._size += past.size
+            while self._size > self._limit and self._held:
+                self._size -= self._held.popitem(last=False)[1].size
+
+    def closest(self, messages: Sequence[Message], text: str, namespace: str) -> PastPrompt | None:
+        """The prompt before this one in its conversation, as far as can be told: the one that has most of its
+        messages, and of those the one that its text shares most with."""
+        with self._lock:
+            near = [each for (space, _), each in reversed(self._held.items()) if space == namespace][
+                :_SIMILAR
+            ]
+        said = {_key(message) for message in messages if message.role not in ("system", "developer")}
+        best, best_score = None, (0, 0)
+        for past in near:
+            same = sum(_key(each) in said for each in past.messages)
+            if same and (score := (same, shared_length(text, past.text))) > best_score:
+                best, best_score = past, score
+        return best
+
+
+def first_difference(
+    past: PastPrompt,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    variables: Mapping[str, Any],
+    text: str,
+    cuts: Sequence[tuple[int, int]],
+) -> Difference | None:
+    """Where `text`, made of these, departs from a past prompt; None where it goes on from all of it."""
+    shared = shared_length(text, past.text)
+    if shared >= min(len(past.text), len(text)):
+        return None
+    tokens = _tokens_at(cuts, shared)
+    lost = max(0, _tokens_at(cuts, _history_end(messages, text)) - tokens)
+    found = _difference(past, messages, tools, variables, text, shared)
+    return replace(found, tokens=tokens, lost=lost)
+
+
+def shared_tokens(past: PastPrompt, text: str, cuts: Sequence[tuple[int, int]]) -> int:
+    """How many tokens of a prompt were read or written in a past one."""
+    return _tokens_at(cuts, shared_length(text, past.text))
+
+
+def _tokens_at(cuts: Sequence[tuple[int, int]], chars: int) -> int:
+    return max((count for at, count in cuts if at <= chars), default=0)
+
+
+def _history_end(messages: Sequence[Message], text: str) -> int:
+    """Where in the text of a prompt its history ends: behind the last reply."""
+    at = max((at for at, each in enumerate(messages) if each.role == "assistant"), default=-1)
+    first = next((each.content for each in messages[at + 1 :] if each.content), None)
+    start = text.rfind(first.strip()[:200]) if first else -1
+    return len(text) if start < 0 else start
+
+
+def _difference(
+    past: PastPrompt,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    variables: Mapping[str, Any],
+    text: str,
+    shared: int,
+) -> Difference:
+    by_tools = _tools(past.tools, tools)
+    by_message = _messages(past.messages, messages)
+    if by_tools is not None and by_message is not None:
+        # Whichever stands first in the text: a tool that differs, or a message before it.
+        at = by_message[3]
+        content = (messages[at].content or "") if at < len(messages) else ""
+        start = text.find(content[:64]) if content else -1
+        tool = min((text.find(each.name) for each in tools), default=-1)
+        if 0 <= start <= shared < start + len(content) and not (start < tool <= shared):
+            by_tools = None
+    if by_tools is not None:
+        return Difference(kind="tools", place=f"tools: {by_tools}", before="", now="", tokens=0)
+    if by_message is not None:
+        kind, place, lines, _ = by_message
+        return Difference(kind=kind, place=place, before=lines[0], now=lines[1], tokens=0)
+    for name in sorted({*past.variables, *variables}):
+        if past.variables.get(name) != variables.get(name):
+            was, now = past.variables.get(name), variables.get(name)
+            place = f"template variable {name}"
+            return Difference(kind="variables", place=place, before=repr(was), now=repr(now), tokens=0)
+    before, now = _lines_at(past.text, shared), _lines_at(text, shared)
+    return Difference(kind="template", place="the template", before=before, now=now, tokens=0)
+
+
+def _tools(before: Sequence[Tool], now: Sequence[Tool]) -> str | None:
+    if tuple(before) == tuple(now):
+        return None
+    old, new = {tool.name: tool for tool in before}, {tool.name: tool for tool in now}
+    if added := [name for name in new if name not in old]:
+        return f"{', '.join(added[:3])} {'is' if len(added) == 1 else 'are'} new"
+    if gone := [name for name in old if name not in new]:
+        return f"{', '.join(gone[:3])} {'is' if len(gone) == 1 else 'are'} gone"
+    if changed := [name for name in new if old[name] != new[name]]:
+        return f"{', '.join(changed[:3])} changed"
+    return "another order"
+
+
+def _messages(
+    before: Sequence[Message], now: Sequence[Message]
+) -> tuple[Kind, str, tuple[str, str], int] | None:
+    """The first message that differs: kind, place, the lines, its index."""
+    for at, (old, new) in enumerate(zip(before, now, strict=False)):
+        if _key(old) == _key(new):
+            continue
+        is_reply = at == len(before) - 1 and old.role == "assistant"
+        if at + 1 < len(now) and _key(now[at + 1]) == _key(old):
+            return "history", f"messages[{at}] ({new.role}): put in", ("", ""), at
+        if at + 1 < len(before) and _key(before[at + 1]) == _key(new):
+            return "history", f"messages[{at}] ({old.role}): left out", ("", ""), at
+        if old.role != new.role:
+            if len(now) < len(before):
+                return "history", f"messages[{at}] on: replaced by fewer messages", ("", ""), at
+            return "history", f"messages[{at}]: {new.role} was {old.role}", ("", ""), at
+        if old.tool_calls != new.tool_calls:
+            return ("reply" if is_reply else "message"), f"messages[{at}] ({new.role}): calls", ("", ""), at
+        first, second = (old.content or "").strip(), (new.content or "").strip()
+        number, lines = _changed_line(first, second)
+        if new.role in ("system", "developer"):
+            place: str = (
+                f"system prompt, line {number}" if not at else f"messages[{at}] ({new.role}), line {number}"
+            )
+            return "system", place, lines, at
+        if first.startswith(second) or second.startswith(first):
+            how = "shorter" if len(second) < len(first) else "longer"
+            place = f"messages[{at}] ({new.role}): {how} than it was"
+            return ("reply" if is_reply else "message"), place, ("", ""), at
+        return ("reply" if is_reply else "message"), f"messages[{at}] ({new.role}), line {number}", lines, at
+    if len(now) < len(before) - 1:
+        return "history", f"messages[{len(now)}] on: left out", ("", ""), len(now)
+    return None
+
+
+def _key(message: Message) -> tuple[object, ...]:
+    """What two messages are the same by. Reasoning comes back from few clients, and spaces are trimmed."""
+    calls = tuple((call.name, call.arguments) for call in message.tool_calls)
+    return message.role, (message.content or "").strip(), calls
+
+
+def _changed_line(before: str, now: str) -> tuple[int, tuple[str, str]]:
+    at = shared_length(before, now)
+    return before.count("\n", 0, at) + 1, (_lines_at(before, at), _lines_at(now, at))
+
+
+def _lines_at(text: str, at: int) -> str:
+    """The line of a text around a place, or the part of it that is near."""
+    start = text.rfind("\n", 0, at) + 1
+    end = text.find("\n", at)
+    end = len(text) if end < 0 else end
+    start = max(start, at - _SHOWN // 2)
+    return text[start : min(end, start + _SHOWN)]
