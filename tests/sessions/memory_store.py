@@ -27,11 +27,9 @@ from perdure.errors import (
     StoreError,
     StoreReadOnlyError,
 )
-from perdure.sessions.history import TurnPage, TurnReference
-from perdure.sessions.info import SessionInfo, SessionMemory
+from perdure.sessions.info import SessionInfo, SessionMemory, Tree, TreeTurn, parse_turn_id, turn_id
 from perdure.sessions.store.base import RESPONSE, NamespaceSize, Quota
-from perdure.sessions.tree import Tree, TreeTurn, parse_turn_id, turn_id
-from perdure.sessions.turn import FIRST, Turn
+from perdure.sessions.turn import FIRST, Turn, TurnPage, TurnReference
 
 
 @dataclass(frozen=True)
@@ -527,6 +525,8 @@ def _has(text: str, part: str) -> bool:
 
 
 def _text(value: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidInputError(f"a text is a string, got {value!r}")
     try:
         value.encode()
     except UnicodeEncodeError as error:

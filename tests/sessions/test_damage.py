@@ -18,12 +18,11 @@ from perdure import CorruptStateError, SessionError, StateError, StoreDamagedErr
 from perdure.sessions.info import SessionInfo
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.store.sqlite import schema as schema_module
-from perdure.sessions.store.sqlite import turn_table
+from perdure.sessions.store.sqlite import tables
 from perdure.sessions.store.sqlite.folder import FILE, MARK
-from perdure.sessions.store.sqlite.repair import FOUND
+from perdure.sessions.store.sqlite.repair import FOUND, Verification, verify
 from perdure.sessions.store.sqlite.schema import MIGRATIONS, row_checksum
 from perdure.sessions.store.sqlite.store import SqliteStore
-from perdure.sessions.store.sqlite.verify import Verification, verify
 from perdure.sessions.turn import Turn
 from perdure.testing.toy import ToyModel
 from sessions.talking import talking
@@ -534,7 +533,7 @@ def test_a_turn_that_is_believed_unproved_is_found(
         object.__setattr__(turn, "_digest", row[-1])
         return turn
 
-    monkeypatch.setattr(turn_table, "read_turn", believing)
+    monkeypatch.setattr(tables, "read_turn", believing)
     known = everything(closed)
     folder = damaged(
         closed, changed("UPDATE turn SET messages = replace(messages, 'Mess', 'Mass') WHERE number = 3")

@@ -44,6 +44,22 @@ def test_a_session_moves_to_another_store_with_its_state(subject: Subject, tmp_p
         assert talk.say(talk.session("anna"), "Still there?").reuse.reused > 80
 
 
+def test_an_export_with_state_leaves_no_turn_in_memory(toy: Subject, tmp_path: Path) -> None:
+    """X20: what is written is read page by page, and its tokens are put together on the way."""
+    with talking(toy, tmp_path) as talk:
+        s = talk.session("alice")
+        for number in range(4):
+            talk.say(s, f"{number} {LONG}")
+        expected = s.tokens
+    with talking(toy, tmp_path) as talk:
+        s = talk.rt.sessions.get("alice")
+        path = s.export(tmp_path / "alice.perdure")
+        assert s.turns_at_hand == 0
+        assert read_export(path).has_state
+        assert tuple(s._tokens_with_state()) == expected == s.tokens
+        assert s.turns_at_hand > 4 * len(LONG)
+
+
 def test_without_its_state_the_words_and_tokens_come_over(subject: Subject, tmp_path: Path) -> None:
     path = exported(subject, tmp_path, state=False)
     assert path.stat().st_size < 40_000

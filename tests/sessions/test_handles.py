@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from perdure import InvalidInputError, Session, SessionBusyError, SessionNotFoundError
-from perdure.sessions.history import TurnReference
+from perdure.sessions import sessions as sessions_module
 from perdure.sessions.store.sqlite.store import SqliteStore
-from perdure.sessions.turn import Turn
+from perdure.sessions.turn import Turn, TurnReference
 from sessions.database import index_of
 from sessions.talking import ASK, said, talking
 from subjects import Subject
@@ -247,3 +247,19 @@ def test_c8_a_second_turn_is_refused_while_the_first_is_only_being_prepared(
         monkeypatch.setattr(talk.rt.chat_format, "plan", preparing)
         assert session.say("Hello", **ASK).kept
         assert len(refused) == 1
+
+
+def test_sessions_at_hand_are_bounded_by_the_bytes_of_their_turns(
+    toy: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X20: those that were not asked for the longest are let go, and read again when they are."""
+    monkeypatch.setattr(sessions_module, "_AT_HAND_BYTES", 100_000)
+    text = "x" * 20_000
+    with talking(toy, tmp_path) as talk:
+        for number in range(8):
+            talk.session(f"s{number}").append(text)
+            # Asking for any other finds out what this one has come to.
+            talk.session("small")
+            assert talk.rt.sessions._bytes_at_hand <= 100_000
+        assert len(talk.rt.sessions._at_hand) < 8
+        assert [talk.session(f"s{number}").messages()[-1].content for number in range(8)] == [text] * 8

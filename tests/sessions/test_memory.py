@@ -8,7 +8,7 @@ import pytest
 
 from perdure import AmbiguousError, CorruptStateError, InvalidInputError, SessionError, SessionNotFoundError
 from perdure.sessions.info import parse_address
-from perdure.sessions.store.sqlite import memory_table
+from perdure.sessions.store.sqlite import tables
 from perdure.sessions.store.sqlite.schema import MEMORY_COLUMNS
 from perdure.store.index import Index
 from sessions.database import index_of
@@ -18,7 +18,7 @@ from subjects import Subject
 
 def test_a_memory_is_woken_by_its_address(subject: Subject, tmp_path: Path) -> None:
     with talking(subject, tmp_path) as talk:
-        s = talk.session("ali/ce #1")
+        s = talk.session("ali?ce #1")
         talk.say(s, "My name is Alice")
         memory = s.label("the name", kind="fact", note="who she is")
         talk.say(s, "Let us talk of something else")
@@ -27,7 +27,7 @@ def test_a_memory_is_woken_by_its_address(subject: Subject, tmp_path: Path) -> N
         assert [each.address for each in found] == [memory.address]
         t = talk.rt.memories.wake(memory.address, "later")
         assert [ask for ask, _ in said(t)] == ["My name is Alice"]
-        assert dict(t.origin) == {"how": "wake", "session": "ali/ce #1", "turn": 1, "label": "the name"}
+        assert dict(t.origin) == {"how": "wake", "session": "ali?ce #1", "turn": 1, "label": "the name"}
         assert talk.say(t, "Who am I?").reuse.reused > 0
 
 
@@ -57,7 +57,7 @@ def test_x7_a_text_is_looked_for_in_a_few_memories_at_a_time(
 ) -> None:
     """I2: whoever has many memories, with long texts, keeps nobody else waiting for the index: a search has a
     reader of its own."""
-    monkeypatch.setattr(memory_table, "_SEARCHED", 3)
+    monkeypatch.setattr(tables, "_SEARCHED", 3)
     with talking(toy, tmp_path) as talk:
         s = talk.session("alice")
         talk.say(s, "The cat is on the mat")

@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from perdure.atomic import atomic_write
+from perdure.atomic import atomic_write, sync_folder, translate_os_errors
 from perdure.cache.block import Block
 from perdure.checks import is_whole
 from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.identity import Identity
 from perdure.sessions.turn import FIRST, Turn
-from perdure.store.durable import sync_folder, translate_os_errors
 
 FORMAT = 1
 _MANIFEST, _TURNS, _BLOCK, _SIGNATURE = "manifest.json", "turns.jsonl", "blocks/{}", "seal"

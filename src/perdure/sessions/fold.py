@@ -14,8 +14,7 @@ from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.decode.request import Reply, Request
 from perdure.decode.stream import DeltaReader, Stream
 from perdure.errors import SessionError
-from perdure.sessions.history import History
-from perdure.sessions.turn import Turn, context
+from perdure.sessions.turn import History, Turn, context
 
 HEADING = "Summary of the conversation so far:"
 
@@ -25,7 +24,7 @@ FoldPlan: TypeAlias = Generator[tuple[Request, DeltaReader[ChatDelta] | None], l
 """The plan of a fold: it returns the turn that goes on from the summary."""
 
 
-def foldable(start: Turn, history: History, keep: int) -> list[Turn]:
+def turns_to_compact(start: Turn, history: History, keep: int) -> list[Turn]:
     """The start, and the last turns as far as a fold looks back: to the fold before it, and further only
     for the turns that it keeps."""
     folded, said, first = False, 0, 0

@@ -122,7 +122,13 @@ def _stands_for(
     return found == text or (found[:1] == " " and found[1:] == text)
 
 
-def take_state(export: Export, backend: Backend, turns: Sequence[Turn], namespace: str) -> tuple[int, str]:
+def take_state(
+    export: Export,
+    backend: Backend,
+    turns: Sequence[Turn],
+    namespace: str,
+    adapters: Mapping[str, float] | None = None,
+) -> tuple[int, str]:
     """How many tokens of state were taken, and why not more."""
     assert export.identity is not None
     try:
@@ -130,7 +136,8 @@ def take_state(export: Export, backend: Backend, turns: Sequence[Turn], namespac
         held = [token for block in blocks for token in block.tokens.tolist()]
         if held != list(transcript(turns).tokens[: len(held)]):
             raise CorruptStateError("it is of other tokens")
-        return backend.cache.unpack(export.identity, blocks, namespace=namespace), ""
+        taken = backend.cache.unpack(export.identity, blocks, namespace=namespace, adapters=adapters)
+        return taken, ""
     except PerdureError as error:
         # The words have come over: state that does not fit here is computed.
         return 0, str(error)

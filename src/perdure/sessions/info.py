@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
@@ -12,6 +12,33 @@ from perdure.errors import InvalidInputError
 _SCHEME = "perdure://"
 _DIGITS = 9
 """Of the number of a turn in an address, at most."""
+NAME_LENGTH = 200
+"""Characters of a session's name, at most."""
+
+
+def name_problem(name: str) -> str | None:
+    """Why a new session cannot be called that; None where it can. One rule for the library, the command, the
+    server and the page: a name is part of an address on the web, where a slash would end it."""
+    if not name:
+        return "a session's name must not be empty"
+    if len(name) > NAME_LENGTH:
+        return f"a session's name has at most {NAME_LENGTH} characters, this one has {len(name)}"
+    if "/" in name:
+        other = name[:60].replace("/", "-")
+        return f"a session's name has no slash, which would end it in an address: {other!r} would do"
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in name):
+        return "a session's name is one line without control characters"
+    if any(0xD800 <= ord(letter) < 0xE000 for letter in name):
+        return "a session's name is valid Unicode"
+    return None
+
+
+def check_session_name(name: object) -> None:
+    """Refuse what no new session can be called. Older ones keep the names that they have."""
+    if not isinstance(name, str):
+        raise InvalidInputError(f"a session's name is a text, got {name!r}")
+    if (problem := name_problem(name)) is not None:
+        raise InvalidInputError(problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,3 +91,47 @@ def parse_address(address: str) -> tuple[str, int, str]:
     if rest == address or not (hash_ and slash and name and label and numbered):
         raise InvalidInputError(f"{address!r} is no address: one looks like perdure://session/turn#label")
     return unquote(name), int(turn), unquote(label)
+
+
+# The tree that a conversation and its branches make.
+
+ID_BYTES = 16
+"""Of a turn's digest, by which it is known in a tree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeTurn:
+    """A turn as it is shown in a tree: its place, which is proved, and the first words of it."""
+
+    id: str
+    parent: str | None
+    depth: int
+    kind: str
+    said: str
+    reply: str
+    finish_reason: str
+    created: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """Turns that start alike, each after the one it follows, and what stands at them."""
+
+    turns: Sequence[TreeTurn]
+    sessions: Sequence[SessionInfo] = ()
+    memories: Sequence[SessionMemory] = ()
+
+
+def turn_id(digest: bytes) -> str:
+    return digest[:ID_BYTES].hex()
+
+
+def parse_turn_id(text: str) -> bytes:
+    """The beginning of the digest of the turn that is known by that id."""
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        digest = b""
+    if len(digest) != ID_BYTES:
+        raise InvalidInputError(f"after is the id of a turn, {2 * ID_BYTES} hexadecimal digits, got {text!r}")
+    return digest

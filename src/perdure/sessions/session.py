@@ -30,10 +30,9 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, Unpa
 
 from perdure.backend import Backend
 from perdure.chat.chat_format import ChatFormat, reply_room
-from perdure.chat.keywords import TurnKeywords
 from perdure.chat.message import Message
-from perdure.chat.options import ChatOptions
-from perdure.chat.plans import Exchange, SummaryCut
+from perdure.chat.options import ChatOptions, TurnKeywords
+from perdure.chat.plans import Exchange, SummaryInterrupted
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
 from perdure.checks import is_whole
@@ -52,11 +51,23 @@ from perdure.errors import (
     StoreError,
 )
 from perdure.sessions.export import write_export
-from perdure.sessions.fold import FoldPlan, TurnStream, cut_short, fold_turn, foldable, summarised
-from perdure.sessions.history import History, Read, TurnPage, TurnReference
+from perdure.sessions.fold import FoldPlan, TurnStream, cut_short, fold_turn, summarised, turns_to_compact
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.store.base import RESPONSE, SessionStore, each_turn
-from perdure.sessions.turn import Said, Turn, added, context, plain_settings, said_messages
+from perdure.sessions.turn import (
+    History,
+    Read,
+    Said,
+    Turn,
+    TurnPage,
+    TurnReference,
+    added,
+    context,
+    plain_settings,
+    portable_settings,
+    said_messages,
+    transcript,
+)
 
 S = TypeVar("S")
 P = ParamSpec("P")
@@ -75,6 +86,10 @@ class Host(Protocol):
 
     @property
     def chat_format(self) -> ChatFormat: ...
+    def check_open(self) -> None:
+        """Raises after `close`."""
+        ...
+
     @property
     def moving_state(self) -> threading.Lock:
         """Held while all the state of a session is in memory."""
@@ -91,7 +106,9 @@ class Host(Protocol):
         kind: str = "session",
     ) -> Session: ...
     def remove(self, session: Session) -> None: ...
-    def write_behind(self, tokens: Sequence[int], namespace: str, saved: int) -> int: ...
+    def write_behind(
+        self, tokens: Sequence[int], namespace: str, saved: int, *, adapters: Mapping[str, float] | None
+    ) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +190,7 @@ class Session:
         place = TurnReference(info.head, info.digest, info.depth)
         self._history = History.at(place, self._reader())
         self.saved: int | None = None
+        self._computed_with: tuple[Mapping[str, float] | None] | None = None
         """Tokens whose state was written. None before the first turn: that turn then shows it."""
         self._deleted = False
         self.last: ChatReply | None = None
@@ -237,6 +255,11 @@ class Session:
         return self._history.token_count
 
     @property
+    def turns_at_hand(self) -> int:
+        """Bytes of memory that those of its turns take that were read, about."""
+        return self._history.nbytes
+
+    @property
     def turn_bytes(self) -> int:
         """What its turns take in the store, apart from state."""
         return self._host.store.nbytes(self._place(self.turns).head)
@@ -289,6 +312,7 @@ class Session:
         self, said: Said, *, preamble: Sequence[Message] = (), **settings: Unpack[TurnKeywords]
     ) -> TurnStream:
         """Queue a reply to what is said, as if it were the next turn. The session stays as it is."""
+        self._check_there()
         return Stream(
             self._unkept(said_messages(said), preamble, {**self.settings, **settings}),
             self._host.backend.submit,
@@ -423,12 +447,12 @@ class Session:
             raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
         if summary is not None and not isinstance(summary, str):
             raise InvalidInputError(f"a summary is a text, got {summary!r}")
-        asked: dict[str, Any] = {**settings}
+        asked: dict[str, Any] = {"adapters": self.settings.get("adapters"), **settings}
         deadline = take_deadline(asked)
         pending = self._begin()
         base = pending.base
         try:
-            turns = foldable(self._start, base, keep)
+            turns = turns_to_compact(self._start, base, keep)
             if summary is not None:
                 turn = fold_turn(turns, summary, keep)
             else:
@@ -443,7 +467,7 @@ class Session:
                 numbers = self._host.store.add(self._info, [turn], parent=base.head, expected=pending.head)
                 self._history = base.then(numbers, [turn])
                 return self
-        except SummaryCut as cut:
+        except SummaryInterrupted as cut:
             raise SessionError("the summary was cut short by its timeout: nothing was folded") from cut
         finally:
             self._end(pending)
@@ -456,7 +480,7 @@ class Session:
         """Put its state where it outlives the process, and let go of the memory that it takes."""
         with self._changing():
             if tokens := self._usable.tokens:
-                self._host.backend.cache.sleep(tokens, namespace=self.namespace)
+                self._host.backend.cache.sleep(tokens, namespace=self.namespace, adapters=self._adapters)
 
     def plan_wake(self) -> Plan:
         """What waking would take: tokens and bytes by tier, and what would be computed. Nothing is done."""
@@ -464,14 +488,14 @@ class Session:
         self._refresh()
         if not (tokens := self._usable.tokens):
             return Plan(tiers={}, blocks=0, nbytes=0, computed=0)
-        return self._host.backend.cache.plan(tokens, namespace=self.namespace)
+        return self._host.backend.cache.plan(tokens, namespace=self.namespace, adapters=self._adapters)
 
     def held(self) -> dict[str, TierUsage]:
         """How much of its state each tier has. Nothing is done."""
         self._check_there()
         if not (tokens := self._usable.tokens):
             return {}
-        return self._host.backend.cache.held(tokens, namespace=self.namespace)
+        return self._host.backend.cache.held(tokens, namespace=self.namespace, adapters=self._adapters)
 
     def wake(self) -> ReuseReport:
         """Bring its state back, after proving that its turns are what they were. What is missing or
@@ -482,7 +506,7 @@ class Session:
             self._history = proved
             if not (tokens := self._usable.tokens):
                 return ReuseReport(computed=0, why="nothing was said under this model yet")
-            return self._host.backend.cache.wake(tokens, namespace=self.namespace)
+            return self._host.backend.cache.wake(tokens, namespace=self.namespace, adapters=self._adapters)
 
     asleep = _in_thread(sleep)
 
@@ -503,19 +527,20 @@ class Session:
         """Write the session to one file that can be moved, with its state or without."""
         self._check_there()
         self._refresh()
-        history = self._history
         # One at a time: all of the state is in memory meanwhile.
         with self._host.moving_state if state else nullcontext():
             packed = None
-            if state and (tokens := self._usable_of(history).tokens):
-                packed = self._host.backend.cache.pack(tokens, namespace=self.namespace)
+            if state and (tokens := self._tokens_with_state()):
+                packed = self._host.backend.cache.pack(
+                    tokens, namespace=self.namespace, adapters=self._adapters
+                )
             return write_export(
                 Path(path),
                 self._stored_turns(),
                 packed,
                 name=self.name,
                 kind=kind or self.kind,
-                settings=self.settings,
+                settings=portable_settings(self.settings),
                 key=self._host.store.key,
                 progress=progress,
             )
@@ -591,6 +616,13 @@ class Session:
 
     # A turn.
 
+    @property
+    def _adapters(self) -> Mapping[str, float] | None:
+        """What its state was computed with: in this process by its last turn, else by its settings."""
+        found: Mapping[str, float] | None
+        (found,) = self._computed_with or (self.settings.get("adapters"),)
+        return found
+
     def _stream(self, pending: PendingTurn, base: History, said: Sequence[Message]) -> TurnStream:
         """Have what is said behind `base` answered. What takes time is done here: render and tokenise."""
         pending.base, pending.said = base, said
@@ -616,7 +648,7 @@ class Session:
             )
             self.last = self._commit(pending, fold, exchange)
             return [self.last]
-        except SummaryCut as cut:
+        except SummaryInterrupted as cut:
             return [cut_short(cut.reply)]
         finally:
             # Also where its stream is dropped, and nobody asks for the reply.
@@ -650,13 +682,17 @@ class Session:
                 if self.kind == RESPONSE:
                     with suppress(PerdureError):
                         self.note({"not_kept": str(error)})
-                return replace(reply, not_kept=str(error))
+                refused = isinstance(error, StoreError)
+                return replace(reply, not_kept=str(error), could_not_be_kept=refused)
             self._history = base.then(numbers, turns, whole, exchange.prompt.rendering)
             if follower is not None:
                 follower._follow(self._history, pending)
             # Going back or branching has others begin where this one was.
             saved = min(_found_kept(reply) if self.saved is None else self.saved, keep[1])
-        self.saved = self._host.write_behind(whole.tokens, self.namespace, saved)
+        self._computed_with = (pending.settings.get("adapters"),)
+        self.saved = self._host.write_behind(
+            whole.tokens, self.namespace, saved, adapters=pending.settings.get("adapters")
+        )
         return replace(reply, kept=True)
 
     def _answered(
@@ -671,7 +707,7 @@ class Session:
             reply=reply.whole,
             keep=keep,
             added=more,
-            settings=plain_settings({**pending.settings, **pending.extra.notes}),
+            settings=portable_settings(plain_settings({**pending.settings, **pending.extra.notes})),
             seed=reply.seed,
             finish_reason=reply.finish_reason,
             usage=_usage(reply),
@@ -707,9 +743,14 @@ class Session:
         # Before anything is written: what no summary makes room for.
         needed, at_least = self._needed(pending, self._start.messages)
         for keep in (2, 1, 0) if needed <= limit else ():
-            turns = foldable(self._start, pending.base, keep)
+            turns = turns_to_compact(self._start, pending.base, keep)
             turn = yield from summarised(
-                self._host.chat_format, turns, keep, self.namespace, {}, pending.deadline
+                self._host.chat_format,
+                turns,
+                keep,
+                self.namespace,
+                {"adapters": pending.settings.get("adapters")},
+                pending.deadline,
             )
             needed, at_least = self._needed(pending, turn.messages)
             if needed <= limit:
@@ -810,6 +851,22 @@ class Session:
         """Its transcript, if the tokens are of this model."""
         return history.transcript_under(self._host.backend.model.digest)
 
+    def _tokens_with_state(self) -> Sequence[int]:
+        """The tokens of its transcript, if they are of this model. Its turns are read page by page: no more
+        of them is in memory than the transcript itself, and nothing stays."""
+        models: set[str] = set()
+
+        def read() -> Iterator[Turn]:
+            for turn in self._stored_turns():
+                if turn.keep == (0, 0):
+                    models.clear()
+                if turn.kind != "start" and turn.added.tokens:
+                    models.add(turn.model)
+                yield turn
+
+        tokens = transcript(read()).tokens
+        return tokens if models <= {self._host.backend.model.digest} else ()
+
     # One at a time.
 
     @contextmanager
@@ -908,6 +965,7 @@ class Session:
             )
 
     def _check_there(self) -> None:
+        self._host.check_open()
         if self._deleted:
             raise SessionNotFoundError(f"session {self.name!r} was deleted")
 

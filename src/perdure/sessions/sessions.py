@@ -13,27 +13,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from perdure.atomic import translate_os_errors
 from perdure.backend import Backend
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.message import Message
 from perdure.errors import (
-    InvalidInputError,
+    AmbiguousError,
+    ClosedError,
     PerdureError,
     SessionError,
     SessionExistsError,
+    SessionNotFoundError,
     TemplateError,
 )
 from perdure.sessions.export import read_export
-from perdure.sessions.history import TurnReference
 from perdure.sessions.importing import ImportResult, check_settings, take_state, why_not_tokens
-from perdure.sessions.info import SessionInfo, SessionMemory
-from perdure.sessions.memories import Memories
+from perdure.sessions.info import SessionInfo, SessionMemory, Tree, check_session_name, parse_address
 from perdure.sessions.session import Session
 from perdure.sessions.store.base import RESPONSE, SessionStore
 from perdure.sessions.store.registry import open_store
-from perdure.sessions.tree import Tree
-from perdure.sessions.turn import Turn, said_messages, transcript, without_tokens
-from perdure.store.durable import translate_os_errors
+from perdure.sessions.turn import (
+    Turn,
+    TurnReference,
+    portable_settings,
+    said_messages,
+    transcript,
+    without_tokens,
+)
 
 _SAVED_AT_ONCE = 256
 """Tokens that a session has grown by when its state is next written."""
@@ -64,14 +70,21 @@ class Sessions:
         self._durable = store is not None
         self.moving_state = threading.Lock()
         """Held while all the state of a session is in this process, on its way to or from a file."""
+        self._closed = False
         self._lock = threading.RLock()
         self._open: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
         self._at_hand: OrderedDict[tuple[str, str], Session] = OrderedDict()
-        self._at_hand_bytes: dict[tuple[str, str], int] = {}
+        self._origin_bytes: dict[tuple[str, str], int] = {}
         """What the origin of each of those takes."""
 
     def close(self) -> None:
+        self._closed = True
         self.store.close()
+
+    def check_open(self) -> None:
+        """Refuse what is asked after `close`."""
+        if self._closed:
+            raise ClosedError("the runtime was closed, and its sessions with it: open it again")
 
     def __enter__(self) -> Sessions:
         return self
@@ -104,7 +117,7 @@ class Sessions:
         agent: str = "",
     ) -> Session:
         """The session of that name, or a new one. `agent` is the program that asks, if it is known."""
-        _check_name(name)
+        self.check_open()
         if create and not self.store.has(namespace, name):
             # Somebody else may be faster.
             with suppress(SessionExistsError):
@@ -129,16 +142,18 @@ class Sessions:
         namespace: str = "",
         settings: Mapping[str, Any] | None = None,
         agent: str = "",
+        parent: str = "",
     ) -> Session:
         """A new session. One of that name that exists already is an error. `agent` is the program that asks
-        for it, if it is known."""
-        _check_name(name)
+        for it, if it is known, and `parent` the session of the agent that started it."""
+        self.check_open()
+        check_session_name(name)
         check_settings(settings or {})
         start = Turn(
             kind="start",
             messages=(Message(role="system", content=system),) if system is not None else (),
         )
-        origin = {"agent": agent} if agent else {}
+        origin = {name: value for name, value in (("agent", agent), ("parent", parent)) if value}
         return self._opened(self.store.create(namespace, name, [start], settings=settings, origin=origin))
 
     def temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
@@ -161,16 +176,18 @@ class Sessions:
     ) -> list[SessionInfo]:
         """Those of a namespace, the latest first: up to `limit`, behind the one that is called `after`. With
         `text`, those that have it in their names or in what was said."""
+        self.check_open()
         last = self.store.find(namespace, after) if after is not None else None
         return self.store.list(namespace, limit=limit, after=last, text=text)
 
     def tree(self, name: str, namespace: str = "", *, limit: int = 1000, after: str | None = None) -> Tree:
         """The session of that name with all that branched off, or that it branched off from."""
+        self.check_open()
         return self.store.tree(self.store.find(namespace, name), limit=limit, after=after)
 
     def delete(self, name: str, namespace: str = "") -> None:
         """Forget a session, also one whose turns cannot be read any more. Forks of it, and memories, stay."""
-        _check_name(name)
+        self.check_open()
         self._opened(self.store.find(namespace, name)).delete()
 
     def respond(
@@ -189,7 +206,7 @@ class Sessions:
         Its origin says where that is. History and number of turns are of one moment: `after` may go on
         meanwhile.
         """
-        _check_name(name)
+        check_session_name(name)
         if after is None:
             origin = {"session": None, "turn": 0, **origin}
             turns = [Turn(kind="start", messages=())]
@@ -234,8 +251,10 @@ class Sessions:
         state of another store is believed as well: nothing can prove that it is what the model would compute.
         """
         export = read_export(Path(path), progress=progress)
-        _check_name(export.name if name is None else name)
-        check_settings(export.settings)
+        check_session_name(export.name if name is None else name)
+        # Whoever wrote the file names no files here.
+        settings = portable_settings(export.settings)
+        check_settings(settings)
         own = export.signed_by(self.store.key)
         turns: Sequence[Turn] = export.turns
         left_out: dict[str, str] = {}
@@ -252,7 +271,7 @@ class Sessions:
                 turns,
                 # A session that came in is listed, whatever it says to be.
                 kind=export.kind if export.kind != RESPONSE else "session",
-                settings=export.settings,
+                settings=settings,
                 origin={"how": "import", "session": export.name, "turn": len(turns) - 1},
             )
         )
@@ -266,7 +285,7 @@ class Sessions:
                 left_out["state"] = "another store wrote it, and trust_state was not given"
             else:
                 with self.moving_state:
-                    state, why = take_state(export, self._backend, turns, namespace)
+                    state, why = take_state(export, self._backend, turns, namespace, settings.get("adapters"))
                 if why:
                     left_out["state"] = why
         return ImportResult(
@@ -276,7 +295,7 @@ class Sessions:
     def copy(self, session: Session, name: str, *, replace: bool = False) -> Session:
         """A session of another runtime, with all its turns, under a name here; or in the place of the one
         that has that name."""
-        _check_name(name)
+        check_session_name(name)
         there = replace and self.store.has(session.namespace, name)
         old = self.get(name, session.namespace) if there else None
         with old._changing() if old is not None else nullcontext():
@@ -305,7 +324,7 @@ class Sessions:
         turns: Sequence[Turn] = (),
         kind: str = "session",
     ) -> Session:
-        _check_name(name)
+        check_session_name(name)
         made = self._opened(
             self.store.create(
                 session.namespace,
@@ -328,9 +347,16 @@ class Sessions:
             if self._open.get(key) is session:
                 del self._open[key]
                 self._at_hand.pop(key, None)
-                self._at_hand_bytes.pop(key, None)
+                self._origin_bytes.pop(key, None)
 
-    def write_behind(self, tokens: Sequence[int], namespace: str, saved: int) -> int:
+    def write_behind(
+        self,
+        tokens: Sequence[int],
+        namespace: str,
+        saved: int,
+        *,
+        adapters: Mapping[str, float] | None = None,
+    ) -> int:
         """Have the state of a session written now and then, when nobody waits for the engine.
 
         A few turns at a time: reading a state out of the engine takes longer the longer it is, so it is read
@@ -340,14 +366,14 @@ class Sessions:
         enough = max(_SAVED_AT_ONCE, saved // 8)
         if self._durable and len(tokens) - saved >= enough and self.backend.load == (0, 0):
             with suppress(PerdureError):
-                self.backend.cache.save(tokens, namespace=namespace)
+                self.backend.cache.save(tokens, namespace=namespace, adapters=adapters)
                 return len(tokens)
         return saved
 
     # Inside.
 
     def _wake_at(self, memory: SessionMemory, name: str) -> Session:
-        _check_name(name)
+        check_session_name(name)
         at = self.store.locate(memory)
         return self._opened(
             self.store.create(
@@ -388,13 +414,18 @@ class Sessions:
     def _keep_at_hand(self, key: tuple[str, str], session: Session) -> None:
         """Keep a session in memory, and let those go that were not asked for the longest. A stored response
         has its whole request in its origin: one that is large by itself is read again each time."""
-        if key not in self._at_hand:
-            self._at_hand_bytes[key] = _weight(session.origin)
+        if self._at_hand.get(key) is not session:
+            self._origin_bytes[key] = _weight(session.origin)
         self._at_hand[key] = session
         self._at_hand.move_to_end(key)
-        while len(self._at_hand) > _AT_HAND or sum(self._at_hand_bytes.values()) > _AT_HAND_BYTES:
+        while len(self._at_hand) > _AT_HAND or self._bytes_at_hand > _AT_HAND_BYTES:
             oldest, _ = self._at_hand.popitem(last=False)
-            self._at_hand_bytes.pop(oldest, None)
+            self._origin_bytes.pop(oldest, None)
+
+    @property
+    def _bytes_at_hand(self) -> int:
+        """Of memory, about: sessions grow while they are used."""
+        return sum(self._origin_bytes.values()) + sum(each.turns_at_hand for each in self._at_hand.values())
 
 
 def _weight(value: Any) -> int:
@@ -406,6 +437,60 @@ def _weight(value: Any) -> int:
     return 64 + sum(map(_weight, value)) if isinstance(value, (list, tuple)) else 32
 
 
-def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not name:
-        raise InvalidInputError(f"a session's name is a text that is not empty, got {name!r}")
+# Labelled turns of sessions, that can be woken by their address.
+
+_MANY = 20
+"""How many addresses are told where one must be chosen."""
+
+
+class Memories:
+    """The index of memories. Safe from any thread."""
+
+    def __init__(self, store: SessionStore, wake: Callable[[SessionMemory, str], Session]) -> None:
+        self._store = store
+        self._wake = wake
+
+    def search(
+        self,
+        *,
+        label: str | None = None,
+        kind: str | None = None,
+        text: str | None = None,
+        session: str | None = None,
+        namespace: str = "",
+        limit: int | None = None,
+        after: str | None = None,
+    ) -> list[SessionMemory]:
+        """Those that fit everything given, the oldest first; `text` is looked for in notes and in what was
+        said. Up to `limit` of them, behind the one with the address `after`."""
+        last = self.get(after, namespace).number if after is not None else 0
+        return self._store.memories(
+            namespace, label=label, kind=kind, session=session, text=text, limit=limit, after=last
+        )
+
+    def get(self, address: str, namespace: str = "") -> SessionMemory:
+        name, turn, label = parse_address(address)
+        found = self._store.memories(namespace, session=name, turn=turn, label=label)
+        if not found:
+            raise SessionNotFoundError(f"there is no memory at {address}")
+        return found[0]
+
+    def wake(self, address: str | None, name: str, *, namespace: str = "") -> Session:
+        """A new session at a memory. Without an address there must be exactly one memory."""
+        return self._wake(
+            self.get(address, namespace) if address is not None else self._only(namespace), name
+        )
+
+    def forget(self, address: str, namespace: str = "") -> None:
+        self._store.forget(self.get(address, namespace))
+
+    def _only(self, namespace: str) -> SessionMemory:
+        found = self.search(namespace=namespace, limit=_MANY)
+        if not found:
+            raise SessionNotFoundError("there is no memory yet: label a turn of a session first")
+        if len(found) > 1:
+            many = f"{len(found)} memories" if len(found) < _MANY else "many memories"
+            raise AmbiguousError(
+                f"there are {many}: give the address of one", found=[memory.address for memory in found]
+            )
+        return found[0]

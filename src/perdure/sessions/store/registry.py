@@ -8,9 +8,8 @@ from pathlib import Path
 from perdure.sessions.store.base import SessionStore
 from perdure.sessions.store.sqlite.backup import Backup, back_up, restore
 from perdure.sessions.store.sqlite.folder import FILE
-from perdure.sessions.store.sqlite.repair import FOUND
+from perdure.sessions.store.sqlite.repair import FOUND, Verification, verify
 from perdure.sessions.store.sqlite.store import SqliteStore
-from perdure.sessions.store.sqlite.verify import Verification, verify
 
 __all__ = ["FOUND", "Backup", "Verification", "back_up", "has_sessions", "open_store", "restore", "verify"]
 

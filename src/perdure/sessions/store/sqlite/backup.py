@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from perdure import system
-from perdure.atomic import PRIVATE, open_private
+from perdure.atomic import PRIVATE, make_folder, open_private, sync_folder, translate_os_errors
 from perdure.errors import CorruptStateError, InvalidInputError, StoreError
 from perdure.sessions.store.sqlite.folder import FILE, KEY, MARK
+from perdure.sessions.store.sqlite.repair import Verification, verify
 from perdure.sessions.store.sqlite.store import SqliteStore
-from perdure.sessions.store.sqlite.verify import Verification, verify
-from perdure.store.durable import make_folder, sync_folder, translate_os_errors
 
 FORMAT = "perdure-backup/1"
 _MANIFEST = "manifest.json"
@@ -86,6 +85,7 @@ def back_up(folder: Path, file: Path, *, state: bool = False, progress: Progress
                 entry.size = len(data)
                 archive.addfile(entry, io.BytesIO(data))
                 archive.close()
+                raw.flush()
                 system.sync(raw.fileno())
             _name(temporary, file)
         sync_folder(file.absolute().parent)
@@ -258,5 +258,6 @@ def _written(source: IO[bytes], path: Path) -> str:
         while data := source.read(_PIECE):
             digest.update(data)
             out.write(data)
+        out.flush()
         system.sync(out.fileno())
     return digest.hexdigest()

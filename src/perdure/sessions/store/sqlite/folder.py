@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from perdure.errors import StoreDamagedError
-from perdure.store.durable import make_folder, sync_folder, translate_os_errors, write_file
+from perdure import system
+from perdure.atomic import make_folder, sync_folder, translate_os_errors, write_file
+from perdure.errors import StoreDamagedError, StoreLockedError
+from perdure.store.owner import described
 
 FILE, MARK, MENDED, KEY = "sessions.sqlite", "sessions.id", "sessions.mended", "sessions.key"
 """The database; whose it is; what a repair that was interrupted has left; what signs exports."""
@@ -87,3 +91,89 @@ class SessionFolder:
     def _write(self, name: str, content: bytes) -> None:
         write_file(self.path / name, [content])
         sync_folder(self.path)
+
+
+# Locks between the processes that use one store. The system drops them with a process, however it ends.
+
+USERS, TURNS = "sessions.users", "sessions.turns"
+
+
+class UseLock:
+    """Held while a store's sessions are in use: by many at once, or by one who needs them `alone`.
+
+    Who opens a store takes it while no other does: `first` is whether nobody else had it then.
+    """
+
+    def __init__(self, folder: Path, *, alone: bool = False) -> None:
+        self._handle = _opened(folder / USERS)
+        self.first = system.lock_file(self._handle)
+        # Windows shares no locks: there, one process has a store alone.
+        if not (self.first if alone or not system.POSIX else system.lock_file(self._handle, shared=True)):
+            os.close(self._handle)
+            raise StoreLockedError(
+                f"the sessions in {folder} are in use by {described(folder)}: close that one, or choose "
+                "another store"
+            )
+
+    def release(self) -> None:
+        os.close(self._handle)
+
+
+@dataclass(slots=True, eq=False)
+class _LockFile:
+    """The lock file of one store in this process. It is open once: the system would drop all locks on it as
+    soon as any handle to it is closed."""
+
+    handle: int
+    users: int = 0
+    taken: set[int] = field(default_factory=set)
+
+
+_FILES: dict[str, _LockFile] = {}
+_CHANGING = threading.RLock()
+"""Reentrant: the garbage collector may drop a job, and so release its session, in the middle of a call."""
+
+
+class TurnLocks:
+    """Which sessions are answering a turn or are being changed, over all processes that use a store."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = os.path.realpath(folder / TURNS)
+        with _CHANGING:
+            if self._path not in _FILES:
+                _FILES[self._path] = _LockFile(_opened(folder / TURNS))
+            self._file = _FILES[self._path]
+            self._file.users += 1
+        self._taken: set[int] = set()
+        """Those that were taken through this one: others of this process have theirs in the same file."""
+
+    def take(self, session: int) -> bool:
+        """Have the session of that number until `release`; False where another has it."""
+        with _CHANGING:
+            if session in self._file.taken or not system.lock_byte(self._file.handle, session):
+                return False
+            self._file.taken.add(session)
+            self._taken.add(session)
+            return True
+
+    def release(self, session: int) -> None:
+        with _CHANGING:
+            # A job may outlive the runtime that it was for, and release what another has taken since.
+            if session in self._taken and _FILES.get(self._path) is self._file:
+                self._taken.discard(session)
+                self._file.taken.discard(session)
+                system.unlock_byte(self._file.handle, session)
+
+    def close(self) -> None:
+        with _CHANGING:
+            for session in list(self._taken):
+                self.release(session)
+            self._file.users -= 1
+            if not self._file.users:
+                del _FILES[self._path]
+                os.close(self._file.handle)
+
+
+def _opened(path: Path) -> int:
+    with translate_os_errors(path):
+        return os.open(path, os.O_RDWR | os.O_CREAT | system.BINARY, 0o600)

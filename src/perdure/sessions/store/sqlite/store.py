@@ -14,6 +14,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from perdure.atomic import make_folder, translate_os_errors
 from perdure.errors import (
     CorruptStateError,
     QuotaError,
@@ -21,12 +22,9 @@ from perdure.errors import (
     SessionExistsError,
     SessionNotFoundError,
 )
-from perdure.sessions.history import TurnPage, TurnReference
-from perdure.sessions.info import SessionInfo, SessionMemory
+from perdure.sessions.info import SessionInfo, SessionMemory, Tree
 from perdure.sessions.store.base import RESPONSE, NamespaceSize, Quota
-from perdure.sessions.store.sqlite.folder import SessionFolder
-from perdure.sessions.store.sqlite.locks import TurnLocks, UseLock
-from perdure.sessions.store.sqlite.memory_table import MemoryTable
+from perdure.sessions.store.sqlite.folder import SessionFolder, TurnLocks, UseLock
 from perdure.sessions.store.sqlite.schema import (
     ADVICE,
     MIGRATIONS,
@@ -45,11 +43,8 @@ from perdure.sessions.store.sqlite.schema import (
     text_rows,
     valid_text,
 )
-from perdure.sessions.store.sqlite.tree import read_tree
-from perdure.sessions.store.sqlite.turn_table import TurnTable
-from perdure.sessions.tree import Tree
-from perdure.sessions.turn import FIRST, Turn
-from perdure.store.durable import make_folder, translate_os_errors
+from perdure.sessions.store.sqlite.tables import MemoryTable, TurnTable, read_tree
+from perdure.sessions.turn import FIRST, Turn, TurnPage, TurnReference
 from perdure.store.index import Index, TableCheck
 
 _OPENING, _PATIENCE = "sessions.opening", 60.0

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from perdure.errors import CorruptStateError, SessionNotFoundError
-from perdure.sessions.history import TurnPage, TurnReference
+from perdure.sessions.info import ID_BYTES, SessionInfo, SessionMemory, Tree, TreeTurn, parse_turn_id, turn_id
 from perdure.sessions.store.sqlite.schema import (
     ADVICE,
     INSERT_TURN,
+    MEMORY,
+    MEMORY_COLUMNS,
+    SESSION,
     TURN,
     TURN_BYTES,
     TURN_COLUMNS,
     Counters,
+    Rows,
+    Value,
+    proved_session,
+    read_memory,
     read_turn,
     row_checksum,
+    row_limit,
+    text_rows,
     turn_checksum,
     turn_values,
+    valid_text,
 )
-from perdure.sessions.turn import FIRST, Turn
+from perdure.sessions.turn import FIRST, Turn, TurnPage, TurnReference
 from perdure.store.index import Index
 
 
@@ -158,3 +169,179 @@ class TurnTable:
         """What the turn after it was made behind, as it lies: that one proves it."""
         found = self._index.rows("SELECT digest FROM turn WHERE number = ?", turn)
         return found[0][0] if found and isinstance(found[0][0], bytes) else b""
+
+
+# The memories of a database: labels of turns.
+
+_SEARCHED = 64
+"""Memories that a search reads at a time."""
+
+
+class MemoryTable:
+    """Memories, a row each, proved when they are read. What a turn needs is for the session store to say."""
+
+    def __init__(self, index: Index, counters: Counters) -> None:
+        self._index = index
+        self._counters = counters
+
+    def find(
+        self, where: Sequence[tuple[str, Value]], *, after: int = 0, limit: int | None = None
+    ) -> list[SessionMemory]:
+        """Those that fit each condition, the oldest first. `m` is the memory and `t` its turn."""
+        return self._fitting(self._index.rows, [*where, ("m.number > ?", after)], limit)
+
+    def search(
+        self, rows: Rows, where: Sequence[tuple[str, Value]], text: str, *, after: int, limit: int | None
+    ) -> list[SessionMemory]:
+        """Those that also have a text in their notes or turns, a few read at a time."""
+        namespace, matches = where[0][1], list[SessionMemory]()
+        has_text = (
+            "(SELECT instr(lower(m.note), sought) OR instr(lower(t.text), sought)"
+            " FROM (SELECT lower(?) AS sought))",
+            text,
+        )
+        while page := rows(
+            "SELECT number FROM memory WHERE namespace = ? AND number > ? ORDER BY number LIMIT ?",
+            namespace,
+            after,
+            _SEARCHED,
+        ):
+            last = page[-1][0]
+            within = [has_text, *where, ("m.number > ?", after), ("m.number <= ?", last)]
+            left = None if limit is None else limit - len(matches)
+            matches += self._fitting(rows, within, left)
+            after = last
+            if len(matches) == limit:
+                break
+        return matches
+
+    def _fitting(
+        self, rows: Rows, where: Sequence[tuple[str, Value]], limit: int | None
+    ) -> list[SessionMemory]:
+        query = f"{MEMORY} WHERE {' AND '.join(each for each, _ in where)} ORDER BY m.number LIMIT ?"
+        with valid_text():
+            return [self.proved(row) for row in rows(query, *(value for _, value in where), row_limit(limit))]
+
+    def proved(self, row: tuple[Any, ...]) -> SessionMemory:
+        try:
+            return read_memory(row)
+        except CorruptStateError as error:
+            raise CorruptStateError(f"{error}: {ADVICE}") from error
+
+    def turn_of(self, memory: SessionMemory) -> int:
+        """The number of the turn that a memory is of."""
+        rows = text_rows(
+            self._index,
+            "SELECT turn FROM memory WHERE number = ? AND namespace = ? AND session = ? AND label = ?",
+            memory.number,
+            memory.namespace,
+            memory.session,
+            memory.label,
+        )
+        if not rows:
+            raise SessionNotFoundError(f"the memory at {memory.address} is gone")
+        return int(rows[0][0])
+
+    def add(
+        self, session: SessionInfo, at: TurnReference, label: str, kind: str, note: str
+    ) -> tuple[SessionMemory, list[int]]:
+        """Write a memory in the place of those of the same turn and label; and the turns of those."""
+        key = (session.namespace, session.name, at.depth, label)
+        there = "namespace = ? AND session = ? AND depth = ? AND label = ?"
+        before = self._index.rows(f"SELECT number, turn FROM memory WHERE {there}", *key)
+        for number, _ in before:
+            self.drop(number)
+        said: list[Value] = [self._counters.next("memory"), session.namespace, session.name, at.head]
+        said += [at.depth, label, kind, note, at.digest, time.time()]
+        self._index.run(
+            f"INSERT INTO memory ({', '.join(MEMORY_COLUMNS)}, seal)"
+            f" VALUES ({', '.join('?' * len(MEMORY_COLUMNS))}, ?)",
+            *said,
+            row_checksum(*said),
+        )
+        return read_memory([*said, row_checksum(*said)]), [last for _, last in before]
+
+    def drop(self, number: int) -> None:
+        self._index.run("DELETE FROM memory WHERE number = ?", number)
+
+
+# The tree of turns that a session is a branch of, read from the database.
+
+_SHOWN = 160
+"""Characters of a message that are shown."""
+_BRANCHES = 1000
+"""Sessions and memories of one tree that are told, each."""
+
+# A turn is younger than the one before it: whatever was damaged, both walks end.
+_TREE = """
+    WITH RECURSIVE up (number, parent) AS (
+        SELECT number, parent FROM turn WHERE number = ?
+        UNION ALL SELECT t.number, t.parent FROM turn t JOIN up ON t.number = up.parent
+        WHERE t.number < up.number
+    ), tree (number) AS (
+        SELECT number FROM up WHERE parent IS NULL
+        UNION ALL SELECT t.number FROM tree JOIN turn t ON t.parent = tree.number
+        WHERE t.number > tree.number
+    )
+"""
+
+
+def read_tree(
+    index: Index, session: SessionInfo, *, limit: int, after: str | None, memories: MemoryTable
+) -> Tree:
+    """The tree that `session` is a branch of: up to `limit` turns, behind the one with the id `after`.
+    Sessions and memories come with the first of them."""
+    start = _number(index, session, after) if after is not None else -1
+    rows = index.rows(
+        f"{_TREE} SELECT {', '.join(f't.{column}' for column in TURN_COLUMNS)}, t.seal, p.digest, t.kind,"
+        f" substr(json_extract(t.messages, '$[#-1].content'), 1, {_SHOWN}),"
+        f" substr(json_extract(t.reply, '$.content'), 1, {_SHOWN}), t.finish_reason, t.created"
+        " FROM tree JOIN turn t ON t.number = tree.number LEFT JOIN turn p ON p.number = t.parent"
+        " WHERE t.number > ? ORDER BY t.number LIMIT ?",
+        session.head,
+        start,
+        limit,
+    )
+    turns = []
+    for *columns, checksum, before, kind, said, reply, reason, created in rows:
+        if row_checksum(*columns) != checksum:
+            raise CorruptStateError(f"a turn of session {session.name!r} is damaged: {ADVICE}")
+        turns.append(
+            TreeTurn(
+                id=turn_id(columns[3]),
+                parent=turn_id(before) if before is not None else None,
+                depth=columns[2],
+                kind=kind,
+                said=said or "",
+                reply=reply or "",
+                finish_reason=reason,
+                created=created,
+            )
+        )
+    if after is not None:
+        return Tree(turns=turns)
+    standing = f"IN (SELECT number FROM tree) AND {{}}.namespace = ? ORDER BY {{}}.number LIMIT {_BRANCHES}"
+    sessions = index.rows(
+        f"{_TREE} {SESSION} WHERE s.head {standing.format('s', 's')}", session.head, session.namespace
+    )
+    labelled = index.rows(
+        f"{_TREE} {MEMORY} WHERE m.turn {standing.format('m', 'm')}", session.head, session.namespace
+    )
+    return Tree(
+        turns=turns,
+        sessions=[proved_session(row) for row in sessions],
+        memories=[memories.proved(row) for row in labelled],
+    )
+
+
+def _number(index: Index, session: SessionInfo, id_: str) -> int:
+    """The number of a turn of the tree, by its id."""
+    found = index.rows(
+        f"{_TREE} SELECT t.number FROM tree JOIN turn t ON t.number = tree.number"
+        f" WHERE substr(t.digest, 1, {ID_BYTES}) = ?",
+        session.head,
+        parse_turn_id(id_),
+    )
+    if not found:
+        raise SessionNotFoundError(f"there is no turn {id_} in the tree of session {session.name!r}")
+    return int(found[0][0])

@@ -1,0 +1,132 @@
+"""Agent conversation: the session of a client that sends its whole history with every request.
+
+    stored      system, user 1, reply 1, user 2, reply 2
+    sent        system, user 1, reply 1, user 2, reply 2, user 3      goes on: user 3 is said
+    sent        system, user 1, reply 1, user 4                       differs: a branch after reply 1
+    sent        system, summary                                       differs at once: a line of its own
+
+The first line of a conversation has its name, those that branch off have `NAME~2`, `NAME~3` and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from perdure.chat.message import Message
+from perdure.chat.volatile import stable_key
+
+if TYPE_CHECKING:
+    from perdure.sessions.session import Session
+    from perdure.sessions.sessions import Sessions
+
+_LINES = 200
+"""Of one conversation."""
+_COMPARED = 8
+"""Lines that a history is compared with, the latest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConversation:
+    """How a client names a conversation of its own, and the one that it was started from."""
+
+    name: str
+    parent: str = ""
+    agent: str = ""
+
+    def line(self, number: int) -> str:
+        return self.name if number == 1 else f"{self.name}~{number}"
+
+
+def find_line(
+    sessions: Sessions, conversation: AgentConversation, messages: Sequence[Message], namespace: str
+) -> tuple[Session, list[Message]] | None:
+    """The session that a history goes on from, opened, branched off or made; and what is new in the history.
+    None for a history that no session can hold."""
+    system, rest = _without_system(messages)
+    if rest is None or not rest or rest[-1].role == "assistant":
+        return None
+    keys = _keys(rest)
+    count = 0
+    while count < _LINES and sessions.store.has(namespace, conversation.line(count + 1)):
+        count += 1
+    best: tuple[int, Session] | None = None
+    for number in range(count, max(0, count - _COMPARED), -1):
+        session = sessions.get(conversation.line(number), namespace)
+        if session.system != system:
+            continue
+        stored = _keys(
+            [each for each in session.messages() if each.role != "system" or not _is_first(session, each)]
+        )
+        common = _common([key for _, key in stored], [key for _, key in keys])
+        if common == len(stored) and common < len(keys):
+            return session, _behind(rest, keys, common)
+        if best is None or common > best[0]:
+            best = (common, session)
+    if count >= _LINES:
+        return None
+    name = conversation.line(count + 1)
+    if best is not None and (turns := _whole_turns(best[1], best[0])):
+        turn, said = turns
+        if said < len(keys):
+            return best[1].fork(name, turn=turn), _behind(rest, keys, said)
+    made = sessions.create(
+        name, system=system, namespace=namespace, agent=conversation.agent, parent=conversation.parent
+    )
+    return made, list(rest)
+
+
+def without_session_options(options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The options of a turn; None where a session cannot follow them."""
+    if (
+        options.get("n", 1) != 1
+        or options.get("continue_final_message")
+        or options.get("overflow", "error") != "error"
+    ):
+        return None
+    return {name: value for name, value in options.items() if name not in ("n", "stable_prefix")}
+
+
+def _without_system(messages: Sequence[Message]) -> tuple[str | None, Sequence[Message] | None]:
+    head = next((at for at, each in enumerate(messages) if each.role not in ("system", "developer")), None)
+    if head is None or head > 1 or (head == 1 and messages[0].role != "system"):
+        return None, None
+    return (messages[0].content if head else None), messages[head:]
+
+
+def _is_first(session: Session, message: Message) -> bool:
+    """Whether a message is the system prompt of a session."""
+    return message.content == session.system
+
+
+def _keys(messages: Sequence[Message]) -> list[tuple[int, object]]:
+    """What messages are the same by, with their places; those that are volatile as a whole are left out."""
+    return [(at, key) for at, each in enumerate(messages) if (key := stable_key(each)) is not None]
+
+
+def _behind(messages: Sequence[Message], keys: Sequence[tuple[int, object]], count: int) -> list[Message]:
+    """The messages behind the first `count` keys, and behind what is volatile there."""
+    return list(messages[keys[count][0] :])
+
+
+def _common(first: Sequence[object], second: Sequence[object]) -> int:
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def _whole_turns(session: Session, common: int) -> tuple[int, int] | None:
+    """How many turns of a session are in its first `common` messages, and how many messages those have."""
+    turns = said = 0
+    for turn in session.history():
+        if turn.kind != "turn":
+            return None
+        count = said + len(_keys([*turn.messages, *((turn.reply,) if turn.reply is not None else ())]))
+        if count > common:
+            break
+        turns, said = turns + 1, count
+    return (turns, said) if turns else None
