@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 
 from perdure import system
 from perdure.libraries import machine as module
-from perdure.libraries.machine import Gpu, Machine, fits, machine_of, ranked
-from perdure.libraries.package import PACKAGES
+from perdure.libraries.machine import Gpu, Machine, fits, installable, machine_of, ranked
+from perdure.libraries.package import PACKAGES, package_for
 from perdure.libraries.runtime import RUNTIMES
 
 H200 = Gpu("NVIDIA H200", (9, 0), 139 << 30)
@@ -91,7 +92,8 @@ MACHINES = {
     "T4, driver for 12.2, without Vulkan": (
         linux((12, 2), T4),
         "cpu",
-        "no package can use the GPU; it runs on every CPU",
+        "no package can use the GPU (@node-llama-cpp/linux-x64-cuda-ext@3.22.1: its code for Tesla T4 is PTX "
+        "of CUDA 12.4, and the driver knows CUDA 12.2); it runs on every CPU",
     ),
     "GTX 1080, driver for 11.8, with Vulkan": (
         linux((11, 8), GTX_1080, vulkan=(GTX_1080.name,)),
@@ -101,7 +103,8 @@ MACHINES = {
     "GTX 680, driver for 12.4": (
         linux((12, 4), GTX_680),
         "cpu",
-        "no package can use the GPU; it runs on every CPU",
+        "no package can use the GPU (@node-llama-cpp/linux-x64-cuda-ext@3.22.1: it has no code for NVIDIA "
+        "GeForce GTX 680); it runs on every CPU",
     ),
     "AMD card with Mesa": (
         linux(vulkan=("AMD Radeon RX 7900 XTX (RADV NAVI31)",)),
@@ -112,7 +115,30 @@ MACHINES = {
     "arm64 with an NVIDIA card": (
         linux((13, 0), H200, cpu="aarch64"),
         "cpu",
-        "no package can use the GPU; it runs on every CPU",
+        "no package for a GPU is published for linux on aarch64 (`CMAKE_ARGS=-DGGML_CUDA=ON pip install "
+        "'perdure[compile]'` builds one); it runs on every CPU",
+    ),
+    "arm64 with another card": (
+        linux(vulkan=("AMD Radeon RX 7600",), cpu="aarch64"),
+        "cpu",
+        "no package for a GPU is published for linux on aarch64 (`CMAKE_ARGS=-DGGML_VULKAN=ON pip install "
+        "'perdure[compile]'` builds one); it runs on every CPU",
+    ),
+    "Intel card under Windows": (
+        Machine(system="win", cpu="x86_64", vulkan=("Intel(R) Arc(TM) A770",)),
+        "vulkan",
+        "Intel(R) Arc(TM) A770 speaks Vulkan",
+    ),
+    "NVIDIA card under Windows": (
+        Machine(system="win", cpu="x86_64", cuda=(13, 0), cards=(RTX_4090,), vulkan=(RTX_4090.name,)),
+        "vulkan",
+        "NVIDIA GeForce RTX 4090 speaks Vulkan",
+    ),
+    "Windows on arm64, with Vulkan": (
+        Machine(system="win", cpu="aarch64", vulkan=("Qualcomm Adreno",)),
+        "cpu",
+        "no package for a GPU is published for win on aarch64 (`CMAKE_ARGS=-DGGML_VULKAN=ON pip install "
+        "'perdure[compile]'` builds one); it runs on every CPU",
     ),
     "Mac with an Apple chip": (
         Machine(system="mac", cpu="aarch64"),
@@ -175,6 +201,26 @@ def test_a_machine_is_what_its_drivers_say() -> None:
     assert str(machine) == "NVIDIA H200 (sm_90, 139 GiB), driver for CUDA 13.0"
     assert not machine_of({}).cards
     assert dataclasses.replace(machine_of({}), system="linux", cpu="x86_64").has_gpu is False
+
+
+@pytest.mark.parametrize(
+    ("named", "processor", "backend", "libraries"),
+    [
+        ("Darwin", "arm64", "metal", ("libcuda.so.1", "libvulkan.1.dylib")),
+        ("Darwin", "x86_64", "cpu", ("libcuda.so.1", "libvulkan.1.dylib")),
+        ("Windows", "AMD64", "cpu", ("nvcuda.dll", "vulkan-1.dll")),
+        ("Windows", "ARM64", "cpu", ("nvcuda.dll", "vulkan-1.dll")),
+    ],
+)
+def test_other_systems_have_a_package_and_their_own_names_of_drivers(
+    named: str, processor: str, backend: str, libraries: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "system", lambda: named)
+    monkeypatch.setattr(platform, "machine", lambda: processor)
+    monkeypatch.setattr(sys, "platform", {"Darwin": "darwin", "Windows": "win32"}[named])
+    assert system.gpu_libraries() == libraries
+    assert [fit.package.backend for fit in installable(machine_of({}))][:1] == [backend]
+    assert package_for().backend == backend
 
 
 def test_the_reader_answers_in_lines_of_json_whatever_is_here() -> None:

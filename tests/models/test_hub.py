@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import subprocess
@@ -20,6 +21,15 @@ from serving import Page, Site, put_repo, refusal, site
 MODEL = g.tiny(data=random.Random(3).randbytes(1_000_000))
 OTHER = g.tiny([g.text("general.license", "mit")])
 ONE = "/me/one/resolve/main/one-Q8_0.gguf"
+
+
+@pytest.fixture(autouse=True)
+def hub_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The hub's own cache, which is somebody else's on this machine."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    return tmp_path / "hf"
 
 
 @pytest.fixture
@@ -191,3 +201,29 @@ def test_what_was_fetched_is_listed_once_and_removed_whole(
     assert [entry.name for entry in entries() if entry.source == "hub"] == names[1:]
     remove(names[1])
     assert not (tmp_path / "models" / "hub").exists()
+
+
+def test_what_the_hubs_own_library_fetched_is_not_fetched_again(
+    here: Site, tmp_path: Path, hub_cache: Path
+) -> None:
+    """One copy of its bytes serves both; to remove ours leaves theirs."""
+    blobs = hub_cache / "models--me--one" / "blobs"
+    blobs.mkdir(parents=True)
+    blob = blobs / hashlib.sha256(MODEL).hexdigest()
+    blob.write_bytes(MODEL)
+    asked = len(here.requests)
+    path = fetch(here, "me/one", tmp_path)
+    assert path.samefile(blob)
+    assert not any(request.method == "GET" and "resolve" in request.path for request in here.requests[asked:])
+    path.unlink()
+    assert blob.read_bytes() == MODEL
+
+
+def test_a_damaged_file_of_the_hubs_cache_is_not_taken(here: Site, tmp_path: Path, hub_cache: Path) -> None:
+    blobs = hub_cache / "models--me--one" / "blobs"
+    blobs.mkdir(parents=True)
+    blob = blobs / hashlib.sha256(MODEL).hexdigest()
+    blob.write_bytes(MODEL[:-1] + b"?")
+    path = fetch(here, "me/one", tmp_path)
+    assert path.read_bytes() == MODEL
+    assert not path.samefile(blob)

@@ -218,12 +218,15 @@ def _preferred(entry: Installed) -> Installed:
 def _locked() -> Iterator[Path]:
     """The folder of libraries, for this process alone. What killed processes left in it is gone."""
     engines = settings().engines
-    engines.mkdir(parents=True, exist_ok=True)
-    with fetch_lock(engines, "install"):
-        for entry in engines.iterdir():
-            if entry.name.startswith(_UNFINISHED):
-                shutil.rmtree(entry, ignore_errors=True)
-        yield engines
+    try:
+        engines.mkdir(parents=True, exist_ok=True)
+        with fetch_lock(engines, "install"):
+            for entry in engines.iterdir():
+                if entry.name.startswith(_UNFINISHED):
+                    shutil.rmtree(entry, ignore_errors=True)
+            yield engines
+    except OSError as error:
+        raise LibraryFetchError(f"{engines} could not be written: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -232,8 +235,6 @@ def _new_folder(engines: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(dir=engines, prefix=_UNFINISHED))
     try:
         yield folder
-    except OSError as error:
-        raise LibraryFetchError(f"{engines} could not be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

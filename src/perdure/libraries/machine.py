@@ -85,6 +85,8 @@ class Fit:
     reason: str
     runtime: int | None = None
     """The CUDA release whose runtime has to be fetched too."""
+    translated: bool = False
+    """Whether the driver translates its code at the first start, which takes minutes."""
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +112,7 @@ def _fit(package: Package, machine: Machine) -> Fit:
     if package.backend == "metal":
         return Fit(package=package, usable=True, reason="it uses the Apple GPU through Metal")
     if package.backend == "cpu":
-        why = "no package can use the GPU" if machine.has_gpu else "no GPU was found"
+        why = _why_not(machine) if machine.has_gpu else "no GPU was found"
         return Fit(package=package, usable=True, reason=f"{why}; it runs on every CPU")
     if package.backend == "vulkan":
         if machine.vulkan is None:
@@ -120,6 +122,19 @@ def _fit(package: Package, machine: Machine) -> Fit:
         return Fit(package=package, usable=True, reason=f"{machine.vulkan[0]} speaks Vulkan")
     assert package.cuda is not None, "every other package is CUDA's"
     return _cuda_fit(package, package.cuda, machine)
+
+
+def _why_not(machine: Machine) -> str:
+    """Why no package uses the GPU of a machine, and how to come by a library that does."""
+    here = (each for each in PACKAGES if (each.system, each.cpu) == (machine.system, machine.cpu))
+    newest = next((each for each in here if each.backend == "cuda12"), None)
+    if machine.cards and newest is not None:
+        return f"no package can use the GPU ({newest.spec}: {_fit(newest, machine).reason})"
+    flag = "-DGGML_CUDA=ON" if machine.cards else "-DGGML_VULKAN=ON"
+    return (
+        f"no package for a GPU is published for {machine.system} on {machine.cpu} "
+        f"(`CMAKE_ARGS={flag} pip install 'perdure[compile]'` builds one)"
+    )
 
 
 def _cuda_fit(package: Package, contents: CudaContents, machine: Machine) -> Fit:
@@ -133,7 +148,8 @@ def _cuda_fit(package: Package, contents: CudaContents, machine: Machine) -> Fit
     missing = None if major in machine.runtimes else major
     card = machine.cards[0]
     translates = known >= contents.toolkit and any(ptx <= card.capability for ptx in contents.ptx)
-    if contents.has_code(card.capability):
+    ready = contents.has_code(card.capability)
+    if ready:
         reason = f"it has machine code for {card.name}"
     elif translates:
         reason = f"the driver translates its code for {card.name}: the first start takes some minutes longer"
@@ -144,7 +160,12 @@ def _cuda_fit(package: Package, contents: CudaContents, machine: Machine) -> Fit
         return Fit(package=package, usable=False, reason=f"it has no code for {card.name}")
     if missing is not None:
         reason += f"; NVIDIA's CUDA {major} runtime is fetched with it"
-    return Fit(package=package, usable=True, reason=reason, runtime=missing)
+    return Fit(package=package, usable=True, reason=reason, runtime=missing, translated=not ready)
+
+
+def is_translated(folder: str) -> bool:
+    """Whether the driver here has to translate the code of the package that is installed in that folder."""
+    return any(fit.package.folder == folder and fit.translated for fit in fits(read_machine()))
 
 
 @functools.cache

@@ -117,7 +117,7 @@ _LINUX_X64 = _package(
     10_824_547,
     "5uCCDNqWCNfaAm8aR/Uzxbo4HBpKgNF91kCHPepKhgMgV2OAmatoefbOlMihsqCiH2Od35E/eUHQCFbfRBJuOg==",
 )
-PACKAGES = (
+PACKAGES: tuple[Package, ...] = (
     _LINUX_X64,
     _package(
         "linux-x64-vulkan",

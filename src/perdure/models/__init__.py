@@ -3,17 +3,19 @@
 header        one GGUF file's header, checked: its strings, tensor types and sizes
 parts         models in several files
 card          what a model is, in figures
+catalogue     current open models by their short names, and which of them fit here
+other_programs  models that Ollama and LM Studio have on this machine
+fit           what a model takes in memory, and how to open it in what is free
 registry      names, and where each comes from
 download      bytes that arrive whole or go on later, by one process at a time
 wheel, hub    places that models come from; pip's settings are those of its user
 local_models  the models of this machine, also those from an address on the web
 """
 
-from perdure.models.card import Card, TypeShare, card_of, read_card
+from perdure.models.card import Card, TypeShare, card_of, read_card, read_parts
 from perdure.models.download import Progress
 from perdure.models.header import Header, Strings, Tensor, read_header
 from perdure.models.local_models import Entry, entries, is_here, path, pull, remove
-from perdure.models.parts import read_parts
 from perdure.models.registry import (
     FileSource,
     HubSource,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from perdure.checks import is_whole
+from perdure.errors import ModelFileError, ModelNotFoundError
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
-from perdure.models.header import FILE_TYPES, Header, Strings
-from perdure.models.parts import read_parts
+from perdure.models.header import FILE_TYPES, Header, Strings, read_header
 
 # The engine's own lists (llm_arch_is_recurrent, llm_arch_is_hybrid, and the architectures that
 # turn their window on), by the names that files carry.
@@ -123,7 +124,7 @@ def card_of(headers: Sequence[Header]) -> Card:
     """The card of a model whose files have these headers."""
     first = headers[0]
     architecture = first.text("general.architecture")
-    facts = _Facts(first, architecture or "")
+    facts = Facts(first, architecture or "")
     types = _shares(headers)
     memory, window = facts.memory()
     return Card(
@@ -150,7 +151,7 @@ def card_of(headers: Sequence[Header]) -> Card:
     )
 
 
-class _Facts:
+class Facts:
     """The metadata of one architecture; its keys without the architecture in front."""
 
     def __init__(self, header: Header, architecture: str) -> None:
@@ -195,31 +196,53 @@ class _Facts:
         if not memory.has_rows:
             return 0
         layers = self.integer("block_count")
-        if layers is None or not 0 <= layers <= len(self._header.tensors):
+        if layers is None or not 0 <= layers <= len(self._header.tensors) or self.key_length() is None:
             return None
-        heads = self.per_layer("attention.head_count", layers)
-        kv_heads = self.per_layer("attention.head_count_kv", layers) or heads
-        width = self.integer("embedding_length")
-        if heads is None or kv_heads is None or width is None:
-            return None
-        most_heads = max(heads, default=0)
-        if not most_heads:
-            return None
-        key = self.integer("attention.key_length") or width // most_heads
-        value = self.integer("attention.value_length") or width // most_heads
+        return _BYTES_F16 * sum(k + v for k, v in self.cache_widths(layers))
+
+    def cache_widths(self, layers: int) -> list[tuple[int, int]]:
+        """Values of K and of V that a token adds to each layer; nothing where the file does not say."""
+        kv_heads = self.per_layer("attention.head_count_kv", layers)
+        kv_heads = kv_heads or self.per_layer("attention.head_count", layers)
+        key = self.key_length()
+        if kv_heads is None or key is None:
+            return [(0, 0)] * layers
+        value = self.integer("attention.value_length") or self._head_length() or 0
         if self.integer("attention.key_length_mla"):
             # The latent of each token is kept once, and its values are a part of the keys.
             value = 0
-        return _BYTES_F16 * (key + value) * sum(self._attending(kv_heads))
+        return [(count * key, count * value) for count in self._attending(kv_heads)]
+
+    def key_length(self) -> int | None:
+        """Values of a key of one head."""
+        if (head := self._head_length()) is None:
+            return None
+        return self.integer("attention.key_length") or head
+
+    def state_bytes(self) -> int:
+        """Bytes of the state that a sequence has in a recurrent layer."""
+        inner, state = self.integer("ssm.inner_size") or 0, self.integer("ssm.state_size") or 0
+        width = self.integer("embedding_length") or 0
+        if inner:
+            taps = max(0, (self.integer("ssm.conv_kernel") or 1) - 1)
+            groups = self.integer("ssm.group_count") or 0
+            return 4 * (taps * (inner + 2 * groups * state) + inner * state)
+        if head := self.integer("wkv.head_size"):
+            return 4 * width * (2 + head)
+        return 4 * width * max(0, (self.integer("shortconv.l_cache") or 1) - 1)
+
+    def _head_length(self) -> int | None:
+        most, width = self.largest("attention.head_count"), self.integer("embedding_length")
+        return width // most if most and width is not None else None
 
     def _attending(self, kv_heads: list[int]) -> list[int]:
-        """The K/V heads of the layers that keep cells of their own."""
+        """The K/V heads of each layer that keeps cells of its own; 0 for the others."""
         every = self.integer("full_attention_interval") or _ATTENTION_INTERVAL.get(self._architecture)
         if every:
-            return [count for layer, count in enumerate(kv_heads) if (layer + 1) % every == 0]
+            return [count if (layer + 1) % every == 0 else 0 for layer, count in enumerate(kv_heads)]
         shared = self.integer("attention.shared_kv_layers") or 0
-        kept = _LAYERS_WITH_CELLS.get(self._architecture, len(kv_heads) - shared)
-        return kv_heads[: max(kept, 0)]
+        kept = max(0, _LAYERS_WITH_CELLS.get(self._architecture, len(kv_heads) - shared))
+        return [count if layer < kept else 0 for layer, count in enumerate(kv_heads)]
 
 
 def _shares(headers: Sequence[Header]) -> tuple[TypeShare, ...]:
@@ -243,3 +266,60 @@ def _quantisation(header: Header, types: tuple[TypeShare, ...]) -> str | None:
     if said is None and header.integer("general.file_type") == 0:
         said = FILE_TYPES[0]
     return said or (types[0].type if types else None)
+
+
+# Models that come in several files: `name-00001-of-00003.gguf` and so on.
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+def part_names(name: str) -> tuple[str, ...]:
+    """The names of all files of the model that `name` belongs to, in order; mostly just itself."""
+    match = _PART.fullmatch(name)
+    if match is None:
+        return (name,)
+    stem, number, count = match["stem"], int(match["number"]), int(match["count"])
+    if not 1 <= number <= count:
+        raise ModelFileError(f"{name} is not a part of a model: part {number} of {count}")
+    return tuple(f"{stem}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1))
+
+
+def read_parts(path: Path) -> tuple[Header, ...]:
+    """The checked headers of all files of the model at `path`, first part first.
+
+    All parts must be there, be whole, and agree on how many they are.
+    """
+    names = part_names(path.name)
+    missing = [name for name in names if not (path.parent / name).exists()]
+    if len(names) > 1 and missing:
+        raise ModelNotFoundError(
+            f"{path} is one of {len(names)} parts, and {len(missing)} are missing: {', '.join(missing[:3])}"
+            f"{' …' if len(missing) > 3 else ''}. Put all parts into one folder"
+        )
+    headers = tuple(read_header(path.parent / name) for name in names)
+    for number, header in enumerate(headers):
+        _agrees(header, number, len(headers))
+    _all_tensors(headers)
+    return headers
+
+
+def _agrees(header: Header, number: int, count: int) -> None:
+    said = header.integer("split.count") or 1
+    if said != count:
+        raise ModelFileError(
+            f"{header.path} says that its model has {said} parts, its name says {count}. "
+            "Parts must keep the names that they were published with"
+        )
+    at = header.integer("split.no") or 0
+    if at != number:
+        raise ModelFileError(f"{header.path} holds part {at + 1} of {count}, its name says {number + 1}")
+
+
+def _all_tensors(headers: tuple[Header, ...]) -> None:
+    needed = headers[0].integer("split.tensors.count")
+    there = sum(len(header.tensors) for header in headers)
+    if needed is not None and needed != there:
+        raise ModelFileError(
+            f"{headers[0].path} needs {needed} tensors, its {len(headers)} parts have {there}: "
+            "they are parts of different models"
+        )

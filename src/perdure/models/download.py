@@ -119,6 +119,40 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+class RemoteBytes:
+    """The first bytes of a remote file, in order, as somebody reads them. A server is asked for one stretch
+    after the other and never for the rest of the file."""
+
+    def __init__(self, client: httpx.Client, remote: Remote) -> None:
+        self._client = client
+        self._remote = remote
+        self._at = 0
+
+    def read(self, size: int, /) -> bytes:
+        import httpx
+
+        headers = {**self._remote.headers, "Range": f"bytes={self._at}-{self._at + size - 1}"}
+        pieces: list[bytes] = []
+        have = 0
+        try:
+            with self._client.stream("GET", self._remote.url, headers=headers) as answer:
+                answer.raise_for_status()
+                # A server without ranges starts over.
+                skip = self._at if answer.status_code == 200 else 0
+                for piece in answer.iter_bytes():
+                    rest = piece[skip:]
+                    skip = max(0, skip - len(piece))
+                    pieces.append(rest[: size - have])
+                    have += len(pieces[-1])
+                    if have >= size:
+                        # It may have more to send: the connection is closed with it.
+                        break
+        except httpx.HTTPError as error:
+            raise FetchError(f"{self._remote.shown} could not be read: {error}") from error
+        self._at += have
+        return b"".join(pieces)
+
+
 def download(client: httpx.Client, remote: Remote, part: Path, progress: Progress | None = None) -> None:
     """Have the whole of `remote` in `part`, verified. What `part` holds already is not fetched again.
 

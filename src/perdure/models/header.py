@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple, TypeAlias, overload
+from typing import Any, NamedTuple, Protocol, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,12 @@ FIRST_READ = 4 << 20
 LONGEST_HEADER = 512 << 20
 
 
+class Readable(Protocol):
+    """A file that is read from its start, in order."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
 class Buffer:
     """The first `len(data)` bytes of a file of `size` bytes.
 
@@ -33,7 +39,7 @@ class Buffer:
 
     __slots__ = ("_file", "data", "path", "size")
 
-    def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
+    def __init__(self, file: Readable, path: Path, size: int) -> None:
         self._file = file
         self.path = path
         self.size = size
@@ -350,7 +356,11 @@ class Header:
     alignment: int
     data_offset: int
     metadata: Mapping[str, Value]
+    kinds: Mapping[str, str]
+    """The types of its metadata values, in short: u32, f32, string."""
     tensors: tuple[Tensor, ...]
+    spans: Mapping[str, tuple[int, int]]
+    """Where each metadata pair lies in the file, name and type included: to be copied as it is."""
 
     def integer(self, key: str) -> int | None:
         """The metadata value if it is one whole number."""
@@ -373,11 +383,16 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         if not stat.S_ISREG(os.stat(place).st_mode):
             raise ModelFileError(f"{place} is not a file; name the .gguf file itself")
         with open(place, "rb", buffering=0) as file:
-            return _Reader(Buffer(file, place, os.fstat(file.fileno()).st_size)).header()
+            return parse_header(file, place, os.fstat(file.fileno()).st_size)
     except (FileNotFoundError, NotADirectoryError):
         raise ModelNotFoundError(f"there is no file {place}") from None
     except OSError as error:
         raise ModelFileError(f"{place} cannot be read: {error.strerror or error}") from error
+
+
+def parse_header(file: Readable, path: Path, size: int) -> Header:
+    """The checked header of a GGUF file of so many bytes, of which only the first ones can be read here."""
+    return _Reader(Buffer(file, path, size)).header()
 
 
 class _Reader:
@@ -398,7 +413,7 @@ class _Reader:
         self._at = 24
         self._fits(n_pairs, _SMALLEST_PAIR, "metadata values")
         self._fits(n_tensors, _SMALLEST_TENSOR, "tensors")
-        metadata, kinds = self._metadata(n_pairs)
+        metadata, kinds, spans = self._metadata(n_pairs)
         alignment = self._alignment(metadata, kinds)
         infos = [self._tensor_info() for _ in range(n_tensors)]
         data_offset = -(-self._at // alignment) * alignment
@@ -409,7 +424,9 @@ class _Reader:
             alignment=alignment,
             data_offset=data_offset,
             metadata=MappingProxyType(metadata),
+            kinds=MappingProxyType({key: _TYPE_NAMES[kind] for key, kind in kinds.items()}),
             tensors=self._place(infos, data_offset, alignment),
+            spans=MappingProxyType(spans),
         )
 
     def _bad(self, reason: str) -> ModelFileError:
@@ -452,10 +469,12 @@ class _Reader:
         except UnicodeDecodeError:
             raise self._bad(f"{what} is not UTF-8: {raw[:40]!r}") from None
 
-    def _metadata(self, count: int) -> tuple[dict[str, Value], dict[str, int]]:
+    def _metadata(self, count: int) -> tuple[dict[str, Value], dict[str, int], dict[str, tuple[int, int]]]:
         values: dict[str, Value] = {}
         kinds: dict[str, int] = {}
+        spans: dict[str, tuple[int, int]] = {}
         for number in range(count):
+            start = self._at
             key = self._name(f"the name of metadata value {number}")
             if key in values:
                 raise self._bad(f"the metadata key {key!r} appears twice")
@@ -464,7 +483,8 @@ class _Reader:
             self._at += 4
             values[key] = self._value(key, kind)
             kinds[key] = kind
-        return values, kinds
+            spans[key] = (start, self._at)
+        return values, kinds, spans
 
     def _value(self, key: str, kind: int) -> Value:
         if kind == _STRING:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from perdure.errors import FetchError, ModelNotFoundError
+from perdure.identity import content_digest
+from perdure.models.card import part_names
 from perdure.models.download import (
     Progress,
     Remote,
+    RemoteBytes,
     check_free_space,
     download,
     fetch_lock,
@@ -19,7 +25,7 @@ from perdure.models.download import (
     publish,
     web,
 )
-from perdure.models.parts import part_names
+from perdure.models.header import Header, parse_header
 from perdure.models.registry import HubSource, stays_inside
 
 if TYPE_CHECKING:
@@ -28,6 +34,8 @@ if TYPE_CHECKING:
 _PATIENCE = 20.0
 _USUAL = "Q4_K_M"
 """What llama.cpp and Ollama take where a repo has several and none was named."""
+_MOST_OFFERS = 64
+"""Models of a repo that are looked at."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -90,13 +98,64 @@ def fetch_hub(
         done = 0
         for name, remote in waiting:
             part = models / ".parts" / "hub" / f"{source.repo}@{source.revision or 'main'}" / f"{name}.part"
-            download(client, remote, part, _offset(progress, done, total))
+            if not _link(_hub_blob(source.repo, remote), part):
+                download(client, remote, part, _offset(progress, done, total))
             publish(part, folder / name)
             forget(part)
             stamp(folder / name).parent.mkdir(parents=True, exist_ok=True)
             stamp(folder / name).write_text(remote.sha256 or "")
             done += remote.size or 0
     return folder / names[0]
+
+
+def hub_size(source: HubSource, *, endpoint: str | None = None) -> int:
+    """Bytes of the model of `source`, all of its parts, as the hub has it now. Nothing is fetched."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=endpoint, library_name="perdure")
+    with _plainly(source):
+        names = _all_parts(source.file or _choose(api, source))
+        return sum(_remote(api, source, name).size or 0 for name in names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A model of a repo: its first file, and the bytes of all of its files."""
+
+    file: str
+    size: int
+
+
+def read_offers(source: HubSource, *, endpoint: str | None = None) -> tuple[list[Offer], tuple[Header, ...]]:
+    """The models of a repo that fit `source`, from the smallest to the largest, and the headers of one.
+
+    Of the files only that many bytes are read: a few MB of the smallest model. In other quantisations a model
+    has the same sizes but for its weights, and the list of files says how large those are.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=endpoint, library_name="perdure")
+    with _plainly(source), web() as client:
+        info = api.model_info(source.repo, revision=source.revision, timeout=_PATIENCE, files_metadata=True)
+        sizes = {each.rfilename: each.size for each in info.siblings or ()}
+        names = [source.file] if source.file else candidates(list(sizes), source.tag)
+        if not names:
+            raise ModelNotFoundError(f"{source.repo} holds no GGUF file")
+        offers = []
+        for name in names[:_MOST_OFFERS]:
+            parts = _all_parts(name)
+            known = [sizes.get(part) for part in parts]
+            if None in known:
+                # A hub that does not list sizes says them of each file.
+                known = [_remote(api, source, part).size for part in parts]
+            offers.append(Offer(file=name, size=sum(each or 0 for each in known)))
+        offers.sort(key=lambda offer: offer.size)
+        headers = []
+        for part in _all_parts(offers[0].file):
+            remote = _remote(api, source, part)
+            path = Path(PurePosixPath(part).name)
+            headers.append(parse_header(RemoteBytes(client, remote), path, remote.size or 0))
+    return offers, tuple(headers)
 
 
 def _all_parts(name: str) -> tuple[str, ...]:
@@ -136,6 +195,39 @@ def _remote(api: HfApi, source: HubSource, name: str) -> Remote:
         size=known.size,
         headers=build_hf_headers(library_name="perdure"),
     )
+
+
+def hub_cache() -> Path:
+    """Where the hub's own library keeps what it and others fetched."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _hub_blob(repo: str, remote: Remote) -> Path | None:
+    """The file in the hub's own cache, if it is there whole. Its name is its digest, and that is proved."""
+    if remote.sha256 is None:
+        return None
+    blob = hub_cache() / f"models--{repo.replace('/', '--')}" / "blobs" / remote.sha256
+    try:
+        whole = blob.stat().st_size == remote.size and content_digest(blob) == remote.sha256
+    except OSError:
+        return None
+    return blob if whole else None
+
+
+def _link(blob: Path | None, target: Path) -> bool:
+    """Have a file of the hub's cache here too, without a second copy of its bytes where that can be done."""
+    if blob is None:
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        os.link(blob, target)
+    except OSError:
+        # Another disk: the bytes are copied, which is still faster than to fetch them.
+        shutil.copyfile(blob, target)
+    return True
 
 
 def stamp(path: Path) -> Path:

@@ -9,9 +9,11 @@ from urllib.parse import quote, urlsplit
 
 from perdure.config import settings
 from perdure.errors import ModelNotFoundError
+from perdure.models import catalogue
+from perdure.models.card import part_names, read_parts
 from perdure.models.download import Progress, Remote, download, fetch_lock, forget, publish, web
 from perdure.models.hub import fetch_hub, hub_folder, hub_place, stamp
-from perdure.models.parts import part_names, read_parts
+from perdure.models.other_programs import other_models
 from perdure.models.registry import (
     ALIASES,
     DEFAULT,
@@ -98,7 +100,7 @@ def is_here(name: str | os.PathLike[str] | None = None) -> bool:
 
 def pull(name: str | None = None, progress: Progress | None = None) -> Path:
     """Fetch a model, or what the hub changed about it since; then like `path`."""
-    return read_parts(_fetch(resolve(name or settings().model or DEFAULT), progress))[0].path
+    return read_parts(_fetch(resolve(name or settings().model or DEFAULT, own=True), progress))[0].path
 
 
 def locate(source: Source) -> Path | None:
@@ -115,7 +117,7 @@ def locate(source: Source) -> Path | None:
 
 
 def entries() -> list[Entry]:
-    """The models that have a name, and those fetched from a hub or another address."""
+    """The default model, those fetched from a hub or another address, and those of other programs here."""
     named = [_named(name) for name in sorted(MODELS)]
     found = [
         _fetched(folder, file, prefix, source)
@@ -126,7 +128,11 @@ def entries() -> list[Entry]:
         for file in sorted(folder.rglob("*.gguf"))
         if _is_first(file)
     ]
-    return named + found
+    theirs = [
+        Entry(name=each.name, aliases=(), source=each.program, path=each.path, size=each.path.stat().st_size)
+        for each in other_models()
+    ]
+    return named + found + theirs
 
 
 def remove(name: str) -> tuple[Path, ...]:
@@ -141,7 +147,7 @@ def remove(name: str) -> tuple[Path, ...]:
 
 def files_of(name: str) -> tuple[Path, ...]:
     """The files that `remove` would delete. Only what was fetched: never a file of the user's own."""
-    source = resolve(name)
+    source = resolve(name, own=True)
     if isinstance(source, FileSource):
         raise ModelNotFoundError(f"{source.path} was not fetched by perdure; delete the file yourself")
     models = settings().models
@@ -180,7 +186,7 @@ def _fetched(folder: Path, first: Path, prefix: str, source: str) -> Entry:
     parts = [first.with_name(part) for part in part_names(first.name)]
     return Entry(
         name=name,
-        aliases=(),
+        aliases=catalogue.names_of(first) if source == "hub" else (),
         source=source,
         path=first if all(part.exists() for part in parts) else None,
         size=sum(part.stat().st_size for part in parts if part.exists()),

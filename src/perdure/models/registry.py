@@ -9,7 +9,10 @@ from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
 
+from perdure.config import settings
 from perdure.errors import ModelNotFoundError
+from perdure.models import catalogue
+from perdure.models.other_programs import LM_STUDIO, OLLAMA, find_lm_studio, find_ollama
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,19 +98,29 @@ _HUB_PATH = re.compile(r"(?P<repo>[^/]+/[^/]+)/(?:resolve|blob|raw)/(?P<revision
 _TAGGED = re.compile(r"[A-Za-z][\w.-]*:[\w.-]+")
 
 
-def resolve(name: str | os.PathLike[str]) -> Source:
+def resolve(name: str | os.PathLike[str], *, own: bool = False) -> Source:
     """Where the model of that name comes from.
 
-    A name of the registry, a path, `hf:owner/repo/file.gguf`, `owner/repo:file.gguf`,
+    A name of the registry or of the catalogue, one that Ollama has on this machine, `ollama:name`,
+    `lmstudio:publisher/repo/file.gguf`, a path, `hf:owner/repo/file.gguf`, `owner/repo:file.gguf`,
     `owner/repo:Q4_K_M` or `owner/repo`, each also after `hf.co/`; `@revision` may follow the repo. A page or
     file of the hub by its URL, or any other URL of a .gguf file. Names of the registry win over files, and
-    files over the hub; `./name` and `hf:name` say which is meant.
+    files over the hub; `./name` and `hf:name` say which is meant. A name of the catalogue is our own copy if
+    it is here, else Ollama's if that is; with `own`, it is never Ollama's.
     """
     if not isinstance(name, str):
         return FileSource(path=Path(name).expanduser())
     known = MODELS.get(ALIASES.get(name.lower(), name.lower()))
     if known is not None:
         return known
+    listed = catalogue.find(name)
+    if listed is not None:
+        hub = HubSource(repo=listed.repo, file=listed.file)
+        fetched = (settings().models / "hub" / listed.repo / listed.file).is_file()
+        theirs = None if own or fetched else find_ollama(name)
+        return FileSource(path=theirs) if theirs is not None else hub
+    if name.lower().startswith((OLLAMA, LM_STUDIO)):
+        return _other_program(name)
     if name.startswith("hf:"):
         return _hub(name, name.removeprefix("hf:"))
     if name.lower().startswith(("https://", "http://")):
@@ -122,10 +135,26 @@ def resolve(name: str | os.PathLike[str]) -> Source:
         return _hub(name, name)
     if name.endswith(_SUFFIX) or path.is_absolute() or name.startswith((".", "~")):
         return FileSource(path=path)
+    if not own and (theirs := find_ollama(name)) is not None:
+        return FileSource(path=theirs)
+    near = catalogue.near(name)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
     raise ModelNotFoundError(
-        f"there is no model {name!r}. Known names are {', '.join(sorted(MODELS))}; other models are a path "
+        f"there is no model {name!r}: {meant}`perdure models` lists the known names; other models are a path "
         "to a .gguf file, its URL, or a name on the Hugging Face hub: owner/repo or owner/repo:Q4_K_M"
     )
+
+
+def _other_program(name: str) -> FileSource:
+    """A model of another program on this machine."""
+    ollama = name.lower().startswith(OLLAMA)
+    path = find_ollama(name) if ollama else find_lm_studio(name)
+    if path is None:
+        program = "Ollama" if ollama else "LM Studio"
+        raise ModelNotFoundError(
+            f"{program} has no model {name.partition(':')[2]!r} here; `perdure ls` lists its models"
+        )
+    return FileSource(path=path)
 
 
 def names_model(word: str) -> bool:
@@ -140,7 +169,7 @@ def names_model(word: str) -> bool:
         lower in MODELS
         or lower in ALIASES
         or lower.endswith(_SUFFIX)
-        or lower.startswith(("hf:", "https://", "http://", *_HUB_HOSTS))
+        or lower.startswith(("hf:", "https://", "http://", OLLAMA, LM_STUDIO, *_HUB_HOSTS))
         or _REPO.fullmatch(word.split(":")[0]) is not None
         or _TAGGED.fullmatch(word) is not None
     )
