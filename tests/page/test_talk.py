@@ -404,7 +404,7 @@ def test_older_turns_are_drawn_a_few_a_frame_and_leave_the_reader_in_place(
     assert sum(drawn) == 120
     assert max(drawn) <= 4
     # The buttons under all of them learn just so that something is said: here, more than fits.
-    user.expected.append("status of 413 ")
+    user.expected.append("status of 400 ")
     user.page.evaluate(_COUNT_DISABLED)
     user.say("One more")
     expect(user.pending.get_by_role("alert")).to_be_visible()

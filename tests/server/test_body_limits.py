@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from decode.observed import toy
-from perdure.server.core.middleware.body_limits import JsonScan
+from perdure.server.core.middleware import JsonScan
 from server.live_server import LiveServer, hello, live_server, opened, raw
 
 CHAT = "/v1/chat/completions"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from decode.observed import toy
+from perdure.server.app import request_schemas
 from perdure.server.core.keys import Keys
-from perdure.server.protocols.responses import conversation_items
+from perdure.server.core.schemas import RequestSchema
+from perdure.server.protocols.responses import conversations
 from perdure.sessions import sessions as sessions_module
 from server.live_server import LiveServer, live_server, opened
 
@@ -122,6 +125,143 @@ def test_a_field_holds_as_much_as_its_bound_and_no_more(field: str, server: Live
         assert client.get("/health").status_code == 200
 
 
+# Every field that has a bound, made up from the schemas.
+
+
+class Case(NamedTuple):
+    """A body whose field has all that it may have, and one that has more."""
+
+    schema: type[RequestSchema]
+    path: str
+    field: str
+    at: dict[str, Any]
+    beyond: dict[str, Any]
+
+
+def cases() -> Iterator[Case]:
+    for schema, paths in request_schemas().items():
+        document = schema.model_json_schema()
+        for field, at, beyond in bounded(document, document.get("$defs", {}), "", lambda body: body, ()):
+            yield Case(schema, paths[0], field, at, beyond)
+
+
+def bounded(
+    schema: dict[str, Any],
+    known: dict[str, Any],
+    path: str,
+    wrap: Callable[[Any], Any],
+    inside: tuple[str, ...],
+) -> Iterator[tuple[str, Any, Any]]:
+    for name, field in schema.get("properties", {}).items():
+
+        def within(value: Any, name: str = name) -> Any:
+            return wrap({**least(schema, known), name: value})
+
+        yield from bounded_value(field, known, f"{path}{name}", within, inside)
+
+
+def bounded_value(
+    field: dict[str, Any],
+    known: dict[str, Any],
+    path: str,
+    wrap: Callable[[Any], Any],
+    inside: tuple[str, ...],
+) -> Iterator[tuple[str, Any, Any]]:
+    for each in (*field.get("anyOf", ()), *field.get("oneOf", ())):
+        yield from bounded_value(each, known, path, wrap, inside)
+    if (name := field.get("$ref", "").rpartition("/")[2]) and name not in inside:
+        yield from bounded(known[name], known, f"{path}.", wrap, (*inside, name))
+    for at, beyond in edges(field, known):
+        yield path, wrap(at), wrap(beyond)
+    if field.get("items"):
+        yield from bounded_value(field["items"], known, f"{path}[]", lambda value: wrap([value]), inside)
+
+
+def edges(field: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """The most and the least that a value may be, each with one that is no more allowed."""
+    if "maxLength" in field:
+        yield "x" * field["maxLength"], "x" * (field["maxLength"] + 1)
+    if "maxItems" in field:
+        item = least(field.get("items") or {}, known)
+        yield [item] * field["maxItems"], [item] * (field["maxItems"] + 1)
+    if "maxProperties" in field:
+        value, most = least(field.get("additionalProperties") or {}, known), field["maxProperties"]
+        yield {str(at): value for at in range(most)}, {str(at): value for at in range(most + 1)}
+    step = 1 if field.get("type") == "integer" else 1e-3
+    if "maximum" in field:
+        yield field["maximum"], field["maximum"] + max(step, abs(field["maximum"]) * 1e-6)
+    if "exclusiveMaximum" in field:
+        yield field["exclusiveMaximum"] - step, field["exclusiveMaximum"]
+    if "minimum" in field:
+        yield field["minimum"], field["minimum"] - max(step, abs(field["minimum"]) * 1e-6)
+    if "exclusiveMinimum" in field:
+        yield field["exclusiveMinimum"] + step, field["exclusiveMinimum"]
+
+
+def least(field: dict[str, Any], known: dict[str, Any]) -> Any:
+    """A value that a field may have, as small as it can be."""
+    if "default" in field and field["default"] is not None:
+        return field["default"]
+    if "$ref" in field:
+        return least(known[field["$ref"].rpartition("/")[2]], known)
+    if choices := (*field.get("anyOf", ()), *field.get("oneOf", ())):
+        return least(choices[0], known)
+    if "const" in field:
+        return field["const"]
+    if "enum" in field:
+        return field["enum"][0]
+    match field.get("type"):
+        case "object":
+            return {
+                name: least(each, known)
+                for name, each in field.get("properties", {}).items()
+                if name in field.get("required", ())
+            }
+        case "array":
+            return [least(field["items"], known)] * field.get("minItems", 0)
+        case "string":
+            return "x" * field.get("minLength", 1)
+        case "integer" | "number":
+            return field.get("minimum", 1)
+        case "boolean":
+            return False
+    return "x"
+
+
+def test_the_schemas_refuse_what_is_beyond_the_bound_of_any_field_and_take_what_is_at_it() -> None:
+    """Class 2: docs/options.md lists the same fields, from the same schemas."""
+    count = 0
+    for case in cases():
+        where = f"{case.path}: {case.field}"
+        try:
+            case.schema.model_validate(case.at)
+        except ValidationError as error:
+            pytest.fail(f"{where} at its bound: {error}")
+        try:
+            case.schema.model_validate(case.beyond)
+        except ValidationError:
+            count += 1
+        else:
+            pytest.fail(f"{where} was taken beyond its bound")
+    assert count > 400
+
+
+@pytest.mark.soak
+def test_every_field_is_sent_at_its_bound_and_beyond_it(server: LiveServer) -> None:
+    """Class 2: at it a request may be refused for another reason, beyond it it is refused for this one."""
+    with server.client() as client:
+        for number, case in enumerate(cases()):
+            path = case.path.format(name="alice", conversation_id="conv_x")
+            body = {**case.at, **({"max_tokens": 1} if "max_tokens" in case.schema.model_fields else {})}
+            answer = client.post(path, json=body)
+            # No time at all is too little.
+            assert answer.status_code < 500 or answer.status_code == 504, (path, case.field, answer.text)
+            refused = client.post(path, json=case.beyond)
+            assert refused.status_code in (400, 405, 413), (path, case.field, refused.text[:300])
+            if number % 50 == 0:
+                assert client.get("/health").status_code == 200
+
+
 @pytest.mark.soak
 def test_no_field_costs_memory_that_lasts(server: LiveServer) -> None:
     """Class 2: every field at its bound and beyond, again and again; the process stays as large as it was."""
@@ -148,7 +288,7 @@ def test_no_field_costs_memory_that_lasts(server: LiveServer) -> None:
 
 def test_a_page_of_items_is_bounded_in_bytes_x20(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> None:
     """X20: pages of large items are short, and lead to all of them."""
-    monkeypatch.setattr(conversation_items, "_PAGE_BYTES", 1000)
+    monkeypatch.setattr(conversations, "_PAGE_BYTES", 1000)
     texts = [f"{number} " + "x" * 300 for number in range(10)]
     with server.client() as client:
         items = [{"role": "user", "content": text} for text in texts]
@@ -176,7 +316,7 @@ def test_stored_responses_at_hand_are_bounded_in_bytes_x13(monkeypatch: pytest.M
             answer = client.post(RESPONSES, json={**extra, "max_output_tokens": 1})
             assert answer.status_code == 200, answer.text[:300]
             ids.append(answer.json()["id"])
-            assert sum(rt.sessions._at_hand_bytes.values()) <= 100_000
-            assert rt.sessions._at_hand.keys() == rt.sessions._at_hand_bytes.keys()
+            assert rt.sessions._bytes_at_hand <= 100_000
+            assert rt.sessions._at_hand.keys() == rt.sessions._origin_bytes.keys()
         for number, response_id in enumerate(ids):
             assert client.get(f"{RESPONSES}/{response_id}").json()["metadata"] == {"n": str(number)}

@@ -157,12 +157,12 @@ def test_a_tool_that_is_required_is_called(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_too_long_is_413_before_any_work_c3(here: LiveServer, client: httpx.Client, stream: bool) -> None:
+def test_too_long_is_400_before_any_work_c3(here: LiveServer, client: httpx.Client, stream: bool) -> None:
     """C3."""
     before = here.runtime.cache.stats().computed_tokens
     body = hello(messages=[{"role": "user", "content": "word " * 9000}], stream=stream)
     response = client.post(CHAT, json=body)
-    assert response.status_code == 413
+    assert response.status_code == 400
     assert error_of(response)["code"] == "context_length_exceeded"
     assert here.runtime.cache.stats().computed_tokens == before
 
@@ -175,7 +175,7 @@ def test_too_long_with_a_policy_says_what_was_dropped(client: httpx.Client) -> N
             {"role": "assistant", "content": "Because."},
         ]
     body = hello(messages=[*said, {"role": "user", "content": "And now?"}])
-    assert client.post(CHAT, json=body).status_code == 413
+    assert client.post(CHAT, json=body).status_code == 400
     answer = client.post(CHAT, json={**body, "perdure": {"overflow": "drop_oldest"}}).json()
     assert answer["perdure"]["dropped"] > 0
 

@@ -11,9 +11,9 @@ import pytest
 from counting import calls_of
 from decode.observed import toy
 from perdure import Message, Session, Turn
-from perdure.server.protocols.responses.conversation_items import ConversationItems
+from perdure.server.protocols.responses.conversations import ConversationItems
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.store.sqlite import turn_table
+from perdure.sessions.store.sqlite import tables
 from server.live_server import live_server, opened
 
 ROUTE = "/v1/conversations"
@@ -80,7 +80,7 @@ def test_the_latest_items_cost_the_same_in_a_long_conversation(
                 turns.append(Turn(kind="turn", messages=(message,), before=turns[-1].digest))
             sessions.store.create("", name, turns)
             session = Session(sessions, sessions.store.find("", name))
-            with calls_of(monkeypatch, (turn_table, "read_turn")) as read:
+            with calls_of(monkeypatch, (tables, "read_turn")) as read:
                 page = ConversationItems(session).page(5, "desc", None)
         assert [said(item) for item in page.data] == [f"{count - at}" for at in range(1, 6)]
         costs.append(read.count)

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import httpx
 import pytest
 
 from perdure import Runtime
+from perdure.worker import supervisor as supervisor_module
+from perdure.worker.process import RestartPolicy
 from perdure.worker.remote import RemoteBackend
-from perdure.worker.restart_policy import RestartPolicy
 from server.live_server import LiveServer, events, hello, live_server, opened
 
 SESSIONS = "/v1/sessions"
@@ -68,6 +70,31 @@ def test_a_death_in_the_middle_of_a_stream_is_told_and_the_server_goes_on_h4(
     assert re.search(r"SIGKILL.*it is started again", line)
     # Nobody is told of tokens as kept that are not.
     assert "the rest is lost" in error["error"]["message"]
+
+
+def test_ready_tells_the_truth_of_a_worker_that_is_stopped_x22(
+    zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X22: a process that an idle server has, and that does nothing any more, is told of and replaced."""
+    monkeypatch.setattr(supervisor_module, "UNRESPONSIVE", 1.0)
+    policy = replace(SWIFT, hang_timeout=2.0)
+    with (
+        opened(zoo_path("llama"), threads=1, isolated=policy) as rt,
+        live_server(rt) as server,
+        server.client() as client,
+    ):
+        assert client.get("/ready").status_code == 200
+        pid = engine(rt).health().pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        while (answer := client.get("/ready")).status_code == 200:
+            assert answer.json()["restarts"] == 0
+        assert answer.json()["error"]["code"] == "engine_unavailable"
+        assert client.get("/health").status_code == 200
+        while (answer := client.get("/ready")).status_code != 200:
+            pass
+        assert answer.json()["restarts"] == 1
+        assert client.post("/v1/chat/completions", json=hello()).status_code == 200
 
 
 class Talker(threading.Thread):

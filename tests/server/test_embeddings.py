@@ -77,7 +77,8 @@ def test_base64_is_the_same_numbers(client: httpx.Client) -> None:
         ({"input": {"text": "a"}}, "input"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
-        ({"input": "a", "dimensions": 7}, "dimensions"),
+        ({"input": "a", "dimensions": 100_000}, "dimensions"),
+        ({"input": [1, 2], "prefix": "query: "}, "input"),
     ],
 )
 def test_what_cannot_be_done_is_400(client: httpx.Client, change: dict[str, Any], param: str) -> None:
@@ -88,16 +89,29 @@ def test_what_cannot_be_done_is_400(client: httpx.Client, change: dict[str, Any]
     assert str(error["param"]).startswith(param)
 
 
-def test_dimensions_are_those_of_the_model(here: LiveServer, client: httpx.Client) -> None:
+def test_fewer_dimensions_are_the_first_ones_at_length_one(here: LiveServer, client: httpx.Client) -> None:
+    (whole,) = vectors(client.post(EMBED, json={"input": "a"}))
+    (short,) = vectors(client.post(EMBED, json={"input": "a", "dimensions": 4}))
+    np.testing.assert_allclose(short, whole[:4] / np.linalg.norm(whole[:4]), atol=1e-6)
+    np.testing.assert_array_equal(here.runtime.embed("a", dimensions=4).vectors[0], short)
+
+
+def test_a_prefix_is_read_before_the_text(here: LiveServer, client: httpx.Client) -> None:
+    found = vectors(client.post(EMBED, json={"input": ["a", "b"], "prefix": "query: "}))
+    np.testing.assert_array_equal(found, here.runtime.embed(["query: a", "query: b"]).vectors)
+    np.testing.assert_array_equal(found, here.runtime.embed(["a", "b"], prefix="query: ").vectors)
+
+
+def test_dimensions_are_at_most_those_of_the_model(here: LiveServer, client: httpx.Client) -> None:
     width = here.runtime.embedding_width
     assert vectors(client.post(EMBED, json={"input": "a", "dimensions": width})).shape == (1, width)
     refused = client.post(EMBED, json={"input": "a", "dimensions": width + 1}).json()["error"]["message"]
     assert f"have {width}, {width + 1} were asked for" in refused
 
 
-def test_a_text_that_does_not_fit_is_413_as_in_a_chat(here: LiveServer, client: httpx.Client) -> None:
+def test_a_text_that_does_not_fit_is_400_as_in_a_chat(here: LiveServer, client: httpx.Client) -> None:
     response = client.post(EMBED, json={"input": [[40], [40] * 513]})
-    assert response.status_code == 413
+    assert response.status_code == 400
     error = response.json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert "text 1 has 513 tokens, 512 fit" in error["message"]

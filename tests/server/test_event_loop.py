@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
+import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
 from perdure.checks import WaitInEventLoopError, check_may_wait, never_waiting
-from perdure.server.core.loop_watch import LoopWatch
+from perdure.server.app import build
+from perdure.server.core import body_route
+from perdure.server.core.app_state import AppState
+from perdure.server.core.body_route import LARGE
+from perdure.server.http_server import HELD, LoopWatch
 from perdure.testing.toy import ToyModel
-from server.live_server import PATIENCE, live_server, opened
+from server.live_server import PATIENCE, hello, live_server, opened
 
 
 def test_a_store_that_is_touched_on_the_event_loop_is_refused_x7() -> None:
@@ -57,6 +65,80 @@ def test_a_loop_that_is_held_is_told_with_the_line_that_holds_it() -> None:
     watch = asyncio.run(run())
     assert len(watch.held) == 1
     assert "in compute" in watch.held[0]
+
+
+def test_garbage_collection_is_not_taken_for_a_held_loop() -> None:
+    async def run() -> LoopWatch:
+        watch = LoopWatch(asyncio.get_running_loop())
+        with watch.watching():
+            before = time.thread_time()
+            while time.thread_time() - before < 4 * HELD:
+                gc.collect()
+            await asyncio.sleep(0)
+        return watch
+
+    assert asyncio.run(run()).held == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        hello(unknown="x" * LARGE),
+        hello(max_tokens="many", unknown="x" * LARGE),
+        hello(messages=[{"role": "user", "content": "x"}] * 5000),
+        b"{" + b" " * LARGE,
+    ],
+    ids=["a good one", "a wrong field", "too many messages", "no JSON"],
+)
+def test_a_large_body_is_read_in_a_thread_and_answered_like_a_small_one(
+    body: dict[str, object] | bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[str] = []
+    real = body_route._read
+
+    def noted(*args: Any) -> Any:
+        readers.append(threading.current_thread().name)
+        return real(*args)
+
+    monkeypatch.setattr(body_route, "_read", noted)
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    with opened(ToyModel()) as runtime, live_server(runtime) as server, server.client() as client:
+        large = client.post("/v1/chat/completions", content=content, headers=headers)
+        assert len(readers) == 1
+        assert readers[0] != "server"
+        monkeypatch.setattr(body_route, "LARGE", 1 << 30)
+        small = client.post("/v1/chat/completions", content=content, headers=headers)
+        assert len(readers) == 1
+    assert large.status_code == small.status_code
+    if large.status_code != 200:
+        assert large.json() == small.json()
+
+
+def test_a_first_request_finds_its_routes_made() -> None:
+    """FastAPI makes them up where a path is first looked for: that takes longer than the loop may be held."""
+    with opened(ToyModel()) as runtime:
+        app = build(AppState(runtime=runtime, name="toy"))
+        made: list[str] = []
+
+        def called(frame: Any, event: str, value: Any) -> None:
+            if event == "call" and frame.f_code.co_name == "create_model_field":
+                made.append(str(frame.f_code))
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/sessions/x/edit",
+            "root_path": "",
+            "headers": [],
+        }
+        sys.setprofile(called)
+        try:
+            for route in app.routes:
+                route.matches(scope)
+        finally:
+            sys.setprofile(None)
+        assert made == []
 
 
 def test_other_threads_may_wait_while_one_may_not() -> None:

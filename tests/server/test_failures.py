@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from perdure.errors import (
 from perdure.server.core.api_error import to_api_error
 from perdure.testing.toy import Faults
 from server.live_server import LiveServer, check_freed, events, hello, live_server, opened, raw, streamed
+from store.test_faults import leave, leave_a_mount_point
 
 CHAT = "/v1/chat/completions"
 ENDLESS = {"logit_bias": {"256": -100, "258": -100}, "max_tokens": 400}
@@ -306,3 +308,35 @@ def test_connections_that_are_dropped_at_once_leave_nothing(server: LiveServer) 
         server.connect().close()
     with server.client() as client:
         assert client.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("mount_point", [False, True])
+def test_a_store_whose_folder_vanishes_loses_nothing_that_was_acknowledged(
+    mount_point: bool, tmp_path: Path
+) -> None:
+    """Class 4: a mount that goes away under a server, and comes back."""
+    folder = tmp_path / "store"
+    acknowledged = []
+    with opened(toy(), store=folder) as rt, live_server(rt) as server, server.client() as client:
+
+        def say(text: str) -> None:
+            answer = client.post("/v1/sessions/alice/turns", json={"message": text, "max_tokens": 4})
+            assert answer.status_code in (200, 503, 507), answer.text
+            if answer.status_code == 200 and answer.json()["perdure"]["kept"]:
+                acknowledged.append(text)
+
+        assert client.post("/v1/sessions", json={"name": "alice"}).status_code == 201
+        say("before")
+        come_back = (leave_a_mount_point if mount_point else leave)(folder)
+        say("meanwhile")
+        assert client.get("/v1/sessions/alice/export").status_code in (200, 503, 507)
+        assert client.get("/v1/sessions?text=before").status_code in (200, 503)
+        assert client.get("/health").status_code == 200
+        assert client.post(CHAT, json=hello()).status_code == 200
+        come_back()
+        say("after")
+        assert acknowledged[0] == "before"
+        assert acknowledged[-1] == "after"
+    with opened(toy(), store=folder) as rt:
+        said = [turn.messages[0].content for turn in rt.session("alice").history()]
+        assert said == acknowledged

@@ -16,11 +16,11 @@ from pydantic import BaseModel, ValidationError
 
 from decode.observed import Turnstile, open_toy, toy
 from perdure import InvalidInputError
-from perdure.server.api.embeddings import EmbeddingRequest
 from perdure.server.core.keys import Keys, new_key
-from perdure.server.core.middleware.body_limits import JsonScan
-from perdure.server.core.middleware.host_check import AllowedHosts
+from perdure.server.core.middleware import JsonScan
+from perdure.server.core.settings import AllowedHosts
 from perdure.server.protocols.completions import CompletionRequest
+from perdure.server.protocols.embeddings import EmbeddingRequest
 from server.live_server import LiveServer, check_freed, hello, live_server, opened, raw
 from serving import Page, site
 
@@ -217,7 +217,7 @@ def test_what_a_form_can_send_is_not_taken_s4(server: LiveServer, content_type: 
 def test_ollamas_bodies_are_json_unless_a_browser_sent_them_s4(server: LiveServer, content_type: str) -> None:
     """S4, I3: as `curl -d` and litellm send them; a page cannot hide that it is one."""
     headers = {"content-type": content_type} if content_type else {}
-    body = b'{"model": "any", "messages": [{"role": "user", "content": "Hi"}], "stream": false}'
+    body = b'{"model": "toy", "messages": [{"role": "user", "content": "Hi"}], "stream": false}'
     with server.client() as client:
         taken = client.post("/api/chat", content=body, headers=headers)
         assert taken.status_code == 200, taken.text

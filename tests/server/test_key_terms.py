@@ -18,9 +18,9 @@ from websockets.sync.client import connect
 from decode.observed import Turnstile, toy
 from perdure import InvalidInputError
 from perdure.server.core import keys as keys_module
+from perdure.server.core import middleware
 from perdure.server.core.keys import Key, Keys, KeyUsage, new_key
-from perdure.server.core.middleware import auth as auth_module
-from perdure.server.core.middleware.host_check import AllowedHosts, check_origins
+from perdure.server.core.settings import AllowedHosts, check_origins
 from server.live_server import hello, live_server, opened, raw
 
 CHAT = "/v1/chat/completions"
@@ -47,8 +47,11 @@ def test_a_key_has_so_many_requests_a_minute_and_so_many_tokens_a_day() -> None:
     )
     with opened(toy()) as rt, live_server(rt, keys=Keys([slow_key, small_key])) as server:
         with server.client(slow) as client:
-            assert [client.get("/v1/models").status_code for _ in range(3)] == [200, 200, 429]
-            refused = client.get("/v1/models")
+            count = {"content": "x"}
+            assert [client.post("/tokenize", json=count).status_code for _ in range(3)] == [200, 200, 429]
+            refused = client.post("/tokenize", json=count)
+            # Reading is never limited.
+            assert client.get("/v1/sessions").status_code == 200
             assert refused.json()["error"]["message"] == "2 requests a minute are allowed for this key"
             assert 1 <= int(refused.headers["retry-after"]) <= 61
         with server.client(small) as client:
@@ -65,7 +68,7 @@ def test_limits_end_with_their_minute_and_their_day() -> None:
     assert usage.admit(key, 0.0, 0.0) is None
     assert usage.admit(key, 59.0, 59.0) is not None
     assert usage.admit(key, 60.5, 60.5) is None
-    usage.spend(key, 10, 61.0)
+    usage.spend(key, 61.0, prompt=8, completion=2)
     refused = usage.admit(key, 200.0, 200.0)
     assert refused is not None
     assert refused.retry_after == int(DAY - 200) + 1
@@ -80,6 +83,7 @@ def test_a_minute_is_a_minute_when_the_clock_jumps_x17(jump: float, monkeypatch:
         """The module `time`, on whose clock somebody has set another day."""
 
         monotonic = staticmethod(time.monotonic)
+        perf_counter = staticmethod(time.perf_counter)
 
         @staticmethod
         def time() -> float:
@@ -87,11 +91,12 @@ def test_a_minute_is_a_minute_when_the_clock_jumps_x17(jump: float, monkeypatch:
 
     secret, key = new_key("slow", requests_per_minute=2)
     with opened(toy()) as rt, live_server(rt, keys=Keys([key])) as server, server.client(secret) as client:
-        assert client.get("/v1/models").status_code == 200
-        for module in (keys_module, auth_module):
+        text = {"content": "x"}
+        assert client.post("/tokenize", json=text).status_code == 200
+        for module in (keys_module, middleware):
             monkeypatch.setattr(module, "time", Jumped)
-        assert [client.get("/v1/models").status_code for _ in range(2)] == [200, 429]
-        assert int(client.get("/v1/models").headers["retry-after"]) <= 61
+        assert [client.post("/tokenize", json=text).status_code for _ in range(2)] == [200, 429]
+        assert int(client.post("/tokenize", json=text).headers["retry-after"]) <= 61
 
 
 def test_the_last_key_of_a_file_can_be_withdrawn_x10(tmp_path: Path) -> None:
@@ -299,6 +304,26 @@ def test_who_leaves_before_the_end_pays_for_what_was_computed(path: str, streams
         gate.open()
 
 
+@pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
+def test_who_leaves_during_the_summary_before_a_reply_pays_for_what_was_computed_x11(streams: bool) -> None:
+    secret, key = new_key("ada", tokens_per_day=5)
+    gate = Turnstile()
+    keys = Keys([key])
+    body = {"message": "And?", "max_tokens": 40, "stream": streams, "perdure": {"overflow": "fold"}}
+    with opened(toy(gate=gate), n_ctx=1024) as rt, live_server(rt, keys=keys) as server:
+        session = rt.session("alice", namespace="ada")
+        for number in range(12):
+            session.append(f"{number} " + "word " * 16)
+        gate.admit(700)
+        with server.client(secret) as client, pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/sessions/alice/turns", json=body, timeout=1.0)
+        # Prompts are paid for whole, as far as their state is there: that of the summary, at least in part.
+        assert 20 < used_by(key, keys) < 2048
+        gate.open()
+        # Nothing came of it.
+        assert session.turns == 12
+
+
 def test_who_leaves_a_websocket_pays_for_what_was_computed() -> None:
     secret, key = new_key("ada", tokens_per_day=5)
     gate = Turnstile()
@@ -393,7 +418,81 @@ def test_a_prefix_that_is_warmed_is_paid_for_x11() -> None:
 def test_vectors_of_a_width_that_the_model_has_not_are_refused_before_they_are_made_x11() -> None:
     """Ollama's route made them first, and nobody paid."""
     with opened(toy(), n_ctx=1024) as rt, live_server(rt) as server, server.client() as client:
-        refused = client.post("/api/embed", json={"input": "Hello", "dimensions": 7})
+        refused = client.post("/api/embed", json={"input": "Hello", "dimensions": 100_000})
         assert refused.status_code == 400
         assert "dimensions" in refused.json()["error"]
         assert 'perdure_tokens_total{kind="embedded"}' not in client.get("/metrics").text
+
+
+def test_who_has_used_up_a_day_still_reads_exports_and_deletes(tmp_path: Path) -> None:
+    secret, key = new_key("small", tokens_per_day=5)
+    with (
+        opened(toy(), store=tmp_path) as rt,
+        live_server(rt, keys=Keys([key])) as server,
+        server.client(secret) as client,
+    ):
+        client.post("/v1/sessions", json={"name": "a"}).raise_for_status()
+        said = client.post("/v1/sessions/a/turns", json={"message": "Hi", "max_tokens": 8})
+        assert said.status_code == 200
+        assert client.post("/v1/sessions/a/turns", json={"message": "Hi"}).status_code == 429
+        assert client.get("/v1/sessions/a/turns").json()["data"][0]["messages"][0]["content"] == "Hi"
+        assert client.get("/v1/sessions/a/export").status_code == 200
+        assert client.post("/v1/sessions/a/stop", json={}).status_code == 200
+        assert client.delete("/v1/sessions/a").status_code == 200
+
+
+def test_usage_is_counted_by_key_and_day_told_to_its_owner_and_outlasts_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    secrets, lines = {}, []
+    for name in ("ada", "bob", "metrics"):
+        secrets[name], key = new_key(name, tokens_per_day=1000 if name == "ada" else None)
+        lines.append(key.line)
+    path.write_text("\n".join(lines))
+    keys = Keys.read(path)
+    with opened(toy()) as rt, live_server(rt, keys=keys) as server:
+        with server.client(secrets["ada"]) as ada, server.client(secrets["bob"]) as bob:
+            used = [ada.post(CHAT, json=hello()).json()["usage"] for _ in range(2)]
+            bob.post(CHAT, json=hello()).raise_for_status()
+            [own] = ada.get("/v1/usage").json()["data"]
+            assert (own["namespace"], own["requests"], own["tokens_per_day"]) == ("ada", 2, 1000)
+            assert own["prompt_tokens"] == sum(each["prompt_tokens"] for each in used)
+            assert own["completion_tokens"] == sum(each["completion_tokens"] for each in used)
+            assert own["cached_tokens"] == sum(
+                each["prompt_tokens_details"]["cached_tokens"] for each in used
+            )
+        with server.client(secrets["metrics"]) as operator:
+            assert {each["namespace"] for each in operator.get("/v1/usage").json()["data"]} == {"ada", "bob"}
+            told = operator.get("/metrics").text
+            assert 'perdure_key_replies_total{namespace="ada"} 2.0' in told
+            assert 'perdure_key_tokens_total{kind="prompt",namespace="bob"}' in told
+            assert operator.get("/v1/sessions").status_code == 403
+    keys.usage.save()
+    again = Keys.read(path)
+    [ada_key] = [key for key in again if key.namespace == "ada"]
+    [day] = again.usage.days(ada_key).values()
+    assert (day.requests, day.tokens) == (2, own["prompt_tokens"] + own["completion_tokens"])
+    shown = subprocess.run(
+        [sys.executable, "-m", "perdure.cli", "keys", "usage", "--keys", str(path), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert {row["namespace"]: row["requests"] for row in json.loads(shown.stdout)} == {"ada": 2, "bob": 1}
+    # What cannot be read keeps no server down.
+    path.with_name("keys.usage").write_text("{")
+    assert not Keys.read(path).usage.days(ada_key)
+
+
+def test_a_key_is_removed_by_the_name_of_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("\n".join(new_key(name)[1].line for name in ("ada", "bob", "bob")))
+
+    def rm(name: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "perdure.cli", "keys", "rm", name, "--keys", str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert rm("ada").returncode == 0
+    assert [key.namespace for key in Keys.read(path)] == ["bob", "bob"]
+    several = rm("bob")
+    assert several.returncode == 1
+    assert "'bob' has 2 keys" in several.stderr

@@ -1,145 +1,171 @@
-"""Many clients at once, beside all that a server does besides, and an engine that is killed now and then."""
+"""Many clients at once, beside all that a server does besides, and an engine that is killed now and then.
+
+The server, the clients and who watches `/health` are processes of their own, so that the time that is
+measured is the server's. PERDURE_LOAD_CLIENTS, PERDURE_LOAD_SECONDS and PERDURE_LOAD_HEALTH (the most
+seconds for `/health`; not held to any without it) say how much.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
+import subprocess
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
-from perdure.cli.store import session_folder
+from perdure.cli.runtime import session_folder
 from perdure.sessions.store.registry import back_up
-from server.live_server import PATIENCE, live_server, opened
-from server.test_deaths import kill
+from server.live_server import PATIENCE, opened
 
 CLIENTS = int(os.environ.get("PERDURE_LOAD_CLIENTS", "200"))
 SECONDS = float(os.environ.get("PERDURE_LOAD_SECONDS", "300"))
+HEALTH = float(os.environ.get("PERDURE_LOAD_HEALTH", "inf"))
+PROCESSES = max(1, min(8, (os.cpu_count() or 2) // 2, CLIENTS))
+"""Of clients."""
+TESTS = Path(__file__).parents[1]
+BUSY = (200, 404, 409, 429, 500, 503, 504)
 
 
 class Load:
-    """What the clients did, and what they were told."""
+    """What is asked of a server while clients talk to it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, server: psutil.Process) -> None:
         self._url = url
-        self.ends = time.monotonic() + SECONDS
-        self.acknowledged: dict[str, list[str]] = {}
-        self.health: list[float] = []
+        self._server = server
+        self._ends = time.monotonic() + SECONDS
         self.counts: Counter[str] = Counter()
+        self.health: list[float] = []
+        self.errors: list[BaseException] = []
 
     @property
     def goes_on(self) -> bool:
-        return time.monotonic() < self.ends
+        return time.monotonic() < self._ends
 
-    def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self._url, timeout=PATIENCE * 5, trust_env=False)
+    def thread(self, work: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                while self.goes_on:
+                    work()
+            except BaseException as error:
+                self.errors.append(error)
 
-    async def talk(self, number: int) -> None:
-        """Turn after turn in one session, each streamed; some clients leave in the middle of one."""
-        name = f"client-{number}"
-        said = self.acknowledged[name] = []
-        async with self.client() as client:
-            assert (await client.post("/v1/sessions", json={"name": name})).status_code == 201
-            at = 0
-            while self.goes_on:
-                at += 1
-                text = f"{name} says {at}"
-                body = {"message": text, "max_tokens": 8, "stream": True, "overflow": "drop_oldest"}
-                leaves = (number + at) % 7 == 0
-                async with client.stream("POST", f"/v1/sessions/{name}/turns", json=body) as answer:
-                    if answer.status_code != 200:
-                        await answer.aread()
-                        assert answer.status_code in (409, 429, 503), answer.text
-                        self.counts[str(answer.status_code)] += 1
-                        continue
-                    kept = False
-                    async for line in answer.aiter_lines():
-                        if leaves and line.startswith("data: "):
-                            self.counts["left"] += 1
-                            break
-                        kept = kept or _is_kept(line)
-                    if kept:
-                        said.append(text)
-                        self.counts["turns"] += 1
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
 
-    async def ask(self, path: str, allowed: tuple[int, ...] = (200,), **body: object) -> None:
+    def ask(self, path: str, allowed: tuple[int, ...] = (200,), **body: object) -> Callable[[], None]:
         """The same request again and again."""
-        async with self.client() as client:
-            while self.goes_on:
-                answer = await (client.post(path, json=body) if body else client.get(path))
-                assert answer.status_code in allowed, (path, answer.text)
-                self.counts[path.partition("?")[0]] += 1
 
-    async def watch(self) -> None:
-        async with self.client() as client:
+        def ask() -> None:
+            with httpx.Client(base_url=self._url, timeout=5 * PATIENCE, trust_env=False) as client:
+                while self.goes_on:
+                    answer = client.post(path, json=body) if body else client.get(path)
+                    assert answer.status_code in allowed, (path, answer.text)
+                    self.counts[path.partition("?")[0]] += 1
+
+        return ask
+
+    def kill(self) -> None:
+        """End the engine's process, which the server starts again: once it is there and had some time."""
+        with httpx.Client(base_url=self._url, timeout=PATIENCE, trust_env=False) as client:
+            while self.goes_on and client.get("/ready").status_code != 200:
+                time.sleep(0.1)
+        time.sleep(min(15.0, SECONDS / 4))
+        for child in self._server.children():
+            if "perdure.worker.child" in child.cmdline():
+                child.kill()
+                self.counts["kills"] += 1
+
+    def watch(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=PATIENCE, trust_env=False) as client:
             while self.goes_on:
                 began = time.monotonic()
-                assert (await client.get("/health")).status_code == 200
+                assert client.get("/health").status_code == 200
                 self.health.append(time.monotonic() - began)
-                await asyncio.sleep(0.1)
-
-
-def _is_kept(line: str) -> bool:
-    if not line.startswith("data: {"):
-        return False
-    return bool((json.loads(line[6:]).get("perdure") or {}).get("kept"))
+                time.sleep(0.05)
 
 
 @pytest.mark.soak
 def test_many_clients_beside_searches_backups_exports_compactions_and_kills(
     zoo_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Nothing that was acknowledged is lost. How long `/health` took is printed, not asserted."""
-    settings = {"n_ctx": 512, "slots": 8, "threads": 1, "queue": 2 * CLIENTS}
-    with (
-        opened(zoo_path("llama"), store=tmp_path / "store", isolated=True, **settings) as rt,
-        live_server(rt) as server,
-    ):
-        load = Load(server.url)
-
-        async def backups() -> None:
-            number = 0
-            while load.goes_on:
-                number += 1
-                await asyncio.to_thread(
-                    back_up, session_folder(tmp_path / "store"), tmp_path / f"backup-{number}"
-                )
-                (tmp_path / f"backup-{number}").unlink()
-                load.counts["backups"] += 1
-
-        async def kills() -> None:
-            killed: int | None = None
-            while load.goes_on:
-                await asyncio.sleep(min(15.0, SECONDS / 4))
-                killed = await asyncio.to_thread(kill, rt, killed)
-                load.counts["kills"] += 1
-
-        async def everything() -> None:
-            busy = (200, 404, 409, 429, 500, 503, 504)
-            await asyncio.gather(
-                *(load.talk(number) for number in range(CLIENTS)),
-                load.ask("/v1/sessions?text=says"),
-                load.ask("/v1/sessions/client-0/export?state=false", busy),
-                load.ask("/v1/responses/compact", busy, input="The sea is wide."),
-                load.watch(),
-                backups(),
-                kills(),
-            )
-
-        asyncio.run(everything())
-        for name, texts in load.acknowledged.items():
-            turns = rt.session(name).history()
-            said = {message.content for turn in turns for message in turn.messages}
-            assert said >= set(texts)
-        health = sorted(load.health)
-        print(
-            f"{CLIENTS} clients for {SECONDS:g} s: {dict(load.counts)}; /health took "
-            f"{health[len(health) // 2]:.3f} s in the middle and {health[-1]:.3f} s at most"
+    """Nothing that was acknowledged is lost, and `/health` answers at once."""
+    model, store = zoo_path("llama"), tmp_path / "store"
+    options = ["--store", store, "--ctx", 512, "--slots", 8, "--threads", 1, "--queue", 2 * CLIENTS]
+    with (tmp_path / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "perdure.cli", "serve", model, "--port", "0", *map(str, options)],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
         )
-        assert load.counts["turns"]
-        assert load.counts["kills"]
+    try:
+        assert server.stdout is not None
+        url = next(line for line in server.stdout if line.startswith("address")).split()[1]
+        # The address is told before the server answers.
+        assert httpx.get(f"{url}/health", timeout=PATIENCE, trust_env=False).status_code == 200
+        load = Load(url, psutil.Process(server.pid))
+        share = -(-CLIENTS // PROCESSES)
+        clients = [
+            subprocess.Popen(
+                [sys.executable, "-m", "server.load_clients", url, *map(str, numbers)],
+                cwd=TESTS,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for first in range(0, CLIENTS, share)
+            for numbers in [(first, min(share, CLIENTS - first), SECONDS)]
+        ]
+
+        def back_up_once() -> None:
+            back_up(session_folder(store), tmp_path / "backup")
+            (tmp_path / "backup").unlink()
+            load.counts["backups"] += 1
+
+        threads = [
+            load.thread(work)
+            for work in (
+                load.watch,
+                load.kill,
+                back_up_once,
+                load.ask("/v1/sessions?text=says"),
+                load.ask("/v1/sessions/client-0/export?state=false", BUSY),
+                load.ask("/v1/responses/compact", BUSY, input="The sea is wide."),
+            )
+        ]
+        acknowledged: dict[str, list[str]] = {}
+        for each in clients:
+            out, _ = each.communicate(timeout=SECONDS + 10 * PATIENCE)
+            assert each.returncode == 0
+            found = json.loads(out)
+            acknowledged |= found["acknowledged"]
+            load.counts.update(found["counts"])
+        for thread in threads:
+            thread.join()
+        assert not load.errors, load.errors[0]
+        assert server.poll() is None
+    finally:
+        server.kill()
+        server.communicate()
+    health = sorted(load.health)
+    print(
+        f"{CLIENTS} clients in {PROCESSES} processes for {SECONDS:g} s: {dict(load.counts)}; /health took "
+        f"{health[len(health) // 2]:.3f} s in the middle, {health[-1 - len(health) // 100]:.3f} s at the "
+        f"99th of 100 and {health[-1]:.3f} s at most, of {len(health)}"
+    )
+    # Also after this: the server was ended by a kill.
+    with opened(model, store=store, threads=1) as rt:
+        for name, texts in acknowledged.items():
+            said = {message.content for turn in rt.session(name).history() for message in turn.messages}
+            assert said >= set(texts)
+    assert load.counts["turns"]
+    assert load.counts["kills"]
+    assert health[-1] < HEALTH

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from decode.observed import Turnstile, open_toy, toy
-from perdure.server.core.cipher import Seal
+from perdure.server.core.app_state import Seal
 from perdure.server.core.keys import Keys, new_key
 from server.live_server import live_server, opened
 from server.scripted import scripted
@@ -21,7 +21,7 @@ PATH = "/v1/messages"
 
 def asked(*said: Any, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": each} if isinstance(each, str) else each for each in said]
-    return {"model": "claude-any", "max_tokens": 8, "temperature": 0, "messages": messages, **more}
+    return {"model": "toy", "max_tokens": 8, "temperature": 0, "messages": messages, **more}
 
 
 def named_events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -137,10 +137,11 @@ def test_items_that_are_named_are_no_larger_than_a_body_may_be_x14() -> None:
         body = {"input": [{"role": "user", "content": "a" * 9_000}], "max_output_tokens": 1}
         first = client.post("/v1/responses", json={**body})
         [item] = client.get(f"/v1/responses/{first.json()['id']}/input_items").json()["data"]
-        for times, status in ((2, 413), (4, 400)):
+        for times, code in ((2, "context_length_exceeded"), (4, "invalid_value")):
             named = [{"type": "item_reference", "id": item["id"]}] * times
             answer = client.post("/v1/responses", json={"input": named, "max_output_tokens": 1})
-            assert answer.status_code == status, answer.text
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["code"] == code, answer.text
 
 
 def test_items_are_counted_for_each_request_of_a_connection_x14(server: LiveServer) -> None:

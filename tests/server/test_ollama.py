@@ -25,7 +25,7 @@ def test_thinking_and_calls_have_their_own_fields_and_come_back() -> None:
     call = '<tool_call>\n{"name": "light", "arguments": {"on": true}}\n</tool_call>'
     tool = {"type": "function", "function": {"name": "light", "parameters": {"type": "object"}}}
     with scripted(f"<think>Hm.</think>So:{call}", n_ctx=1024) as server, server.client() as client:
-        body = {"model": "x", "messages": USER, "tools": [tool]}
+        body = {"model": "toy", "messages": USER, "tools": [tool]}
         found = lines(client, "/api/chat", body)
         whole = client.post("/api/chat", json={**body, "stream": False}).json()["message"]
         messages = [each["message"] for each in found]

@@ -15,8 +15,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode.observed import toy
+from perdure.errors import StoreFullError
 from perdure.server.core.app_state import AppState
-from perdure.server.core.middleware.access_log import JsonLines
+from perdure.server.core.middleware import JsonLines
 from perdure.server.http_server import HttpServer, address, bind
 from server.live_server import PATIENCE, LiveServer, hello, live_server, opened, streamed
 
@@ -73,6 +74,7 @@ def test_figures_count_what_happened(here: LiveServer, client: httpx.Client) -> 
     assert sum(after[key] - before.get(key, 0) for key in tiers) == cached > 0
     assert grown("perdure_first_token_seconds_count") == 2
     assert after["perdure_slots", ()] == here.runtime.slots
+    assert after["perdure_resident_bytes", (("process", "server"),)] > 1 << 20
     assert after["perdure_queue_length", ()] == 0
     assert after["perdure_engine_up", ()] == 1
     assert after["perdure_engine_restarts_total", ()] == 0
@@ -173,3 +175,22 @@ def test_limits_that_are_read_again_hold_for_connections_too() -> None:
         after = http_server.config.timeout_graceful_shutdown
         assert after is not None
         assert after == before - 17
+
+
+def test_a_turn_that_could_not_be_kept_is_a_warning_a_metric_and_a_field_of_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise StoreFullError("the disk is full", needed=1)
+
+    with opened(toy(), store=tmp_path) as rt, live_server(rt) as server, server.client() as client:
+        client.post("/v1/sessions", json={"name": "a"}).raise_for_status()
+        assert client.get("/ready").json()["not_kept"] == 0
+        monkeypatch.setattr(rt.sessions.store, "add", full)
+        with caplog.at_level("WARNING", "perdure.server"):
+            said = client.post("/v1/sessions/a/turns", json={"message": "Hi", "max_tokens": 4})
+        assert said.json()["perdure"]["not_kept"] == "the disk is full"
+        assert "a turn of session 'a'" in caplog.text
+        assert "the disk is full" in caplog.text
+        assert client.get("/ready").json()["not_kept"] == 1
+        assert "perdure_turns_not_kept_total 1.0" in client.get("/metrics").text

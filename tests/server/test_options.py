@@ -15,7 +15,7 @@ import pytest
 from decode.observed import toy
 from perdure.options import Option, options_of
 from perdure.request_options import RequestOptions, Sampling
-from perdure.server.core.middleware.access_log import JsonLines
+from perdure.server.core.middleware import JsonLines
 from server.live_server import live_server, opened
 
 SAID = [{"role": "user", "content": "Hello"}]

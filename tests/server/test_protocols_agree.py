@@ -136,8 +136,8 @@ def test_what_does_not_fit_is_the_same_kind_of_error_h8(client: httpx.Client) ->
     """H8, C3: a status of the client's fault and the figures, in each protocol's own words; never a cut."""
     found = asked(client, [{"role": "user", "content": "x" * 5000}], 4)
     assert {tongue: answer["status"] for tongue, answer in found.items()} == {
-        "chat": 413,
-        "responses": 413,
+        "chat": 400,
+        "responses": 400,
         "messages": 400,
         "ollama": 400,
     }

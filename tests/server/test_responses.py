@@ -253,7 +253,7 @@ def test_a_full_context_is_told_within_the_stream(store: bool) -> None:
         if store:
             assert client.get(f"{PATH}/{failed['id']}").json()["error"]["code"] == "context_length_exceeded"
         whole = client.post(PATH, json={"input": "x" * 5000, "store": store})
-        assert (whole.status_code, whole.json()["error"]["code"]) == (413, "context_length_exceeded")
+        assert (whole.status_code, whole.json()["error"]["code"]) == (400, "context_length_exceeded")
         cut = client.post(
             PATH,
             json={

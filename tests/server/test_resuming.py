@@ -89,7 +89,7 @@ def test_a_response_is_not_resumed_in_a_conversation_that_moved_on_x5() -> None:
             for params in ({}, {"stream": "true", "starting_after": "3"}):
                 refused = client.get(f"{PATH}/{response_id}", params=params)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_error")
-            assert keys.usage._tokens.get(second.digest, (0, 0))[1] == 0
+            assert not any(day.completion_tokens for day in keys.usage.days(second).values())
             assert client.post(f"{PATH}/{response_id}/cancel", json={}).json()["status"] == "cancelled"
             assert finished(client, response_id)["status"] == "cancelled"
             # The conversation is not held up by it.
@@ -168,6 +168,32 @@ def test_a_reply_that_does_not_come_again_is_not_spliced_x6(
             steer(rt, second)
             with live_server(rt) as server, server.client() as client:
                 check_not_spliced(client, heard, second, polled)
+
+
+@pytest.mark.parametrize("polled", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_stream_whose_server_was_killed_goes_on_only_if_replies_are_exact_x6(
+    exact: bool, polled: bool, tmp_path: Path
+) -> None:
+    """X6: a server that was killed wrote down nothing of what it had sent."""
+    text = "The sea is blue, as ever."
+    gate = Turnstile()
+    with held(gate, store=tmp_path, template=THINKS) as server, server.client() as client:
+        steer(server.runtime, text)
+        heard = broken(server, client, gate)
+        session = server.runtime.session(heard[0]["response"]["id"])
+        # As it is after SIGKILL.
+        session.note({"sent": None})
+    with opened(toy(), n_ctx=1024, store=tmp_path, template=THINKS, exact=exact) as rt:
+        steer(rt, text)
+        with live_server(rt) as server, server.client() as client:
+            if not exact:
+                check_not_spliced(client, heard, text, polled)
+                return
+            if polled:
+                client.get(f"{PATH}/{heard[0]['response']['id']}")
+            rest = resumed(client, heard[0]["response"]["id"], heard[-1]["sequence_number"])
+            assert text_of(heard + rest) == text
 
 
 def check_not_spliced(

@@ -18,8 +18,8 @@ import pytest
 import perdure
 from perdure import Runtime
 from perdure.sessions.store.sqlite.backup import back_up, restore
+from perdure.worker.process import RestartPolicy
 from perdure.worker.remote import RemoteBackend
-from perdure.worker.restart_policy import RestartPolicy
 from server.live_server import LiveServer, hello, live_server, opened
 
 CHAT = "/v1/chat/completions"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from decode.observed import toy
-from perdure.server.core.middleware.body_limits import FILE_TYPE
+from perdure.server.core.middleware import FILE_TYPE
 from perdure.sessions.store.sqlite.folder import TRANSFERS
 from perdure.sessions.store.sqlite.store import SqliteStore
 from server.live_server import LiveServer, live_server, opened, raw

@@ -1,5 +1,6 @@
 /** The server's routes, typed. Every request goes to the origin that the page came from. */
 
+import { Value } from "./store";
 import { texts } from "./texts";
 
 export interface Call {
@@ -169,6 +170,32 @@ export interface Run {
   follows: boolean;
 }
 
+/** What a key has used on one day. */
+export interface UsageDay {
+  key: string;
+  namespace: string;
+  day: string;
+  requests: number;
+  prompt_tokens: number;
+  cached_tokens: number;
+  completion_tokens: number;
+  tokens_per_day: number | null;
+}
+
+/** A model with a short name, and whether the server's machine can run it. */
+export interface CatalogueEntry {
+  name: string;
+  aliases: string[];
+  fit: "fits" | "tight" | "not";
+  recommended: boolean;
+  served: boolean;
+  nbytes: number;
+  memory_bytes: number;
+  context: number;
+  purpose: string;
+  licence: string;
+}
+
 export interface List<T> {
   data: T[];
   has_more: boolean;
@@ -189,6 +216,8 @@ export class ApiError extends Error {
 const KEY = "perdure-key";
 let wantsKey: (wrong: boolean) => Promise<string> = () => Promise.reject(new ApiError(401, texts.key.title));
 let asking: Promise<string> | null = null;
+/** Whether a key is in use, which can be changed. */
+export const hasKey = new Value(sessionStorage.getItem(KEY) !== null);
 
 /** What asks the user for a key. It is asked once, however many requests wait for it. */
 export function onKeyWanted(ask: (wrong: boolean) => Promise<string>): void {
@@ -200,6 +229,14 @@ async function newKey(wrong: boolean): Promise<void> {
     asking = null;
   });
   sessionStorage.setItem(KEY, await asking);
+  hasKey.value = true;
+}
+
+/** Ask for another key, and begin anew with it: what is shown belongs to the one before. */
+export async function changeKey(): Promise<void> {
+  await newKey(false);
+  location.hash = "#/";
+  location.reload();
 }
 
 export function path(...parts: string[]): string {

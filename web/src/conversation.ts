@@ -37,6 +37,10 @@ export interface Pending {
   stopping: boolean;
   /** What went wrong; then nothing more comes. */
   error: string | null;
+  /** Whether the server has the message: it has begun to answer. */
+  accepted: boolean;
+  /** Whether the conversation is too long for the context. */
+  full: boolean;
 }
 
 /** Tells other tabs that a conversation has changed. */
@@ -223,9 +227,11 @@ export class Conversation extends Watched {
 
   // Talking.
 
-  async send(said: Message[]): Promise<void> {
+  /** Whether the server has the message. Where it has not, it is the sender's to keep. */
+  async send(said: Message[]): Promise<boolean> {
     if (this.name === null) await this.create(said);
-    await this.say("turns", {}, said, this.count + 1);
+    const kept = await this.say("turns", {}, said, this.count + 1);
+    return kept || (this.pending?.accepted ?? true);
   }
 
   /** Write on where the last reply was cut. */
@@ -305,6 +311,8 @@ export class Conversation extends Watched {
       reply: goesOn ? new ReplyText(begun) : null,
       stopping: false,
       error: null,
+      accepted: false,
+      full: false,
     };
     this.pending = pending;
     this.busyElsewhere = false;
@@ -314,6 +322,7 @@ export class Conversation extends Watched {
       const request = { ...body, messages, ...asked(this.settings, goesOn) };
       const reply = await streamReply(url, request, begun, (reply) => {
         pending.reply = reply;
+        pending.accepted = true;
         this.changed();
       });
       const extension = reply.extension;
@@ -330,7 +339,8 @@ export class Conversation extends Watched {
       }
       // What there is of it may have been kept all the same.
       if (reply.error) void this.untilBack();
-      pending.error = reply.error ? texts.talk.failed(reply.error) : texts.talk.notKept(extension?.not_kept ?? "");
+      const wording = reply.text || reply.reasoning ? texts.talk.brokeOff : texts.talk.failed;
+      pending.error = reply.error ? wording(reply.error) : texts.talk.notKept(extension?.not_kept ?? "");
     } catch (error) {
       await this.lost(error, pending);
     } finally {
@@ -347,7 +357,10 @@ export class Conversation extends Watched {
     } else if (error instanceof ApiError && error.status === 0) {
       pending.error = texts.talk.lost;
       void this.untilBack();
-    } else pending.error = texts.talk.failed(error instanceof Error ? error.message : String(error));
+    } else {
+      pending.full = error instanceof ApiError && error.code === "context_length_exceeded";
+      pending.error = texts.talk.failed(error instanceof Error ? error.message : String(error));
+    }
   }
 
   /** Wait for a server that is away, and read what there is once it is back. */

@@ -6,13 +6,14 @@ export type Route =
   | { view: "talk"; session: string | null }
   | { view: "compare"; session: string; other: string }
   | { view: "sessions" }
-  | { view: "machine" };
+  | { view: "machine" }
+  | { view: "usage" };
 
 export function parse(hash: string): Route {
   const parts = hash.replace(/^#\/?/, "").split("/").map(decoded);
   if (parts[0] === "c" && parts[1]) return { view: "talk", session: parts[1] };
   if (parts[0] === "compare" && parts[1] && parts[2]) return { view: "compare", session: parts[1], other: parts[2] };
-  if (parts[0] === "sessions" || parts[0] === "machine") return { view: parts[0] };
+  if (parts[0] === "sessions" || parts[0] === "machine" || parts[0] === "usage") return { view: parts[0] };
   return { view: "talk", session: null };
 }
 

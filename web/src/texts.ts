@@ -21,6 +21,16 @@ export function bytes(value: number): string {
   return `${short.format(value)} ${units[at]}`;
 }
 
+const LONGEST = 36;
+
+/** A name cut in its middle: both ends of a name tell it from others. */
+export function middle(name: string, longest = LONGEST): string {
+  const letters = [...name];
+  if (letters.length <= longest) return name;
+  const end = Math.floor((longest - 1) / 2);
+  return `${letters.slice(0, longest - 1 - end).join("")}…${letters.slice(-end).join("")}`;
+}
+
 export function seconds(value: number): string {
   return value < 1 ? `${Math.round(value * 1000)} ms` : `${short.format(value)} s`;
 }
@@ -41,6 +51,7 @@ export const texts = {
     newConversation: "New conversation",
     sessions: "Sessions",
     machine: "Machine",
+    usage: "Usage",
     recent: "Recent conversations",
     menu: "Menu",
     theme: "Colours",
@@ -53,6 +64,7 @@ export const texts = {
     wrong: "The server does not know this key.",
     note: "It is kept until this tab is closed, and nowhere else.",
     use: "Use this key",
+    change: "Change key",
   },
   composer: {
     label: "Message",
@@ -107,6 +119,11 @@ export const texts = {
     } as Record<string, string>,
     waiting: "Waiting for the first token",
     lost: "The connection was lost. This reply was not kept.",
+    brokeOff: (why: string) => `The reply broke off: ${why}`,
+    full: "The conversation no longer fits into the context. Send the message again and:",
+    slashed:
+      "This conversation has a slash in its name, which no address can have. `perdure sessions` and the library still open it, and fork it under another name.",
+    by: (model: string) => `Model: ${model}`,
     notKept: (why: string) => `This turn was not kept: ${why}`,
     failed: (why: string) => `No reply: ${why}`,
     again: "Send again",
@@ -122,6 +139,14 @@ export const texts = {
     note: "Note",
     make: "Fork",
     keep: "Remember",
+  },
+  usage: {
+    title: "Usage",
+    note: "By key and day of UTC, for 31 days. A key sees its own; a key of the namespace metrics sees all.",
+    none: "No key was used yet, or the server needs none.",
+    columns: { day: "Day", key: "Key", requests: "Requests", prompt: "Prompt tokens", cached: "From cache", written: "Written tokens", left: "Left of the day" },
+    share: (part: number, whole: number) => (whole ? `${Math.round((100 * part) / whole)}%` : ""),
+    unlimited: "no limit",
   },
   reuse: {
     label: "Where the prompt came from",
@@ -234,6 +259,12 @@ export const texts = {
   machine: {
     title: "Machine",
     models: "Models",
+    catalogue: "Models to choose from",
+    catalogueNote: "`perdure pull NAME` on the server's machine fetches one, `perdure serve NAME` serves it.",
+    catalogueColumns: { name: "Name", fit: "Fits", size: "Size", memory: "Memory", context: "Context", purpose: "Good for", licence: "Licence" },
+    fits: { fits: "fits", tight: "tight", not: "does not fit" } as Record<string, string>,
+    best: "best here",
+    served: "served now",
     state: "State",
     restarts: "Engine restarts",
     architecture: "Architecture",

@@ -2,6 +2,7 @@
 
 Object.assign(globalThis, {
   location: { hash: "" },
+  sessionStorage: { getItem: () => null, setItem: () => {}, removeItem: () => {} },
   addEventListener: () => {},
   document: { documentElement: { dataset: {} }, addEventListener: () => {}, hidden: false },
 });

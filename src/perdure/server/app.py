@@ -6,30 +6,20 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from perdure.server.api import (
-    cache,
-    embeddings,
-    machine,
-    memories,
-    models,
-    operation,
-    page,
-    rerank,
-    sessions,
-)
+from perdure.server.api import cache, machine, models, page, sessions
 from perdure.server.core import api_error
 from perdure.server.core.api_error import too_many_connections
 from perdure.server.core.app_state import AppState
-from perdure.server.core.middleware.access_log import AccessLog
-from perdure.server.core.middleware.auth import OPEN, Auth
-from perdure.server.core.middleware.body_limits import BodyLimits
-from perdure.server.core.middleware.host_check import Cors, HostCheck
+from perdure.server.core.body_route import body_schema
+from perdure.server.core.middleware import OPEN, AccessLog, Auth, BodyLimits, Cors, HostCheck
 from perdure.server.core.protocol import OPENAI
-from perdure.server.protocols import completions
-from perdure.server.protocols.chat import routes as chat
-from perdure.server.protocols.messages import routes as messages
+from perdure.server.core.schemas import RequestSchema
+from perdure.server.protocols import chat, completions, embeddings, llama_server
+from perdure.server.protocols.messages import answers as messages
 from perdure.server.protocols.ollama import routes as ollama
 from perdure.server.protocols.responses import routes as responses
 from perdure.server.protocols.responses.runs import Runs
@@ -41,7 +31,16 @@ PROTOCOLS = (
     ollama.PROTOCOL,
     completions.PROTOCOL,
 )
-_API = (embeddings, rerank, models, sessions, memories, cache, machine, operation)
+_API = (
+    embeddings.router,
+    models.router,
+    sessions.router,
+    sessions.memories,
+    cache.router,
+    machine.router,
+    machine.operation,
+    llama_server.router,
+)
 _ABOUT = "Local language models whose sessions last. OpenAI's routes, and sessions as resources."
 _UNTRUE = ("HTTPValidationError", "ValidationError")
 """FastAPI documents these errors everywhere; here they have the shape of all others."""
@@ -51,9 +50,7 @@ def build(app_state: AppState) -> FastAPI:
     """The routes, without what stands before them."""
     from importlib.metadata import version
 
-    app = FastAPI(
-        title="perdure", version=version("perdure"), description=_ABOUT, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="perdure", version=version("perdure"), description=_ABOUT, openapi_url=None)
     app.state.app_state = app_state
     app.state.runs = Runs()
     if app_state.page:
@@ -62,11 +59,37 @@ def build(app_state: AppState) -> FastAPI:
     for protocol in PROTOCOLS:
         for router in protocol.routers:
             app.include_router(router)
-    for module in _API:
-        app.include_router(module.router)
+    for router in _API:
+        app.include_router(router)
     api_error.install(app)
     app.openapi = lambda: _document(app, app_state)  # type: ignore[method-assign]
+
+    # No coroutine: to write the document takes as long as fifty requests, and a thread has that time.
+    @app.get("/openapi.json", include_in_schema=False)
+    def openapi() -> JSONResponse:
+        return JSONResponse(app.openapi())
+
+    _prepare(app)
     return app
+
+
+def request_schemas() -> dict[type[RequestSchema], list[str]]:
+    """What clients may send, and the paths that take it."""
+    found: dict[type[RequestSchema], list[str]] = {}
+    routers = [router for protocol in PROTOCOLS for router in protocol.routers]
+    for router in [*routers, *_API]:
+        for route in router.routes:
+            if isinstance(route, APIRoute) and (schema := body_schema(route.endpoint)) is not None:
+                found.setdefault(schema, []).append(route.path)
+    return found
+
+
+def _prepare(app: FastAPI) -> None:
+    """Have FastAPI make up its routes now: it does so when a path is first looked for, in the event loop,
+    where it takes as long as fifty requests."""
+    nowhere: Scope = {"type": "http", "method": "GET", "path": "/\0", "root_path": "", "headers": []}
+    for route in app.routes:
+        route.matches(nowhere)
 
 
 def served(app_state: AppState) -> ASGIApp:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Callable, Generator
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import anyio.to_thread
@@ -19,11 +24,11 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from perdure import system
+from perdure.checks import never_waiting
 from perdure.errors import InvalidInputError
 from perdure.server.app import served, turned_away
 from perdure.server.core import direct_write
 from perdure.server.core.app_state import AppState
-from perdure.server.core.loop_watch import LoopWatch
 from perdure.server.core.settings import Limits
 from perdure.worker.remote import BackendClient
 
@@ -245,3 +250,82 @@ def address(listening: socket.socket) -> str:
     """Where a socket can be reached."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+# Loop watch: the debug mode of the server. Nothing waits on the event loop, which serves everybody.
+#
+# A store that is touched in the loop's thread raises `WaitInEventLoopError` there and then. A loop that is
+# held for 100 ms is logged with the line that holds it. That is measured in CPU time of its thread, so that a
+# busy machine is not taken for a defect; what only waits is found by the first rule. Python's garbage
+# collection runs in whatever thread allocates: its time is not counted.
+#
+# It is on under `python -X dev`, and in the tests, where both are failures.
+
+HELD = 0.1
+"""Seconds of CPU time for which nobody may hold the loop."""
+_PAUSE, _LOOK = 0.05, 0.01
+
+
+class LoopWatch:
+    """Watches one event loop from another thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """To be called in the thread of the loop."""
+        self._loop = loop
+        self._thread = threading.get_ident()
+        self._stopped = threading.Event()
+        self.held: list[str] = []
+        """The stack of each callback that held the loop for too long, once it had."""
+        self.refused: list[str] = []
+        """Calls that were refused because they may wait."""
+        self._collected = 0.0
+        """Seconds of CPU time that garbage collection took in the loop's thread."""
+        self._collection_began: float | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """To be entered in the thread of the loop."""
+        watcher = None
+        if hasattr(time, "pthread_getcpuclockid"):
+            clock = time.pthread_getcpuclockid(self._thread)
+            args = (lambda: time.clock_gettime(clock),)
+            watcher = threading.Thread(target=self._watch, args=args, name="perdure-loop-watch", daemon=True)
+            watcher.start()
+        gc.callbacks.append(self._collecting)
+        try:
+            with never_waiting() as self.refused:
+                yield
+        finally:
+            gc.callbacks.remove(self._collecting)
+            self._stopped.set()
+            if watcher is not None:
+                watcher.join()
+
+    def _watch(self, used: Callable[[], float]) -> None:
+        while not self._stopped.wait(_PAUSE):
+            turned = threading.Event()
+            began, reported = used() - self._collected, False
+            try:
+                self._loop.call_soon_threadsafe(turned.set)
+            except RuntimeError:
+                return
+            while not turned.wait(_LOOK) and not self._stopped.is_set():
+                busy = self._collection_began is None and used() - self._collected - began > HELD
+                if busy and not reported:
+                    reported = True
+                    self._report()
+
+    def _collecting(self, phase: str, info: object) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if phase == "start":
+            self._collection_began = time.thread_time()
+        elif self._collection_began is not None:
+            self._collected += time.thread_time() - self._collection_began
+            self._collection_began = None
+
+    def _report(self) -> None:
+        frame = sys._current_frames().get(self._thread)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        self.held.append(stack)
+        log.warning("the event loop was held for more than %g s of CPU time:\n%s", HELD, stack)

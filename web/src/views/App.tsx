@@ -1,18 +1,19 @@
 /** The frame of the page: navigation, the view that is open, notices, and the question for a key. */
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { get, onKeyWanted, path, query, type List, type SessionSummary } from "../api";
+import { changeKey, get, hasKey, onKeyWanted, path, query, type List, type SessionSummary } from "../api";
 import { Conversation } from "../conversation";
 import { dismiss, leaving, notices } from "../notices";
 import { link, open, route } from "../route";
 import { useWatched } from "../store";
-import { texts } from "../texts";
+import { middle, texts } from "../texts";
 import { theme, THEMES } from "../theme";
 import { Compare } from "./Compare";
 import { Dialog } from "./Dialog";
 import { Machine } from "./Machine";
 import { Sessions } from "./Sessions";
 import { Talk } from "./Talk";
+import { Usage } from "./Usage";
 
 const RECENT = 20;
 
@@ -74,6 +75,7 @@ export function App() {
         {here.view === "compare" && <Compare session={here.session} other={here.other} />}
         {here.view === "sessions" && <Sessions />}
         {here.view === "machine" && <Machine />}
+        {here.view === "usage" && <Usage />}
       </main>
       {keysShown && <Shortcuts onClose={() => showKeys(false)} />}
       <KeyQuestion />
@@ -99,6 +101,7 @@ function Sidebar({ talk, shown, onMenu, onKeys }: SidebarGiven) {
   const { value: here } = useWatched(route);
   const { value: gone } = useWatched(leaving);
   const { value: colours } = useWatched(theme);
+  const { value: keyed } = useWatched(hasKey);
   const [recent, show] = useState<SessionSummary[]>([]);
   useEffect(() => {
     get<List<SessionSummary>>(path("sessions") + query({ limit: RECENT })).then((page) => show(page.data), () => {});
@@ -125,6 +128,9 @@ function Sidebar({ talk, shown, onMenu, onKeys }: SidebarGiven) {
         <a href={link({ view: "machine" })} aria-current={current("machine")}>
           {texts.nav.machine}
         </a>
+        <a href={link({ view: "usage" })} aria-current={current("usage")}>
+          {texts.nav.usage}
+        </a>
         <h2 class="who">{texts.nav.recent}</h2>
         <ul>
           {recent
@@ -134,8 +140,9 @@ function Sidebar({ talk, shown, onMenu, onKeys }: SidebarGiven) {
                 <a
                   href={link({ view: "talk", session: session.name })}
                   aria-current={here.view === "talk" && here.session === session.name ? "page" : undefined}
+                  title={session.name}
                 >
-                  {session.name}
+                  {middle(session.name)}
                 </a>
               </li>
             ))}
@@ -149,6 +156,11 @@ function Sidebar({ talk, shown, onMenu, onKeys }: SidebarGiven) {
               ))}
             </select>
           </label>
+          {keyed && (
+            <button type="button" class="quiet" onClick={() => void changeKey()}>
+              {texts.key.change}
+            </button>
+          )}
           <button type="button" class="quiet" onClick={onKeys}>
             {texts.shortcuts.open}
           </button>

@@ -2,7 +2,7 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { get, path, query } from "../api";
-import type { List, Machine as Facts, MachineModel, RecentRequest, Run } from "../api";
+import type { CatalogueEntry, List, Machine as Facts, MachineModel, RecentRequest, Run } from "../api";
 import { notifyError } from "../notices";
 import { link } from "../route";
 import { bytes, count, seconds, texts, when } from "../texts";
@@ -78,6 +78,9 @@ export function Machine() {
       <Prefixes parent={null} asked={requests[0]?.number ?? 0} />
       <h2>{words.requests}</h2>
       <Requests requests={requests} />
+      <h2>{words.catalogue}</h2>
+      <p class="hint">{words.catalogueNote}</p>
+      <Catalogue />
     </div>
   );
 }
@@ -174,6 +177,42 @@ function Prefix({ run }: { run: Run }) {
       </div>
       {open && run.follows && <Prefixes parent={run.id} asked={0} />}
     </li>
+  );
+}
+
+function Catalogue() {
+  const [models, show] = useState<CatalogueEntry[]>([]);
+  useEffect(() => {
+    get<List<CatalogueEntry>>(path("catalogue")).then((page) => show(page.data), () => {});
+  }, []);
+  return (
+    <div class="wide" tabIndex={0} role="region" aria-label={words.catalogue}>
+      <table class="list">
+        <thead>
+          <tr>
+            {Object.values(words.catalogueColumns).map((column) => (
+              <th scope="col">{column}</th>
+            ))}
+          </tr>
+        </thead>
+        <tbody>
+          {models.map((model) => (
+            <tr key={model.name}>
+              <th scope="row">
+                {model.name} {model.recommended && <span class="badge">{words.best}</span>}
+                {model.served && <span class="badge">{words.served}</span>}
+              </th>
+              <td class="fit">{words.fits[model.fit]}</td>
+              <td class="fit">{bytes(model.nbytes)}</td>
+              <td class="fit">{bytes(model.memory_bytes)}</td>
+              <td class="fit">{count(model.context)}</td>
+              <td>{model.purpose}</td>
+              <td>{model.licence}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
   );
 }
 

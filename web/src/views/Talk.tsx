@@ -1,12 +1,12 @@
 /** The conversation: its turns, the reply on its way, and where the next message is written. */
 
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { path, post, type Message } from "../api";
+import { get, path, post, type List, type Message } from "../api";
 import { forkAs, openAt, type Conversation, type Pending } from "../conversation";
 import { DrawQueue, keepPlace, placeOf, type Place } from "../drawing";
 import { notifyError } from "../notices";
 import { useWatched } from "../store";
-import { texts } from "../texts";
+import { middle, texts } from "../texts";
 import { Composer } from "./Composer";
 import { Dialog } from "./Dialog";
 import { SettingsDialog } from "./SettingsDialog";
@@ -17,7 +17,21 @@ import { ReplyBody, Said, type Actions } from "./TurnView";
 const NEAR = 80;
 /** Pixels from the end within which new text is followed. */
 
-export const drafts = new Map<string, string>();
+const DRAFT = "perdure-draft/";
+
+/** What is written and not sent, by conversation: it outlasts a reload of the tab. */
+export const drafts = {
+  get: (name: string) => sessionStorage.getItem(DRAFT + name) ?? "",
+  set: (name: string, text: string) => (text ? sessionStorage.setItem(DRAFT + name, text) : sessionStorage.removeItem(DRAFT + name)),
+};
+
+let served: Promise<string> | null = null;
+
+/** What the server calls its model. */
+function servedModel(): Promise<string> {
+  served ??= get<List<{ id: string }>>(path("models")).then((page) => page.data[0]?.id ?? "");
+  return served;
+}
 
 interface Given {
   talk: Conversation;
@@ -32,7 +46,13 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
   const scroller = useRef<HTMLDivElement>(null);
   const follows = useRef(true);
   const [point, choose] = useState<{ how: "fork" | "remember"; turn: number } | null>(null);
-  const [draft, write] = useState(drafts.get(talk.name ?? "") ?? "");
+  const [model, setModel] = useState("");
+  useEffect(() => {
+    servedModel().then(setModel, () => (served = null));
+  }, []);
+  const [draft, write] = useState(drafts.get(talk.name ?? ""));
+  const written = useRef(draft);
+  written.current = draft;
   const setDraft = (text: string) => {
     drafts.set(talk.name ?? "", text);
     write(text);
@@ -86,7 +106,22 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
   };
   const send = (text: string) => {
     follows.current = true;
-    talk.send([{ role: "user", content: text }]).catch(notifyError);
+    const from = talk.name ?? "";
+    // Until the server has it, it is kept: a reload, a limit or a server that is away loses nothing.
+    drafts.set(from, text);
+    const back = () => {
+      if (!written.current) setDraft(text);
+    };
+    talk.send([{ role: "user", content: text }]).then(
+      (accepted) => {
+        if (!accepted) back();
+        else if (drafts.get(from) === text) drafts.set(from, "");
+      },
+      (error) => {
+        notifyError(error);
+        back();
+      },
+    );
   };
   const own = useMemo(
     () => (talk.tree && talk.name !== null ? talk.tree.pathOf(talk.name) : []),
@@ -98,7 +133,12 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
     <div class={treeShown ? "talk with-tree" : "talk"}>
       <div class="column">
         <header class="talk-head">
-          <h1>{talk.name ?? texts.nav.newConversation}</h1>
+          <h1 title={talk.name ?? undefined}>{talk.name === null ? texts.nav.newConversation : middle(talk.name, 60)}</h1>
+          {model && (
+            <span class="hint model" title={texts.talk.by(model)}>
+              {middle(model)}
+            </span>
+          )}
           <div class="row" role="toolbar" aria-label={texts.talk.tools}>
             <button type="button" class="quiet" onClick={() => onSettings(true)}>
               {texts.settings.open}
@@ -118,7 +158,7 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
             {talk.system && talk.first <= 1 && <Said message={{ role: "system", content: talk.system }} />}
             {talk.state === "new" && !talk.pending && <p class="hint">{texts.talk.empty}</p>}
             {talk.state === "ready" && !talk.count && !talk.pending && <p class="hint">{texts.talk.empty}</p>}
-            {talk.state === "gone" && <p class="problem">{texts.talk.gone}</p>}
+            {talk.state === "gone" && <p class="problem">{talk.name?.includes("/") ? texts.talk.slashed : texts.talk.gone}</p>}
             {talk.state === "unreachable" && (
               <p class="problem" role="status">
                 {texts.errors.trying}
@@ -175,9 +215,19 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
 function PendingTurn({ talk, pending, onDraft }: { talk: Conversation; pending: Pending; onDraft: (text: string) => void }) {
   const { reply, error, said } = pending;
   const written = reply?.text ?? "";
-  const again = () => {
+  const again = (overflow?: string) => {
     const before = talk.dismiss();
-    if (before) void talk.send(before.said);
+    if (!before) return;
+    if (overflow) talk.settings = { ...talk.settings, overflow };
+    const own = before.said.find((message) => message.role === "user")?.content ?? "";
+    onDraft("");
+    talk.send(before.said).then(
+      (accepted) => accepted || onDraft(own),
+      (error) => {
+        notifyError(error);
+        onDraft(own);
+      },
+    );
   };
   const onward = () => {
     const before = talk.dismiss();
@@ -201,8 +251,18 @@ function PendingTurn({ talk, pending, onDraft }: { talk: Conversation; pending: 
       {error !== null && (
         <div class="problem" role="alert">
           <p>{error}</p>
+          {pending.full && (
+            <div class="row" role="group" aria-label={texts.talk.full}>
+              <span>{texts.talk.full}</span>
+              {["drop_oldest", "fold"].map((policy) => (
+                <button type="button" onClick={() => again(policy)}>
+                  {texts.settings.overflows[policy]}
+                </button>
+              ))}
+            </div>
+          )}
           <div class="row">
-            <button type="button" onClick={again}>
+            <button type="button" onClick={() => again()}>
               {texts.talk.again}
             </button>
             {(written || reply?.reasoning) && talk.name !== null && (

@@ -6,7 +6,7 @@ import { openAt, type Conversation } from "../conversation";
 import { deleteSession, leaving, notifyError } from "../notices";
 import { link, open } from "../route";
 import { useWatched } from "../store";
-import { texts } from "../texts";
+import { middle, texts } from "../texts";
 import { lines, type Line, type Tree } from "../tree";
 
 const WHOLE = 6;
@@ -24,8 +24,9 @@ export function TreePane({ talk }: { talk: Conversation }) {
         {others.map((each) => (
           <li class={each.name === talk.name ? "current" : undefined}>
             <a href={link({ view: "talk", session: each.name })} aria-current={each.name === talk.name ? "page" : undefined}>
-              {each.name}
+              {middle(each.name)}
             </a>
+            {others.length > 1 && <span class="hint differs">{differs(tree, each.name, others.map((other) => other.name))}</span>}
             {each.name !== talk.name && (
               <>
                 <a
@@ -54,6 +55,18 @@ export function TreePane({ talk }: { talk: Conversation }) {
       {tree.sessions.length < 2 && <p class="hint">{texts.tree.empty}</p>}
     </>
   );
+}
+
+const SHOWN = 40;
+
+/** What a branch says that not all of the others do: its first turn that they do not share. */
+function differs(tree: Tree, name: string, all: string[]): string {
+  const paths = all.filter((other) => other !== name).map((other) => new Set(tree.pathOf(other)));
+  const own = tree.pathOf(name).map((id) => tree.turns.get(id)!);
+  const first = own.find((turn) => turn.turn > 0 && paths.some((path) => !path.has(turn.id)));
+  if (!first) return "";
+  const twin = tree.siblings(first.id).some((id) => id !== first.id && tree.turns.get(id)!.said === first.said);
+  return middle((twin ? first.reply : first.said) || first.said, SHOWN);
 }
 
 interface LineGiven {

@@ -12,6 +12,7 @@ from perdure.decode.slots import KeptPrefix
 from perdure.errors import BusyError, ContextOverflow, InvalidInputError, PerdureError
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.schemas import (
     PAGE,
     DeletedAnswer,
@@ -94,7 +95,7 @@ class CacheAnswer(ResponseSchema):
     """Only on a server without keys: where there are several callers, it is nobody's business."""
 
 
-router = APIRouter(prefix="/v1/cache", tags=["cache"])
+router = APIRouter(prefix="/v1/cache", tags=["cache"], route_class=BodyRoute)
 
 OptionalId = Annotated[str | None, Query(pattern="^[0-9a-f]{64}$")]
 

@@ -1,19 +1,25 @@
-"""`/v1/machine` and `/v1/requests`: what the server runs on, and how it answered last."""
+"""`/v1/machine`, `/v1/requests` and `/v1/report`: what the server runs on, and how it answered."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Path, Query
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
 
 from perdure.cache.cache_view import SlotState
 from perdure.errors import PerdureError
+from perdure.models.catalogue import ranked, recommended
+from perdure.server.core.api_error import ApiError, stopping
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
-from perdure.server.core.recent_requests import RecentRequest
+from perdure.server.core.keys import METRICS
+from perdure.server.core.metrics import RecentRequest
 from perdure.server.core.schemas import (
     PAGE,
     Limit,
+    MissAnswer,
     ResponseSchema,
     ReuseAnswer,
     TimingsAnswer,
@@ -70,6 +76,10 @@ class RequestAnswer(ResponseSchema):
     usage: UsageAnswer
     reuse: ReuseAnswer
     timings: TimingsAnswer
+    agent: str = ""
+    """The program that asked, by its User-Agent."""
+    miss: MissAnswer | None = None
+    """What was computed again, and why."""
 
     @classmethod
     def of(cls, request: RecentRequest) -> RequestAnswer:
@@ -81,6 +91,8 @@ class RequestAnswer(ResponseSchema):
             usage=UsageAnswer.of([request.usage]),
             reuse=ReuseAnswer.model_validate(request.reuse),
             timings=TimingsAnswer.model_validate(request.timings),
+            agent=request.agent,
+            miss=None if request.miss is None else MissAnswer.model_validate(request.miss),
         )
 
 
@@ -91,7 +103,116 @@ class RequestList(ResponseSchema):
     """Whether there are more behind these: ask with `before`, the number of the last one."""
 
 
+class UsageDay(ResponseSchema):
+    """What a key has used on one day of UTC."""
+
+    key: str
+    """Its id, as `perdure keys ls` shows it."""
+    namespace: str
+    day: str
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    tokens_per_day: int | None
+    """That the key may use, where it has a limit."""
+
+
+class UsageList(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[UsageDay]
+
+
+class CatalogueEntry(ResponseSchema):
+    """A model with a short name."""
+
+    name: str
+    aliases: list[str]
+    fit: Literal["fits", "tight", "not"]
+    """Into the memory of the server's machine that is free now."""
+    recommended: bool
+    served: bool
+    nbytes: int
+    memory_bytes: int
+    context: int
+    purpose: str
+    licence: str
+
+
+class CatalogueList(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[CatalogueEntry]
+
+
+class ReportAnswer(ResponseSchema):
+    """What your requests reused and computed again, since the start of the server."""
+
+    object: Literal["report"] = "report"
+    since: float
+    requests: int
+    reused_tokens: int
+    computed_tokens: int
+    prefill_seconds: float
+    saved_seconds: float
+    """That the reused tokens would have taken at the speed of those that were computed."""
+    misses: dict[str, dict[str, int]]
+    """Tokens computed again, by cause and then by client."""
+
+
+RequestId = Annotated[str, Path(pattern="^[A-Za-z0-9._-]{1,64}$")]
+
+
 router = APIRouter(prefix="/v1", tags=["machine"])
+
+
+@router.get("/catalogue", responses=errors())
+async def catalogue(app_state: AppStateDep) -> CatalogueList:
+    """The models that have a short name, the best for this machine first. `perdure pull NAME` on it fetches
+    one; no client can."""
+    return await app_state.call(_catalogue, app_state)
+
+
+def _catalogue(app_state: AppState) -> CatalogueList:
+    best = recommended()
+    return CatalogueList(
+        data=[
+            CatalogueEntry(
+                name=model.name,
+                aliases=list(model.aliases),
+                fit=fit,
+                recommended=model is best,
+                served=model.name in app_state.short_names,
+                nbytes=model.size,
+                memory_bytes=model.memory,
+                context=model.context,
+                purpose=model.purpose,
+                licence=model.licence,
+            )
+            for model, fit in ranked()
+        ]
+    )
+
+
+@router.get("/usage", responses=errors())
+async def usage(app_state: AppStateDep, caller: CallerDep) -> UsageList:
+    """What your keys have used by day, the latest first; with a key of the operator, what every key has."""
+    everyone = caller.namespace == METRICS
+    found = [
+        UsageDay(
+            key=key.id,
+            namespace=key.namespace,
+            day=day,
+            requests=each.requests,
+            prompt_tokens=each.prompt_tokens,
+            cached_tokens=each.cached_tokens,
+            completion_tokens=each.completion_tokens,
+            tokens_per_day=key.tokens_per_day,
+        )
+        for key in app_state.keys
+        if everyone or key.namespace == caller.namespace
+        for day, each in app_state.keys.usage.days(key).items()
+    ]
+    return UsageList(data=sorted(found, key=lambda each: (each.day, each.namespace), reverse=True))
 
 
 @router.get("/machine", responses=errors())
@@ -110,6 +231,33 @@ async def requests(
     """Your last requests, the latest first: tokens by tier, and why not more was reused."""
     found = app_state.recent.latest(caller.namespace, limit=limit + 1, before=before)
     return RequestList(data=[RequestAnswer.of(each) for each in found[:limit]], has_more=len(found) > limit)
+
+
+class CancelAnswer(ResponseSchema):
+    object: Literal["request.cancelled"] = "request.cancelled"
+    id: str
+    replies: int
+    """How many were being made for it."""
+
+
+@router.post("/requests/{request_id}/cancel", responses=errors(404))
+async def cancel(request_id: RequestId, app_state: AppStateDep, caller: CallerDep) -> CancelAnswer:
+    """End a request of yours by its `x-request-id`, whatever its protocol. Its client gets what there is."""
+    replies = app_state.cancel(caller.namespace, request_id)
+    if not replies:
+        raise ApiError(
+            404,
+            f"no request {request_id!r} of yours is running; the id is its header x-request-id",
+            kind="not_found_error",
+            code="request_not_found",
+        )
+    return CancelAnswer(id=request_id, replies=replies)
+
+
+@router.get("/report", responses=errors())
+async def report(app_state: AppStateDep, caller: CallerDep) -> ReportAnswer:
+    """What the cache saved you, and what was computed again by cause and client."""
+    return ReportAnswer.model_validate(app_state.recent.report(caller.namespace))
 
 
 def _machine(app_state: AppState, namespace: str) -> MachineAnswer:
@@ -155,4 +303,58 @@ def _slot(app_state: AppState, slot: SlotState, namespace: str) -> SlotAnswer:
         own=own,
         tokens=slot.length if own else None,
         text=app_state.runtime.model.detokenize(slot.tokens, special=True) if own else None,
+    )
+
+
+# `/health`, `/ready`, `/metrics`: for whoever runs the server.
+
+operation = APIRouter(tags=["operation"])
+
+
+class HealthAnswer(ResponseSchema):
+    status: Literal["ok"] = "ok"
+
+
+class ReadyAnswer(ResponseSchema):
+    status: Literal["ready"] = "ready"
+    model: str
+    slots: int
+    restarts: int
+    not_kept: int
+    """Turns that could not be stored since the server started; its log says why."""
+
+
+@operation.get("/health")
+async def health() -> HealthAnswer:
+    """The process lives."""
+    return HealthAnswer()
+
+
+@operation.get("/ready", responses=errors())
+async def ready(app_state: AppStateDep) -> ReadyAnswer:
+    """The engine is there, and requests will be answered."""
+    if app_state.stopping:
+        raise stopping()
+    state, restarts = app_state.engine()
+    if state != "ready":
+        raise ApiError(
+            503, f"the engine is {state}", kind="server_error", code="engine_unavailable", retry_after=2
+        )
+    return ReadyAnswer(
+        model=app_state.name,
+        slots=app_state.runtime.slots,
+        restarts=restarts,
+        not_kept=app_state.not_kept,
+    )
+
+
+@operation.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **errors()},
+)
+async def metrics(app_state: AppStateDep) -> Response:
+    """Metrics in Prometheus' text format."""
+    return Response(
+        await app_state.call(app_state.metrics.text), headers={"content-type": CONTENT_TYPE_LATEST}
     )

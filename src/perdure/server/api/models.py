@@ -11,6 +11,7 @@ from pydantic import Field
 from perdure.options import options_of
 from perdure.request_options import RequestOptions, Sampling
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.schemas import (
     Items,
     RequestSchema,
@@ -100,7 +101,7 @@ class OptionList(ResponseSchema):
     data: list[OptionAnswer]
 
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 _KINDS: dict[type, Any] = {float: "number", int: "integer", list: "texts", dict: "biases"}
 _OPTIONS = OptionList(
     data=[
@@ -128,16 +129,20 @@ async def list_options() -> OptionList:
 
 @router.get("/v1/models", responses=errors())
 async def list_models(app_state: AppStateDep) -> ModelList:
-    """The model that this server has."""
-    model = _model(app_state)
-    codex = CodexModel(slug=model.id, display_name=model.id, context_window=model.n_ctx)
-    return ModelList(data=[model], first_id=model.id, last_id=model.id, models=[codex])
+    """The model that this server has, by itself and with each of its adapters."""
+    names = [app_state.name, *(f"{app_state.name}:{adapter}" for adapter in app_state.adapters)]
+    models = [_model(app_state, name) for name in names]
+    codex = [CodexModel(slug=each.id, display_name=each.id, context_window=each.n_ctx) for each in models]
+    return ModelList(data=models, first_id=models[0].id, last_id=models[-1].id, models=codex)
 
 
 @router.get("/v1/models/{name:path}", responses=errors(404))
 async def read_model(name: str, app_state: AppStateDep) -> ModelAnswer:
     app_state.check_model(name)
-    return _model(app_state)
+    adapter = name.rpartition(":")[2]
+    return _model(
+        app_state, f"{app_state.name}:{adapter}" if adapter in app_state.adapters else app_state.name
+    )
 
 
 @router.post("/tokenize", responses=errors(), tags=["tokens"])
@@ -158,12 +163,12 @@ async def detokenize(asked: DetokenizeRequest, app_state: AppStateDep, caller: C
     return DetokenizeAnswer(content=text)
 
 
-def _model(app_state: AppState) -> ModelAnswer:
+def _model(app_state: AppState, name: str) -> ModelAnswer:
     model = app_state.runtime.model
     return ModelAnswer(
-        id=app_state.name,
+        id=name,
         created=int(app_state.started),
-        display_name=app_state.name,
+        display_name=name,
         created_at=datetime.fromtimestamp(int(app_state.started), UTC).isoformat().replace("+00:00", "Z"),
         max_input_tokens=app_state.runtime.n_ctx,
         max_tokens=app_state.runtime.n_ctx,

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from perdure.server.core.api_error import ApiError
-from perdure.server.core.middleware.auth import ASSETS
+from perdure.server.core.middleware import ASSETS
 from perdure.server.protocols.ollama.routes import running
 
 _POLICY = {

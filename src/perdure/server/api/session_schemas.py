@@ -10,11 +10,10 @@ from pydantic import Field
 from perdure.chat.message import Message
 from perdure.decode.slots import TierUsage
 from perdure.server.core.schemas import Items, Label, Name, RequestSchema, ResponseSchema
-from perdure.server.protocols.chat.requests import ChatMessage, ChatOptionsSchema
+from perdure.server.protocols.chat import ChatMessage, ChatOptionsSchema
 from perdure.sessions.importing import ImportResult
-from perdure.sessions.info import SessionInfo, SessionMemory
+from perdure.sessions.info import SessionInfo, SessionMemory, Tree, TreeTurn, turn_id
 from perdure.sessions.session import Session
-from perdure.sessions.tree import Tree, TreeTurn, turn_id
 from perdure.sessions.turn import Turn, plain_settings
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -88,6 +87,8 @@ class SessionSummary(ResponseSchema):
     origin: OriginAnswer | None
     agent: str
     """The program that made it, as it calls itself; empty where that is not known."""
+    parent: str = ""
+    """The session of the agent that started it, as the program names that."""
 
     @classmethod
     def of(cls, row: SessionInfo) -> SessionSummary:
@@ -99,6 +100,7 @@ class SessionSummary(ResponseSchema):
             updated=row.updated,
             origin=OriginAnswer.of(row.origin),
             agent=str(row.origin.get("agent", "")),
+            parent=str(row.origin.get("parent", "")),
         )
 
 

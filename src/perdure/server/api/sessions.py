@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path as FilePath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 
-from perdure.atomic import open_private
+from perdure.atomic import open_private, translate_os_errors, write_all
 from perdure.chat.message import Message
 from perdure.decode.slots import Plan
 from perdure.errors import StoreFullError
@@ -24,6 +23,7 @@ from perdure.server.api.session_schemas import (
     ImportAnswer,
     LabelRequest,
     MemoryAnswer,
+    MemoryList,
     RegenerateRequest,
     RewindRequest,
     SayRequest,
@@ -34,36 +34,37 @@ from perdure.server.api.session_schemas import (
     StopAnswer,
     TreeAnswer,
     TurnList,
+    WakeMemoryRequest,
 )
 from perdure.server.core.api_error import ApiError, ClientLeft
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
-from perdure.server.core.middleware.body_limits import FILE_TYPE, check_length, too_large
+from perdure.server.core.body_route import BodyRoute
+from perdure.server.core.middleware import FILE_TYPE, check_length, too_large
 from perdure.server.core.schemas import (
-    NAME,
     NO_BODY,
     PAGE,
     DeletedAnswer,
     Limit,
+    Name,
     ReuseAnswer,
     errors,
     refuse_fields,
     streamed,
 )
-from perdure.server.protocols.chat.answers import ChatAnswer
-from perdure.server.protocols.chat.requests import chat_options, check_chat_options, parsed
-from perdure.server.protocols.chat.routes import chat_answer
+from perdure.server.protocols.chat import ChatAnswer, chat_answer, chat_options, check_chat_options, parsed
 from perdure.sessions.export import manifest_of
+from perdure.sessions.fold import TurnStream
+from perdure.sessions.info import name_problem
 from perdure.sessions.session import Session
-from perdure.store.durable import translate_os_errors, write_all
 
-router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+router = APIRouter(prefix="/v1/sessions", tags=["sessions"], route_class=BodyRoute)
 
 _PIECE = 1 << 16
 """Characters of a transcript that are sent at once."""
 _RESERVE = 256 << 20
 """Bytes of disk that no file from elsewhere gets."""
-Named = Annotated[str, Path(**NAME)]
-OptionalName = Annotated[str | None, Query(**NAME)]
+Named = Annotated[Name, Path()]
+OptionalName = Annotated[Name | None, Query()]
 
 
 @router.get("", responses=errors(404))
@@ -175,9 +176,12 @@ async def say(
     name: Named, asked: SayRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Say something. The turn is kept once its reply is whole; `perdure.kept` says so."""
-    check_chat_options(asked, app_state, caller.notes)
-    said, options = _said(asked, app_state), chat_options(asked, app_state)
-    stream = await app_state.call(lambda: _session(app_state, caller, name).submit(said, **options))
+
+    def submit() -> tuple[Sequence[Message], TurnStream]:
+        said, options = _read(asked, app_state, caller)
+        return said, _session(app_state, caller, name).submit(said, **options)
+
+    said, stream = await app_state.call(submit)
     return await chat_answer(stream, asked, request, app_state, caller, session=name, messages=said)
 
 
@@ -186,11 +190,12 @@ async def edit(
     name: Named, asked: EditRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Say something else in an earlier turn, and go on from its new reply."""
-    check_chat_options(asked, app_state, caller.notes)
-    said, options = _said(asked, app_state), chat_options(asked, app_state)
-    stream = await app_state.call(
-        lambda: _session(app_state, caller, name).submit_edit(asked.turn, said, **options)
-    )
+
+    def submit() -> tuple[Sequence[Message], TurnStream]:
+        said, options = _read(asked, app_state, caller)
+        return said, _session(app_state, caller, name).submit_edit(asked.turn, said, **options)
+
+    said, stream = await app_state.call(submit)
     return await chat_answer(stream, asked, request, app_state, caller, session=name, messages=said)
 
 
@@ -336,14 +341,20 @@ def _session(app_state: AppState, caller: Caller, name: str) -> Session:
 def _import(app_state: AppState, namespace: str, path: FilePath, name: str | None) -> ImportAnswer:
     if name is None:
         name = str(manifest_of(path).get("name"))
-        if len(name) > NAME["max_length"] or not re.fullmatch(NAME["pattern"], name):
+        if (problem := name_problem(name)) is not None:
             raise ApiError(
                 422,
-                "the name in this file could not be asked for here: give another with ?name=",
+                f"the name in this file is none for a session here: {problem}; give another with ?name=",
                 param="name",
                 code="invalid_value",
             )
     return ImportAnswer.of_result(app_state.runtime.sessions.import_(path, name, namespace=namespace))
+
+
+def _read(asked: SayRequest, app_state: AppState, caller: Caller) -> tuple[Sequence[Message], dict[str, Any]]:
+    """What is said, and what is asked of the reply. It is called in a thread: messages may be many."""
+    check_chat_options(asked, app_state, caller.notes)
+    return _said(asked, app_state), chat_options(asked, app_state)
 
 
 def _said(asked: SayRequest, app_state: AppState) -> Sequence[Message]:
@@ -395,3 +406,57 @@ async def _receive(request: Request, path: FilePath, app_state: AppState) -> Non
             f"for {limits.body_seconds:g}",
             code="slow_request",
         ) from None
+
+
+# `/v1/memories`: labelled points of sessions.
+
+memories = APIRouter(prefix="/v1/memories", tags=["memories"], route_class=BodyRoute)
+
+Text = Annotated[str | None, Query(max_length=1000)]
+
+
+@memories.get("", responses=errors(404))
+async def search(
+    app_state: AppStateDep,
+    caller: CallerDep,
+    label: Text = None,
+    kind: Text = None,
+    text: Text = None,
+    session: Text = None,
+    limit: Limit = PAGE,
+    after: Text = None,
+) -> MemoryList:
+    """Memories that fit everything given; `text` is looked for in notes and in what was said."""
+    # A search reads everything that was said.
+    in_thread = app_state.call if text is None else app_state.work
+    found = await in_thread(
+        app_state.runtime.memories.search,
+        label=label,
+        kind=kind,
+        text=text,
+        session=session,
+        namespace=caller.namespace,
+        limit=limit + 1,
+        after=after,
+    )
+    return MemoryList(data=[MemoryAnswer.of(memory) for memory in found[:limit]], has_more=len(found) > limit)
+
+
+@memories.post("/wake", status_code=201, responses=errors(404, 409, 422, 507))
+async def wake_memory(asked: WakeMemoryRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
+    """A new session at a memory."""
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+    return await app_state.call(
+        lambda: SessionAnswer.of(
+            app_state.runtime.memories.wake(asked.address, asked.name, namespace=caller.namespace)
+        )
+    )
+
+
+@memories.delete("", responses=errors(404, 507))
+async def forget(
+    app_state: AppStateDep, caller: CallerDep, address: Annotated[str, Query(min_length=1, max_length=1000)]
+) -> DeletedAnswer:
+    """Forget a memory. The session that it is of stays."""
+    await app_state.call(app_state.runtime.memories.forget, address, caller.namespace)
+    return DeletedAnswer(deleted=1)

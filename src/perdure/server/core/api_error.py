@@ -153,6 +153,20 @@ def rate_limited(why: str, retry_after: int) -> ApiError:
     return ApiError(429, why, kind="rate_limit_error", code="rate_limit_exceeded", retry_after=retry_after)
 
 
+_SERVER_WORDS = {
+    "open the model with a larger n_ctx": "have the server started with a larger --ctx",
+    "take a larger n_ctx": "have the server started with a larger --ctx",
+    "Open the context with a larger n_ctx": "Have the server started with a larger --ctx",
+}
+"""What the library advises, in the words of whoever asks a server."""
+
+
+def _in_server_words(text: str) -> str:
+    for said, instead in _SERVER_WORDS.items():
+        text = text.replace(said, instead)
+    return text
+
+
 def to_api_error(error: BaseException) -> ApiError:
     """What HTTP says about an error."""
     if isinstance(error, ApiError):
@@ -163,7 +177,7 @@ def to_api_error(error: BaseException) -> ApiError:
             tokens = (error.needed, error.fits) if isinstance(error, ContextOverflow) else (None, None)
             return ApiError(
                 status,
-                str(error),
+                _in_server_words(str(error)) if isinstance(error, ContextOverflow) else str(error),
                 kind=kind,
                 code=code,
                 retry_after=_RETRY.get(status),
@@ -229,7 +243,7 @@ _RETRY = {429: 1, 503: 2}
 
 _BY_CLASS: tuple[tuple[type[PerdureError], int, str, str], ...] = (
     # The most particular first.
-    (ContextOverflow, 413, "invalid_request_error", "context_length_exceeded"),
+    (ContextOverflow, 400, "invalid_request_error", "context_length_exceeded"),
     (SessionNotFoundError, 404, "not_found_error", "session_not_found"),
     (SessionExistsError, 409, "invalid_request_error", "session_exists"),
     (SessionBusyError, 409, "invalid_request_error", "session_busy"),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
+import hmac
+import logging
 import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -23,12 +28,12 @@ from perdure.decode.request import Reply
 from perdure.errors import TemplateError
 from perdure.runtime import Runtime
 from perdure.server.core.api_error import ApiError
-from perdure.server.core.cipher import Seal
 from perdure.server.core.keys import KeyAccount, Keys
-from perdure.server.core.metrics import Metrics
-from perdure.server.core.middleware.host_check import AllowedHosts
-from perdure.server.core.recent_requests import RecentRequests
-from perdure.server.core.settings import Limits, LiveSettings, ReplyDefaults
+from perdure.server.core.metrics import Metrics, RecentRequests
+from perdure.server.core.settings import AllowedHosts, Limits, LiveSettings, ReplyDefaults
+from perdure.sessions.agent_conversation import AgentConversation
+
+log = logging.getLogger("perdure.server")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,6 +49,14 @@ class Cancellable(Protocol):
     """Something that is being computed for somebody."""
 
     def cancel(self) -> object: ...
+
+
+class Stoppable(Protocol):
+    """A reply that is being made for a request."""
+
+    def stop(self, namespace: str, request_id: str) -> bool:
+        """End it as its client asked, if it is of that request: whether it is."""
+        ...
 
 
 class InFlight:
@@ -84,11 +97,17 @@ class AppState:
     """The names under which it may be asked; None for any."""
     aliases: tuple[str, ...] = ()
     """Patterns of further names for the model."""
+    adapters: Mapping[str, float] = field(default_factory=dict)
+    """The adapters that clients may name, each with the scale that it has where a client names none."""
+    short_names: tuple[str, ...] = ()
+    """The catalogue's names for it."""
     model_bytes: int = 0
     """Of the model's file, where there is one."""
     origins: tuple[str, ...] = ()
     """Pages of other sites that may use it."""
     strict: bool = False
+    conversations: bool = True
+    """Whether conversations that clients name by their headers are kept as sessions."""
     log_text: bool = False
     defaults: ReplyDefaults = field(default_factory=ReplyDefaults)
     debug: bool = field(default_factory=lambda: sys.flags.dev_mode)
@@ -113,8 +132,12 @@ class AppState:
         self.names: dict[str, dict[str, None]] = {}
         """Names that clients gave the model, by namespace."""
         self.in_flight = InFlight()
+        self.not_kept = 0
+        """Turns that the store refused, since the server started."""
         self.running: WeakSet[Cancellable] = WeakSet()
         """What is being computed for clients."""
+        self.replies: WeakSet[Stoppable] = WeakSet()
+        """Those of them that are replies."""
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
         """What `function` gives, called in a thread."""
@@ -150,13 +173,24 @@ class AppState:
     ) -> None:
         """Count what came of a stream. Of several in one request, one is `listed` in the latest requests."""
         for reply in replies:
-            self.metrics.reply(reply)
+            self.metrics.reply(reply, caller.namespace)
+            if isinstance(reply, ChatReply) and reply.could_not_be_kept:
+                self.not_kept += 1
+                log.warning(
+                    "a turn of session %r in namespace %r could not be kept: %s",
+                    session,
+                    caller.namespace,
+                    reply.not_kept,
+                )
         if listed:
-            self.recent.add(caller.namespace, replies, session)
+            self.recent.add(caller.namespace, replies, session, caller.agent)
         notes = caller.notes
+        notes["reuse"] = _reuse_text(replies[0])
         cached = sum(reply.usage.cached_tokens for reply in replies if reply.index == 0)
         notes["cached_tokens"] = notes.get("cached_tokens", 0) + cached
         notes["finish_reason"] = replies[0].finish_reason
+        if caller.account is not None:
+            caller.account.reply(cached)
 
     def check_message_count(self, count: int) -> None:
         if count > self.limits.messages:
@@ -167,17 +201,36 @@ class AppState:
                 code="too_many_messages",
             )
 
-    def check_model(self, asked: str) -> None:
-        known = asked in ("", "default", self.name)
-        if not known and not any(fnmatchcase(asked, pattern) for pattern in self.aliases):
+    def check_model(self, asked: str, namespace: str = "") -> None:
+        """Refuse a name that is neither the model's nor an alias: no client takes another model for its own.
+
+        `name` and Ollama's `name:latest` are one. `namespace` may have given the model further names. Each of
+        them may be followed by an adapter: `name:adapter`.
+        """
+        base, _, adapter = asked.rpartition(":")
+        with_adapter = adapter in self.adapters and self._is_model(base, namespace)
+        if not with_adapter and not self._is_model(asked, namespace):
             raise ApiError(
                 404,
-                f"there is no model {asked[:100]!r} here, only {self.name!r}; "
-                "`perdure serve --alias` gives it another name",
+                f"model {asked[:100]!r} not found: this server has {self.name!r}. Ask for that name, or have "
+                f"it answer to yours: `perdure serve --alias {asked[:100]!r}`",
                 kind="not_found_error",
                 code="model_not_found",
                 param="model",
             )
+
+    def _is_model(self, asked: str, namespace: str) -> bool:
+        plain = asked.removesuffix(":latest")
+        if plain in ("", "default", self.name.removesuffix(":latest"), *self.short_names):
+            return True
+        if any(plain == name.removesuffix(":latest") for name in self.names.get(namespace, ())):
+            return True
+        return any(fnmatchcase(name, each) for each in self.aliases for name in (asked, plain))
+
+    def model_options(self, asked: str) -> dict[str, Any]:
+        """What a model's name says of a reply: `name:adapter` is computed with that adapter."""
+        _, colon, adapter = asked.rpartition(":")
+        return {"adapters": {adapter: self.adapters[adapter]}} if colon and adapter in self.adapters else {}
 
     def engine(self) -> tuple[str, int]:
         """How the engine is, and how often it was started anew."""
@@ -193,10 +246,23 @@ class AppState:
         for work in list(self.running):
             work.cancel()
 
+    def cancel(self, namespace: str, request_id: str) -> int:
+        """End what is being computed for a request of a namespace. How many replies that were."""
+        return sum(work.stop(namespace, request_id) for work in list(self.replies))
+
     async def _in_thread(self, threads: int, function: Callable[[], T]) -> T:
         # A limiter belongs to the event loop that it is made in.
         limiter = self._limiters.setdefault(threads, anyio.CapacityLimiter(threads))
         return await anyio.to_thread.run_sync(function, limiter=limiter)
+
+
+def _reuse_text(reply: Reply | ChatReply) -> str:
+    """What was reused, for a header: `slot=812, computed=33; tools: read_file is new`. No text of a
+    conversation is in it."""
+    counts = [f"{tier}={count}" for tier, count in reply.reuse.tiers.items()]
+    text = ", ".join([*counts, f"computed={reply.reuse.computed}"])
+    miss = reply.miss if isinstance(reply, ChatReply) else None
+    return f"{text}; {miss.why}" if miss is not None else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +275,10 @@ class Caller:
     """The program that asks, by the first word of its User-Agent."""
     account: KeyAccount | None = None
     """What its key may still use, where it has one."""
+    request_id: str = ""
+    """Of its request, as the header `x-request-id` has it."""
+    conversation: AgentConversation | None = None
+    """The conversation that its headers name."""
 
     def charge(self, prompt_tokens: int, completion_tokens: int = 0) -> None:
         """Have its key pay for what was computed, and note it for the log."""
@@ -216,7 +286,7 @@ class Caller:
         notes["prompt_tokens"] = notes.get("prompt_tokens", 0) + prompt_tokens
         notes["completion_tokens"] = notes.get("completion_tokens", 0) + completion_tokens
         if self.account is not None:
-            self.account.spend(prompt_tokens + completion_tokens)
+            self.account.spend(prompt_tokens, completion_tokens)
 
 
 # Not plain functions, which FastAPI would call in a thread each.
@@ -230,7 +300,42 @@ async def _app_state(request: Request) -> AppState:
 async def _caller(request: Request) -> Caller:
     state = request.state
     agent = _agent(request.headers.get("user-agent", ""))
-    return Caller(state.namespace, state.notes, agent, getattr(state, "account", None))
+    account, request_id = getattr(state, "account", None), getattr(state, "request_id", "")
+    keeps = request.app.state.app_state.conversations
+    conversation = named_conversation(request.headers, agent) if keeps else None
+    return Caller(state.namespace, state.notes, agent, account, request_id, conversation)
+
+
+_NAMED_BY: tuple[tuple[str, str, str, str], ...] = (
+    ("claude-code", "x-claude-code-session-id", "x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
+    ("opencode", "x-session-affinity", "", "x-parent-session-id"),
+    ("opencode", "x-session-id", "", "x-parent-session-id"),
+    ("codex", "thread-id", "", ""),
+    ("codex", "session-id", "", ""),
+    ("open-webui", "x-openwebui-chat-id", "", ""),
+)
+"""Clients, and the headers in which they name a conversation, an agent within it, and its parent."""
+_CONVERSATION_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
+
+
+def named_conversation(headers: Mapping[str, str], agent: str) -> AgentConversation | None:
+    """The conversation that a client names in its headers, if it is one of those that do."""
+    for client, session, part, parent in _NAMED_BY:
+        name = headers.get(session, "")
+        if not _CONVERSATION_ID.fullmatch(name):
+            continue
+        whole = f"{client}:{name}"
+        within = headers.get(part, "") if part else ""
+        above = headers.get(parent, "") if parent else ""
+        inside = bool(_CONVERSATION_ID.fullmatch(within))
+        if part:
+            above = f"{whole}:{above}" if _CONVERSATION_ID.fullmatch(above) else whole if inside else ""
+        else:
+            above = f"{client}:{above}" if _CONVERSATION_ID.fullmatch(above) else ""
+        return AgentConversation(
+            name=f"{whole}:{within}" if inside else whole, parent=above, agent=agent or client
+        )
+    return None
 
 
 def _agent(header: str) -> str:
@@ -243,3 +348,51 @@ def _agent(header: str) -> str:
 
 AppStateDep = Annotated[AppState, Depends(_app_state)]
 CallerDep = Annotated[Caller, Depends(_caller)]
+
+
+# Seal: texts that clients carry for us, and can neither read nor change.
+
+_TAG = 32
+
+
+class Seal:
+    """Seals texts for a namespace. The same text has the same seal; another namespace cannot open it.
+
+    The tag is an HMAC of the namespace and the text, and also the nonce of the key stream that hides the text
+    (a synthetic initialisation vector): nothing random is needed, and nothing repeats but what is equal.
+    """
+
+    def __init__(self, key: bytes, *, limit: int) -> None:
+        self._tag_key = hashlib.sha256(b"perdure/seal/tag/1\0" + key).digest()
+        self._text_key = hashlib.sha256(b"perdure/seal/text/1\0" + key).digest()
+        self.limit = limit
+        """Characters of a sealed text."""
+
+    def close(self, text: str, namespace: str) -> str:
+        packed = zlib.compress(text.encode("utf-8", "surrogatepass"), 1)
+        tag = self._tag(packed, namespace)
+        return base64.b64encode(tag + self._hidden(packed, tag)).decode("ascii")
+
+    def open(self, sealed: str, namespace: str) -> str | None:
+        """The text; None where this server did not seal it for that namespace."""
+        if len(sealed) > self.limit * 2:
+            return None
+        try:
+            found = base64.b64decode(sealed, validate=True)
+        except ValueError:
+            return None
+        tag, hidden = found[:_TAG], found[_TAG:]
+        packed = self._hidden(hidden, tag)
+        if not hmac.compare_digest(tag, self._tag(packed, namespace)):
+            return None
+        return zlib.decompress(packed).decode("utf-8", "surrogatepass")
+
+    def _tag(self, packed: bytes, namespace: str) -> bytes:
+        name = namespace.encode()
+        return hmac.digest(self._tag_key, len(name).to_bytes(4, "little") + name + packed, "sha256")
+
+    def _hidden(self, packed: bytes, tag: bytes) -> bytes:
+        """With the key stream over it: hides what is open, and opens what is hidden."""
+        stream = hashlib.shake_256(self._text_key + tag).digest(len(packed))
+        size = len(packed)
+        return (int.from_bytes(packed, "little") ^ int.from_bytes(stream, "little")).to_bytes(size, "little")

@@ -56,6 +56,10 @@ class Stream(Protocol[D_co, R_co]):
         ...
 
     def cancel(self) -> None: ...
+    def stop(self) -> None:
+        """Cancel it because no more is wanted."""
+        ...
+
     async def areplies(self) -> Sequence[R_co]: ...
     async def consume(self, push: Callable[[Sequence[D_co]], bool]) -> bool: ...
 
@@ -163,7 +167,10 @@ async def _watch(
     """Send keep-alives; return when all is sent, or when nobody reads it any more."""
     clock = asyncio.get_running_loop().time
     while not sending.done() and not left.done():
-        patience = limits.send_seconds if sink.is_sending else limits.silent_seconds
+        silence = limits.silent_seconds
+        if sink.is_open:
+            silence = min(silence, limits.progress_seconds)
+        patience = limits.send_seconds if sink.is_sending else silence
         remaining = sink.last_activity + patience - clock()
         if remaining > 0:
             # A send that begins meanwhile may have less patience than the silence before it.
@@ -252,12 +259,22 @@ class Follower(Generic[D, R]):
         # The engine minds the time between its steps; this also ends a long one in its middle.
         self._timer = asyncio.get_running_loop().call_later(self._seconds, stream.cancel)
         app_state.running.add(self)
+        app_state.replies.add(self)
         if app_state.stopping:
             self.cancel()
 
     def cancel(self) -> None:
         self._timer.cancel()
         self._stream.cancel()
+
+    def stop(self, namespace: str, request_id: str) -> bool:
+        """End the stream as its client asked, if it is of that request. What there is of it is sent."""
+        caller = self._caller
+        if (caller.namespace, caller.request_id) != (namespace, request_id):
+            return False
+        self._timer.cancel()
+        self._stream.stop()
+        return True
 
     def close(self) -> None:
         """Nobody reads it any more: what was computed until now is paid for."""

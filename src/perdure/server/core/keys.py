@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
+import logging
 import re
 import secrets
 import threading
@@ -11,22 +13,28 @@ import time
 import tomllib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from perdure.atomic import atomic_write
 from perdure.checks import is_whole
 from perdure.errors import InvalidInputError
 from perdure.sessions.store.base import Quota
 
+log = logging.getLogger("perdure.server")
+
 METRICS = "metrics"
-"""The namespace whose keys open /metrics and nothing else."""
+"""The operator's namespace: its keys open /metrics and what all keys have used, and no conversation."""
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LIMITS = ("requests_per_minute", "tokens_per_day", "sessions", "stored_bytes")
 _MINUTE, _DAY = 60.0, 86400.0
+_KEPT_DAYS = 31
+_SAVED_AFTER = 10.0
+"""Seconds after a change at which usage is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +96,75 @@ class OverLimit:
     retry_after: int
 
 
-class KeyUsage:
-    """What each key has used since the server started. For any thread."""
+@dataclass(slots=True, kw_only=True)
+class DayUsage:
+    """What a key has used on one day of UTC."""
 
-    def __init__(self) -> None:
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompts, those that were not computed again."""
+    completion_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+class KeyUsage:
+    """What each key has used, by day, for the last 31 days. For any thread.
+
+    With a file it outlasts the server: it is written some seconds after a change, and at `save`.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
         self._changing = threading.Lock()
         self._requests: dict[str, deque[float]] = {}
-        self._tokens: dict[str, tuple[int, int]] = {}
+        self._days: dict[str, dict[int, DayUsage]] = _read_usage(path)
+        self._timer: threading.Timer | None = None
+
+    def days(self, key: Key) -> dict[str, DayUsage]:
+        """What a key has used, by the dates of days, the first one first."""
+        with self._changing:
+            found = sorted(self._days.get(key.digest, {}).items())
+            return {_date(day): replace(usage) for day, usage in found}
+
+    def save(self) -> None:
+        """Write what there is to the file. A disk that is full loses no more than this."""
+        if self._path is None:
+            return
+        with self._changing:
+            self._timer = None
+            table = {
+                digest: {str(day): asdict(usage) for day, usage in days.items()}
+                for digest, days in self._days.items()
+            }
+        try:
+            with atomic_write(self._path, private=True, durable=False) as file:
+                file.write(json.dumps(table).encode())
+        except OSError as error:
+            log.warning("what keys have used cannot be written to %s: %s", self._path, error.strerror)
+
+    def _changed(self) -> None:
+        if self._path is not None and self._timer is None:
+            self._timer = threading.Timer(_SAVED_AFTER, self.save)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _today(self, key: Key, day: int) -> DayUsage:
+        days = self._days.setdefault(key.digest, {})
+        for old in [each for each in days if each <= day - _KEPT_DAYS]:
+            del days[old]
+        return days.setdefault(day, DayUsage())
 
     def admit(self, key: Key, now: float, clock: float) -> OverLimit | None:
         """Count a request, or say why it has to wait. Days go by the time `now`, minutes by a `clock` that
         never jumps."""
         with self._changing:
-            today, used = self._tokens.get(key.digest, (0, 0))
             day = int(now // _DAY)
-            if key.tokens_per_day is not None and today == day and used >= key.tokens_per_day:
+            used = self._today(key, day).tokens
+            if key.tokens_per_day is not None and used >= key.tokens_per_day:
                 left = int((day + 1) * _DAY - now) + 1
                 return OverLimit(
                     f"this key has used {used} tokens today, {key.tokens_per_day} are allowed", left
@@ -120,12 +182,21 @@ class KeyUsage:
             recent.append(clock)
             return None
 
-    def spend(self, key: Key, tokens: int, now: float) -> None:
+    def spend(self, key: Key, now: float, *, prompt: int, completion: int = 0) -> None:
         """Count the tokens of a request that is over."""
         with self._changing:
-            today, used = self._tokens.get(key.digest, (0, 0))
-            day = int(now // _DAY)
-            self._tokens[key.digest] = (day, tokens + (used if today == day else 0))
+            today = self._today(key, int(now // _DAY))
+            today.prompt_tokens += prompt
+            today.completion_tokens += completion
+            self._changed()
+
+    def reply(self, key: Key, now: float, *, cached: int) -> None:
+        """Count a request that was answered, and the tokens of its prompt that were not computed."""
+        with self._changing:
+            today = self._today(key, int(now // _DAY))
+            today.requests += 1
+            today.cached_tokens += cached
+            self._changed()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +217,11 @@ class KeyAccount:
             self.keys.live(self.key.digest) or self.key, time.time(), time.monotonic()
         )
 
-    def spend(self, tokens: int) -> None:
-        self.keys.usage.spend(self.key, tokens, time.time())
+    def spend(self, prompt: int, completion: int = 0) -> None:
+        self.keys.usage.spend(self.key, time.time(), prompt=prompt, completion=completion)
+
+    def reply(self, cached: int) -> None:
+        self.keys.usage.reply(self.key, time.time(), cached=cached)
 
 
 class Keys:
@@ -159,7 +233,7 @@ class Keys:
         self._path = path
         self.required = path is not None or bool(self._keys)
         """Whether a request needs a key."""
-        self.usage = KeyUsage()
+        self.usage = KeyUsage(usage_file(path) if path is not None else None)
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._keys.values())
@@ -214,6 +288,32 @@ class Keys:
                 f"{path} has no key in it; `perdure keys add NAME` makes one and its line"
             )
         return cls(keys, path=path)
+
+
+def usage_file(keys: Path) -> Path:
+    """Where it is written what the keys of a file have used."""
+    return keys.with_name(f"{keys.name}.usage")
+
+
+def _read_usage(path: Path | None) -> dict[str, dict[int, DayUsage]]:
+    """What was written; nothing where it cannot be read: no server stays down for it."""
+    if path is None:
+        return {}
+    try:
+        table = json.loads(path.read_bytes())
+        return {
+            str(digest): {int(day): DayUsage(**usage) for day, usage in days.items()}
+            for digest, days in table.items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        log.warning("what keys have used cannot be read from %s: %s", path, error)
+        return {}
+
+
+def _date(day: int) -> str:
+    return datetime.fromtimestamp(day * _DAY, UTC).strftime("%Y-%m-%d")
 
 
 def new_key(

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from perdure import system
+from perdure.chat.difference import Miss
+from perdure.chat.reply import ChatReply
+from perdure.decode.request import Reply, Timings, Usage
+from perdure.decode.slots import ReuseReport
 from perdure.errors import ClosedError, PerdureError
 
 if TYPE_CHECKING:
-    from perdure.chat.reply import ChatReply
-    from perdure.decode.request import Reply
     from perdure.runtime import Runtime
+
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _SPEEDS = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000)
@@ -53,6 +63,23 @@ class Metrics:
         self._tokens = Counter(
             "perdure_tokens", "Tokens by what they were", ("kind",), registry=self.registry
         )
+        self._key_tokens = Counter(
+            "perdure_key_tokens",
+            "Tokens by the namespace of their key, and by what they were",
+            ("namespace", "kind"),
+            registry=self.registry,
+        )
+        self._key_replies = Counter(
+            "perdure_key_replies",
+            "Replies by the namespace of their key",
+            ("namespace",),
+            registry=self.registry,
+        )
+        self._not_kept = Counter(
+            "perdure_turns_not_kept",
+            "Turns that the store refused: the disk is full, or cannot be written",
+            registry=self.registry,
+        )
         self._reused = Counter(
             "perdure_reused_tokens",
             "Prompt tokens that were not computed, by tier",
@@ -68,8 +95,16 @@ class Metrics:
         self._requests.labels(method if method in _METHODS else "other", route, str(status)).inc()
         self._durations.labels(route).observe(seconds)
 
-    def reply(self, reply: Reply | ChatReply) -> None:
+    def reply(self, reply: Reply | ChatReply, namespace: str = "") -> None:
+        """Count a reply. Labels are bounded by the namespaces in the file of keys."""
         usage, timings = reply.usage, reply.timings
+        if getattr(reply, "could_not_be_kept", False):
+            self._not_kept.inc()
+        if namespace:
+            self._key_replies.labels(namespace).inc()
+            self._key_tokens.labels(namespace, "prompt").inc(usage.prompt_tokens)
+            self._key_tokens.labels(namespace, "cached").inc(usage.cached_tokens)
+            self._key_tokens.labels(namespace, "written").inc(usage.completion_tokens)
         if timings.decoded_tokens:
             self._first.observe(timings.queued + timings.prefill)
         if timings.decode_speed:
@@ -108,6 +143,14 @@ class _Engine(Collector):
             value=told.restarts if told is not None else 0,
         )
         yield GaugeMetricFamily("perdure_slots", "Requests that can be served at once", value=runtime.slots)
+        memory = GaugeMetricFamily(
+            "perdure_resident_bytes", "Memory of the processes, mapped files included", labels=["process"]
+        )
+        engine = told.rss if told is not None else None
+        for name, nbytes in (("server", system.resident_memory(os.getpid())), ("engine", engine)):
+            if nbytes is not None:
+                memory.add_metric([name], nbytes)
+        yield memory
         try:
             # A call would wait for an engine that is being started.
             if told is not None and told.state != "ready":
@@ -132,3 +175,115 @@ class _Engine(Collector):
 
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+# The last requests, for whoever wants to see what was reused and why not more.
+
+_KEPT = 200
+"""Of each namespace."""
+_NAMESPACES = 256
+_CLIENTS = 64
+"""That are told apart in a report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecentRequest:
+    """How one request was answered. Of what was said only a line is in it: the first that differed."""
+
+    number: int
+    ended: float
+    session: str | None
+    finish_reason: str
+    usage: Usage
+    reuse: ReuseReport
+    timings: Timings
+    agent: str = ""
+    """The program that asked."""
+    miss: Miss | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """Sums over requests: what the cache saved, and what was computed again by cause and client."""
+
+    since: float = field(default_factory=time.time)
+    requests: int = 0
+    reused_tokens: int = 0
+    computed_tokens: int = 0
+    prefill_seconds: float = 0.0
+    saved_seconds: float = 0.0
+    """That the reused tokens would have taken at the speed of those that were computed."""
+    misses: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Tokens computed again, by cause and then by client."""
+
+    def add(self, request: RecentRequest) -> None:
+        reuse, timings = request.reuse, request.timings
+        self.requests += 1
+        self.reused_tokens += reuse.reused
+        self.computed_tokens += reuse.computed
+        self.prefill_seconds += timings.prefill
+        if reuse.computed:
+            self.saved_seconds += timings.prefill * reuse.reused / reuse.computed
+        if request.miss is not None:
+            by_client = self.misses.setdefault(request.miss.cause, {})
+            # Clients name themselves: those beyond a number are counted together.
+            client = request.agent or "unknown"
+            client = client if client in by_client or len(by_client) < _CLIENTS else "others"
+            by_client[client] = by_client.get(client, 0) + request.miss.tokens
+
+    def copy(self) -> Report:
+        return replace(self, misses={cause: dict(tokens) for cause, tokens in self.misses.items()})
+
+
+class RecentRequests:
+    """The last requests of each namespace, in memory. Safe from any thread.
+
+    Numbers count up within a namespace, so that they tell nobody what others ask.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[str, deque[RecentRequest]] = {}
+        self._numbers: dict[str, itertools.count[int]] = {}
+        self._totals: dict[str, Report] = {}
+
+    def add(
+        self,
+        namespace: str,
+        replies: Sequence[Reply] | Sequence[ChatReply],
+        session: str | None,
+        agent: str = "",
+    ) -> None:
+        first = replies[0]
+        with self._lock:
+            # The one that asked last stands last: the first goes when there are too many.
+            found = self._of.pop(namespace, None) or deque(maxlen=_KEPT)
+            self._of[namespace] = found
+            found.append(
+                RecentRequest(
+                    number=next(self._numbers.setdefault(namespace, itertools.count(1))),
+                    ended=time.time(),
+                    session=session,
+                    finish_reason=first.finish_reason,
+                    usage=first.usage,
+                    reuse=first.reuse,
+                    timings=first.timings,
+                    agent=agent,
+                    miss=first.miss if isinstance(first, ChatReply) else None,
+                )
+            )
+            self._totals.setdefault(namespace, Report()).add(found[-1])
+            if len(self._of) > _NAMESPACES:
+                oldest = next(iter(self._of))
+                del self._of[oldest], self._numbers[oldest], self._totals[oldest]
+
+    def report(self, namespace: str) -> Report:
+        """What was reused and what was computed again, since the start of the server."""
+        with self._lock:
+            return self._totals.get(namespace, Report()).copy()
+
+    def latest(self, namespace: str, *, limit: int, before: int | None = None) -> list[RecentRequest]:
+        """The latest first: up to `limit`, of those that came before number `before`."""
+        with self._lock:
+            found = list(self._of.get(namespace, ()))
+        return [each for each in reversed(found) if before is None or each.number < before][:limit]

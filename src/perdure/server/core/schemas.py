@@ -6,10 +6,19 @@ import difflib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import Query
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    create_model,
+)
+from pydantic_core import PydanticCustomError
 
 from perdure.chat.options import ChatOptions
 from perdure.decode.request import Usage
@@ -17,20 +26,31 @@ from perdure.errors import InvalidInputError
 from perdure.options import Option, options_of
 from perdure.request_options import SEED_LIMIT, RequestOptions, Sampling
 from perdure.server.core.api_error import ApiError
+from perdure.sessions.info import NAME_LENGTH, name_problem
 
 OPENAI_CHAT = frozenset({"parallel_tool_calls", "continue_final_message", "add_generation_prompt"})
 """Options of a chat that have a field of their own in OpenAI's requests, or in those of vLLM."""
 
 
-class _NameRule(TypedDict):
-    min_length: int
-    max_length: int
-    pattern: str
+def _session_name(name: str) -> str:
+    if (problem := name_problem(name)) is not None:
+        raise PydanticCustomError("session_name", "{problem}", {"problem": problem})
+    return name
 
 
-NAME: _NameRule = {"min_length": 1, "max_length": 200, "pattern": r"^[^/\x00-\x1f\x7f]+$"}
-"""What a session may be called, wherever its name stands in a request."""
-Name = Annotated[str, Field(**NAME)]
+Name = Annotated[
+    str,
+    AfterValidator(_session_name),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "minLength": 1,
+            "maxLength": NAME_LENGTH,
+            "pattern": r"^[^/\x00-\x1f\x7f]+$",
+        }
+    ),
+]
+"""What a session may be called, wherever its name stands in a request: the rule is `name_problem`."""
 Label = Annotated[str, Field(min_length=1, max_length=200)]
 """Of a memory or a kept prefix."""
 
@@ -112,6 +132,22 @@ class ReuseAnswer(ResponseSchema):
     why: str
 
 
+class MissAnswer(ResponseSchema):
+    """Tokens that were computed again, and why."""
+
+    cause: str
+    """What differed: tools, system, message, reply, history, variables, template; or cache."""
+    why: str
+    """The first place that differs from the prompt before, or what became of the state."""
+    before: str
+    now: str
+    """The line that differs."""
+    tokens: int
+    seconds: float
+    advice: str
+    """What would have kept them."""
+
+
 class TimingsAnswer(ResponseSchema):
     """Seconds, and tokens a second."""
 
@@ -133,7 +169,8 @@ def _annotation(option: Option) -> Any:
         return Literal[option.choices]
     text = Annotated[str, Field(max_length=option.characters)]
     if option.kind is dict:
-        bias = Annotated[float, Field(ge=-100, le=100)]
+        low, high = (option.low, option.high) if option.keys is str else (-100, 100)
+        bias = Annotated[float, Field(ge=low, le=high)]
         few = BeforeValidator(functools.partial(_few, option.items))
         return Annotated[dict[str, bias], Field(max_length=option.items), few]
     if option.kind is list:
@@ -161,17 +198,21 @@ def _schema(name: str, options: Iterable[Option]) -> type[RequestSchema]:
 
 _STOP = options_of(RequestOptions)["stops"]
 _Stop = Annotated[str, Field(max_length=_STOP.characters)]
+_COMPLETION = (options_of(RequestOptions)["ignore_eos"], options_of(RequestOptions)["adapters"])
+"""Options under `perdure` of requests without a chat."""
 _EXTENDED = (
     *(each for name, each in options_of(ChatOptions).items() if name not in OPENAI_CHAT),
-    options_of(RequestOptions)["ignore_eos"],
+    *_COMPLETION,
 )
 """Options that no other protocol has a field for: they stand under `perdure`."""
 
 if TYPE_CHECKING:
     _SamplingFields = RequestSchema
+    _CompletionFields = RequestSchema
     _ExtensionFields = RequestSchema
 else:
     _SamplingFields = _schema("SamplingFields", options_of(Sampling).values())
+    _CompletionFields = _schema("CompletionFields", _COMPLETION)
     _ExtensionFields = _schema("ExtensionFields", _EXTENDED)
 
 
@@ -187,6 +228,19 @@ class SamplingSchema(_SamplingFields):
         if self.stop:
             settings["stop"] = self.stop
         return settings
+
+
+class CompletionExtension(_CompletionFields):
+    """What OpenAI's completions have no words for."""
+
+    timeout: float | None = Field(None, gt=0, le=86400)
+    regex: str | None = Field(None, max_length=10_000)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What was given, in the runtime's words, but for `timeout`."""
+        options = given_options(self, _COMPLETION)
+        return options if self.regex is None else {**options, "regex": self.regex}
 
 
 class ReplyExtension(_ExtensionFields):
@@ -288,7 +342,7 @@ _WHAT = {
     404: "There is no such thing",
     408: "The body came too slowly",
     409: "It is in use, exists already, or cannot go back",
-    413: "More tokens than fit the context, or more bytes than are allowed",
+    413: "More bytes than are allowed",
     415: "The content type is not the one that this route takes",
     422: "A saved state that is damaged, or of another model",
     429: "The queue is full; `Retry-After` says when to ask again",

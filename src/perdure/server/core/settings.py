@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
+from urllib.parse import urlsplit
 
 from perdure.checks import is_number
 from perdure.errors import InvalidInputError
 from perdure.options import options_of
 from perdure.request_options import Sampling
-from perdure.server.core.middleware.host_check import AllowedHosts
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class AllowedHosts:
+    """The names under which a server may be asked: this machine's, where it listens, and further ones."""
+
+    def __init__(
+        self, bound: str = "127.0.0.1", further: Iterable[str] = (), origins: Iterable[str] = ()
+    ) -> None:
+        """`origins` are pages of other sites that may use the server, as CORS tells browsers."""
+        self._origins = frozenset(origins)
+        self._further = frozenset(_checked(host) for host in further)
+        self._names = frozenset((*LOOPBACK, bound.lower())) | self._further
+
+    def __contains__(self, host: str) -> bool:
+        return host in self._names
+
+    def trusts_page(self, origin: str, host: str) -> bool:
+        """Whether a page of `origin` may ask the server at `host`: its own, and those of further names."""
+        if origin in self._origins:
+            return True
+        parts = _split(origin)
+        if parts is None:
+            return False
+        scheme, place = parts
+        name = host_name(place)
+        return (scheme in ("http", "https") and place == host.lower()) or name in self._further
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +70,9 @@ class Limits:
     request_seconds: float = 900.0
     """From the body to the last token."""
     silent_seconds: float = 5.0
-    """Of silence after which a stream is begun, and then told that its answer goes on."""
+    """Of silence after which a stream is begun: until then an error has a status of its own."""
+    progress_seconds: float = 1.0
+    """Of silence after which a stream that was begun is told how far the prompt is read."""
     send_seconds: float = 60.0
     """For a client to take what it was sent."""
     response_seconds: float = 30 * 86400.0
@@ -63,6 +93,8 @@ class ReplyDefaults:
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
+    stable_prefix: bool = True
+    """Whether volatile text of prompts is moved behind the rest (`chat/volatile.py`)."""
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON has it."""
@@ -83,7 +115,7 @@ class ReplyDefaults:
 
     def fill(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What is asked of a reply, whole."""
-        found = {**self.sampling, **options}
+        found = {"stable_prefix": self.stable_prefix, **self.sampling, **options}
         if self.max_tokens is not None and "max_tokens" not in found:
             # A limit that the client never chose is no reason to refuse its prompt.
             found.update(max_tokens=self.max_tokens, limit_to_context=True)
@@ -99,5 +131,49 @@ class LiveSettings:
     origins: tuple[str, ...]
     aliases: tuple[str, ...]
     strict: bool
+    conversations: bool
     log_text: bool
     defaults: ReplyDefaults
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without its port."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].removesuffix(".")
+
+
+def _split(origin: str) -> tuple[str, str] | None:
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return None
+    return (parts.scheme.lower(), parts.netloc.lower()) if parts.netloc else None
+
+
+def _checked(host: str) -> str:
+    name = host_name(host)
+    if not name or name != host.strip().lower().strip("[]") or "/" in name or "*" in name:
+        raise InvalidInputError(
+            f"--allow-host takes the name of a host, such as chat.example.org, got {host!r}"
+        )
+    return name
+
+
+def check_origins(origins: Iterable[str], *, keys: int) -> tuple[str, ...]:
+    """Pages of other sites that may use a server: `https://chat.example.org`, or `*` for any."""
+    found = tuple(origins)
+    for origin in found:
+        parts = _split(origin)
+        if origin == "*":
+            if not keys:
+                raise InvalidInputError(
+                    "--cors '*' lets every page that is open in a browser here use the server: give --keys "
+                    "too, or name the pages"
+                )
+        elif parts is None or origin != f"{parts[0]}://{parts[1]}":
+            raise InvalidInputError(
+                f"--cors takes an origin such as https://chat.example.org, or *, got {origin!r}"
+            )
+    return found

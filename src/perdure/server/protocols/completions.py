@@ -14,11 +14,12 @@ from starlette.responses import Response
 from perdure.decode.request import Delta, Reply, TokenLogprob
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.follow import EventResponse, Follower
 from perdure.server.core.protocol import DONE, SSE, Events, EventTemplate, Protocol, event
 from perdure.server.core.schemas import (
+    CompletionExtension,
     Items,
-    RequestSchema,
     ResponseSchema,
     ReuseAnswer,
     SamplingSchema,
@@ -29,15 +30,9 @@ from perdure.server.core.schemas import (
     refuse_fields,
     streamed,
 )
-from perdure.server.protocols.answer_head import AnswerHead, finite
+from perdure.server.protocols.openai import AnswerHead, finite
 
 REFUSED = {"functions": "give them to /v1/chat/completions as tools"}
-
-
-class CompletionExtension(RequestSchema):
-    timeout: float | None = Field(None, gt=0, le=86400)
-    regex: str | None = Field(None, max_length=10_000)
-    ignore_eos: bool | None = None
 
 
 class CompletionRequest(SamplingSchema):
@@ -86,7 +81,7 @@ class CompletionAnswer(ResponseSchema):
     perdure: CompletionExtensionAnswer
 
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 _PROMPTS = 128
 """Of one request."""
@@ -104,6 +99,7 @@ async def complete(
     timeout = asked.perdure.timeout if asked.perdure else None
     options = {
         **app_state.defaults.sampling,
+        **app_state.model_options(asked.model),
         **_options(asked),
         "timeout": app_state.seconds(timeout),
         "namespace": caller.namespace,
@@ -181,7 +177,7 @@ def _options(asked: CompletionRequest) -> dict[str, Any]:
         if asked.echo:
             options["prompt_logprobs"] = asked.logprobs
     if asked.perdure is not None:
-        options |= {"regex": asked.perdure.regex, "ignore_eos": bool(asked.perdure.ignore_eos)}
+        options |= asked.perdure.options
     return options
 
 

@@ -7,11 +7,37 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from perdure.chat.reply import ChatReply
-from perdure.server.core.app_state import AppState
-from perdure.server.core.schemas import ResponseSchema
-from perdure.server.protocols.chat.answers import ExtensionAnswer, extension
-from perdure.server.protocols.messages.requests import FIVE_MINUTES, HOUR, MessagesRequest
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from perdure.chat.reply import ChatDelta, ChatReply
+from perdure.errors import ContextOverflow
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.body_route import BodyRoute
+from perdure.server.core.follow import answer
+from perdure.server.core.protocol import (
+    CallBuffer,
+    Event,
+    Events,
+    EventTemplate,
+    Protocol,
+    WholeCall,
+    named_event,
+)
+from perdure.server.core.schemas import ResponseSchema, errors, refuse_fields, streamed
+from perdure.server.protocols.chat import ExtensionAnswer, extension
+from perdure.server.protocols.messages.requests import (
+    FIVE_MINUTES,
+    HOUR,
+    Conversation,
+    CountRequest,
+    MessagesRequest,
+    prompt_options,
+    reply_request,
+)
+from perdure.server.protocols.reply_request import ReplyRequest
+from perdure.sessions.fold import TurnStream
 
 
 class CacheCreation(ResponseSchema):
@@ -133,3 +159,243 @@ def call_input(arguments: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         parsed = None
     return parsed if isinstance(parsed, dict) else {"_unparsed": arguments}
+
+
+# Errors in the shape of Anthropic's Messages.
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+class MessagesErrorDetail(ResponseSchema):
+    type: str
+    message: str
+
+
+class MessagesErrorAnswer(ResponseSchema):
+    """What every error of Messages looks like."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+
+
+def error_body(error: ApiError) -> tuple[int, dict[str, Any]]:
+    """The status and body of an error.
+
+    Clients know by the words, and by 400, that a conversation has to be made shorter.
+    """
+    status, message = error.status, str(error)
+    if error.code == "context_length_exceeded":
+        status = 400
+        if error.needed is not None and error.fits is not None:
+            message = f"prompt is too long: {error.needed} tokens > {error.fits} maximum"
+    elif status == 503:
+        status = 529
+    return status, {"type": "error", "error": error_detail(error, status, message)}
+
+
+def error_detail(error: ApiError, status: int, message: str) -> dict[str, Any]:
+    kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": kind, "message": message}
+
+
+# Answers of Anthropic's Messages as a stream: events with names.
+
+Kind = Literal["thinking", "text"]
+
+
+class MessagesWriter:
+    """Events of one message. Every block starts once and stops once, and blocks do not overlap."""
+
+    def __init__(self, head: MessagesHead, prompt_tokens: int) -> None:
+        self._head = head
+        self._prompt_tokens = prompt_tokens
+        self._next = 0
+        """The index of the next block."""
+        self._kind: Kind | None = None
+        """Of the block that is open."""
+        self._template: EventTemplate | None = None
+        self._thoughts: list[str] = []
+        self._calls = CallBuffer()
+
+    def keep_alive(self, progress: dict[str, Any]) -> Events:
+        return [named_event({"type": "ping", **progress})]
+
+    def start(self) -> Events:
+        message: dict[str, Any] = {
+            "id": self._head.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._head.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            # How much of it is cached is known at the end.
+            "usage": {
+                "input_tokens": self._prompt_tokens,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": 0,
+                "output_tokens": 0,
+            },
+        }
+        return [named_event({"type": "message_start", "message": message}), named_event({"type": "ping"})]
+
+    def delta(self, delta: ChatDelta) -> Events:
+        if delta.text and self._kind == "text" and not (delta.reasoning or delta.tool_calls):
+            assert self._template is not None
+            return (self._template(delta.text),)
+        events: list[Event] = []
+        self._calls.drop(delta.tool_calls)
+        if delta.reasoning:
+            events += self._enter("thinking")
+            self._thoughts.append(delta.reasoning)
+            if not self._head.hides_thinking:
+                assert self._template is not None
+                events.append(self._template(delta.reasoning))
+        if delta.text:
+            events += self._enter("text")
+            assert self._template is not None
+            events.append(self._template(delta.text))
+        return [*events, *self._write_calls(self._calls.push(delta.tool_calls))]
+
+    def end(self, replies: Sequence[ChatReply]) -> Events:
+        reply = replies[0]
+        stop_reason, stop_sequence = self._head.ending(reply)
+        last = {
+            "type": "message_delta",
+            "delta": {"stop_reason": stop_reason, "stop_sequence": stop_sequence},
+            "usage": MessagesUsage.of(reply).model_dump(),
+            "perdure": extension(reply).model_dump(),
+        }
+        return [
+            *self._write_calls(self._calls.finish()),
+            *self._leave(),
+            named_event(last),
+            named_event({"type": "message_stop"}),
+        ]
+
+    def error(self, error: ApiError) -> Events:
+        return [named_event(error_body(error)[1])]
+
+    def _enter(self, kind: Kind) -> list[Event]:
+        """Have a block of this kind open."""
+        if self._kind == kind:
+            return []
+        events = [*self._write_calls(self._calls.finish()), *self._leave()]
+        index, self._kind = self._next, kind
+        empty = (
+            {"type": "text", "text": ""}
+            if kind == "text"
+            else {"type": "thinking", "thinking": "", "signature": ""}
+        )
+
+        def delta(text: str) -> dict[str, Any]:
+            return _delta(index, {"type": f"{kind}_delta", kind: text})
+
+        self._template = EventTemplate(delta, named_event)
+        return [*events, _start(index, empty)]
+
+    def _leave(self) -> list[Event]:
+        """End the block that is open."""
+        if self._kind is None:
+            return []
+        index, events = self._next, []
+        if self._kind == "thinking":
+            signature = self._head.signature("".join(self._thoughts))
+            self._thoughts = []
+            events.append(named_event(_delta(index, {"type": "signature_delta", "signature": signature})))
+        self._kind, self._template = None, None
+        self._next += 1
+        return [*events, _stop(index)]
+
+    def _write_calls(self, calls: Sequence[WholeCall]) -> list[Event]:
+        if not calls:
+            return []
+        events = self._leave()
+        for call in calls:
+            index, self._next = self._next, self._next + 1
+            json = {"type": "input_json_delta", "partial_json": call.arguments or "{}"}
+            events += [
+                _start(index, {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}),
+                named_event(_delta(index, json)),
+                _stop(index),
+            ]
+        return events
+
+
+def _start(index: int, block: dict[str, Any]) -> Event:
+    return named_event({"type": "content_block_start", "index": index, "content_block": block})
+
+
+def _stop(index: int) -> Event:
+    return named_event({"type": "content_block_stop", "index": index})
+
+
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "content_block_delta", "index": index, "delta": delta}
+
+
+# `/v1/messages`.
+
+router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
+
+
+@router.post("/v1/messages", responses=streamed(404, 529), response_model=MessagesAnswer)
+async def messages(
+    asked: MessagesRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> MessagesAnswer | Response:
+    """A reply to a conversation, in the shape of Anthropic's Messages."""
+    app_state.check_model(asked.model, caller.namespace)
+    wanted, stream = await app_state.call(_submit, asked, app_state, caller)
+    head = MessagesHead(asked, app_state, caller.namespace)
+    return await answer(
+        stream,
+        request,
+        app_state,
+        caller,
+        whole=head.whole,
+        timeout=asked.perdure.timeout if asked.perdure else None,
+        writer=MessagesWriter(head, stream.prompt_tokens) if asked.stream else None,
+        messages=wanted.messages,
+    )
+
+
+def _submit(asked: MessagesRequest, app_state: AppState, caller: Caller) -> tuple[ReplyRequest, TurnStream]:
+    """In one thread: to read what is asked takes time too."""
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+    wanted = reply_request(asked, app_state, caller.namespace)
+    return wanted, wanted.submit(app_state.runtime, caller.namespace, caller.agent, caller.conversation)
+
+
+@router.post("/v1/messages/count_tokens", responses=errors(404, 504, 529))
+async def count_tokens(asked: CountRequest, app_state: AppStateDep, caller: CallerDep) -> CountAnswer:
+    """The tokens of a prompt. Of one that cannot fit, at least as many."""
+    app_state.check_model(asked.model, caller.namespace)
+    return await app_state.work(_count, asked, app_state, caller.namespace)
+
+
+def _count(asked: CountRequest, app_state: AppState, namespace: str) -> CountAnswer:
+    said, options = Conversation(asked, app_state, namespace).messages, prompt_options(asked)
+    try:
+        return CountAnswer(input_tokens=app_state.runtime.count_chat(said, namespace=namespace, **options))
+    except ContextOverflow as error:
+        return CountAnswer(input_tokens=error.needed)
+
+
+PROTOCOL = Protocol(
+    name="Anthropic Messages",
+    prefix="/v1/messages",
+    routers=(router,),
+    writer=MessagesWriter,
+    error_schema=MessagesErrorAnswer,
+    error_body=error_body,
+)

@@ -117,7 +117,7 @@ class MessagesRequest(SamplingSchema, CountRequest):
 
 def reply_request(asked: MessagesRequest, app_state: AppState, namespace: str) -> ReplyRequest:
     """What a request asks for, in the inner form."""
-    options = prompt_options(asked)
+    options = {**app_state.model_options(asked.model), **prompt_options(asked)}
     # Clients ask for all that their own models could write.
     options["max_tokens"], options["limit_to_context"] = asked.max_tokens, True
     options |= asked.sampling

@@ -186,6 +186,7 @@ def reply_options(asked: ReplyOptions, app_state: AppState) -> tuple[dict[str, A
     if asked.logprobs:
         options["logprobs"] = asked.top_logprobs or 0
     options["timeout"] = app_state.seconds(None)
+    options |= app_state.model_options(asked.model or asked.name)
     return app_state.defaults.fill(options), notes
 
 

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
+from perdure.chat.reply import ChatDelta, ChatReply
+from perdure.decode.embedding import cut
+from perdure.decode.request import Delta, Reply
+from perdure.errors import PerdureError
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
-from perdure.server.core.embeddings import check_width, embed
+from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.follow import answer
-from perdure.server.core.protocol import JSON_LINES, Protocol, event
-from perdure.server.core.schemas import errors, refuse_fields
-from perdure.server.protocols.ollama.errors import OllamaErrorAnswer, error_body
-from perdure.server.protocols.ollama.library import VERSION, Library, tagged
+from perdure.server.core.protocol import (
+    JSON_LINES,
+    CallBuffer,
+    Event,
+    Events,
+    EventTemplate,
+    Protocol,
+    WholeCall,
+    event,
+)
+from perdure.server.core.schemas import ResponseSchema, ReuseAnswer, errors, refuse_fields
+from perdure.server.protocols.embeddings import check_width, embed
+from perdure.server.protocols.messages.answers import call_input
 from perdure.server.protocols.ollama.requests import (
     CopyRequest,
     EmbeddingsRequest,
@@ -31,9 +45,142 @@ from perdure.server.protocols.ollama.requests import (
     generate_request,
     is_unload,
 )
-from perdure.server.protocols.ollama.stream import OllamaWriter, idle, nanoseconds
 
-router = APIRouter(tags=["Ollama"])
+# Errors in Ollama's shape: a text.
+
+
+class OllamaErrorAnswer(ResponseSchema):
+    """What every error of Ollama's routes looks like."""
+
+    error: str
+
+
+def error_body(error: ApiError) -> tuple[int, dict[str, Any]]:
+    """The status and body of an error."""
+    status = 400 if error.code == "context_length_exceeded" else error.status
+    return status, {"error": str(error)}
+
+
+# Answers in Ollama's shape: lines of JSON, or the last of them with all in it.
+
+Kind = Literal["chat", "generate"]
+
+
+class OllamaWriter:
+    """Lines of one reply: of a chat, or of a prompt, whose text has another name."""
+
+    def __init__(self, model: str, kind: Kind, notes: Sequence[str] = ()) -> None:
+        self._model = model
+        self._kind = kind
+        self._notes = list(notes)
+        self._calls = CallBuffer()
+        # The moment of its beginning, so that a line is not made anew for each token.
+        self._created = now()
+        self._template = EventTemplate(lambda text: self._chunk(text))
+
+    def keep_alive(self, progress: dict[str, Any]) -> Events:
+        return [event(self._chunk("", more=progress))]
+
+    def start(self) -> Events:
+        return ()
+
+    def delta(self, delta: ChatDelta | Delta) -> Events:
+        if isinstance(delta, Delta):
+            return (self._template(delta.text),) if delta.text else ()
+        events = []
+        if delta.reasoning:
+            events.append(event(self._chunk("", delta.reasoning)))
+        if delta.text:
+            events.append(self._template(delta.text))
+        return [*events, *self._write_calls(self._calls.push(delta.tool_calls))]
+
+    def end(self, replies: Sequence[ChatReply] | Sequence[Reply]) -> Events:
+        return [*self._write_calls(self._calls.finish()), event(self._last(replies[0], "", None, ()))]
+
+    def error(self, error: ApiError) -> Events:
+        return [event(error_body(error)[1])]
+
+    def whole(self, replies: Sequence[ChatReply] | Sequence[Reply]) -> dict[str, Any]:
+        """All of a reply as one object."""
+        reply = replies[0]
+        if isinstance(reply, Reply):
+            return self._last(reply, reply.text, None, ())
+        calls = [WholeCall(call.id, call.name, call.arguments) for call in reply.tool_calls]
+        return self._last(reply, reply.text, reply.reasoning, calls)
+
+    def _chunk(
+        self,
+        text: str,
+        thinking: str | None = None,
+        calls: Sequence[WholeCall] = (),
+        more: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        shown: dict[str, Any] = {"model": self._model, "created_at": self._created}
+        if self._kind == "chat":
+            message: dict[str, Any] = {"role": "assistant", "content": text}
+            if thinking:
+                message["thinking"] = thinking
+            if calls:
+                message["tool_calls"] = [_call(call, at) for at, call in enumerate(calls)]
+            shown["message"] = message
+        else:
+            shown["response"] = text
+            if thinking:
+                shown["thinking"] = thinking
+        return {**shown, "done": False, **(more or {})}
+
+    def _last(
+        self, reply: ChatReply | Reply, text: str, thinking: str | None, calls: Sequence[WholeCall]
+    ) -> dict[str, Any]:
+        timings, usage = reply.timings, reply.usage
+        more: dict[str, Any] = {
+            "done": True,
+            "done_reason": "length" if reply.finish_reason == "length" else "stop",
+            "total_duration": nanoseconds(timings.queued + timings.prefill + timings.decode),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": nanoseconds(timings.prefill),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": nanoseconds(timings.decode),
+            "perdure": {"reuse": ReuseAnswer.model_validate(reply.reuse).model_dump(), "notes": self._notes},
+        }
+        if self._kind == "generate":
+            # The tokens of a conversation, which older clients send back; here what was computed is found.
+            more["context"] = []
+        return self._chunk(text, thinking, calls, more)
+
+    def _write_calls(self, calls: Sequence[WholeCall]) -> list[Event]:
+        return [event(self._chunk("", None, calls))] if calls else []
+
+
+def idle(model: str, kind: Kind, reason: str) -> dict[str, Any]:
+    """The answer to a request that only has the model loaded or let go."""
+    shown: dict[str, Any] = {"model": model, "created_at": now()}
+    if kind == "chat":
+        shown["message"] = {"role": "assistant", "content": ""}
+    else:
+        shown["response"] = ""
+    return {**shown, "done": True, "done_reason": reason}
+
+
+def now() -> str:
+    return rfc3339(datetime.now(UTC))
+
+
+def rfc3339(moment: datetime) -> str:
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def nanoseconds(seconds: float) -> int:
+    return max(0, int(seconds * 1e9))
+
+
+def _call(call: WholeCall, index: int) -> dict[str, Any]:
+    arguments = call_input(call.arguments)
+    return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}}
+
+
+router = APIRouter(tags=["Ollama"], route_class=BodyRoute)
 
 
 def _lines(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -42,7 +189,7 @@ def _lines(*statuses: int) -> dict[int | str, dict[str, Any]]:
             "description": "Lines of JSON, or with `stream` false one object",
             "content": {JSON_LINES.media_type: {}},
         },
-        **errors(504, *statuses),
+        **errors(404, 504, *statuses),
     }
 
 
@@ -50,14 +197,22 @@ def _lines(*statuses: int) -> dict[int | str, dict[str, Any]]:
 async def chat(
     asked: OllamaChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> dict[str, Any] | Response:
-    """A reply to a conversation. Any `model` is served by this one."""
+    """A reply to a conversation."""
+    _check_model(asked, app_state, caller)
     if not asked.messages:
         check_keep_alive(asked.keep_alive)
         return _idle(asked, app_state, "chat")
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    wanted, notes = chat_request(asked, app_state)
+
+    def submit() -> tuple[Any, list[str]]:
+        """In one thread: to read what is asked takes time too."""
+        refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+        wanted, notes = chat_request(asked, app_state)
+        conversation = caller.conversation
+        stream = wanted.submit(app_state.runtime, caller.namespace, caller.agent, conversation)
+        return stream, notes
+
+    job, notes = await app_state.call(submit)
     writer = OllamaWriter(app_state.name, "chat", notes)
-    job = await app_state.call(wanted.submit, app_state.runtime, caller.namespace)
     return await _answered(job, writer, asked, request, app_state, caller)
 
 
@@ -66,24 +221,30 @@ async def generate(
     asked: GenerateRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> dict[str, Any] | Response:
     """A reply to a prompt, by the chat template or, with `raw`, as it is."""
+    _check_model(asked, app_state, caller)
     if not asked.prompt:
         check_keep_alive(asked.keep_alive)
         return _idle(asked, app_state, "generate")
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    wanted, notes = generate_request(asked, app_state)
-    writer = OllamaWriter(app_state.name, "generate", notes)
-    job: Any
-    if asked.raw:
+
+    def submit() -> tuple[Any, list[str]]:
+        """In one thread: to read what is asked takes time too."""
+        refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+        wanted, notes = generate_request(asked, app_state)
+        if not asked.raw:
+            return wanted.submit(app_state.runtime, caller.namespace), notes
         options: Any = {name: value for name, value in wanted.options.items() if name not in _CHAT_ONLY}
-        job = await app_state.call(
-            app_state.runtime.submit, asked.prompt, namespace=caller.namespace, **options
-        )
-    else:
-        job = await app_state.call(wanted.submit, app_state.runtime, caller.namespace)
+        return app_state.runtime.submit(asked.prompt, namespace=caller.namespace, **options), notes
+
+    job, notes = await app_state.call(submit)
+    writer = OllamaWriter(app_state.name, "generate", notes)
     return await _answered(job, writer, asked, request, app_state, caller)
 
 
-_CHAT_ONLY = frozenset({"variables", "limit_to_context"})
+_CHAT_ONLY = frozenset({"variables", "limit_to_context", "stable_prefix"})
+
+
+def _check_model(asked: ModelNamed, app_state: AppState, caller: Caller) -> None:
+    app_state.check_model(asked.model or asked.name, caller.namespace)
 
 
 async def _answered(
@@ -114,16 +275,17 @@ def _all_lines(lines: Sequence[dict[str, Any]]) -> Response:
     return Response(body, media_type=JSON_LINES.media_type)
 
 
-@router.post("/api/embed", responses=errors(504), response_model=dict[str, Any])
+@router.post("/api/embed", responses=errors(404, 504), response_model=dict[str, Any])
 async def embed_texts(
     asked: EmbedRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> Response:
     """Texts as vectors. What does not fit is an error, never cut."""
+    _check_model(asked, app_state, caller)
     check_keep_alive(asked.keep_alive)
     texts = [asked.input] if isinstance(asked.input, str) else list(asked.input)
     started = time.perf_counter()
     await check_width(asked.dimensions, app_state)
-    found = await embed(texts, request, app_state, caller)
+    found = cut(await embed(texts, request, app_state, caller), asked.dimensions)
 
     def body() -> bytes:
         shown = {
@@ -138,11 +300,12 @@ async def embed_texts(
     return Response(await app_state.call(body), media_type="application/json")
 
 
-@router.post("/api/embeddings", responses=errors(504))
+@router.post("/api/embeddings", responses=errors(404, 504))
 async def embeddings(
     asked: EmbeddingsRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> dict[str, Any]:
     """An older route for one text."""
+    _check_model(asked, app_state, caller)
     check_keep_alive(asked.keep_alive)
     found = await embed([asked.prompt], request, app_state, caller)
     return {"embedding": found.vectors[0].tolist()}
@@ -162,9 +325,10 @@ async def ps(app_state: AppStateDep) -> dict[str, Any]:
     return {"models": [await app_state.call(Library(app_state).running)]}
 
 
-@router.post("/api/show", responses=errors())
-async def show(asked: ModelNamed, app_state: AppStateDep) -> dict[str, Any]:
+@router.post("/api/show", responses=errors(404))
+async def show(asked: ModelNamed, app_state: AppStateDep, caller: CallerDep) -> dict[str, Any]:
     """The model, its template and what it can do."""
+    _check_model(asked, app_state, caller)
     return await app_state.call(Library(app_state).shown)
 
 
@@ -174,17 +338,19 @@ async def version(app_state: AppStateDep) -> dict[str, str]:
 
 
 @router.post("/api/pull", responses=_lines(), response_model=dict[str, Any])
-async def pull(asked: OptionsRequest, app_state: AppStateDep) -> dict[str, Any] | Response:
-    """Says that the model is there. A client cannot have this server fetch anything."""
+async def pull(asked: OptionsRequest, app_state: AppStateDep, caller: CallerDep) -> dict[str, Any] | Response:
+    """Says that the model is there, where it is. A client cannot have this server fetch anything."""
+    _check_model(asked, app_state, caller)
     lines = Library(app_state).pulled()
     if not asked.streams:
         return lines[-1]
     return _all_lines(lines)
 
 
-@router.post("/api/copy", responses=errors())
+@router.post("/api/copy", responses=errors(404))
 async def copy(asked: CopyRequest, app_state: AppStateDep, caller: CallerDep) -> dict[str, str]:
     """Another name for the model, listed for those who gave it until the server ends."""
+    app_state.check_model(asked.source, caller.namespace)
     names = app_state.names.setdefault(caller.namespace, {})
     if asked.destination not in names and len(names) >= _NAMES:
         raise ApiError(400, f"destination: {_NAMES} names are enough; delete one first", code="invalid_value")
@@ -230,3 +396,121 @@ PROTOCOL = Protocol(
     # Its documentation's own `curl -d` names another type.
     any_content_type=True,
 )
+
+
+# What Ollama's clients ask about models: the one that is served, under the names that it has.
+
+VERSION = "0.13.5"
+"""Of Ollama's API: clients ask for one that they can work with."""
+_FOR_EVER = timedelta(days=36500)
+
+
+class Library:
+    """The served model as Ollama's clients see it."""
+
+    def __init__(self, app_state: AppState) -> None:
+        self._app_state = app_state
+        self._model = app_state.runtime.model
+        self._info = self._model.info
+
+    @property
+    def _started(self) -> datetime:
+        return datetime.fromtimestamp(self._app_state.started, UTC)
+
+    def listed(self) -> dict[str, Any]:
+        """As an entry of a list."""
+        name = tagged(self._app_state.name)
+        return {
+            "name": name,
+            "model": name,
+            "modified_at": rfc3339(self._started),
+            "size": self._app_state.model_bytes,
+            "digest": self._model.digest,
+            "details": self._details(),
+            "capabilities": self._capabilities(),
+        }
+
+    def running(self) -> dict[str, Any]:
+        """As an entry of what is loaded: it stays for as long as the server runs."""
+        n_ctx = self._app_state.runtime.n_ctx
+        expires = rfc3339(self._started + _FOR_EVER)
+        return {**self.listed(), "expires_at": expires, "size_vram": 0, "context_length": n_ctx}
+
+    def shown(self) -> dict[str, Any]:
+        n_ctx = self._app_state.runtime.n_ctx
+        architecture = self._info.architecture
+        info: dict[str, Any] = {
+            name: _plain(value)
+            for name, value in self._model.metadata.items()
+            if len(value) < 1000 and value != self._info.template
+        }
+        info["general.architecture"] = architecture
+        # What can be used here, whatever the model was trained for: clients plan by it.
+        info[f"{architecture}.context_length"] = n_ctx
+        return {
+            "modelfile": f"FROM {self._app_state.name}\nPARAMETER num_ctx {n_ctx}\n",
+            "parameters": f"num_ctx                        {n_ctx}",
+            "template": self._template(),
+            "details": self._details(),
+            "model_info": info,
+            "capabilities": self._capabilities(),
+            "modified_at": rfc3339(self._started),
+        }
+
+    def pulled(self) -> list[dict[str, Any]]:
+        """What is told of a pull. Nothing is fetched for a client: the model is there."""
+        digest = f"sha256:{self._model.digest}"
+        size = self.listed()["size"]
+        return [
+            {"status": "pulling manifest"},
+            {"status": f"pulling {digest[7:19]}", "digest": digest, "total": size, "completed": size},
+            {"status": "verifying sha256 digest"},
+            {"status": "writing manifest"},
+            {"status": "success"},
+        ]
+
+    def _details(self) -> dict[str, Any]:
+        info = self._info
+        return {
+            "parent_model": "",
+            "format": info.file_format or "gguf",
+            "family": info.architecture,
+            "families": [info.architecture],
+            "parameter_size": info.size_label,
+            "quantization_level": info.quantisation or "unknown",
+            "context_length": self._app_state.runtime.n_ctx,
+        }
+
+    def _capabilities(self) -> list[str]:
+        found = ["completion", "embedding"]
+        try:
+            chat_format = self._app_state.runtime.chat_format
+        except PerdureError:
+            return found
+        if chat_format.call_form.shown:
+            found.append("tools")
+        if chat_format.family.reasoning is not None:
+            found.append("thinking")
+        return found
+
+    def _template(self) -> str:
+        try:
+            return self._app_state.runtime.chat_format.template.source
+        except PerdureError:
+            return ""
+
+
+def tagged(name: str) -> str:
+    """A name with its tag."""
+    return name if ":" in name else f"{name}:latest"
+
+
+def _plain(value: str) -> Any:
+    if value in ("true", "false"):
+        return value == "true"
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value

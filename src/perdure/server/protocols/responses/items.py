@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from perdure.chat.message import Message, ToolCall
 from perdure.server.core.api_error import ApiError
-from perdure.server.protocols.responses import ids
 
 Item = dict[str, Any]
 Unsealed = Callable[[str], str | None]
@@ -177,7 +178,7 @@ class OutputForm:
 
     def reasoning(self, text: str | None, *, status: str) -> Item:
         item: Item = {
-            "id": ids.item("rs", self.id),
+            "id": make_item_id("rs", self.id),
             "type": "reasoning",
             "status": status,
             "summary": [],
@@ -194,7 +195,7 @@ class OutputForm:
     def message(self, text: str | None, *, status: str, logprobs: Any = ()) -> Item:
         content = [] if text is None else [text_part(text, logprobs)]
         return {
-            "id": ids.item("msg", self.id),
+            "id": make_item_id("msg", self.id),
             "type": "message",
             "role": "assistant",
             "status": status,
@@ -208,11 +209,11 @@ class OutputForm:
             common["namespace"] = self.namespaces[call.name]
         if call.name in self.custom:
             text = "" if begun else custom_input(call.arguments)
-            key = ids.item("ctc", self.id, number)
+            key = make_item_id("ctc", self.id, number)
             return {"id": key, "type": "custom_tool_call", **common, "input": text}
         arguments = "" if begun else call.arguments
         return {
-            "id": ids.item("fc", self.id, number),
+            "id": make_item_id("fc", self.id, number),
             "type": "function_call",
             **common,
             "arguments": arguments,
@@ -241,7 +242,7 @@ def said_items(messages: Sequence[Message], owner: str, custom: frozenset[str] =
         if message.role == "tool":
             found.append(
                 {
-                    "id": ids.item("fco", owner, number, of_input=True),
+                    "id": make_item_id("fco", owner, number, of_input=True),
                     "type": "function_call_output",
                     "status": "completed",
                     "call_id": message.tool_call_id or "",
@@ -254,7 +255,7 @@ def said_items(messages: Sequence[Message], owner: str, custom: frozenset[str] =
             continue
         found.append(
             {
-                "id": ids.item("msg", owner, number, of_input=True),
+                "id": make_item_id("msg", owner, number, of_input=True),
                 "type": "message",
                 "role": message.role,
                 "status": "completed",
@@ -268,7 +269,7 @@ def _said_by_model(message: Message, owner: str, number: int, custom: frozenset[
     form = OutputForm(owner, custom)
     items = form.items(message)
     for at, item in enumerate(items):
-        item["id"] = ids.item(item["id"].partition("_")[0], owner, number + at, of_input=True)
+        item["id"] = make_item_id(item["id"].partition("_")[0], owner, number + at, of_input=True)
     return items
 
 
@@ -281,3 +282,52 @@ def _text(item: Mapping[str, Any], name: str, where: str) -> str:
 
 def _invalid(where: str, problem: str) -> ApiError:
     return ApiError(400, f"{where}: {problem}", param=where, code="invalid_value")
+
+
+# Ids of responses, conversations and their items. An item's id says which response it belongs to.
+
+_RESPONSE = re.compile(r"resp_([0-9a-f]{32})")
+_CONVERSATION = re.compile(r"conv_([0-9a-f]{32})")
+_ITEM = re.compile(r"([a-z]{2,4})_([0-9a-f]{32})(?:_([a-z]?)(\d{1,6}))?")
+_PLACE = re.compile(r"[a-z]{2,4}_([0-9a-f]{32})_(\d{1,9})i(\d{1,6})")
+
+
+def new_response_id() -> str:
+    return f"resp_{uuid.uuid4().hex}"
+
+
+def new_conversation_id() -> str:
+    return f"conv_{uuid.uuid4().hex}"
+
+
+def is_response_id(given: str) -> bool:
+    return _RESPONSE.fullmatch(given) is not None
+
+
+def is_conversation_id(given: str) -> bool:
+    return _CONVERSATION.fullmatch(given) is not None
+
+
+def make_item_id(kind: str, owner: str, number: int | None = None, *, of_input: bool = False) -> str:
+    """The id of an item of a response or conversation: its reasoning, its message, its calls, its input."""
+    key = owner.partition("_")[2]
+    if number is None:
+        return f"{kind}_{key}"
+    return f"{kind}_{key}_{'i' if of_input else ''}{number}"
+
+
+def owner_of(item_id: str) -> str | None:
+    """The response that an item belongs to, by its id."""
+    found = _ITEM.fullmatch(item_id)
+    return f"resp_{found[2]}" if found else None
+
+
+def conversation_item_id(kind: str, owner: str, turn: int, place: int) -> str:
+    """The id of an item of a conversation: the turn that it was said in, and its place there."""
+    return f"{kind}_{owner.partition('_')[2]}_{turn}i{place}"
+
+
+def conversation_place(item_id: str, owner: str) -> tuple[int, int] | None:
+    """The turn and the place that the id of an item names, if it is of this conversation."""
+    found = _PLACE.fullmatch(item_id)
+    return (int(found[2]), int(found[3])) if found and found[1] == owner.partition("_")[2] else None

@@ -13,7 +13,7 @@ from perdure.chat.message import Message
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
 from perdure.server.core.schemas import Items, ReplyExtension, RequestSchema, SamplingSchema
-from perdure.server.protocols.cache_marks import PromptCacheOptions
+from perdure.server.protocols.openai import PromptCacheOptions
 from perdure.server.protocols.responses.items import Found, OutputForm, Unsealed, content_text, messages_of
 
 _ITEMS = 1 << 14

@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from perdure.chat.message import Message
+from perdure.chat.plans import SUMMARY_TRIES
+from perdure.chat.reply import ChatReply
+from perdure.decode.request import Usage
 from perdure.errors import PerdureError
 from perdure.server.core.api_error import ApiError, to_api_error
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.follow import EventResponse, Recorded, answer
 from perdure.server.core.protocol import SSE, Event, Protocol
-from perdure.server.core.schemas import NO_BODY, PAGE, Limit, errors, refuse_fields, streamed
-from perdure.server.protocols.responses import compact, conversations, websocket
+from perdure.server.core.schemas import NO_BODY, PAGE, Limit, ResponseSchema, errors, refuse_fields, streamed
+from perdure.server.protocols.responses import conversations, websocket
 from perdure.server.protocols.responses.answers import (
     DeletedResponse,
     InputTokensAnswer,
     ItemList,
     ResponseAnswer,
     ResponseHead,
+    usage,
 )
+from perdure.server.protocols.responses.items import Item, make_item_id, new_response_id, said_items
 from perdure.server.protocols.responses.requests import AfterItem, ItemOrder, PromptRequest, ResponseRequest
 from perdure.server.protocols.responses.runs import Runs, followed
 from perdure.server.protocols.responses.stored import Responses, StoredResponse
 from perdure.server.protocols.responses.stream import ResponseWriter
-from perdure.sessions.fold import TurnStream
+from perdure.sessions.fold import HEADING, TurnStream
 
-router = APIRouter(tags=["Responses"])
+router = APIRouter(tags=["Responses"], route_class=BodyRoute)
 
 _TOO_LONG = "context_length_exceeded"
 ResponseId = Annotated[str, Path(max_length=100)]
@@ -65,7 +73,7 @@ async def create(
         )
     head = responses.unstored_head(asked)
     try:
-        job = await app_state.call(responses.submit_unstored, asked)
+        job = await app_state.call(responses.submit_unstored, asked, caller.conversation)
     except (PerdureError, ApiError) as error:
         return _refused(error, head, asked, app_state)
     return await _answered(job, head, asked, request, app_state, caller, ResponseWriter(head))
@@ -176,11 +184,13 @@ async def read(
     if not stream:
         if not runs.is_read(caller.namespace, response_id):
             notes: dict[str, Any] = {}
+            await app_state.call(response.note_unknown)
             job = await app_state.call(responses.submit, response, notes)
             runs.start(caller, response, job, notes, app_state)
         return _json(await app_state.call(response.shown))
     if (sent := runs.take_over(caller.namespace, response_id)) is not None:
         await app_state.call(response.note_sent, sent)
+    await app_state.call(response.note_unknown)
     notes = {}
     job = await app_state.call(responses.submit, response, notes)
     writer = ResponseWriter(response.head, after=starting_after, sent=response.sent, notes=notes)
@@ -300,6 +310,88 @@ PROTOCOL = Protocol(
     name="OpenAI Responses",
     prefix="/v1/responses",
     # `compact` before the routes of a response: it is no id.
-    routers=(compact.router, router, conversations.router, websocket.router),
+    routers=(router, conversations.router, websocket.router),
     writer=ResponseWriter,
 )
+
+
+# `/v1/responses/compact`: a conversation made shorter, as items that another response goes on from.
+
+_FAILED = "empty"
+"""The code of a summary that could not be had."""
+_AT_LEAST = 0.001
+"""Seconds for a try: when they are up, the request has taken too long."""
+
+
+class CompactionAnswer(ResponseSchema):
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: list[dict[str, Any]]
+    """What the user said, and an item that stands for all that was said."""
+    usage: dict[str, Any]
+
+
+@router.post("/v1/responses/compact", responses=errors(404, 409, 504), response_model=CompactionAnswer)
+async def compact(
+    asked: PromptRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> CompactionAnswer | Response:
+    """Have the model sum a conversation up, in several passes where it does not fit into the context at once.
+    The summary is sealed: only this server reads it again."""
+    app_state.check_model(asked.model or "")
+    responses = Responses(app_state, caller.namespace)
+    ends = time.monotonic() + app_state.seconds(None)
+    passes, said = await app_state.call(responses.to_sum_up, asked)
+    used: list[Usage] = []
+    while (part := passes.part) is not None:
+        reply = await _summed_up(part, responses, request, app_state, caller, ends)
+        used.append(reply.usage)
+        await app_state.call(passes.add, reply.text.strip())
+    response_id = new_response_id()
+    item: Item = {
+        "id": make_item_id("cmp", response_id),
+        "type": "compaction",
+        "encrypted_content": app_state.seal.close(f"{HEADING}\n{passes.summary}", caller.namespace),
+    }
+    return CompactionAnswer(
+        id=response_id,
+        created_at=int(time.time()),
+        output=[*said_items([each for each in said if each.role == "user"], response_id), item],
+        usage=usage(
+            sum(each.prompt_tokens for each in used),
+            sum(each.cached_tokens for each in used),
+            sum(each.completion_tokens for each in used),
+            sum(each.reasoning_tokens for each in used),
+        ),
+    )
+
+
+async def _summed_up(
+    part: Sequence[Message],
+    responses: Responses,
+    request: Request,
+    app_state: AppState,
+    caller: Caller,
+    ends: float,
+) -> ChatReply:
+    """The reply that sums a part up. Only one that came to its end counts: half a summary would lose the rest
+    of the conversation without a word."""
+    why = "empty"
+    for words, temperature in SUMMARY_TRIES:
+        left = max(ends - time.monotonic(), _AT_LEAST)
+        job = await app_state.call(
+            responses.submit_summary, part, words, temperature=temperature, timeout=left
+        )
+        answered = await answer(
+            job, request, app_state, caller, timeout=left, whole=lambda replies: replies[0]
+        )
+        assert isinstance(answered, ChatReply)
+        if answered.text.strip() and answered.finish_reason == "stop":
+            return answered
+        why = "not finished" if answered.text.strip() else why
+    raise ApiError(
+        500,
+        f"the model's summary was {why}, so the conversation was not made shorter; ask again, or send less",
+        kind="server_error",
+        code=_FAILED,
+    )

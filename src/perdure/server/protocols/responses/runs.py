@@ -11,7 +11,7 @@ from perdure.server.core.api_error import ApiError, unauthorised
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.follow import EventResponse, Follower, Sink
 from perdure.server.core.protocol import SSE, Event, Events
-from perdure.server.protocols.responses.errors import error_detail, sent_differs
+from perdure.server.protocols.responses.answers import error_detail, sent_differs
 from perdure.server.protocols.responses.stored import StoredResponse
 from perdure.server.protocols.responses.stream import OPENING, ResponseWriter, SentPart, failed_event
 from perdure.sessions.fold import TurnStream

@@ -16,11 +16,19 @@ from perdure.request_options import draw_seed
 from perdure.server.core.api_error import ApiError, to_api_error
 from perdure.server.core.app_state import AppState
 from perdure.server.core.settings import ReplyDefaults
-from perdure.server.protocols.cache_marks import MARKS, cache_marks, has_breakpoint
-from perdure.server.protocols.responses import ids
-from perdure.server.protocols.responses.answers import ResponseHead
-from perdure.server.protocols.responses.errors import error_detail, not_kept
-from perdure.server.protocols.responses.items import Item, messages_of
+from perdure.server.protocols.openai import MARKS, cache_marks, has_breakpoint
+from perdure.server.protocols.reply_request import submit_to_conversation
+from perdure.server.protocols.responses.answers import ResponseHead, error_detail, not_kept
+from perdure.server.protocols.responses.items import (
+    Item,
+    is_conversation_id,
+    is_response_id,
+    make_item_id,
+    messages_of,
+    new_conversation_id,
+    new_response_id,
+    owner_of,
+)
 from perdure.server.protocols.responses.requests import (
     PromptRequest,
     ResponseRequest,
@@ -32,7 +40,8 @@ from perdure.server.protocols.responses.requests import (
     reply_options,
     tool_set,
 )
-from perdure.server.protocols.responses.stream import SentPart
+from perdure.server.protocols.responses.stream import OPENING, SentPart
+from perdure.sessions.agent_conversation import AgentConversation
 from perdure.sessions.fold import TurnStream
 from perdure.sessions.session import Session, TurnExtra, today
 from perdure.sessions.turn import Turn
@@ -91,7 +100,7 @@ class Responses:
         before = self._before(asked)
         # Read once before anything is written: what is wrong with it is said now.
         self._read(asked)
-        response_id = ids.new_response()
+        response_id = new_response_id()
         defaults = self._app_state.defaults
         seed = {**defaults.sampling, **asked.sampling}.get("seed")
         about = {
@@ -111,16 +120,23 @@ class Responses:
 
     def unstored_head(self, asked: ResponseRequest) -> ResponseHead:
         """Of a response that leaves nothing behind."""
-        return self._head(ids.new_response(), asked, int(time.time()), self._app_state.name)
+        return self._head(new_response_id(), asked, int(time.time()), self._app_state.name)
 
-    def submit_unstored(self, asked: ResponseRequest) -> TurnStream:
-        """Have a reply made that leaves nothing behind."""
+    def submit_unstored(
+        self, asked: ResponseRequest, conversation: AgentConversation | None = None
+    ) -> TurnStream:
+        """Have a reply made that leaves no response behind. It is a turn of its client's conversation, where
+        the client names one."""
         before = self._before(asked)
         instructions, said = self._read(asked)
         options = self._app_state.defaults.fill(self._options(asked, said))
         if before is None:
-            runtime = self._app_state.runtime
-            return runtime.submit_chat([*instructions, *said], namespace=self._namespace, **options)
+            runtime, messages = self._app_state.runtime, [*instructions, *said]
+            if conversation is not None:
+                stream = submit_to_conversation(runtime, conversation, messages, self._namespace, options)
+                if stream is not None:
+                    return stream
+            return runtime.submit_chat(messages, namespace=self._namespace, **options)
         return before.submit_unkept(said, preamble=instructions, **options)
 
     def count(self, asked: PromptRequest) -> int:
@@ -173,7 +189,7 @@ class Responses:
     def new_conversation(self, metadata: Mapping[str, str], said: Sequence[Message]) -> Session:
         about = {"how": CONVERSATION, "metadata": dict(metadata), "created": int(time.time())}
         return self._sessions.respond(
-            ids.new_conversation(), about, kind=CONVERSATION, namespace=self._namespace, said=said
+            new_conversation_id(), about, kind=CONVERSATION, namespace=self._namespace, said=said
         )
 
     def messages(self, items: Sequence[Item]) -> list[Message]:
@@ -185,12 +201,12 @@ class Responses:
         self._sessions.delete(name, self._namespace)
 
     def conversation(self, conversation_id: str) -> Session:
-        if not ids.is_conversation(conversation_id):
+        if not is_conversation_id(conversation_id):
             raise _missing("conversation", conversation_id)
         return self._made_here(conversation_id, CONVERSATION, "conversation")
 
     def _find(self, response_id: str, what: str) -> Session:
-        if not ids.is_response(response_id):
+        if not is_response_id(response_id):
             raise _missing(what, response_id)
         return self._made_here(response_id, _RESPONSE, what)
 
@@ -243,7 +259,7 @@ class Responses:
 
     def found_items(self, item_id: str) -> list[Item]:
         """What an item's id stands for. All that a request names together is no larger than a body may be."""
-        owner = ids.owner_of(item_id)
+        owner = owner_of(item_id)
         self.references += 1
         self._removes += 1
         try:
@@ -291,7 +307,10 @@ class Responses:
 
     def _options(self, asked: ResponseRequest, said: Sequence[Message]) -> dict[str, Any]:
         """What is asked of the reply, and of what was said up to its cache marks."""
-        options = reply_options(asked, tool_set(asked.tools or ()), self._app_state)
+        options = {
+            **self._app_state.model_options(asked.model or ""),
+            **reply_options(asked, tool_set(asked.tools or ()), self._app_state),
+        }
         items = input_items(asked)
         marked = [
             at
@@ -325,6 +344,10 @@ class Responses:
         asked = ResponseRequest.model_validate(about["request"])
         head = self._head(session.name, asked, int(about["created"]), str(about["model"]))
         return StoredResponse(self, session, asked, head)
+
+    @property
+    def is_exact(self) -> bool:
+        return self._app_state.runtime.backend.exact
 
     def submit(self, response: StoredResponse, notes: dict[str, Any]) -> TurnStream:
         """Have the reply made, now or again: with the same seed it is the same one."""
@@ -370,6 +393,12 @@ class StoredResponse:
         sent = self.session.origin.get("sent")
         return SentPart(**sent) if isinstance(sent, Mapping) else None
 
+    def note_unknown(self) -> None:
+        """Write down that nobody knows what was sent, where a server was killed before it could say so: a
+        reply that is made again is then no client's to go on with. An exact one comes out the same."""
+        if self.sent is None and not self.responses.is_exact:
+            self.note_sent(SentPart(OPENING + 1, ""))
+
     def note_sent(self, sent: SentPart) -> None:
         """Write down how far its events were sent, unless more of them were before."""
         if self.sent is None or self.sent.number < sent.number:
@@ -407,7 +436,7 @@ class StoredResponse:
                 kind = "output_text" if shown["role"] == "assistant" else "input_text"
                 shown["content"] = [{"type": kind, "text": given}] if isinstance(given, str) else given
             prefix = _PREFIXES.get(str(shown.get("type")), "item")
-            shown["id"] = ids.item(prefix, self.head.id, number, of_input=True)
+            shown["id"] = make_item_id(prefix, self.head.id, number, of_input=True)
             found.append(shown)
         return found
 

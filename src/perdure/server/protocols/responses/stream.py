@@ -13,10 +13,8 @@ from pydantic_core import to_json
 from perdure.chat.message import Message, ToolCall
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.server.core.api_error import ApiError
-from perdure.server.core.protocol import Event, Events, named_event
-from perdure.server.protocols.call_buffer import CallBuffer
-from perdure.server.protocols.responses.answers import ResponseHead
-from perdure.server.protocols.responses.errors import sent_differs
+from perdure.server.core.protocol import CallBuffer, Event, Events, named_event
+from perdure.server.protocols.responses.answers import ResponseHead, sent_differs
 from perdure.server.protocols.responses.items import Item, text_part
 from perdure.sessions.turn import Turn
 

@@ -18,7 +18,7 @@ from perdure.errors import PerdureError
 from perdure.server.core.api_error import ApiError, rate_limited, to_api_error, unauthorised, validation
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.follow import Follower, Sink, deliver
-from perdure.server.core.middleware.body_limits import JsonScan, too_large
+from perdure.server.core.middleware import JsonScan, too_large
 from perdure.server.core.protocol import Events
 from perdure.server.protocols.responses.items import Item
 from perdure.server.protocols.responses.requests import ResponseRequest, input_items

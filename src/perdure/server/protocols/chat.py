@@ -1,28 +1,44 @@
-"""Chat requests in OpenAI's shape, and what they mean in the runtime's words."""
+"""OpenAI's chat completions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+from fastapi import APIRouter, Request
 from pydantic import Field
+from starlette.responses import Response
 
 from perdure.chat.message import Message, parse_messages
 from perdure.chat.options import RESERVED
+from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
+from perdure.decode.request import TokenLogprob
 from perdure.decode.slots import KeptPrefix
 from perdure.server.core.api_error import ApiError
-from perdure.server.core.app_state import AppState
+from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.body_route import BodyRoute
+from perdure.server.core.follow import Stream, answer
+from perdure.server.core.protocol import DONE, Events, EventTemplate, Protocol, event
 from perdure.server.core.schemas import (
     Items,
+    MissAnswer,
     Name,
     ReplyExtension,
     RequestSchema,
+    ResponseSchema,
+    ReuseAnswer,
     SamplingSchema,
     StreamOptions,
+    TimingsAnswer,
+    UsageAnswer,
     refuse_fields,
+    streamed,
 )
-from perdure.server.protocols.cache_marks import PromptCacheOptions, cache_marks
+from perdure.server.protocols.openai import AnswerHead, PromptCacheOptions, cache_marks, finite
 from perdure.server.protocols.reply_request import ReplyRequest
+
+# Chat requests in OpenAI's shape, and what they mean in the runtime's words.
 
 REFUSED = {
     "functions": "give tools instead",
@@ -285,7 +301,9 @@ def reply_request(
             param="perdure.keep_partial",
             code="invalid_value",
         )
-    options = {**chat_options(asked, app_state), **({"n": asked.n} if asked.n is not None else {})}
+    options = {**app_state.model_options(asked.model), **chat_options(asked, app_state)}
+    if asked.n is not None:
+        options["n"] = asked.n
     if marks := _marks(asked):
         options["cache_marks"] = marks
     return ReplyRequest(
@@ -294,3 +312,286 @@ def reply_request(
         session=asked.perdure.session if asked.perdure is not None else None,
         timeout=asked.perdure.timeout if asked.perdure is not None else None,
     )
+
+
+# Whole chat answers in OpenAI's shape.
+
+
+class TopLogprob(ResponseSchema):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenAnswer(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class LogprobsAnswer(ResponseSchema):
+    content: list[TokenAnswer]
+    refusal: None = None
+
+
+class FunctionAnswer(ResponseSchema):
+    name: str
+    arguments: str
+
+
+class CallAnswer(ResponseSchema):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionAnswer
+
+
+class MessageAnswer(ResponseSchema):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[CallAnswer] | None = None
+    refusal: None = None
+
+
+class Choice(ResponseSchema):
+    index: int
+    message: MessageAnswer
+    finish_reason: Literal["stop", "length", "tool_calls", "cancelled", "error"]
+    logprobs: LogprobsAnswer | None = None
+
+
+class ExtensionAnswer(ResponseSchema):
+    """How a reply came about."""
+
+    reuse: ReuseAnswer
+    miss: MissAnswer | None = None
+    """What was computed again, and why."""
+    timings: TimingsAnswer
+    seed: int
+    dropped: int = 0
+    """Of the oldest messages, left out because an overflow policy was chosen."""
+    problems: list[str] = Field(default_factory=list)
+    """What is wrong with the arguments of tool calls, by their schemas."""
+    notes: list[str] = Field(default_factory=list)
+    """What the model's template does not show as it was given, and what the model read instead."""
+    session: str | None = None
+    kept: bool = False
+    """Whether it is now a durable part of the session."""
+    not_kept: str | None = None
+    """Why it should have been and is not."""
+
+
+class ChatAnswer(ResponseSchema):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: UsageAnswer
+    service_tier: str | None = None
+    system_fingerprint: str
+    perdure: ExtensionAnswer
+
+
+def extension(reply: ChatReply, session: str | None = None) -> ExtensionAnswer:
+    """How a reply came about, as every protocol tells it."""
+    return ExtensionAnswer(
+        reuse=ReuseAnswer.model_validate(reply.reuse),
+        miss=None if reply.miss is None else MissAnswer.model_validate(reply.miss),
+        timings=TimingsAnswer.model_validate(reply.timings),
+        seed=reply.seed,
+        dropped=reply.dropped,
+        problems=list(reply.problems),
+        notes=list(reply.notes),
+        session=session,
+        kept=reply.kept,
+        not_kept=reply.not_kept or None,
+    )
+
+
+class ChatHead(AnswerHead):
+    """The head of chat answers, and what they say of a reply."""
+
+    prefix = "chatcmpl"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, app_state: AppState, session: str | None, *, with_logprobs: bool) -> None:
+        super().__init__(app_state)
+        self._session = session
+        self._with_logprobs = with_logprobs
+
+    def whole(self, replies: Sequence[ChatReply]) -> ChatAnswer:
+        return ChatAnswer(
+            **self.common,
+            choices=[self._choice(reply) for reply in replies],
+            usage=UsageAnswer.of([reply.usage for reply in replies]),
+            perdure=self.extension(replies[0]),
+        )
+
+    def extension(self, reply: ChatReply) -> ExtensionAnswer:
+        return extension(reply, self._session)
+
+    def logprobs(self, entries: Sequence[TokenLogprob] | None) -> LogprobsAnswer | None:
+        if not self._with_logprobs:
+            return None
+        return LogprobsAnswer(
+            content=[
+                TokenAnswer(
+                    **self._token(entry.token, entry.logprob),
+                    top_logprobs=[TopLogprob(**self._token(top.token, top.logprob)) for top in entry.top],
+                )
+                for entry in entries or ()
+            ]
+        )
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self.piece(token)
+        return {
+            "token": piece.decode("utf-8", "replace"),
+            "logprob": finite(logprob),
+            "bytes": list(piece),
+        }
+
+    def _choice(self, reply: ChatReply) -> Choice:
+        calls = [
+            CallAnswer(id=call.id, function=FunctionAnswer(name=call.name, arguments=call.arguments))
+            for call in reply.tool_calls
+        ]
+        return Choice(
+            index=reply.index,
+            message=MessageAnswer(
+                content=reply.text or (None if calls else ""),
+                reasoning_content=reply.reasoning,
+                tool_calls=calls or None,
+            ),
+            finish_reason=reply.finish_reason,
+            logprobs=self.logprobs(reply.logprobs),
+        )
+
+
+# Chat answers as a stream: chunks in OpenAI's shape, and `[DONE]` at the end.
+
+
+class ChatWriter:
+    """Chunks in OpenAI's shape. Every sample opens once and ends once, whatever happens in between."""
+
+    def __init__(self, head: ChatHead, n: int, *, include_usage: bool) -> None:
+        self._head = head
+        self._open = set(range(n))
+        self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
+        self._templates = [EventTemplate(functools.partial(self._text, index)) for index in range(n)]
+
+    def keep_alive(self, progress: dict[str, Any]) -> Events:
+        return [event(self._chunk(min(self._open, default=0), {}, more=progress))]
+
+    def start(self) -> Events:
+        return [
+            event(self._chunk(index, {"role": "assistant", "content": ""})) for index in sorted(self._open)
+        ]
+
+    def delta(self, delta: ChatDelta) -> Events:
+        if delta.text and not (delta.reasoning or delta.tool_calls or delta.logprobs):
+            return (self._templates[delta.index](delta.text),)
+        new: dict[str, Any] = {}
+        if delta.text:
+            new["content"] = delta.text
+        if delta.reasoning:
+            new["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            new["tool_calls"] = [_call(call) for call in delta.tool_calls]
+        logprobs = self._head.logprobs(delta.logprobs) if delta.logprobs else None
+        if not new and not logprobs:
+            return ()
+        return [event(self._chunk(delta.index, new, logprobs=logprobs.model_dump() if logprobs else None))]
+
+    def end(self, replies: Sequence[ChatReply]) -> Events:
+        chunks = []
+        for reply in replies:
+            self._open.discard(reply.index)
+            extension = self._head.extension(reply).model_dump()
+            chunks.append(self._chunk(reply.index, {}, reply.finish_reason, more={"perdure": extension}))
+        if self._usage:
+            usage = UsageAnswer.of([reply.usage for reply in replies])
+            chunks.append(self._head.chunk([], {"usage": usage.model_dump()}))
+        return [*map(event, chunks), DONE]
+
+    def error(self, error: ApiError) -> Events:
+        ends = [self._chunk(index, {}, "error") for index in sorted(self._open)]
+        return [event(error.body), *map(event, ends), DONE]
+
+    def _text(self, index: int, text: str) -> dict[str, Any]:
+        return self._chunk(index, {"content": text})
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        *,
+        logprobs: Any = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._head.chunk([choice], {**self._usage, **(more or {})})
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    function: dict[str, Any] = {"arguments": call.arguments}
+    shape: dict[str, Any] = {"index": call.index, "function": function}
+    if call.name:
+        function["name"] = call.name
+    if call.id:
+        shape |= {"id": call.id, "type": "function"}
+    return shape
+
+
+# `/v1/chat/completions`.
+
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
+
+
+@router.post("/v1/chat/completions", responses=streamed(404, 409, 507), response_model=ChatAnswer)
+async def chat(
+    asked: ChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> ChatAnswer | Response:
+    """A reply to a conversation, in OpenAI's shape."""
+    wanted, stream = await app_state.call(_submit, asked, app_state, caller)
+    return await chat_answer(
+        stream, asked, request, app_state, caller, session=wanted.session, messages=wanted.messages
+    )
+
+
+def _submit(
+    asked: ChatRequest, app_state: AppState, caller: Caller
+) -> tuple[ReplyRequest, Stream[ChatDelta, ChatReply]]:
+    """In one thread: to read what is asked takes time too."""
+    wanted = reply_request(asked, app_state, caller.notes)
+    return wanted, wanted.submit(app_state.runtime, caller.namespace, caller.agent, caller.conversation)
+
+
+async def chat_answer(
+    stream: Stream[ChatDelta, ChatReply],
+    asked: ChatOptionsSchema,
+    request: Request,
+    app_state: AppState,
+    caller: Caller,
+    *,
+    session: str | None = None,
+    messages: Sequence[Message] = (),
+) -> ChatAnswer | Response:
+    """What comes of a stream, whole or as a stream of chunks."""
+    head = ChatHead(app_state, session, with_logprobs=bool(asked.logprobs))
+    n: Any = getattr(asked, "n", None) or 1
+    include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+    return await answer(
+        stream,
+        request,
+        app_state,
+        caller,
+        timeout=asked.perdure.timeout if asked.perdure else None,
+        whole=head.whole,
+        writer=ChatWriter(head, n, include_usage=include_usage) if asked.stream else None,
+        session=session,
+        messages=messages,
+    )
+
+
+PROTOCOL = Protocol(name="OpenAI chat completions", prefix="/v1/chat", routers=(router,), writer=ChatWriter)

@@ -1,0 +1,509 @@
+"""Middleware: what a request passes before it reaches a route.
+
+access_log    one log line and one count for every request
+host_check    requests that a page of another site makes
+auth          API keys
+body_limits   bodies that are too large, too slow, too deep, or of the wrong type
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from perdure.server.core.api_error import (
+    PROTOCOL,
+    ApiError,
+    ClientLeft,
+    rate_limited,
+    refuse,
+    to_api_error,
+    unauthorised,
+)
+from perdure.server.core.app_state import InFlight
+from perdure.server.core.keys import METRICS, Key, KeyAccount, Keys
+from perdure.server.core.metrics import Metrics
+from perdure.server.core.protocol import OPENAI, Protocol, protocol_at
+from perdure.server.core.settings import AllowedHosts, Limits, host_name
+
+# Access log. One line and one count for every request, whatever happens to it.
+
+log = logging.getLogger("perdure.server")
+
+_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+LEFT = 499
+"""The status, in logs and metrics only, of a request whose client went away."""
+
+
+def _header_text(name: str) -> str:
+    """A name that comes from a client, as a header may have it: escaped as JSON does, and in quotes where it
+    is empty, or begins or ends with a space."""
+    escaped = json.dumps(name)[1:-1]
+    return escaped if escaped and escaped == escaped.strip() else f'"{escaped}"'
+
+
+def _given_id(scope: Scope) -> str | None:
+    """The id that a client gave its request, so that it can cancel it by that."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _ID.fullmatch(value):
+            return str(value.decode("ascii"))
+    return None
+
+
+class JsonLines(logging.Handler):
+    """Log records as lines of JSON. A line never has a message of a conversation in it unless asked to."""
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__()
+        self._out = out
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            shown: dict[str, Any] = {
+                "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+                "level": record.levelname.lower(),
+                "event": record.getMessage(),
+                **getattr(record, "fields", {}),
+            }
+            if record.exc_info:
+                shown["error"] = logging.Formatter().formatException(record.exc_info)
+            self._out.write(json.dumps(shown) + "\n")
+            self._out.flush()
+        except Exception:
+            self.handleError(record)
+
+
+class AccessLog:
+    """The outermost layer: whatever happens inside, the request is answered, counted and logged once."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, protocols: Sequence[Protocol]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._protocols = protocols
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        notes: dict[str, Any] = {}
+        path = scope.get("path", "")
+        protocol = next((each for each in self._protocols if path.startswith(each.prefix)), OPENAI)
+        scope.setdefault("state", {}).update({"notes": notes, PROTOCOL: protocol})
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        request_id = _given_id(scope) or uuid.uuid4().hex
+        scope["state"]["request_id"] = request_id
+        status = 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", request_id.encode()),
+                    # As Anthropic's clients look for it.
+                    (b"request-id", request_id.encode()),
+                ]
+                if ignored := notes.get("ignored"):
+                    names = ", ".join(map(_header_text, ignored))
+                    message["headers"].append((b"x-perdure-ignored", names.encode("ascii")))
+                if reuse := notes.get("reuse"):
+                    message["headers"].append((b"x-perdure-reuse", _header_text(reuse).encode("ascii")))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except ClientLeft:
+            status = LEFT
+        except Exception as error:
+            # The application has answered where it could, and told the log.
+            if not status:
+                await to_api_error(error).response()(scope, receive, noted)
+        finally:
+            if notes.pop("left", False):
+                status = LEFT
+            seconds = time.perf_counter() - started
+            route = getattr(scope.get("route"), "path", "unmatched")
+            self._metrics.request(scope["method"], route, status, seconds)
+            fields = {
+                "id": request_id,
+                "method": scope["method"],
+                "route": route,
+                "status": status,
+                "seconds": round(seconds, 6),
+                **notes,
+            }
+            log.info("request", extra={"fields": fields})
+
+
+# Host and origin check. Refuses requests that a web page of another site makes.
+#
+# A server without keys trusts whoever reaches it, and a browser on this machine reaches it for any page it
+# shows: by a name that the page's owner points at 127.0.0.1 (DNS rebinding), or by a cross-site request.
+
+_OWN = (b"same-origin", b"none")
+
+
+class HostCheck:
+    """Lets a request pass if its Host is one of the server's, and no foreign page of a browser makes it."""
+
+    def __init__(self, app: ASGIApp, hosts: Callable[[], AllowedHosts | None]) -> None:
+        """`hosts` gives those of this moment: they can change while the server runs. None lets all pass."""
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hosts = self._hosts() if scope["type"] in ("http", "websocket") else None
+        if hosts is not None and (refused := _refused(hosts, scope)) is not None:
+            await refuse(refused, scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _refused(hosts: AllowedHosts, scope: Scope) -> ApiError | None:
+    headers = dict(scope["headers"])
+    # HTTP/1.0 has no Host; every browser sends one.
+    host = headers.get(b"host", b"localhost").decode("latin-1")
+    if host_name(host) not in hosts:
+        return _forbidden(
+            f"this server is not called {host[:100]!r}; `perdure serve --allow-host NAME` lets a name in",
+            code="host_not_allowed",
+        )
+    origin = headers.get(b"origin")
+    if origin is not None:
+        if hosts.trusts_page(origin.decode("latin-1"), host):
+            return None
+        return _forbidden(
+            f"pages of {origin.decode('latin-1')[:100]!r} may not use this server; "
+            "`perdure serve --allow-host NAME` lets those of a host in",
+            code="origin_not_allowed",
+        )
+    if headers.get(b"sec-fetch-site", b"none").lower() not in _OWN:
+        return _forbidden("a page of another site may not use this server", code="origin_not_allowed")
+    return None
+
+
+def _forbidden(message: str, *, code: str) -> ApiError:
+    return ApiError(403, message, kind="permission_error", code=code)
+
+
+class Cors:
+    """Adds the headers of CORS for the origins of this moment: they can change while the server runs."""
+
+    def __init__(self, app: ASGIApp, origins: Callable[[], tuple[str, ...]]) -> None:
+        self._app = app
+        self._origins = origins
+        self._answered: tuple[tuple[str, ...], ASGIApp] = ((), app)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origins = self._origins()
+        if origins != self._answered[0]:
+            self._answered = origins, self._with(origins)
+        await self._answered[1](scope, receive, send)
+
+    def _with(self, origins: tuple[str, ...]) -> ASGIApp:
+        if not origins:
+            return self._app
+        return CORSMiddleware(
+            self._app,
+            allow_origins=origins,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
+
+
+# API-key middleware. Rejects requests without a key, before their bodies are read.
+
+OPEN = frozenset({"/", "/health", "/ready", "/openapi.json"})
+"""What anybody may ask for: whether the server lives, and how to speak to it."""
+OPERATOR = frozenset({"/metrics", "/v1/usage"})
+"""What the operator's keys open."""
+_READING = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
+"""Methods that no quota limits: whoever has used up a day still reads, exports and deletes what is theirs."""
+_STOP = "/stop"
+ASSETS = "/page/"
+"""Where the files of the page lie, each under a name with its digest. Anybody may load the page itself: what
+it asks for then needs a key."""
+
+
+class Auth:
+    """Lets requests with a key pass, and puts the key's namespace into them."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if scope["type"] not in ("http", "websocket") or path in OPEN or path.startswith(ASSETS):
+            await self._app(scope, receive, send)
+            return
+        secret = _secret(scope)
+        key = self._keys.find(secret)
+        notes = scope["state"]["notes"]
+        generates = scope["type"] == "websocket" or not (scope["method"] in _READING or path.endswith(_STOP))
+        if (refused := self._refused(path, secret, key, generates=generates)) is not None:
+            if key is not None:
+                notes["namespace"] = key.namespace
+            await refuse(refused, scope, receive, send)
+            return
+        account = KeyAccount(key, self._keys) if key is not None else None
+        scope["state"].update(namespace=key.namespace if key is not None else "", account=account)
+        if key is not None:
+            notes["namespace"] = key.namespace
+        await self._app(scope, receive, send)
+
+    def _refused(self, path: str, secret: str | None, key: Key | None, *, generates: bool) -> ApiError | None:
+        if not self._keys.required:
+            return None
+        if key is None:
+            return unauthorised(
+                "this server does not know that key: check it, or ask whoever runs the server for another"
+                if secret
+                else "this server needs a key: send it as `Authorization: Bearer KEY`"
+            )
+        now = time.time()
+        if key.is_expired(now):
+            return unauthorised(f"this key expired on {key.expires}: ask for a new one")
+        if generates and (over := self._keys.usage.admit(key, now, time.monotonic())) is not None:
+            return rate_limited(over.why, over.retry_after)
+        is_operator = key.namespace == METRICS
+        if (path == "/metrics" and not is_operator) or (is_operator and path not in OPERATOR):
+            return ApiError(
+                403,
+                f"the metrics are for keys of the namespace {METRICS}, and those open nothing but "
+                "/metrics and /v1/usage",
+                kind="permission_error",
+                code="forbidden",
+            )
+        return None
+
+
+def _secret(scope: Scope) -> str | None:
+    for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            return str(value.decode("latin-1")).strip()
+        if name == b"authorization":
+            scheme, _, secret = value.decode("latin-1").partition(" ")
+            if scheme.lower() == "bearer":
+                return str(secret).strip()
+    return None
+
+
+# Body limits. Refuses bodies that are too large, too slow, too deep, or of the wrong type.
+
+_PIECE = 64 << 10
+"""Bytes that are looked at in one go: what a long body costs, it costs in many small parts."""
+_STEP = np.zeros(256, np.int32)
+_STEP[list(b"{[")] = 1
+_STEP[list(b"}]")] = -1
+
+JSON_TYPE = "application/json"
+FILE_TYPE = "application/octet-stream"
+_OF_BROWSERS = {b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"}
+UPLOADS = ("/v1/sessions/import",)
+"""Where a body is a file: it is read by its route, and never held in memory."""
+
+
+class BodyLimits:
+    """Hands a request on once its whole body is there. So a sender that is slow, or gone, costs one task
+    and what it has sent, and never a place in the queue of the engine.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Callable[[], Limits], in_flight: InFlight) -> None:
+        """`limits` gives those of this moment: they can change while the server runs."""
+        self._app = app
+        self._current = limits
+        self._in_flight = in_flight
+        self._uploads = 0
+
+    @property
+    def _limits(self) -> Limits:
+        return self._current()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            with self._in_flight.admit(self._limits.requests):
+                scope = typed(scope)
+                if scope["path"] in UPLOADS:
+                    await self._upload(scope, receive, send)
+                else:
+                    await self._app(scope, await self._whole(scope, receive), send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+
+    async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._uploads >= self._limits.uploads:
+            raise ApiError(
+                429,
+                f"{self._limits.uploads} files are coming in, which is the limit; ask again later",
+                kind="rate_limit_error",
+                code="too_many_requests",
+                retry_after=5,
+            )
+        self._uploads += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._uploads -= 1
+
+    async def _whole(self, scope: Scope, receive: Receive) -> Receive:
+        check_length(scope, self._limits.body_bytes)
+        seconds = self._limits.body_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                body = await self._read(receive)
+        except TimeoutError:
+            raise ApiError(
+                408, f"the body did not come within {seconds:g} seconds", code="slow_request"
+            ) from None
+        if body and json.detect_encoding(body[:4]) not in ("utf-8", "utf-8-sig"):
+            # The scan below counts bytes: in another encoding it would miss what the parser then finds.
+            raise ApiError(400, "the body is not UTF-8, the only encoding of JSON here", code="invalid_json")
+        return _replay(body, receive)
+
+    async def _read(self, receive: Receive) -> bytes:
+        parts, size, more, scan = [], 0, True, JsonScan()
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._limits.body_bytes:
+                raise too_large(self._limits.body_bytes)
+            more = message.get("more_body", False)
+            if more or len(parts) > 1 or not self._is_surely_within(parts[0]):
+                scan.push(parts[-1])
+                self._check(scan)
+        return b"".join(parts)
+
+    def _is_surely_within(self, body: bytes) -> bool:
+        """Whether a short body has too few brackets and commas to break a limit, wherever they stand."""
+        opened = body.count(b"{") + body.count(b"[")
+        values = opened + body.count(b",")
+        return len(body) <= _PIECE and opened <= self._limits.depth and values <= self._limits.values
+
+    def _check(self, scan: JsonScan) -> None:
+        if scan.depth > self._limits.depth:
+            raise ApiError(
+                400, f"the JSON is nested deeper than {self._limits.depth} levels", code="nested_too_deeply"
+            )
+        if scan.values > self._limits.values:
+            raise ApiError(
+                413,
+                f"the JSON has more than {self._limits.values} values, which is the limit",
+                code="too_many_values",
+            )
+
+
+def check_length(scope: Scope, limit: int) -> None:
+    """Refuse a body that says by itself that it is too long."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise too_large(limit)
+
+
+def too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body has more than {limit} bytes, which is the limit", code="body_too_large")
+
+
+def typed(scope: Scope) -> Scope:
+    """The request, if its content type is right. A POST of a type that a web page could send to another site
+    without asking first is refused.
+
+    Ollama reads every body as JSON, and its documentation's own `curl -d` names another type: so does this
+    server where that protocol is spoken, unless a browser sent it, which says so.
+    """
+    if scope["method"] not in ("POST", "PUT", "PATCH"):
+        return scope
+    wanted = FILE_TYPE if scope["path"] in UPLOADS else JSON_TYPE
+    headers = dict(scope["headers"])
+    given = headers.get(b"content-type", b"").decode("latin-1")
+    if given.partition(";")[0].strip().lower() == wanted:
+        return scope
+    if protocol_at(scope).any_content_type and not headers.keys() & _OF_BROWSERS:
+        others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        return {**scope, "headers": [*others, (b"content-type", JSON_TYPE.encode())]}
+    raise ApiError(
+        415,
+        f"the content type is {given[:100]!r}; send `content-type: {wanted}` "
+        f"(curl: -H 'content-type: {wanted}')",
+        code="unsupported_media_type",
+    )
+
+
+class JsonScan:
+    """How deeply JSON is nested and how many values it has, found out piece by piece as it comes.
+
+    Nothing is parsed: parsers are what such bodies are meant to hurt. The time is linear, the memory that of
+    one piece.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        """The deepest level so far."""
+        self.values = 0
+        """Commas and opening brackets outside of texts: no fewer than there are values, less one."""
+        self._level = 0
+        self._in_text = False
+        self._escaping = False
+        """Whether the piece before ended in a backslash that is not itself escaped."""
+
+    def push(self, data: bytes) -> None:
+        for start in range(0, len(data), _PIECE):
+            self._push(np.frombuffer(data, np.uint8, min(_PIECE, len(data) - start), start))
+
+    def _push(self, data: NDArray[np.uint8]) -> None:
+        quotes = self._unescaped(data, data == ord('"'))
+        inside = np.cumsum(quotes) + self._in_text
+        outside = inside % 2 == 0
+        steps = _STEP[data] * outside
+        levels = np.cumsum(steps) + self._level
+        self.depth = max(self.depth, int(levels.max()))
+        self.values += int(np.count_nonzero(steps > 0) + np.count_nonzero(outside & (data == ord(","))))
+        self._level, self._in_text = int(levels[-1]), bool(inside[-1] % 2)
+
+    def _unescaped(self, data: NDArray[np.uint8], quotes: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """The quotes that no backslash stands before, unless that is escaped itself."""
+        backslashes = data == ord("\\")
+        carried, self._escaping = self._escaping, False
+        if not carried and not backslashes.any():
+            return quotes
+        at = np.arange(len(data))
+        last_other = np.maximum.accumulate(np.where(backslashes, -1, at))
+        # How many backslashes in a row end at each place, those of the piece before included.
+        runs = at - last_other + (carried & (last_other < 0))
+        self._escaping = bool(runs[-1] % 2)
+        before = np.concatenate(([carried], runs[:-1]))
+        unescaped: NDArray[np.bool_] = quotes & (before % 2 == 0)
+        return unescaped
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    given = False
+
+    async def replayed() -> Message:
+        nonlocal given
+        if not given:
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return replayed

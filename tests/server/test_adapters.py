@@ -1,0 +1,110 @@
+"""Adapters over HTTP: by the names that the operator allowed, and as names of models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+import perdure
+from perdure.testing.toy import ToyModel
+
+from .live_server import LiveServer, live_server
+
+NAMES = {"pirate": "p.gguf", "judge": "j.gguf"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with (
+        perdure.open(ToyModel(), n_ctx=1024, slots=2, adapter_names=NAMES, adapter_files=False) as runtime,
+        live_server(runtime, adapters={"pirate": 1.0, "judge": 0.5}) as live,
+    ):
+        yield live
+
+
+def chat(client: httpx.Client, model: str, **fields: Any) -> httpx.Response:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 12,
+        "temperature": 0,
+        **fields,
+    }
+    return client.post("/v1/chat/completions", json=body)
+
+
+def text(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_a_model_with_an_adapter_is_a_model(server: LiveServer) -> None:
+    with server.client() as client:
+        names = [each["id"] for each in client.get("/v1/models").json()["data"]]
+        assert names == ["toy", "toy:pirate", "toy:judge"]
+        assert client.get("/v1/models/toy:pirate").json()["id"] == "toy:pirate"
+        replies = {name: text(chat(client, name)) for name in names}
+        assert len(set(replies.values())) == 3
+        # The same by its name, at the scale that the operator chose and at another.
+        assert text(chat(client, "toy", perdure={"adapters": {"judge": 0.5}})) == replies["toy:judge"]
+        assert text(chat(client, "toy:pirate", perdure={"adapters": {}})) == replies["toy"]
+        assert text(chat(client, "toy", perdure={"adapters": {"judge": 1.0}})) not in replies.values()
+
+
+def test_h8_every_protocol_knows_the_names(server: LiveServer) -> None:
+    """H8: the same adapter, whatever protocol a client speaks."""
+    said = [{"role": "user", "content": "Hello"}]
+    with server.client() as client:
+        expected = text(chat(client, "toy:pirate"))
+        answer = client.post(
+            "/v1/messages",
+            json={"model": "toy:pirate", "messages": said, "max_tokens": 12, "temperature": 0},
+        )
+        assert answer.json()["content"][0]["text"] == expected
+        answer = client.post(
+            "/v1/responses",
+            json={"model": "toy:pirate", "input": "Hello", "max_output_tokens": 12, "temperature": 0},
+        )
+        assert answer.json()["output"][-1]["content"][0]["text"] == expected
+        options = {"temperature": 0, "num_predict": 12}
+        answer = client.post(
+            "/api/chat", json={"model": "toy:pirate", "messages": said, "stream": False, "options": options}
+        )
+        assert answer.json()["message"]["content"] == expected
+        one, other = (
+            client.post("/v1/completions", json={"model": name, "prompt": "Once", "temperature": 0}).json()
+            for name in ("toy", "toy:pirate")
+        )
+        assert one["choices"][0]["text"] != other["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("name", ["toy:other", "other:pirate", "toy:p.gguf", ":", "toy:pirate:judge"])
+def test_an_unknown_adapter_is_not_found(server: LiveServer, name: str) -> None:
+    with server.client() as client:
+        assert chat(client, name).status_code == 404
+        assert client.get(f"/v1/models/{name}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("adapters", "status"),
+    [
+        ({"other": 1.0}, 404),
+        # I1: no file is read for a client, not even one that the operator named.
+        ({"p.gguf": 1.0}, 404),
+        ({"/etc/passwd": 1.0}, 404),
+        ({"../p.gguf@1-2": 1.0}, 404),
+        ({"pirate": "1"}, 422),
+        ({"pirate": 1e9}, 422),
+        (["pirate"], 422),
+        ({str(number): 1.0 for number in range(65)}, 422),
+    ],
+)
+def test_i1_what_a_client_names_is_known_or_refused(server: LiveServer, adapters: Any, status: int) -> None:
+    with server.client() as client:
+        answer = chat(client, "toy", perdure={"adapters": adapters})
+        assert answer.status_code in (status, 400 if status == 422 else status), answer.text
+        assert "error" in answer.json()
+        assert text(chat(client, "toy"))

@@ -1,0 +1,200 @@
+"""Conversations that agents name by their headers are sessions: they go on, branch, and last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from decode.observed import toy
+from perdure.cli.commands.sessions import origin_line
+from perdure.cli.output.words import quoted
+from perdure.server.core.app_state import named_conversation
+from server.live_server import LiveServer, live_server, opened
+
+SYSTEM = "You are an agent. Be brief."
+CLAUDE = {"x-claude-code-session-id": "11-22"}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LiveServer]:
+    with opened(toy(), store=tmp_path, n_ctx=4096) as rt, live_server(rt) as server:
+        yield server
+
+
+class Agent:
+    """A client that sends its whole history, over Anthropic's Messages."""
+
+    def __init__(self, server: LiveServer, headers: dict[str, str] = CLAUDE, system: str = SYSTEM) -> None:
+        self._server = server
+        self._headers = headers
+        self.system = system
+        self.history: list[dict[str, Any]] = []
+
+    def say(self, text: str) -> dict[str, Any]:
+        self.history.append({"role": "user", "content": text})
+        body = {"max_tokens": 6, "system": self.system, "messages": self.history}
+        with self._server.client() as client:
+            answer = client.post("/v1/messages", json=body, headers=self._headers)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        content = "".join(each.get("text", "") for each in found["content"]) or "(nothing)"
+        self.history.append({"role": "assistant", "content": content})
+        return found["usage"]  # type: ignore[no-any-return]
+
+
+def sessions(client: httpx.Client) -> dict[str, int]:
+    return {each["name"]: each["turns"] for each in client.get("/v1/sessions").json()["data"]}
+
+
+def test_a_conversation_that_an_agent_names_is_a_session_that_goes_on(server: LiveServer) -> None:
+    agent = Agent(server)
+    for text in ("One.", "Two.", "Three."):
+        agent.say(text)
+    with server.client() as client:
+        assert sessions(client) == {"claude-code:11-22": 3}
+
+
+def test_where_the_history_differs_a_branch_grows_and_both_lines_go_on(server: LiveServer) -> None:
+    agent = Agent(server)
+    for text in ("One.", "Two.", "Three."):
+        agent.say(text)
+    whole = list(agent.history)
+    agent.history = whole[:2]
+    agent.say("Something else.")
+    with server.client() as client:
+        assert sessions(client) == {"claude-code:11-22": 3, "claude-code:11-22~2": 2}
+    agent.say("And more.")
+    agent.history = whole
+    agent.say("Four.")
+    with server.client() as client:
+        assert sessions(client) == {"claude-code:11-22": 4, "claude-code:11-22~2": 3}
+
+
+def test_what_made_a_branch_is_named(server: LiveServer) -> None:
+    """A5: also where the conversation is a session."""
+    agent = Agent(server)
+    agent.say("One.")
+    agent.say("Two.")
+    agent.system = "You are a helper. Be brief."
+    agent.say("Three.")
+    with server.client() as client:
+        latest, *before = client.get("/v1/requests?limit=3").json()["data"]
+    assert (latest["miss"]["cause"], latest["miss"]["why"]) == ("system", "system prompt, line 1")
+    assert [each["miss"] for each in before] == [None, None]
+
+
+def test_a_compaction_is_a_line_of_its_own(server: LiveServer) -> None:
+    agent = Agent(server)
+    agent.say("One.")
+    agent.history = []
+    agent.say("This is what was said before: one.")
+    agent.say("Go on.")
+    with server.client() as client:
+        assert sessions(client) == {"claude-code:11-22": 1, "claude-code:11-22~2": 2}
+
+
+def test_after_a_restart_only_what_is_new_is_computed(tmp_path: Path) -> None:
+    """A1: also where a counter and a reminder changed at every turn."""
+    history: list[dict[str, Any]] = []
+    before = 0
+    for round_ in range(3):
+        with opened(toy(), store=tmp_path, n_ctx=4096) as rt, live_server(rt) as server:
+            agent = Agent(server, system=f"{SYSTEM}\n<total_tokens>{round_}</total_tokens>")
+            agent.history = history
+            usage = agent.say(f"Question {round_} of this conversation.")
+            if round_:
+                assert usage["cache_read_input_tokens"] > 0.6 * before, "all that was read before is reused"
+            before = (
+                usage["input_tokens"]
+                + usage["cache_read_input_tokens"]
+                + usage.get("cache_creation_input_tokens", 0)
+            )
+            with server.client() as client:
+                assert sessions(client) == {"claude-code:11-22": round_ + 1}
+
+
+def test_a_subagent_has_a_session_of_its_own_that_names_its_parent(server: LiveServer) -> None:
+    Agent(server).say("One.")
+    inner = {**CLAUDE, "x-claude-code-agent-id": "sub-1"}
+    Agent(server, inner).say("Look into it.")
+    with server.client() as client:
+        assert sessions(client) == {"claude-code:11-22": 1, "claude-code:11-22:sub-1": 1}
+        parents = {each["name"]: each["parent"] for each in client.get("/v1/sessions").json()["data"]}
+    assert parents == {"claude-code:11-22": "", "claude-code:11-22:sub-1": "claude-code:11-22"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "name", "parent"),
+    [
+        (
+            {"x-claude-code-session-id": "a", "x-claude-code-agent-id": "b"},
+            "claude-code:a:b",
+            "claude-code:a",
+        ),
+        (
+            {
+                "x-claude-code-session-id": "a",
+                "x-claude-code-agent-id": "c",
+                "x-claude-code-parent-agent-id": "b",
+            },
+            "claude-code:a:c",
+            "claude-code:a:b",
+        ),
+        ({"x-session-affinity": "s1"}, "opencode:s1", ""),
+        ({"x-session-id": "s1", "x-parent-session-id": "s0"}, "opencode:s1", "opencode:s0"),
+        ({"session-id": "x", "thread-id": "t"}, "codex:t", ""),
+        ({"session-id": "x"}, "codex:x", ""),
+        ({"x-openwebui-chat-id": "c"}, "open-webui:c", ""),
+    ],
+)
+def test_the_names_that_agents_give(headers: dict[str, str], name: str, parent: str) -> None:
+    found = named_conversation(headers, "")
+    assert found is not None
+    assert (found.name, found.parent) == (name, parent)
+
+
+@pytest.mark.parametrize("value", ["", "a/b", "a b", "x" * 101, "é", "a\n"])
+def test_what_is_no_name_names_nothing(value: str) -> None:
+    assert named_conversation({"x-session-id": value}, "") is None
+
+
+def test_they_are_not_kept_where_that_is_turned_off(tmp_path: Path) -> None:
+    with opened(toy(), store=tmp_path, n_ctx=4096) as rt, live_server(rt) as server:
+        server.app_state.conversations = False
+        Agent(server).say("One.")
+        with server.client() as client:
+            assert sessions(client) == {}
+
+
+def test_where_a_session_came_from_is_told_in_words() -> None:
+    made = {"agent": "claude-cli", "parent": "claude-code:1"}
+    assert origin_line(made) == f"made by {quoted('claude-cli')}, started from {quoted('claude-code:1')}"
+    forked = {"how": "fork", "session": "a", "turn": 2}
+    assert origin_line(forked) == f"fork of {quoted('a')} after turn 2"
+
+
+def test_without_a_store_and_without_a_name_nothing_is_kept() -> None:
+    with opened(toy(), n_ctx=4096) as rt, live_server(rt) as server, server.client() as client:
+        Agent(server).say("One.")
+        Agent(server, {}).say("One.")
+        assert sessions(client) == {}
+
+
+def test_chat_completions_and_responses_keep_conversations_too(server: LiveServer) -> None:
+    said = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello."}]
+    with server.client() as client:
+        client.post(
+            "/v1/chat/completions", json={"messages": said, "max_tokens": 2}, headers={"x-session-id": "oc"}
+        )
+        asked = {"input": "Hello.", "instructions": SYSTEM, "store": False, "max_output_tokens": 2}
+        client.post("/v1/responses", json=asked, headers={"thread-id": "cx"})
+        client.post(
+            "/api/chat",
+            json={"messages": said, "stream": False, "options": {"num_predict": 2}},
+            headers={"x-openwebui-chat-id": "ow"},
+        )
+        assert sessions(client) == {"opencode:oc": 1, "codex:cx": 1, "open-webui:ow": 1}

@@ -1,0 +1,84 @@
+"""A cache that explains itself, over HTTP and in the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from decode.observed import open_toy
+from perdure.cli.app import app
+from server.live_server import LiveServer, live_server
+
+SYSTEM = "You are an agent.\nThe branch is {branch}.\nBe brief."
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with open_toy(n_ctx=4096, slots=2) as rt, live_server(rt) as server:
+        yield server
+
+
+def ask(server: LiveServer, branch: str, *more: dict[str, Any], path: str = "/v1/chat/completions") -> Any:
+    system = SYSTEM.format(branch=branch)
+    messages = [{"role": "user", "content": "Hello, you there."}, *more]
+    body: dict[str, Any] = {"max_tokens": 2, "messages": [{"role": "system", "content": system}, *messages]}
+    if path == "/v1/messages":
+        body = {"max_tokens": 2, "system": system, "messages": messages}
+    with server.client() as client:
+        return client.post(path, json=body, headers={"user-agent": "tester/1.0"})
+
+
+def test_an_answer_its_header_the_list_and_the_command_say_what_differed(server: LiveServer) -> None:
+    """A5: the line, the tokens that it cost, and what would have kept them."""
+    first = ask(server, "main").json()
+    assert first["perdure"]["miss"] is None
+    said = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+    answer = ask(server, "dev", said, {"role": "user", "content": "Go on."})
+    miss = answer.json()["perdure"]["miss"]
+    assert (miss["cause"], miss["why"]) == ("system", "system prompt, line 2")
+    assert (miss["before"], miss["now"]) == ("The branch is main.", "The branch is dev.")
+    assert miss["tokens"] > 0
+    assert miss["advice"].startswith("Keep the system prompt the same")
+    header = answer.headers["x-perdure-reuse"]
+    assert header.endswith("; system prompt, line 2")
+    assert "branch" not in header, "no text of a conversation is in a header"
+
+    with server.client() as client:
+        [latest, before] = client.get("/v1/requests?limit=2").json()["data"]
+        assert latest["miss"] == miss
+        assert latest["agent"] == "tester"
+        assert before["miss"] is None
+        report = client.get("/v1/report").json()
+    assert report["misses"] == {"system": {"tester": miss["tokens"]}}
+    assert report["reused_tokens"] > 0
+
+    shown = CliRunner().invoke(app, ["why", "--url", server.url])
+    assert shown.exit_code == 0
+    assert "- The branch is main.\n+ The branch is dev.\n" in shown.stdout
+    assert "system prompt, line 2" in shown.stdout
+    earlier = CliRunner().invoke(app, ["why", str(before["number"]), "--url", server.url, "--json"])
+    assert json.loads(earlier.stdout)["number"] == before["number"]
+    week = CliRunner().invoke(app, ["report", "--url", server.url])
+    assert f"{miss['tokens']:,} tokens by system: tester" in week.stdout
+
+
+def test_a_request_that_there_is_not_is_said(server: LiveServer) -> None:
+    missing = CliRunner().invoke(app, ["why", "999", "--url", server.url])
+    assert missing.exit_code != 0
+    assert "no such request" in str(missing.exception)
+    nobody = CliRunner().invoke(app, ["why", "--url", "http://127.0.0.1:9"])
+    assert "does not answer" in str(nobody.exception)
+
+
+def test_text_of_a_conversation_cannot_steer_the_terminal(server: LiveServer) -> None:
+    """I6: a line is shown without what a terminal would obey."""
+    first = ask(server, "one").json()
+    said = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+    ask(server, "\x1b[31mtwo", said, {"role": "user", "content": "Go on."})
+    shown = CliRunner().invoke(app, ["why", "--url", server.url])
+    assert "\x1b[31mtwo" not in shown.stdout
+    assert "two" in shown.stdout
