@@ -100,3 +100,16 @@ def test_the_holder_of_a_store_is_told_without_what_was_said_to_it(
     assert str(other).startswith("`perdure chat` (process 1, since ")
     (tmp_path / "sessions.holder").write_text("{")
     assert read_owner(tmp_path) is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not tell who has a file open")
+def test_a_server_whose_folder_was_deleted_is_stopped_all_the_same(environment: dict[str, str]) -> None:
+    done = piped(environment, "", "start", "-p", "0", "--ctx", "512", "--gpu-layers", "0", "--no-store")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(piped(environment, "", "ps", "--json").stdout)
+    for name in ("server.lock", "server.json"):
+        (Path(environment["PERDURE_HOME"]) / name).unlink()
+    told = piped(environment, "", "stop").stdout
+    assert told == f"stopped process {facts['server']['pid']}, a server whose folder was deleted\n"
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{facts['server']['address']}/health")

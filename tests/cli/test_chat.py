@@ -372,7 +372,8 @@ def test_in_a_terminal_a_conversation_is_forked_rewound_edited_and_saved(
         assert "there is a session 'b' already" in ask(user, "/fork b", "b> ")
         assert "Back by 1 turn; 1 turn left." in ask(user, "/rewind", "b> ")
         assert "/rewind 9 goes back too far: this conversation has 1 turn" in ask(user, "/rewind 9", "b> ")
-        ask(user, "/edit 1 a woman", "b> ")
+        told = ask(user, "/edit 1 a woman", "b> ")
+        assert "What was said before is kept as b~2; /sessions b~2 goes there." in told
         ask(user, "and then", "b> ")
         ask(user, "/edit and now", "b> ")
         ask(user, "/regen", "b> ")
@@ -418,7 +419,7 @@ def test_in_a_terminal_a_conversation_is_forked_rewound_edited_and_saved(
     assert trusted["tiers"].get("disk", 0) + trusted["tiers"].get("memory", 0)
 
 
-DROP = r"is not kept\. A name keeps it, Enter drops it: "
+DROP = r"is not saved\. Name to save it under, or n to discard: "
 
 
 def drop(user: PtyUser, conversations: int = 1) -> None:
@@ -426,7 +427,7 @@ def drop(user: PtyUser, conversations: int = 1) -> None:
     user.type("\x04")
     for _ in range(conversations):
         user.until(DROP)
-        user.type("\n")
+        user.type("n\n")
     assert user.leaves() == 0
 
 
@@ -586,7 +587,7 @@ def test_help_and_messages_break_between_words_at_the_width_of_the_window(
         assert [line.split()[0] for line in told if not line.startswith(" ")][:2] == ["/help", "/keep"]
         user.type("x" * 600 + "\n")
         user.until("perdure: ")
-        refused = plain(user.until(r"It\s+was.*oldest\s+turns\n.*a> ")).splitlines()[1:-1]
+        refused = plain(user.until(r"It\s+was.*more\s+fit\n.*a> ")).splitlines()[1:-1]
         assert max(cell_len(line) for line in refused) < columns
 
 
@@ -743,3 +744,69 @@ def test_a_session_is_woken_in_a_new_process_with_one_line_that_says_so(environm
         user.type("\x04")
         assert user.leaves() == 0
     assert shown(environment, "lasting")["turns"] == 2
+
+
+def test_an_edit_keeps_the_line_that_there_was_as_a_branch(environment: dict[str, str]) -> None:
+    with terminal(environment, "chat", *BRIEF, "--ctx", "256", "--session", "a") as user:
+        user.until("a> ")
+        ask(user, "the man", "a> ")
+        ask(user, "the other", "a> ")
+        ask(user, "/edit 1 a woman", "a> ")
+        # One that fails leaves nothing behind.
+        user.type("/edit " + "and on " * 300 + "\n")
+        user.until("It was not sent.*a> ")
+        user.type("\x04")
+        assert user.leaves() == 0
+    said = [
+        [turn["messages"][0]["content"] for turn in shown(environment, name)["history"]]
+        for name in ("a", "a~2")
+    ]
+    assert said == [["a woman"], ["the man", "the other"]]
+    assert "a~3" not in piped(environment, "", "sessions", "ls").stdout
+
+
+def test_the_branches_of_a_chat_that_is_not_kept_go_where_it_goes(environment: dict[str, str]) -> None:
+    with terminal(environment, "chat", *BRIEF) as user:
+        user.until("\n> ")
+        ask(user, "the man", "\n> ")
+        ask(user, "/edit a woman", "\n> ")
+        user.type("\x04")
+        user.until(DROP)
+        user.type("plans\n")
+        assert user.leaves() == 0
+    assert shown(environment, "plans")["history"][0]["messages"][0]["content"] == "a woman"
+    assert shown(environment, "plans~2")["history"][0]["messages"][0]["content"] == "the man"
+
+
+def test_the_message_that_was_being_answered_at_a_kill_is_offered_again(environment: dict[str, str]) -> None:
+    with terminal(environment, "chat", *GREEDY, "--session", "a") as user:
+        user.until("a> ")
+        # The toy model goes on for ever.
+        user.type("tell me all\n")
+        user.until("tell me all\n.+")
+        user.process.kill()
+        user.leaves()
+    with terminal(environment, "chat", *BRIEF, "--session", "a") as user:
+        user.until(r"before this message was answered:\ntell me all\nSend it again\? \[Y/n\] ")
+        user.type("\n")
+        user.until("a> ")
+        user.type("\x04")
+        assert user.leaves() == 0
+    assert shown(environment, "a")["history"][0]["messages"][0]["content"] == "tell me all"
+    with terminal(environment, "chat", *BRIEF, "--session", "a") as user:
+        assert "answered" not in user.until("a> ")
+
+
+def test_a_full_context_offers_what_can_be_done_and_then_sends_the_message(
+    environment: dict[str, str],
+) -> None:
+    with terminal(environment, "chat", *BRIEF, "--ctx", "128", "--session", "a") as user:
+        user.until("a> ")
+        ask(user, "one two three " * 11, "a> ")
+        told = ask(user, "four five six " * 11, "a> ")
+        assert "/set overflow drop_oldest" in told
+        assert "overflow is one of error, drop_oldest" in ask(user, "/set overflow all", "a> ")
+        told = ask(user, "/set overflow drop_oldest", "a> ")
+        assert "Sending the message again that did not fit." in told
+        assert "had to be left out of the prompt" in told
+    assert shown(environment, "a")["turns"] == 2

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from engine.shims import needs_compiler, shim
+from engine.shims import empty_library, needs_compiler, shim
 from homes import new_home
 from perdure.engine.llama.native import library
+from perdure.engine.llama.native.backends import BUILT_IN
 from perdure.libraries import package_for
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -153,6 +154,63 @@ def test_doctor_is_bad_where_none_runs(run: Run, tmp_path: Path) -> None:
     assert found["state"] == "bad"
     assert "SIGILL" in found["found"]
     assert found["advice"]
+
+
+@needs_compiler
+def test_t4_a_gpu_library_that_fails_is_told_of_in_one_line_once(
+    run: Run, tmp_path: Path, zoo_path: Callable[[str], Path]
+) -> None:
+    if library.loaded().variant == BUILT_IN:
+        pytest.skip("the backends of this library are built in")
+    words = '"CUDA error: the provided PTX was compiled with an unsupported toolchain"'
+    folder = shim(tmp_path / "cuda", WITH_BACKEND='"ggml-cuda"', AT_STEP=1, DEATH="SIGABRT", WORDS=words)
+    empty_library(folder / "libggml-cuda.so")
+    environment = {"PERDURE_LLAMA": str(folder), "PERDURE_LLAMA_VARIANT": library.loaded().variant}
+    ask = ("run", "--raw", "Once", "-m", str(zoo_path("llama")), "--max-tokens", "2", "--no-keep")
+    first, second = (run(*ask, COLUMNS="1000", **environment) for _ in range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr
+    [line] = first.stderr.splitlines()
+    assert "newer CUDA than the driver knows" in line
+    assert second.stderr == ""
+    asked = run(*ask, "--gpu-layers", "9", COLUMNS="1000", **environment)
+    [line] = asked.stderr.splitlines()
+    assert "newer CUDA than the driver knows" in line
+    assert "leave --gpu-layers out" in line
+
+
+def test_a_report_has_what_an_issue_needs_and_no_secrets(run: Run, real: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    done = run(
+        *("doctor", "--report", str(report)),
+        PERDURE_LLAMA=str(real),
+        HOME=str(tmp_path),
+        CUDA_VISIBLE_DEVICES="3",
+        PERDURE_ADMIN_KEY="sk-secret-1",
+        NVIDIA_API_TOKEN="sk-secret-2",
+        PERDURE_HOST="my-machine.example",
+        PERDURE_MODEL=str(tmp_path / "private-secret-3.gguf"),
+        PERDURE_SHARED="redis://me:sk-secret-4@there/0",
+        PERDURE_THREADS="2",
+        UNRELATED="sk-secret-5",
+    )
+    assert f"wrote {report}" in done.stderr.replace("\n", " ")
+    text = report.read_text(encoding="utf-8")
+    for title in ("Findings", "GPUs", "Libraries", "Machine", "Python packages", "Environment", "Settings"):
+        assert f"\n## {title}\n" in text
+    assert library.loaded().version in text
+    assert "CPU variant" in text
+    assert "CUDA_VISIBLE_DEVICES=3\n" in text
+    assert "PERDURE_ADMIN_KEY=(set)\n" in text
+    assert "PERDURE_SHARED=redis://(left out)@there/0\n" in text
+    assert "threads = 2 (PERDURE_THREADS)\n" in text
+    assert not [word for word in ("sk-secret", "my-machine", "UNRELATED", str(tmp_path)) if word in text]
+    again = run("doctor", "--report", str(report))
+    assert again.returncode == 2
+    assert "is there already" in again.stderr
+    assert report.read_text(encoding="utf-8") == text
+    nowhere = run("doctor", "--report", str(tmp_path / "no" / "folder.md"))
+    assert nowhere.returncode == 2
+    assert "Traceback" not in nowhere.stderr
 
 
 def test_a_home_of_a_test_has_the_library(tmp_path: Path, run: Run) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from cli.pty_user import plain
-from perdure.cli.output.markdown import Markdown
+from perdure.cli.output.reply_view import Markdown
 
 PAGE = """# A title
 

@@ -291,11 +291,22 @@ def test_a_store_in_use_is_read_and_changed(environment: dict[str, str], run: Ru
         for command in (["fork", NAME, "b"], ["rewind", NAME], ["label", "b", "l"], ["sleep", NAME]):
             assert run(*command, model=True).returncode == 0
         assert {row["name"] for row in facts(run("ls", "--json"))} == {NAME, "mine", "b"}
-        found = facts(run("verify", "--json"), 1)
+        found = facts(run("verify", "--json"), 3)
         assert found["damaged"] == []
         assert "in use by `perdure chat` (process" in found["unread"]
         user.type("\x04")
         assert user.leaves() == 0
+
+
+def test_sessions_of_other_namespaces_are_counted_and_an_origin_is_never_none(run: Run, store: Path) -> None:
+    with Sessions(store) as sessions:
+        sessions.create("theirs", namespace="bob")
+        sessions.create("by a program", agent="claude-cli")
+    done = run("ls")
+    assert "1 session of other namespaces; --all lists them too." in done.stderr
+    assert re.search(r"by a program\W+made by claude-cli", done.stdout)
+    assert "None" not in done.stdout
+    assert "namespaces" not in run("ls", "--all").stderr
 
 
 def test_the_cache_command_works_beside_sessions(environment: dict[str, str], run: Run, store: Path) -> None:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from perdure.cli.output.columns import write_columns
+from perdure.cli.output.terminal import write_columns
 
 ROWS = [("name", "size", "where"), ("a", "98.4 MB", "/models/a.gguf"), ("한국", "7 kB", "/b.gguf")]
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from perdure.cli.app import app
-from perdure.cli.command_names import advice_for_word, as_options
+from perdure.cli.app import advice_for_word, app, as_options
 
 ROOT: Any = typer.main.get_command(app)
 

@@ -55,7 +55,10 @@ def test_show_says_where_each_setting_came_from(environment: dict[str, str], tmp
     shown = piped(environment, "", "config", "show").stdout
     assert f"temperature         0.5  (from {tmp_path}/config.toml)\n" in shown
     assert "port                9001  (from PERDURE_PORT)\n" in shown
-    assert "ctx                 4096  (default; context size in tokens; PERDURE_CTX)\n" in shown
+    assert (
+        "ctx                 4096  (default; context size in tokens, or auto for what fits; PERDURE_CTX)\n"
+        in shown
+    )
     assert "strict              false  (default; " in shown
     assert piped(environment, "", "config", "get", "seed").stdout.startswith(
         "seed                a new one each time"
@@ -71,8 +74,8 @@ def test_show_says_where_each_setting_came_from(environment: dict[str, str], tmp
     ("text", "said"),
     [
         ("temprature = 1", "there is no setting 'temprature'; did you mean temperature?"),
-        ("ctx = 'many'", "ctx is a whole number, got 'many'"),
-        ("ctx = 1.5", "ctx is a whole number, got 1.5"),
+        ("ctx = 'many'", "ctx is a whole number or auto, got 'many'"),
+        ("ctx = 1.5", "ctx is a whole number or auto, got 1.5"),
         ("seed = true", "seed is a whole number, got True"),
         ("strict = 1", "strict is true or false, got 1"),
         ("cors = [1]", "cors is a list of texts, got [1]"),
@@ -96,7 +99,7 @@ def test_texts_of_the_environment_stand_for_every_kind_of_value(
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
     (tmp_path / "config.toml").write_text('cors = ["https://a.example"]\nstrict = true\ngpu_layers = 20\n')
     found = {name: choice.value for name, choice in choices().items()}
-    assert (found["cors"], found["strict"], found["gpu_layers"]) == (["https://a.example"], True, "20")
+    assert (found["cors"], found["strict"], found["gpu_layers"]) == (["https://a.example"], True, 20)
     monkeypatch.setenv("PERDURE_CORS", "https://a.example, https://b.example")
     monkeypatch.setenv("PERDURE_STRICT", "off")
     found = {name: choice.value for name, choice in choices().items()}

@@ -16,7 +16,8 @@ import pytest
 import perdure
 from cli.pty_user import COMMAND, PATIENCE, piped
 from homes import new_home
-from perdure.cli.options.peers import advice_for, plain_options
+from perdure.cli.advice import with_options
+from perdure.cli.app import advice_for, plain_options
 
 
 @pytest.fixture
@@ -326,3 +327,11 @@ def test_doctor_says_of_a_store_without_blocks_just_that(tmp_path: Path) -> None
     (tmp_path / "sessions.sqlite").touch()
     [found] = _store(tmp_path)
     assert (found.state, found.found) == ("ok", f"no blocks are kept at {tmp_path} yet")
+
+
+def test_advice_of_the_library_names_options_of_the_command() -> None:
+    text = "33 layers take 20 GiB: choose gpu_layers=19, a smaller n_ctx, or kv_offload=False; my_n_ctx stays"
+    assert with_options(text, []) == (
+        "33 layers take 20 GiB: choose --gpu-layers=19, a smaller --ctx, or --no-kv-offload; my_n_ctx stays"
+    )
+    assert with_options("`perdure sessions ls`", ["--store", "x"]) == "`perdure sessions ls --store x`"

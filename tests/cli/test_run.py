@@ -16,6 +16,8 @@ import pytest
 
 from cli.pty_user import terminal
 from homes import new_home
+from ollama_files import put_ollama
+from perdure.models.registry import DEFAULT, MODELS
 
 COMMAND = [sys.executable, "-m", "perdure.cli", "run"]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -306,7 +308,11 @@ def test_a_model_is_named_in_first_place(environment: dict[str, str], run: Run, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["llama3.2:1b", "hello"], "there is no model 'llama3.2:1b'"),
+        (
+            ["llama3.2:90b", "hello"],
+            "there is no model 'llama3.2:90b': did you mean llama3.2:1b or llama3.2:3b?",
+        ),
+        (["qwen9", "hi"], "there is no model 'qwen9'"),
         (["llama3", "why is the sky blue"], "there is no model 'llama3'"),
         (["/etc/hostname", "what is this"], "/etc/hostname is not a model; `-f /etc/hostname` attaches it"),
         (["https://example.org/page", "hello"], "not the address of a .gguf file"),
@@ -448,3 +454,30 @@ def test_a_reader_that_goes_away_ends_it_quietly(environment: dict[str, str]) ->
         running.stdout.close()
         assert running.stderr.read().decode() == TRAINED
         assert running.wait(60) == 1
+
+
+def test_a_first_word_that_names_a_model_is_the_model_and_that_is_said(
+    environment: dict[str, str], run: Run, tmp_path: Path
+) -> None:
+    """With Ollama's file of that name, which is run where it lies."""
+    path = environment.pop("PERDURE_MODEL")
+    expected = reply(run("-m", path, "hi", *GREEDY, "--json"))["tokens"]
+    environment["OLLAMA_MODELS"] = str(tmp_path / "ollama")
+    put_ollama(tmp_path / "ollama", "tinyllama", Path(path).read_bytes())
+    done = run("tinyllama", "hi", *GREEDY, "--json")
+    assert reply(done)["tokens"] == expected
+    assert "tinyllama is taken as the model" in done.stderr
+    assert "is taken as the model" not in run("-m", path, "tinyllama", "hi", *GREEDY).stderr
+
+
+def test_after_the_demos_first_answer_one_line_says_what_it_is(
+    environment: dict[str, str], run: Run, tmp_path: Path
+) -> None:
+    demo = tmp_path / str(MODELS[DEFAULT].file)
+    demo.write_bytes(Path(environment["PERDURE_MODEL"]).read_bytes())
+    environment["PERDURE_MODEL"] = str(demo)
+    first = run("hi", *GREEDY)
+    assert first.returncode == 0
+    assert re.search(r"this was the demo model, .*`perdure models` lists others\n", first.stderr)
+    assert "demo" not in first.stdout
+    assert "demo" not in run("hi", *GREEDY).stderr

@@ -60,10 +60,10 @@ def test_a_chat_from_its_greeting_to_its_end(
         assert all(len(line) <= columns for line in lines)
         assert lines[-1] == ">"
         user.type("/quit\r")
-        user.until("drops it: ")
+        user.until("to discard: ")
         last = screen(user, columns, rows)[-1]
-        assert last == "This conversation (1 turn) is not kept. A name keeps it, Enter drops it:"
-        user.type("\r")
+        assert last == "This conversation (1 turn) is not saved. Name to save it under, or n to discard:"
+        user.type("n\r")
         assert user.leaves() == 0
 
 
@@ -149,7 +149,7 @@ from perdure.cli.output import progress, terminal
 from perdure.testing.toy import Faults, ToyModel
 
 gate = Turnstile()
-with perdure.open(ToyModel(faults=Faults(gate=gate)), n_ctx=4096, n_batch=512, slots=1) as rt:
+with perdure.open(ToyModel(faults=Faults(gate=gate)), n_ctx=4096, n_batch=512, slots=1, stall=0) as rt:
     job = rt.submit([65] * 3000, max_tokens=1, ignore_eos=True)
     with terminal.keys_held_back(), progress.reading(job) as begun:
         for tokens in (1100, 10_000):

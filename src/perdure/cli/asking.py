@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from perdure import ChatReply, ContextOverflow, InvalidInputError, PerdureError
+from perdure import ChatDelta, ChatReply, ContextOverflow, Delta, InvalidInputError, PerdureError
 from perdure.cli.output import progress, terminal, words
-from perdure.cli.output.reply_json import logprob_line, reply_json, timing_line
 from perdure.cli.output.reply_view import ReplyView
-from perdure.cli.output.sample_view import SampleView
-from perdure.cli.runtime import model_path
-from perdure.cli.store import sessions_in
+from perdure.cli.runtime import model_path, sessions_in, tell_demo
+
+if TYPE_CHECKING:
+    from perdure import Reply, TokenLogprob
+    from perdure.engine.contract import Tokenizer
+
 
 if TYPE_CHECKING:
     from perdure import ChatDelta, Delta, Reply, Runtime, Session, Stream
@@ -80,6 +83,7 @@ class Output:
                     terminal.tell(logprob_line(entry, model))
             if self.verbose:
                 terminal.tell(timing_line(raw))
+        tell_demo(runtime)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +164,117 @@ def _advised(ctx: int) -> Iterator[None]:
             fits=error.fits,
             at_least=error.at_least,
         ) from None
+
+
+# Several samples of one prompt on their way to a reader.
+
+
+class SampleView:
+    """Samples one below the other: the first unfinished one shows as it comes, later ones wait for it."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._shown = 0
+        self._kept = [""] * samples
+        self._ended = [False] * samples
+        self._at_line_start = True
+        self._head()
+
+    def add(self, delta: Delta | ChatDelta) -> None:
+        self._kept[delta.index] += delta.text
+        self._ended[delta.index] = delta.finish_reason is not None
+        while self._shown < self._samples:
+            text, self._kept[self._shown] = self._kept[self._shown], ""
+            self._write(text)
+            if not self._ended[self._shown]:
+                break
+            if not self._at_line_start:
+                self._write("\n")
+            self._shown += 1
+            self._head()
+
+    def end(self) -> None:
+        """Nothing is held back: what is shown has ended its line."""
+
+    def _head(self) -> None:
+        if 1 < self._samples > self._shown:
+            self._write(f"[{self._shown + 1} of {self._samples}]\n")
+
+    def _write(self, text: str) -> None:
+        if text:
+            terminal.write(text)
+            self._at_line_start = text.endswith("\n")
+
+
+# A reply as JSON, and its log probabilities and speeds as lines.
+
+
+def reply_json(reply: Reply | ChatReply, model: Tokenizer) -> dict[str, Any]:
+    """Everything about a reply: of a chat also its reasoning and tool calls."""
+    from perdure import ChatReply
+
+    if not isinstance(reply, ChatReply):
+        return _raw(reply, model)
+    calls = [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
+    return {
+        **_raw(reply.raw, model),
+        "text": reply.text,
+        "reasoning": reply.reasoning,
+        "tool_calls": calls,
+        "finish_reason": reply.finish_reason,
+    }
+
+
+def logprob_line(entry: TokenLogprob, model: Tokenizer) -> str:
+    chances = [(entry.token, entry.logprob), *((each.token, each.logprob) for each in entry.top)]
+    first, *rest = (f"{_piece(token, model)!r} {logprob:.3f}" for token, logprob in chances)
+    return first + (f"  of  {', '.join(rest)}" if rest else "")
+
+
+def timing_line(reply: Reply) -> str:
+    timings = reply.timings
+    return (
+        f"{timings.prefilled_tokens} tokens read in {timings.prefill:.2f} s ({timings.prefill_speed:.0f}/s), "
+        f"{timings.decoded_tokens} written in {timings.decode:.2f} s ({timings.decode_speed:.1f}/s), "
+        f"seed {reply.seed}, ended by {reply.finish_reason}"
+    )
+
+
+def _raw(reply: Reply, model: Tokenizer) -> dict[str, Any]:
+    usage, timings = reply.usage, reply.timings
+    return {
+        "text": reply.text,
+        "tokens": list(reply.tokens),
+        "finish_reason": reply.finish_reason,
+        "stop": reply.stop,
+        "seed": reply.seed,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+        },
+        "timings": {
+            "queued": timings.queued,
+            "prefill": timings.prefill,
+            "decode": timings.decode,
+            "prefill_speed": timings.prefill_speed,
+            "decode_speed": timings.decode_speed,
+        },
+        "logprobs": None
+        if reply.logprobs is None
+        else [
+            _chance(entry.token, entry.logprob, model)
+            | {"top": [_chance(each.token, each.logprob, model) for each in entry.top]}
+            for entry in reply.logprobs
+        ],
+    }
+
+
+def _chance(token: int, logprob: float, model: Tokenizer) -> dict[str, Any]:
+    # JSON has no word for infinity.
+    known = logprob if math.isfinite(logprob) else None
+    return {"token": token, "text": _piece(token, model), "logprob": known}
+
+
+def _piece(token: int, model: Tokenizer) -> str:
+    return model.piece(token, special=True).decode("utf-8", "replace")

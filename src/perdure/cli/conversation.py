@@ -2,28 +2,59 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from perdure.atomic import atomic_write
 from perdure.cli.output import progress, terminal, words
 from perdure.cli.output.reply_view import ReplyView
-from perdure.cli.runtime import model_path, opened
+from perdure.cli.runtime import model_path, opened, tell_demo
 from perdure.errors import ContextOverflow, PerdureError, SessionError, SessionNotFoundError
 
 if TYPE_CHECKING:
     from perdure import ChatDelta, ChatReply, Runtime, Session, Stream, Turn
+    from perdure.cli.options.groups import CacheTypes
     from perdure.engine.contract import LoadingKeywords
     from perdure.engine.model import Model
     from perdure.sessions.sessions import Sessions
 
 NAME = "chat"
 """Of a conversation that nobody has named."""
+_NO = ("n", "no")
+_SHOWN = 300
+"""Characters of a message that are shown before it is sent again."""
+
+
+class PendingMessage:
+    """The message that is being answered, on disk until it is: a chat that is killed offers it again."""
+
+    def __init__(self, home: Path, folder: Path, session: str) -> None:
+        key = hashlib.sha256(json.dumps([str(folder.absolute()), session]).encode()).hexdigest()[:16]
+        self._path = home / "pending" / key
+
+    def write(self, text: str) -> None:
+        # A home that cannot be written keeps nothing, and nobody's chat ends for it.
+        with suppress(OSError):
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with atomic_write(self._path, private=True, durable=False) as file:
+                file.write(text.encode("utf-8", "surrogateescape"))
+
+    def read(self) -> str | None:
+        with suppress(OSError, UnicodeDecodeError):
+            return self._path.read_text(encoding="utf-8") or None
+        return None
+
+    def clear(self) -> None:
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
 
 class Conversation:
@@ -41,8 +72,10 @@ class Conversation:
         system: str | None,
         settings: Mapping[str, Any],
         folder: Path,
-        ctx: int | None,
+        ctx: int | Literal["auto"] | None,
         loading: LoadingKeywords,
+        cache_types: CacheTypes,
+        adapters: dict[str, float] | None = None,
         template: str | None,
         watched: bool,
     ) -> None:
@@ -55,9 +88,13 @@ class Conversation:
         """Whether somebody sits there, who can stop a reply and go on."""
         self.think = False
         """Whether reasoning is shown."""
+        self.unsent: str | None = None
+        """The last message, where it did not fit."""
         self._hinted = False
         self._ctx = ctx
         self._loading = loading
+        self._cache_types = cache_types
+        self._adapters = adapters
         self._template = template
         self._stored = name is not None
         """Whether the runtime has the store, with state and all."""
@@ -116,10 +153,58 @@ class Conversation:
 
     def say(self, text: str) -> bool:
         """Show the reply to a message as it comes. Whether it could be given whole."""
-        return self.follow(lambda: self.session.submit(text, keep_partial=True, **self.settings))
+        pending = self._pending
+        if self.watched:
+            pending.write(text)
+        self.unsent = text
+        try:
+            good = self.follow(lambda: self.session.submit(text, keep_partial=True, **self.settings))
+        finally:
+            # Whatever ended it was told; only a process that is gone leaves the message behind.
+            pending.clear()
+        return good
+
+    def send_unsent(self) -> None:
+        """Send a message again that did not fit."""
+        if (text := self.unsent) is not None:
+            terminal.tell("Sending the message again that did not fit.")
+            self.say(text)
+
+    def offer_pending(self, ask: Callable[[str], str]) -> None:
+        """Offer the message again that was being answered when the last chat in this session was killed."""
+        if (text := self._pending.read()) is None:
+            return
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+        terminal.tell(f"The last chat ended before this message was answered:\n{shown}")
+        again = ask("Send it again? [Y/n] ").strip().lower() not in _NO
+        self._pending.clear()
+        if again:
+            self.say(text)
+
+    @property
+    def _pending(self) -> PendingMessage:
+        from perdure.config import settings
+
+        return PendingMessage(settings().home, self.folder, self.session.name)
 
     def edit(self, turn: int, text: str) -> bool:
-        return self.follow(lambda: self.session.submit_edit(turn, text, keep_partial=True, **self.settings))
+        """Say something else in a turn. The line that there was stays, as a branch."""
+        before = self.session.fork(self._branch_name())
+        good = self.follow(lambda: self.session.submit_edit(turn, text, keep_partial=True, **self.settings))
+        if self.session.standing().head == before.standing().head:
+            # Nothing came of it: there is no second line.
+            before.delete()
+            return good
+        there = words.quoted(before.name)
+        terminal.tell(f"What was said before is kept as {there}; /sessions {there} goes there.")
+        return good
+
+    def _branch_name(self) -> str:
+        base = self.session.name.partition("~")[0]
+        number = 2
+        while self._home.store.has(self.session.namespace, name := f"{base}~{number}"):
+            number += 1
+        return name
 
     def regenerate(self) -> bool:
         settings = dict(self.settings)
@@ -136,8 +221,9 @@ class Conversation:
         except ContextOverflow as error:
             terminal.note(
                 f"with this message the conversation has {words.needed(error)}, but {error.fits} fit. It was "
-                f"not sent. /rewind goes back, /reset starts anew; a larger --ctx than {self.runtime.n_ctx} "
-                "makes more fit, and --overflow drop_oldest leaves out the oldest turns"
+                "not sent. /set overflow drop_oldest leaves out the oldest turns, /set overflow fold puts a "
+                "summary in their place; either sends it again. /rewind goes back, /reset starts anew, and a "
+                f"larger --ctx than {self.runtime.n_ctx} makes more fit"
             )
             return False
         except PerdureError as error:
@@ -161,10 +247,12 @@ class Conversation:
         finally:
             job.cancel()
         view.end()
+        self.unsent = None
         # A fold is kept together with the reply it made room for, so it shows only now.
         if any(turn.kind == "fold" and turn.created >= started for turn in self._last_turns(2)):
             terminal.tell("The conversation was full: a summary and its last turns stand for it now.")
         self._tell(reply, view)
+        tell_demo(self.runtime)
         if stopped.is_set() and not self.watched:
             raise typer.Exit(130)
         return reply.finish_reason != "length" or self._limited(reply)
@@ -277,7 +365,17 @@ class Conversation:
         if self._stored:
             return
         here = None if self.kept else self.session.name
-        for info in self.runtime.sessions.list():
+        decided: dict[str, str] = {}
+        """What became of a conversation; its branches go the same way."""
+        # A conversation before its branches.
+        for info in sorted(self.runtime.sessions.list(), key=lambda each: "~" in each.name):
+            base, mark, number = info.name.partition("~")
+            if mark and base in decided:
+                if decided[base]:
+                    self._home = self.runtime.sessions
+                    self.session = self._home.get(info.name)
+                    self.keep(f"{decided[base]}~{number}")
+                continue
             self._home = self.runtime.sessions
             self.session = self._home.get(info.name)
             turns = words.count(self.session.turns, "turn")
@@ -287,11 +385,14 @@ class Conversation:
                     if info.name == here
                     else f"The conversation {words.quoted(info.name)}"
                 )
-                name = ask(f"{label} ({turns}) is not kept. A name keeps it, Enter drops it: ").strip()
-                if not name:
+                question = f"{label} ({turns}) is not saved. Name to save it under, or n to discard: "
+                name = ask(question).strip()
+                if name.lower() in ("", *_NO):
+                    decided[info.name] = ""
                     break
                 try:
                     self.keep(name)
+                    decided[info.name] = name
                     break
                 except PerdureError as error:
                     terminal.note(str(error))
@@ -343,6 +444,8 @@ class Conversation:
             store=self.folder if self._stored else None,
             template=self._template,
             loading=self._loading,
+            adapters=self._adapters,
             model=model,
             slots=1,
+            **self._cache_types,
         )

@@ -16,7 +16,7 @@ from perdure.cli.output import terminal
 _LINES = 1000
 """Of history that are kept."""
 _QUOTES = '"""'
-_NUDGES = (0.02, 0.1, 0.5)
+_WAKE_DELAYS = (0.02, 0.1, 0.5)
 """Seconds after a signal at which a line that is being read is made to look for it."""
 
 
@@ -112,16 +112,16 @@ def _nudged() -> Iterator[None]:
     writing.setblocking(False)
     over = threading.Event()
 
-    def nudge() -> None:
+    def wake_reader() -> None:
         while data := reading.recv(64):
             if set(data) != {signal.SIGURG}:
-                for seconds in _NUDGES:
+                for seconds in _WAKE_DELAYS:
                     if not over.wait(seconds):
                         signal.pthread_kill(main, signal.SIGURG)
 
     handler = signal.signal(signal.SIGURG, lambda number, frame: None)
     before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=nudge, name="perdure-nudge", daemon=True)
+    thread = threading.Thread(target=wake_reader, name="perdure-wake-reader", daemon=True)
     thread.start()
     try:
         yield

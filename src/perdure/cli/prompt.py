@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from perdure.cli.output import terminal
 from perdure.engine.registry import names_model
 from perdure.errors import InvalidInputError, ModelNotFoundError
 
@@ -15,8 +16,9 @@ from perdure.errors import InvalidInputError, ModelNotFoundError
 def split_model(words: Sequence[str] | None, model: str | None) -> tuple[str | None, list[str]]:
     """The model, if one is named, and the words of the prompt.
 
-    The first word is the model if it can only be meant so, or if it is a word before a quoted prompt. With
-    `--model` every word belongs to the prompt.
+    The first word is the model if it can only be meant so, or if it is a word before a quoted prompt. A short
+    name, which could be the beginning of a question, is asked about in a terminal, and elsewhere taken as the
+    model and said. With `--model` every word belongs to the prompt.
     """
     found = list(words or ())
     if model is not None and found and Path(found[0]).expanduser().is_file() and names_model(found[0]):
@@ -31,7 +33,27 @@ def split_model(words: Sequence[str] | None, model: str | None) -> tuple[str | N
     if len(rest) == 1 and " " in rest[0].strip() and not any(letter.isspace() for letter in first):
         # `run llama3 "why is the sky blue"`: whoever quotes the prompt has named a model before it.
         return first, rest
+    if _is_short_name(first):
+        return (first, rest) if not rest or _means_model(first) else (None, found)
     return None, found
+
+
+def _is_short_name(word: str) -> bool:
+    """Whether a word is a short name of a model, known or of a known family."""
+    from perdure.models import catalogue
+    from perdure.models.other_programs import find_ollama
+
+    if any(letter.isspace() for letter in word):
+        return False
+    return catalogue.find(word) is not None or catalogue.is_like_a_name(word) or find_ollama(word) is not None
+
+
+def _means_model(word: str) -> bool:
+    """Whether the first word of a prompt is meant as the model."""
+    if sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
+        return typer.confirm(f"{word} is a model's name. Ask that model?", default=True, err=True)
+    terminal.note(f"{word} is taken as the model; with `-m MODEL` before it, it is part of the prompt")
+    return True
 
 
 def prompt_text(words: Sequence[str], files: Sequence[Path], *, piped: bool) -> str:

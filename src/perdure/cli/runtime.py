@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from perdure.cli.output import terminal
-from perdure.config import N_CTX
-from perdure.errors import StoreLockedError
+from perdure.config import N_CTX, settings
+from perdure.errors import StoreError, StoreLockedError
+from perdure.sessions.store.registry import has_sessions
 
 if TYPE_CHECKING:
     from perdure import Runtime
     from perdure.backend import Backend, BackendKeywords
     from perdure.engine.contract import LoadingKeywords
     from perdure.engine.model import Model
+    from perdure.sessions.sessions import Sessions
+    from perdure.sessions.store.base import SessionStore
 
 
 def opened(
     name: str | None,
     *,
-    ctx: int | None,
+    ctx: int | Literal["auto"] | None,
     store: Path | None = None,
     template: str | None = None,
     loading: LoadingKeywords | None = None,
@@ -31,14 +37,18 @@ def opened(
     Without a `ctx` it has the usual room, or that of whoever has the store.
     """
     from perdure.backend import LocalBackend
+    from perdure.engine import registry
     from perdure.opening import BackendOptions, open_runtime
 
+    if settings.get("adapters") is None:
+        settings.pop("adapters", None)
     options = BackendOptions(model=name, n_ctx=ctx, loading=loading or {}, settings=settings, store=store)
     n_ctx = N_CTX if ctx is None else ctx
     sized: BackendKeywords = {**settings, "n_ctx": n_ctx}
 
     def build() -> Backend:
-        own = model or terminal.load(name, cells=n_ctx * settings.get("slots", 1), **options.loading)
+        cells = registry.cells(n_ctx, settings.get("slots", 1), settings)
+        own = model or terminal.load(name, cells=cells, **options.loading)
         try:
             return LocalBackend(own, own_model=True, store=store, **sized)
         except BaseException:
@@ -61,8 +71,66 @@ def model_path(runtime: Runtime) -> Path:
     return path if isinstance(path, Path) else Path("a model without a file")
 
 
+def tell_demo(runtime: Runtime) -> None:
+    """After the first answer of the default model: that it is a demo, and which model is worth talking to.
+
+    Once in a home: who goes on with the demo knows what it is.
+    """
+    from perdure.config import settings
+    from perdure.models.catalogue import recommended
+    from perdure.models.registry import DEFAULT, MODELS
+
+    told = settings().home / "demo-told"
+    if model_path(runtime).name != MODELS[DEFAULT].file or told.exists():
+        return
+    best = recommended()
+    advice = "`perdure models` lists others"
+    if best is not None:
+        advice = (
+            f"`perdure run -m {best.name} PROMPT` asks the best model that fits here "
+            f"({best.size / 1e9:.1f} GB to fetch), {advice}"
+        )
+    terminal.note(f"this was the demo model, SmolLM2 135M: quick, small and often wrong. {advice}")
+    with suppress(OSError):
+        told.touch()
+
+
 def _in_options(text: str) -> str:
     """What the library says about a store in use, in the words of the command."""
     return text.replace(
         "choose another store, or open this one for reading", "choose another one by --store"
     ).replace("choose another store", "choose another store by --store")
+
+
+# The folder in which the commands keep sessions.
+
+
+def sessions_in(store: Path | None, *, readonly: bool, create: bool = False) -> Sessions:
+    """The sessions in `store`, or in the one under `PERDURE_HOME`, without a model."""
+    from perdure.sessions.sessions import Sessions
+
+    return Sessions(session_folder(store, create=create), readonly=readonly)
+
+
+@contextmanager
+def session_store_in(store: Path | None) -> Iterator[SessionStore]:
+    """Where those sessions are listed. To read it takes neither the engine nor the chat."""
+    from perdure.sessions.store.registry import open_store
+
+    found = open_store(session_folder(store), readonly=True)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def session_folder(store: Path | None, *, create: bool = False) -> Path:
+    """The folder of the sessions. An error where there are none, unless they are to be created."""
+    folder = store or settings().store
+    if not create and not has_sessions(folder):
+        there = f" --store {shlex.quote(str(store))}" if store is not None else ""
+        raise StoreError(
+            f"there are no sessions in {folder}: `perdure chat --session NAME{there}` starts one, "
+            f"`perdure sessions import FILE{there}` brings one"
+        )
+    return folder

@@ -6,10 +6,12 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from perdure.checks import check_one_of
 from perdure.cli.options.groups import REPLY_OPTIONS
 from perdure.cli.output import terminal, words
+from perdure.config import Overflow
 from perdure.errors import InvalidInputError, PerdureError, SessionError
 from perdure.options import options_of
 from perdure.request_options import Sampling
@@ -40,7 +42,7 @@ class Command:
     run: Callable[[Conversation, str], object]
 
 
-def obey(chat: Conversation, line: str) -> bool:
+def run_slash_command(chat: Conversation, line: str) -> bool:
     """Do what a line says. Whether the chat goes on."""
     typed, _, rest = line.partition(" ")
     name = _ELSEWHERE.get(typed, typed)
@@ -110,6 +112,13 @@ def _set(chat: Conversation, rest: str) -> None:
             chosen = chat.settings.get(known)
             shown = each.default_text if chosen is None else f"{chosen}  (set)"
             terminal.tell(f"{known:<18} {shown:<24} {each.help}")
+        full = chat.settings.get("overflow", "error")
+        terminal.tell(
+            f"{'overflow':<18} {full:<24} what a full context means: {', '.join(get_args(Overflow))}"
+        )
+        return
+    if name == "overflow":
+        _set_overflow(chat, value.strip())
         return
     option = REPLY_OPTIONS.get(name)
     if option is None:
@@ -125,6 +134,18 @@ def _set(chat: Conversation, rest: str) -> None:
         chat.settings[name] = chosen
     shown = chat.settings.get(name, option.default_text)
     terminal.tell(f"{name} is {shown} from the next reply on.")
+
+
+def _set_overflow(chat: Conversation, value: str) -> None:
+    """What a full context means from now on. A message that did not fit is sent again."""
+    check_one_of("overflow", value, get_args(Overflow))
+    chat.settings["overflow"] = value
+    if value == "shift":
+        # It would go on for ever.
+        chat.settings.setdefault("max_tokens", chat.runtime.n_ctx)
+    terminal.tell(f"overflow is {value} from the next reply on.")
+    if value != "error":
+        chat.send_unsent()
 
 
 def _undo(chat: Conversation, _: str) -> None:
@@ -246,13 +267,18 @@ COMMANDS = (
     Command("/history", "", "show the conversation so far", _history),
     Command("/undo", "", "take back the last message and its reply", _undo),
     Command("/rewind", "[N]", "go back by N turns, or by one", _rewind),
-    Command("/edit", "[TURN] TEXT", "say something else in that turn, or in the last", _edit),
+    Command(
+        "/edit",
+        "[TURN] TEXT",
+        "say something else in that turn, or in the last; the old line stays",
+        _edit,
+    ),
     Command("/regen", "", "another reply to the last message", _regenerate),
     Command("/fork", "NAME", "go on in a copy; this conversation stays as it is", _fork),
     Command("/reset", "", "start anew; this conversation stays as it is", _reset),
     Command("/system", "[TEXT]", "show the system prompt, or start anew with that one", _system),
     Command("/model", "[NAME]", "show the model, or go on with another", _model),
-    Command("/set", "[NAME VALUE]", "show the sampling settings, or change one", _set),
+    Command("/set", "[NAME VALUE]", "show the settings of replies, or change one", _set),
     Command("/sessions", "[NAME]", "list the sessions, or go to one", _sessions),
     Command("/sleep", "", "put the state on disk and free its memory", _sleep),
     Command("/save", "FILE", "export: .md and .jsonl give text, others the session with its state", _save),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -87,18 +87,23 @@ def stop(
     from perdure.errors import PerdureError
 
     running = current()
-    if running is None:
+    lost = [] if running is not None else _lost_servers()
+    if running is None and not lost:
         typer.echo("no server runs in the background")
         return
-    os.kill(running.pid, signal.SIGTERM)
+    pids = lost if running is None else [running.pid]
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
     ends = time.monotonic() + seconds
-    while current() is not None:
+    while _lost_servers() if running is None else current():
         if time.monotonic() > ends:
-            raise PerdureError(
-                f"process {running.pid} has not ended within {seconds:g} seconds; see {running.log}"
-            )
+            log = f"; see {running.log}" if running is not None else ""
+            raise PerdureError(f"process {pids[0]} has not ended within {seconds:g} seconds{log}")
         time.sleep(_POLL)
-    typer.echo(f"stopped the server at {running.address}")
+    if running is None:
+        typer.echo(f"stopped process {pids[0]}, a server whose folder was deleted")
+    else:
+        typer.echo(f"stopped the server at {running.address}")
 
 
 def status(as_json: Json = False) -> None:
@@ -143,6 +148,13 @@ def current() -> Server | None:
         return Server(**json.loads((folder / "server.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def _lost_servers() -> list[int]:
+    """Servers in the background whose folder was deleted under them: they still have its lock open."""
+    from perdure import system
+
+    return system.holders_of_deleted(_folder() / "server.lock")
 
 
 def _folder() -> Path:
@@ -204,3 +216,38 @@ def _until_listening(child: subprocess.Popen[bytes], log: Path) -> str:
             last = shown.strip().splitlines()[-1:] or [silent]
             raise PerdureError(f"the server did not start: {last[0].removeprefix('perdure: ')}")
         time.sleep(_POLL)
+
+
+# `perdure page`: the server with its page, and a browser that shows it.
+
+
+def page(context: typer.Context) -> None:
+    """Open the page: chat, branch, and see what was reused. It takes the arguments of `perdure serve`.
+
+    A server that was started with `perdure start` is used; else one is started, and Ctrl-C stops it.
+    """
+
+    running = current()
+    if running is not None and not context.args:
+        open_browser(running.address)
+        return
+    above = context.parent
+    assert above is not None
+    group: Any = above.command
+    serve = group.commands["serve"]
+    serve.main(
+        [*context.args, "--open"],
+        prog_name="perdure serve",
+        # What the config file and the environment say about its options.
+        default_map=(above.default_map or {}).get("serve"),
+    )
+
+
+def open_browser(address: str) -> None:
+    """Show an address in a browser; where there is none, say where it is."""
+    import webbrowser
+
+    from perdure.cli.output.terminal import note
+
+    if not webbrowser.open(address):
+        note(f"no browser could be started here: open {address} in one")

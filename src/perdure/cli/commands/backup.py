@@ -31,7 +31,7 @@ def backup(
 ) -> None:
     """Copy all sessions of a store into one file. The store may be in use meanwhile."""
     from perdure.cli.output.progress import working
-    from perdure.cli.store import session_folder
+    from perdure.cli.runtime import session_folder
     from perdure.sessions.store.registry import back_up
 
     with working(f"Writing {file.name}") as progress:
@@ -45,12 +45,19 @@ def restore(
     as_json: Json = False,
 ) -> None:
     """Make a store from a backup. What cannot be proved is left out and named, and the exit code is 1."""
+    from perdure import system
+    from perdure.cli.output import terminal
     from perdure.cli.output.progress import working
     from perdure.sessions.store.registry import restore as restore_store
 
     with working(f"Reading {file.name}") as progress:
         found = restore_store(file, store, progress=progress)
     _tell(found, f"{store} has", as_json)
+    if system.is_root():
+        terminal.note(
+            f"{store} belongs to root, who ran this: a server that runs as somebody else cannot open it. "
+            f"`chown -R USER: {store}` gives it to that user"
+        )
     if found.left_out:
         if not as_json:
             typer.echo(f"{file} holds what cannot be proved. Left out:", err=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perdure.cli.options.shared import AfterId, Json, Limit, ModelFor, StoreFolder, Yes
+from perdure.cli.options.shared import AfterId, Ctx, Json, Limit, ModelFor, StoreFolder, Yes, parse_auto
 from perdure.cli.output.facts import print_json
 from perdure.config import N_CTX, STORE_BYTES
 
@@ -79,7 +79,7 @@ def warm(
     prompt: Annotated[str | None, typer.Argument(help="The text; '-' or none reads standard input.")] = None,
     labels: Labels = None,
     model: ModelFor = None,
-    ctx: Annotated[int, typer.Option("--ctx", metavar="N", help="Context size in tokens.", min=1)] = N_CTX,
+    ctx: Ctx = None,
     store: StoreFolder = None,
     as_json: Json = False,
 ) -> None:
@@ -90,7 +90,9 @@ def warm(
 
     text = _piped() if prompt is None or prompt == "-" else prompt
     folder = store or settings().store
-    with closing(LocalBackend(load(model), n_ctx=ctx, slots=1, store=folder, own_model=True)) as backend:
+    with closing(
+        LocalBackend(load(model), n_ctx=parse_auto(ctx) or N_CTX, slots=1, store=folder, own_model=True)
+    ) as backend:
         record = backend.cache.warm(text, labels=labels or ())
         computed = backend.cache.stats().computed_tokens
     if as_json:

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perdure.cli.options import shared
-from perdure.cli.options.completion import first_word
 from perdure.cli.options.groups import ConversationOptions, EngineOptions, SamplingOptions, unfolded
+from perdure.cli.options.shared import first_word
 from perdure.config import N_CTX, Overflow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from perdure.cli.conversation import Conversation
+    from perdure.cli.line_editor import LineEditor
 
 _Talk = "The conversation"
 
@@ -70,9 +71,14 @@ def converse(
     engine: EngineOptions,
 ) -> None:
     """A conversation from its first words until somebody leaves it."""
+    from perdure import config
     from perdure.cli.conversation import Conversation
+    from perdure.cli.line_editor import LineEditor
     from perdure.cli.output import terminal
     from perdure.cli.prompt import system_text
+    from perdure.cli.slash_commands import NAMES
+
+    settings_now = config.settings()
 
     session = conversation.session
     if conversation.store is not None and session is None:
@@ -80,7 +86,7 @@ def converse(
     limit = sampling.max_tokens
     if limit is None and overflow == "shift":
         # It would go on for ever.
-        limit = engine.ctx or N_CTX
+        limit = engine.n_ctx if isinstance(engine.n_ctx, int) else N_CTX
     settings = _settings(conversation.schema, overflow, limit) | sampling.given()
     folder = _folder(conversation.store, in_use=session is not None)
     watched = sys.stdin is not None and sys.stdin.isatty()
@@ -93,8 +99,10 @@ def converse(
             system=system_text(conversation.system),
             settings=settings,
             folder=folder,
-            ctx=engine.ctx,
+            ctx=engine.n_ctx,
             loading=engine.loading,
+            cache_types=engine.cache_types,
+            adapters=engine.adapters,
             template=engine.template,
             watched=watched,
         ) as talk,
@@ -102,10 +110,12 @@ def converse(
         try:
             if watched:
                 talk.greet()
+                editor = LineEditor(settings_now.home / "chat.history", NAMES)
+                talk.offer_pending(editor.answer)
             if first:
                 good = talk.say(" ".join(first))
             if watched:
-                _answer_lines(talk)
+                _answer_lines(talk, editor)
             else:
                 for message in _piped():
                     good = talk.say(message) and good
@@ -117,20 +127,17 @@ def converse(
         raise typer.Exit(1)
 
 
-def _answer_lines(talk: Conversation) -> None:
-    from perdure.cli.line_editor import LineEditor
+def _answer_lines(talk: Conversation, editor: LineEditor) -> None:
     from perdure.cli.output import terminal
-    from perdure.cli.slash_commands import NAMES, obey
-    from perdure.config import settings
+    from perdure.cli.slash_commands import run_slash_command
 
-    editor = LineEditor(settings().home / "chat.history", NAMES)
     for message in editor.messages(lambda: talk.prompt):
         try:
             if message.startswith("//"):
                 talk.say(message[1:])
             elif not message.startswith("/"):
                 talk.say(message)
-            elif not obey(talk, message):
+            elif not run_slash_command(talk, message):
                 break
         except KeyboardInterrupt:
             terminal.tell("\nStopped. Ctrl-D or /quit leaves.")

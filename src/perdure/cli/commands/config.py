@@ -35,7 +35,7 @@ def show(
 
     An option wins over the environment, the environment over the file, the file over the default.
     """
-    from perdure.cli.options.config_defaults import usual_value
+    from perdure.cli.options.shared import usual_value
     from perdure.cli.output import terminal
     from perdure.config import SETTINGS, choices, find_setting
 

@@ -13,8 +13,7 @@ from typing import Annotated
 import typer
 
 from perdure import system
-from perdure.cli.options.completion import model_names
-from perdure.cli.options.shared import Json, StoreFolder
+from perdure.cli.options.shared import Json, StoreFolder, model_names
 from perdure.cli.output.facts import print_json
 from perdure.config import STORE_BYTES
 from perdure.engine import registry
@@ -41,6 +40,14 @@ def doctor(
     ] = None,
     store: StoreFolder = None,
     as_json: Json = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            help="Also write a report about this machine to a new file, for an issue; secrets are left out.",
+        ),
+    ] = None,
 ) -> None:
     """Check this machine and say what to change.
 
@@ -51,6 +58,8 @@ def doctor(
     from perdure.cli.output import terminal
     from perdure.config import settings
 
+    if report is not None and report.exists():
+        raise typer.BadParameter(f"{report} is there already; name a new file", param_hint="--report")
     folder = store or settings().store
     findings = [*_engines(), *_threads(), *_memory(model), *_disk(folder), *_store(folder)]
     if as_json:
@@ -60,8 +69,23 @@ def doctor(
             terminal.write_line(f"{finding.state:<5} {finding.name:<10} {finding.found}", indent=17)
             if finding.advice:
                 terminal.write_line(f"{'':<16} → {finding.advice}", indent=19)
+    if report is not None:
+        _write_report(report, findings)
     if any(finding.state == "bad" for finding in findings):
         raise typer.Exit(1)
+
+
+def _write_report(path: Path, findings: list[Finding]) -> None:
+    from perdure.atomic import atomic_write
+    from perdure.cli.output import terminal
+    from perdure.cli.output.problem_report import problem_report
+
+    try:
+        with atomic_write(path) as file:
+            file.write(problem_report(findings).encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror or error}", param_hint="--report") from None
+    terminal.note(f"wrote {path}: read it before you attach it to an issue")
 
 
 def _engines() -> Iterator[Finding]:

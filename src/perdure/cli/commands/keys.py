@@ -111,19 +111,69 @@ def list_(file: File = None, as_json: Json = False) -> None:
 
 @app.command()
 def rm(
-    key: Annotated[str, typer.Argument(metavar="ID", help="The id that `perdure keys ls` shows.")],
+    key: Annotated[
+        str,
+        typer.Argument(metavar="NAME|ID", help="Whose key it is, or the id that `perdure keys ls` shows."),
+    ],
     file: File = None,
 ) -> None:
     """Remove a key from the file. A server that runs takes it until it reads its keys again (kill -HUP)."""
     from perdure.errors import InvalidInputError
 
     path = _path(file)
-    found = [each for each in _keys(path) if len(key) >= 4 and each.digest.startswith(key.lower())]
+    keys = _keys(path)
+    found = [each for each in keys if each.namespace == key]
+    if not found:
+        found = [each for each in keys if len(key) >= 4 and each.digest.startswith(key.lower())]
     if len(found) != 1:
-        starts = f"{len(found)} keys in {path} start with" if found else f"no key in {path} has the id"
-        raise InvalidInputError(f"{starts} {key!r}: give the id that `perdure keys ls --keys {path}` shows")
+        ids = ", ".join(each.id for each in found)
+        wrong = f"{key!r} has {len(found)} keys in {path}: {ids}" if found else f"no key in {path} is {key!r}"
+        raise InvalidInputError(f"{wrong}; give an id that `perdure keys ls --keys {path}` shows")
     _write(path, [line for line in _lines(path) if found[0].digest not in line.lower()])
     typer.echo(f"{found[0].id} of {found[0].namespace} is out of {path}")
+
+
+@app.command()
+def usage(file: File = None, as_json: Json = False) -> None:
+    """Show what each key has used, by day of UTC.
+
+    A server writes it beside its keys some seconds after each reply; it is kept for 31 days.
+    """
+    from perdure.cli.output.terminal import write_columns
+    from perdure.server.core.keys import KeyUsage, usage_file
+
+    path = _path(file)
+    used = KeyUsage(usage_file(path))
+    rows: list[dict[str, Any]] = [
+        {
+            "day": day,
+            "namespace": key.namespace,
+            "id": key.id,
+            "requests": each.requests,
+            "prompt_tokens": each.prompt_tokens,
+            "cached_tokens": each.cached_tokens,
+            "completion_tokens": each.completion_tokens,
+            "tokens_per_day": key.tokens_per_day,
+        }
+        for key in _keys(path)
+        for day, each in used.days(key).items()
+    ]
+    rows.sort(key=lambda row: (row["day"], row["namespace"]), reverse=True)
+    if as_json:
+        print_json(rows)
+        return
+    if not rows:
+        typer.echo(f"no key of {path} was used yet")
+        return
+    shown = [("day", "name", "requests", "prompt", "cached", "written", "left of the day")]
+    for row in rows:
+        prompt, cached, written = row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"]
+        share = f"{100 * cached / prompt:.0f}%" if prompt else ""
+        limit = row["tokens_per_day"]
+        left = str(max(0, limit - prompt - written)) if limit else ""
+        first = (row["day"], row["namespace"], str(row["requests"]))
+        shown.append((*first, str(prompt), share, str(written), left))
+    write_columns(shown, right=frozenset({2, 3, 4, 5, 6}))
 
 
 def _path(file: Path | None) -> Path:
@@ -157,7 +207,7 @@ def _keys(path: Path) -> list[Key]:
 
 
 def _write(path: Path, lines: list[str]) -> None:
-    from perdure.store.durable import make_folder, sync_folder, write_file
+    from perdure.atomic import make_folder, sync_folder, write_file
 
     make_folder(path.parent)
     # A server that runs as somebody else reads it by its group.

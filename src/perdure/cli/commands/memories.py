@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perdure.cli.options.completion import session_names
-from perdure.cli.options.shared import AfterAddress, Json, Limit, Namespace, StoreFolder
+from perdure.cli.options.shared import AfterAddress, Json, Limit, Namespace, StoreFolder, session_names
 from perdure.cli.output.facts import print_json, tell
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def search(
 ) -> None:
     """List memories: all, or those that match every option given."""
     from perdure.cli.output import terminal
-    from perdure.cli.store import sessions_in
+    from perdure.cli.runtime import sessions_in
 
     with sessions_in(store, readonly=True) as sessions:
         found = sessions.memories.search(
@@ -73,7 +72,7 @@ def wake(
 ) -> None:
     """Start a new session from a memory. It is checked first."""
     from perdure.cli.output import terminal, words
-    from perdure.cli.store import sessions_in
+    from perdure.cli.runtime import sessions_in
     from perdure.errors import AmbiguousError
 
     with sessions_in(store, readonly=False) as sessions:
@@ -92,7 +91,7 @@ def forget(
     address: Address, namespace: Namespace = "", store: StoreFolder = None, as_json: Json = False
 ) -> None:
     """Delete a memory. Its session stays."""
-    from perdure.cli.store import sessions_in
+    from perdure.cli.runtime import sessions_in
 
     with sessions_in(store, readonly=False) as sessions:
         sessions.memories.forget(address, namespace)

@@ -1,26 +1,293 @@
-"""`perdure ls`, `pull` and `rm`, which are also below `perdure models`."""
+"""`perdure models`: the catalogue. `perdure ls`, `pull` and `rm`, which are also below it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import dataclasses
+import json
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perdure.cli.commands.inspect import inspect
-from perdure.cli.options.completion import model_names
-from perdure.cli.options.shared import Json, Yes
+from perdure.cli.options.shared import Json, Yes, model_names
 from perdure.cli.output.facts import print_json
 
 if TYPE_CHECKING:
-    from perdure.models import Entry
+    from collections.abc import Mapping
 
-app = typer.Typer(help="The models of this machine.", no_args_is_help=True)
+    from perdure.models import Card, Entry
+    from perdure.models.adapter_file import AdapterFile
+    from perdure.models.header import Value
+
+
+# `perdure show`: what a model is, without loading it; with `--kv`, what K/V types cost it.
+
+_SHOWN_ITEMS = 8
+_SHOWN_CHARACTERS = 200
+_LENGTHS = (512, 2048)
+"""Tokens behind which the speed of each K/V type is measured."""
+
+
+def inspect(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            autocompletion=model_names,
+            help="A .gguf file, or any name that `perdure pull` takes.",
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all metadata.")] = False,
+    metadata: Annotated[bool, typer.Option("--metadata", help="Show all metadata too.")] = False,
+    kv: Annotated[
+        bool,
+        typer.Option(
+            "--kv",
+            help="Measure what K/V types cost the model, on a text, against f16; it is loaded for that.",
+        ),
+    ] = False,
+) -> None:
+    """Show what a model is. Architecture, size, context, types of its tensors and chat template.
+
+    Of a LoRA or a control vector: what it changes, and of which architecture.
+    """
+    from pathlib import Path
+
+    from perdure.cli.output.progress import fetching
+    from perdure.engine.registry import engine_for
+    from perdure.models.adapter_file import adapter_of, is_adapter
+    from perdure.models.header import read_header
+
+    if kv:
+        _show_losses(model, as_json)
+        return
+    if Path(model).is_file() and is_adapter(header := read_header(model)):
+        _show_adapter(adapter_of(header), as_json=as_json, metadata=metadata)
+        return
+    card, keys = engine_for(model).card(model, fetching)
+    if as_json:
+        typer.echo(json.dumps(_card_json(card, keys), indent=2, ensure_ascii=False))
+    else:
+        _show(card, keys if metadata else {})
+
+
+def _show_losses(name: str, as_json: bool) -> None:
+    from perdure.cli.output import terminal
+    from perdure.cli.output.facts import print_json
+    from perdure.cli.output.terminal import write_columns
+    from perdure.engine.kv_loss import EXACT_TYPES, measure, parse_kv_type, remember, speed
+    from perdure.errors import OutOfMemoryError
+
+    rows: list[tuple[str, ...]] = [
+        (
+            "type",
+            "bytes a token",
+            "KL",
+            "same top",
+            "perplexity",
+            "greedy",
+            *(f"at {n}" for n in _LENGTHS),
+            "",
+        )
+    ]
+    facts = []
+    with closing(terminal.load(name)) as model:
+        for text in ("f16", "q8_0", "q8_0:f16", "q4_0"):
+            k_type, v_type = parse_kv_type(text)
+            try:
+                loss = measure(model, k_type, v_type)
+            except OutOfMemoryError:
+                # An engine that does not take these types together for this model.
+                continue
+            if not {k_type, v_type} <= EXACT_TYPES:
+                remember(model, loss)
+            speeds = {length: speed(model, k_type, v_type, length) for length in _LENGTHS}
+            facts.append(dataclasses.asdict(loss) | {"large": loss.large, "tokens_a_second": speeds})
+            rows.append(
+                (
+                    text,
+                    f"{loss.bytes_per_token:,}",
+                    f"{loss.kl:.4f}",
+                    f"{loss.same_top:.1%}",
+                    f"{loss.perplexity:.2f}",
+                    f"{loss.greedy:.0%}",
+                    *(f"{each:.1f} tok/s" for each in speeds.values()),
+                    "refused unless --force-kv" if loss.large else "",
+                )
+            )
+    if as_json:
+        print_json(facts)
+    else:
+        write_columns(rows, right=frozenset(range(1, len(rows[0]) - 1)))
+
+
+def _show_adapter(adapter: AdapterFile, *, as_json: bool, metadata: bool) -> None:
+    from rich.filesize import decimal
+
+    from perdure.cli.output.terminal import harmless
+
+    size = adapter.header.size
+    facts: dict[str, Any] = {
+        "file": str(adapter.path),
+        "size": size if as_json else f"{decimal(size)} ({size:,} bytes)",
+        "kind": adapter.kind,
+        "architecture": adapter.architecture,
+        "rank": adapter.rank,
+        "alpha": adapter.alpha,
+        "invocation": list(adapter.invocation),
+        "weights": len(adapter.pairs),
+        "layers": sorted(adapter.directions),
+    }
+    if as_json:
+        facts["metadata"] = {key: _json(value) for key, value in adapter.header.metadata.items()}
+        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        return
+    for label, value in facts.items():
+        if value:
+            typer.echo(harmless(f"{label:<13} {value}"))
+    for key, item in adapter.header.metadata.items() if metadata else ():
+        typer.echo(harmless(f"{key} = {_short(json.dumps(_json(item), ensure_ascii=False))}"))
+
+
+def _card_json(card: Card, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    plain = dataclasses.asdict(card)
+    plain["path"] = str(card.path)
+    plain["memory"] = card.memory.name
+    plain["metadata"] = {key: _json(value) for key, value in metadata.items()}
+    return plain
+
+
+def _json(value: Value) -> object:
+    """A metadata value; long arrays as their length and first items, so that a vocabulary is no flood."""
+    if isinstance(value, int | str):
+        return value
+    if isinstance(value, float):
+        # JSON has no word for these.
+        return value if value - value == 0 else str(value)
+    items = [_json(item.item() if hasattr(item, "item") else item) for item in value[:_SHOWN_ITEMS]]
+    return items if len(value) <= _SHOWN_ITEMS else {"length": len(value), "first": items}
+
+
+def _show(card: Card, metadata: Mapping[str, Value]) -> None:
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.table import Table
+    from rich.text import Text
+
+    from perdure.cli.output.terminal import harmless
+
+    console = Console(highlight=False)
+    figures = Table.grid(padding=(0, 2))
+    figures.add_column(style="bold", no_wrap=True)
+    figures.add_column(overflow="fold")
+    for label, value in _figures(card).items():
+        figures.add_row(label, Text(harmless(value)))
+    console.print(figures)
+
+    shares = Table(box=None, header_style="bold", title="Sizes by type", title_justify="left")
+    for column in ("type", "tensors", "parameters", "size", "share"):
+        shares.add_column(column, justify="left" if column == "type" else "right")
+    weights = sum(share.bytes for share in card.types) or 1
+    for share in card.types:
+        shares.add_row(
+            share.type,
+            str(share.tensors),
+            f"{share.elements:,}",
+            decimal(share.bytes),
+            f"{100 * share.bytes / weights:.1f}%",
+        )
+    console.print()
+    console.print(shares)
+
+    if metadata:
+        console.print(Text("\nMetadata", style="italic"))
+        for key, item in metadata.items():
+            shown = json.dumps(_json(item), ensure_ascii=False)
+            console.print(Text(harmless(f"{key} = {_short(shown)}")), soft_wrap=True)
+    if card.chat_template:
+        console.print(Text("\nChat template", style="italic"))
+        console.print(Text(harmless(card.chat_template)), soft_wrap=True)
+
+
+def _figures(card: Card) -> dict[str, str]:
+    from rich.filesize import decimal
+
+    memory = card.memory.name + (f", window of {card.window:,} tokens" if card.window else "")
+    heads = f"{card.heads} ({card.kv_heads} for K/V)" if card.heads else ""
+    per_token = card.kv_bytes_per_token
+    given = {
+        "file": str(card.path) + (f" and {card.files - 1} more" if card.files > 1 else ""),
+        "size": f"{decimal(card.file_bytes)} ({card.file_bytes:,} bytes)",
+        "name": card.name or "",
+        "architecture": card.architecture or "",
+        "quantisation": card.quantisation or "",
+        "parameters": f"{card.parameters:,}",
+        "context": f"{card.context_length:,} tokens" if card.context_length else "",
+        "layers": str(card.layers or ""),
+        "heads": heads,
+        "experts": str(card.experts or ""),
+        "vocabulary": f"{card.vocabulary:,} tokens ({card.tokenizer})" if card.vocabulary else "",
+        "memory": memory,
+        "K/V cache": f"{per_token:,} bytes a token (f16)" if per_token else "",
+    }
+    return {label: value for label, value in given.items() if value}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + " …"
+
+
+app = typer.Typer(invoke_without_command=True)
 app.command(name="show")(inspect)
+
+
+@app.callback()
+def models(context: typer.Context, as_json: Json = False) -> None:
+    """List models by their short names, and what fits here.
+
+    The best one for this machine is first; "tight" is what just fits into the memory that is free.
+    `perdure pull NAME` fetches one.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from perdure.models.catalogue import ranked, recommended
+    from perdure.models.local_models import locate
+    from perdure.models.registry import resolve
+
+    best = recommended()
+    rows = [
+        {
+            "name": model.name,
+            "aliases": list(model.aliases),
+            "fit": fit,
+            "recommended": model is best,
+            "here": locate(resolve(model.name)) is not None,
+            "bytes": model.size,
+            "memory_bytes": model.memory,
+            "context": model.context,
+            "purpose": model.purpose,
+            "licence": model.licence,
+            "source": f"hf:{model.repo}/{model.file}",
+        }
+        for model, fit in ranked()
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    _catalogue_table(rows)
+    if best is not None:
+        typer.echo(f"\nThe best here: `perdure run -m {best.name} PROMPT` or `perdure chat {best.name}`")
+    else:
+        typer.echo("\nNone of them fits the memory that is free here: close other programs")
 
 
 @app.command(name="ls")
 def list_(as_json: Json = False) -> None:
-    """List the models that were fetched, and those with a short name."""
+    """List the models of this machine.
+
+    Those that were fetched, and those that Ollama and LM Studio have here.
+    """
     from perdure import models
 
     entries = models.entries()
@@ -38,8 +305,8 @@ def pull(
             metavar="MODEL",
             show_default="the small default model",
             autocompletion=model_names,
-            help="A name that `perdure ls` shows, owner/repo or owner/repo:Q4_K_M on the Hugging Face hub, "
-            "hf:owner/repo/file.gguf, or a URL.",
+            help="A name that `perdure models` shows, owner/repo or owner/repo:Q4_K_M on the Hugging Face "
+            "hub, hf:owner/repo/file.gguf, or a URL.",
         ),
     ] = None,
 ) -> None:
@@ -75,6 +342,54 @@ def rm(
     typer.echo(f"Deleted {files[0]} ({size})")
 
 
+@app.command()
+def du(as_json: Json = False) -> None:
+    """Show how much disk perdure uses. Models, engines, sessions, and the cache of the hub's own library."""
+    from rich.filesize import decimal
+
+    from perdure import models
+    from perdure.cli.output.terminal import write_columns
+    from perdure.config import settings
+    from perdure.models.hub import hub_cache
+
+    now = settings()
+    named = {entry.name: entry.path for entry in models.entries() if entry.path is not None}
+    used = [(name, _size(path), path) for name, path in named.items()]
+    used += [
+        (what, _size(place), place)
+        for what, place in (
+            ("unfinished downloads", now.models / ".parts"),
+            ("engines", now.engines),
+            ("sessions", now.store),
+            ("evaluations", now.home / "evaluations"),
+            ("Hugging Face cache", hub_cache()),
+        )
+    ]
+    used = [(what, size, place) for what, size, place in used if size]
+    if as_json:
+        print_json([{"what": what, "bytes": size, "path": str(place)} for what, size, place in used])
+        return
+    rows = [("what", "size", "where")]
+    rows += [
+        (what, decimal(size), str(place)) for what, size, place in sorted(used, key=lambda each: -each[1])
+    ]
+    write_columns(rows, right=frozenset({1}))
+
+
+def _size(place: Path) -> int:
+    """Bytes of a model's parts, or of all files of a folder. A file with several names there counts once."""
+    from perdure.models.card import part_names
+
+    files = place.rglob("*") if place.is_dir() else (place.with_name(name) for name in part_names(place.name))
+    seen = {}
+    for file in files:
+        with suppress(OSError):
+            state = file.lstat()
+            if not file.is_dir() and not file.is_symlink():
+                seen[state.st_dev, state.st_ino] = state.st_size
+    return sum(seen.values())
+
+
 def _plain(entry: Entry) -> dict[str, object]:
     return {
         "name": entry.name,
@@ -86,10 +401,25 @@ def _plain(entry: Entry) -> dict[str, object]:
     }
 
 
+def _catalogue_table(rows: list[dict[str, Any]]) -> None:
+    from rich.filesize import decimal
+
+    from perdure.cli.output.terminal import write_columns
+
+    shown = [("name", "fits", "here", "size", "memory", "context", "good for", "licence")]
+    for row in rows:
+        name = row["name"] + (f" ({', '.join(row['aliases'])})" if row["aliases"] else "")
+        here = "yes" if row["here"] else "no"
+        size, memory = decimal(row["bytes"]), decimal(row["memory_bytes"])
+        context = f"{row['context'] >> 10}k"
+        shown.append((name, row["fit"], here, size, memory, context, row["purpose"], row["licence"]))
+    write_columns(shown, right=frozenset({3, 4, 5}))
+
+
 def _table(entries: list[Entry]) -> None:
     from rich.filesize import decimal
 
-    from perdure.cli.output.columns import write_columns
+    from perdure.cli.output.terminal import write_columns
 
     rows = [("name", "size", "here", "where")]
     for entry in entries:

@@ -170,14 +170,16 @@ def run(
             terminal.leaving_in_order(),
             opened(
                 name,
-                ctx=engine.ctx,
+                ctx=engine.n_ctx,
                 store=folder if session else None,
                 template=engine.template,
                 loading=engine.loading,
                 slots=min(samples, _SLOTS),
+                **engine.cache_types,
                 exact=exact,
                 # Without a conversation there is one prompt, and nothing to keep for later.
                 cache=None if session else 0,
+                adapters=engine.adapters,
             ) as runtime,
         ):
             if engine.template is None and not raw:
@@ -198,7 +200,7 @@ def run(
 def _latest(store: Path | None) -> str:
     """The session that was used last."""
     from perdure import SessionNotFoundError
-    from perdure.cli.store import session_folder, sessions_in
+    from perdure.cli.runtime import session_folder, sessions_in
     from perdure.sessions.store.registry import has_sessions
 
     folder = session_folder(store, create=True)

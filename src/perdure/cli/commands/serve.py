@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perdure import system
+from perdure.cli.commands.background import open_browser
 from perdure.cli.options import shared
-from perdure.cli.options.completion import model_names
 from perdure.cli.options.groups import EngineOptions, SamplingOptions, unfolded
 from perdure.cli.options.live import LiveOptions
-from perdure.cli.page import open_browser
+from perdure.cli.options.shared import model_names
 from perdure.config import QUEUE, SLOTS
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
 
-    from perdure.cli.settings_reload import SettingsReload
+    from perdure.cli.options.live import SettingsReload
     from perdure.server.core.app_state import AppState
     from perdure.server.core.keys import Keys
 
@@ -65,17 +65,26 @@ def serve(
     ] = False,
     *,
     engine: EngineOptions,
-    exact: shared.Exact = False,
-    slots: Annotated[
-        int,
+    adapter: Annotated[
+        list[str] | None,
         typer.Option(
-            "--slots",
-            min=1,
-            metavar="N",
-            help="Requests that are answered at once; others wait.",
+            "--adapter",
+            metavar="NAME=FILE[:SCALE]",
+            help="Adapter that clients may use by NAME, or as MODEL:NAME; may be given several times.",
             rich_help_panel=_Engine,
         ),
-    ] = SLOTS,
+    ] = None,
+    exact: shared.Exact = False,
+    slots: Annotated[
+        str,
+        typer.Option(
+            "--slots",
+            metavar="N|auto",
+            callback=shared.number_or_auto,
+            help="Requests that are answered at once; others wait. auto: as many as fit.",
+            rich_help_panel=_Engine,
+        ),
+    ] = str(SLOTS),
     queue: Annotated[
         int,
         typer.Option(
@@ -142,15 +151,17 @@ def serve(
     """
     import perdure
     from perdure import InvalidInputError
+    from perdure.cli.options.live import SettingsReload, live_settings, set_log_level
     from perdure.cli.output.progress import fetching
     from perdure.cli.output.terminal import agrees, note
-    from perdure.cli.settings_reload import SettingsReload, live_settings, set_log_level
     from perdure.config import settings
     from perdure.engine import registry
 
     if new_key is not None:
         _print_key(new_key)
         return
+    from perdure.models.catalogue import names_of
+
     try:
         from perdure.server.core.app_state import AppState
         from perdure.server.core.keys import Keys
@@ -164,6 +175,7 @@ def serve(
         settings_now = live_settings(live, sampling, host=host, keys=known)
         if open_page and not page:
             raise InvalidInputError("--open needs the page; remove --no-page")
+        named = dict(map(_named_adapter, adapter or ()))
         if store is not None and no_store:
             raise InvalidInputError("--store and --no-store exclude each other; remove one")
         listening = [bind(host, port), *([bind(host, _OLLAMA)] if ollama else [])]
@@ -175,27 +187,38 @@ def serve(
     source = opener.fetch(model, fetching, agrees)
     with perdure.open(
         source,
-        n_ctx=engine.ctx,
-        slots=slots,
+        n_ctx=engine.n_ctx,
+        slots=shared.parse_auto(slots) or SLOTS,
         queue=queue,
         exact=exact,
         store=folder,
         isolated=isolated,
         threads=threads,
         template=engine.template,
+        kv_type=engine.kv_type,
+        force_kv=engine.force_kv,
+        adapters=engine.adapters,
+        adapter_names={each: file for each, (file, _) in named.items()} or None,
+        # What a client sends never has a file read.
+        adapter_files=False,
         **engine.loading,
     ) as runtime:
         app_state = AppState(
             runtime=runtime,
             name=name or opener.label(source),
+            short_names=names_of(source),
             model_bytes=runtime.model.info.nbytes,
             keys=known,
             page=page,
+            adapters={each: scale for each, (_, scale) in named.items()},
         )
         app_state.change(settings_now)
         set_log_level(live.log_level)
         reload = SettingsReload(context, host=host)
-        _listen(app_state, reload, listening, folder, isolated, open_page=open_page)
+        try:
+            _listen(app_state, reload, listening, folder, isolated, open_page=open_page)
+        finally:
+            known.usage.save()
 
 
 def _listen(
@@ -210,8 +233,8 @@ def _listen(
     import logging
     import sys
 
-    from perdure.cli.output.log_notes import leave_warnings_to_the_log
-    from perdure.server.core.middleware.access_log import JsonLines
+    from perdure.cli.advice import leave_warnings_to_the_log
+    from perdure.server.core.middleware import JsonLines
     from perdure.server.http_server import HttpServer, address
 
     leave_warnings_to_the_log()
@@ -244,6 +267,19 @@ def _listen(
     server = HttpServer(app_state, read_settings=lambda: reload.into(app_state))
     system.settle_memory()
     server.run(sockets=list(listening))
+
+
+def _named_adapter(text: str) -> tuple[str, tuple[str, float]]:
+    """NAME=FILE[:SCALE]."""
+    from perdure import InvalidInputError
+    from perdure.engine.adapters import is_name, parse_scaled
+
+    name, equals, source = text.partition("=")
+    if not equals or not is_name(name) or not source:
+        raise InvalidInputError(
+            f"--adapter is NAME=FILE, its name of letters, digits, dots, dashes and underscores; got {text!r}"
+        )
+    return name, parse_scaled(source)
 
 
 def _state(keys: Keys) -> str:

@@ -6,11 +6,11 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
 
 import typer
 
-from perdure.cli.options import offload, shared
+from perdure.cli.options import shared
 from perdure.errors import InvalidInputError
 from perdure.options import Option, options_of
 from perdure.request_options import RequestOptions, Sampling
@@ -18,7 +18,16 @@ from perdure.request_options import RequestOptions, Sampling
 if TYPE_CHECKING:
     from perdure.engine.contract import LoadingKeywords
 
+
 T = TypeVar("T")
+
+
+class CacheTypes(TypedDict, total=False):
+    """The K/V types that were chosen."""
+
+    k_type: str
+    v_type: str
+    force_kv: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +35,43 @@ class EngineOptions:
     """How a model is loaded, and how much it holds."""
 
     ctx: shared.Ctx = None
-    gpu_layers: offload.GpuLayers = None
-    device: offload.Devices = None
-    tensor_split: offload.TensorSplit = None
-    kv_offload: offload.KvOffload = True
+    kv_type: shared.KvType = None
+    force_kv: shared.ForceKv = False
+    gpu_layers: GpuLayers = None
+    device: Devices = None
+    tensor_split: TensorSplit = None
+    kv_offload: KvOffload = True
+    cpu_experts: CpuExperts = None
     template: shared.Template = None
+    lora: shared.Lora = None
+    control_vector: shared.ControlVector = None
+
+    @property
+    def adapters(self) -> dict[str, float] | None:
+        """As a keyword of `perdure.open`; None where none was given."""
+        given = [*(self.lora or ()), *(self.control_vector or ())]
+        if not given:
+            return None
+        from perdure.engine.adapters import absolute_scales, parse_scaled
+
+        return absolute_scales(dict(map(parse_scaled, given)))
 
     @property
     def loading(self) -> LoadingKeywords:
         """As keywords of `perdure.Model` and `perdure.open`."""
-        return offload.loading(self.gpu_layers, self.device, self.tensor_split, self.kv_offload)
+        return loading(self.gpu_layers, self.device, self.tensor_split, self.kv_offload, self.cpu_experts)
+
+    @property
+    def cache_types(self) -> CacheTypes:
+        """As keywords of `perdure.open`."""
+        if self.kv_type is None:
+            return {}
+        k_type, _, v_type = self.kv_type.partition(":")
+        return {"k_type": k_type, "v_type": v_type or k_type, "force_kv": self.force_kv}
+
+    @property
+    def n_ctx(self) -> int | Literal["auto"] | None:
+        return shared.parse_auto(self.ctx)
 
 
 REPLY_OPTIONS: dict[str, Option] = {
@@ -114,3 +150,107 @@ def unfolded(command: Callable[..., None]) -> Callable[..., None]:
     folded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     folded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return folded
+
+
+# Options of every command that loads a model: how much of it goes to a GPU.
+
+_GPU = "GPU"
+
+
+def _layers(text: str | None) -> str | None:
+    if text is not None and text != "auto" and not text.isdecimal():
+        raise typer.BadParameter(f"a whole number from 0, or auto; got {text}")
+    return text
+
+
+def _experts(text: str | None) -> str | None:
+    if text is not None and text not in ("all", "auto") and not text.isdecimal():
+        raise typer.BadParameter(f"a whole number from 0, all, or auto; got {text}")
+    return text
+
+
+def _shares(text: str | None) -> str | None:
+    if text is None:
+        return None
+    try:
+        shares = [float(share) for share in text.split(",")]
+    except ValueError:
+        shares = [-1.0]
+    if min(shares) < 0 or not sum(shares):
+        raise typer.BadParameter(f"shares such as 3,1, none below 0; got {text}")
+    return text
+
+
+GpuLayers = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-layers",
+        metavar="N|auto",
+        show_default="auto",
+        callback=_layers,
+        help="Layers of the model on the GPU; auto: as many as fit.",
+        rich_help_panel=_GPU,
+    ),
+]
+Devices = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--device", metavar="NAME", help="A GPU to use; may be given several times.", rich_help_panel=_GPU
+    ),
+]
+TensorSplit = Annotated[
+    str | None,
+    typer.Option(
+        "--tensor-split",
+        metavar="A,B",
+        show_default="by free memory",
+        callback=_shares,
+        help="Share of the model for each GPU.",
+        rich_help_panel=_GPU,
+    ),
+]
+KvOffload = Annotated[
+    bool,
+    typer.Option(
+        "--kv-offload/--no-kv-offload", help="Keep the K/V cache on the GPU too.", rich_help_panel=_GPU
+    ),
+]
+CpuExperts = Annotated[
+    str | None,
+    typer.Option(
+        "--cpu-experts",
+        metavar="N|all|auto",
+        show_default="auto",
+        callback=_experts,
+        help="Layers whose experts stay in memory and are computed by the CPU; auto: as few as must.",
+        rich_help_panel=_GPU,
+    ),
+]
+
+
+def loading(
+    gpu_layers: str | None,
+    devices: list[str] | None,
+    tensor_split: str | None,
+    kv_offload: bool,
+    cpu_experts: str | None = None,
+) -> LoadingKeywords:
+    """What was chosen, as keywords of `perdure.Model` and `perdure.open`."""
+    found: LoadingKeywords = {}
+    if gpu_layers is not None:
+        found["gpu_layers"] = "auto" if gpu_layers == "auto" else int(gpu_layers)
+    if devices:
+        found["devices"] = tuple(devices)
+    if tensor_split is not None:
+        found["tensor_split"] = tuple(float(share) for share in tensor_split.split(","))
+    if not kv_offload:
+        found["kv_offload"] = False
+    if cpu_experts is not None:
+        found["cpu_experts"] = _count(cpu_experts)
+    return found
+
+
+def _count(text: str) -> int | Literal["all", "auto"]:
+    if text == "all":
+        return "all"
+    return "auto" if text == "auto" else int(text)

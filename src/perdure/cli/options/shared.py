@@ -2,13 +2,64 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from perdure.cli.options.completion import first_word, model_names, session_names
+from perdure.config import SETTINGS, settings
 from perdure.options import Option
+
+# Names that a shell can complete: of sessions, and of models.
+
+_MANY = 1000
+"""Sessions that are looked through, the latest first."""
+
+
+def session_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Sessions in the store that the command is about."""
+
+    def find() -> Iterable[str]:
+        from perdure.cli.runtime import session_store_in
+
+        store, namespace = context.params.get("store"), context.params.get("namespace")
+        with session_store_in(Path(store) if store else None) as kept:
+            rows = kept.list(namespace or "", limit=_MANY)
+        given = context.params.get("names") or ()
+        return (row.name for row in rows if row.name not in given)
+
+    return _completed(find, incomplete)
+
+
+def first_word(context: typer.Context, incomplete: str) -> list[str]:
+    """Models, unless one was named: what follows is a prompt."""
+    named = context.params.get("words") or context.params.get("model")
+    return [] if named else model_names(incomplete)
+
+
+def model_names(incomplete: str) -> list[str]:
+    """Models that have a name, and those that were fetched."""
+
+    def find() -> Iterable[str]:
+        from perdure import models
+        from perdure.models.catalogue import catalogue
+
+        here = (name for entry in models.entries() for name in (entry.name, *entry.aliases))
+        return {*here, *(name for model in catalogue() for name in model.names)}
+
+    return _completed(find, incomplete)
+
+
+def _completed(find: Callable[[], Iterable[str]], incomplete: str) -> list[str]:
+    # Whatever is wrong is told by the command itself; somebody who presses Tab wants names or nothing.
+    with suppress(Exception):
+        # A name that needs quotes would come out as several words.
+        return sorted(name for name in find() if name.startswith(incomplete) and shlex.quote(name) == name)
+    return []
+
 
 _Talk = "The conversation"
 _Engine = "Engine"
@@ -55,6 +106,29 @@ def _not_empty(name: str | None) -> str | None:
     if name is not None and not name.strip():
         raise typer.BadParameter("a session needs a name that is not empty")
     return name
+
+
+def number_or_auto(text: str | None) -> str | None:
+    """A whole number from 1, or auto."""
+    if text is not None and text != "auto" and not (text.isdecimal() and int(text) > 0):
+        raise typer.BadParameter(f"a whole number from 1, or auto; got {text}")
+    return text
+
+
+def parse_auto(text: str | None) -> int | Literal["auto"] | None:
+    """What `number_or_auto` let pass."""
+    if text is None:
+        return None
+    return "auto" if text == "auto" else int(text)
+
+
+def _kv_types(text: str | None) -> str | None:
+    from perdure.models.fit import CACHE_BITS
+
+    types = [] if text is None else text.split(":")
+    if len(types) > 2 or not set(types) <= CACHE_BITS.keys():
+        raise typer.BadParameter(f"one of {', '.join(CACHE_BITS)}, or two of them as K:V; got {text}")
+    return text
 
 
 Words = Annotated[
@@ -124,13 +198,32 @@ AfterAddress = Annotated[str | None, _after_option("ADDRESS")]
 AfterId = Annotated[str | None, _after_option("ID")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Skip confirmation.")]
 Ctx = Annotated[
-    int | None,
+    str | None,
     typer.Option(
         "--ctx",
-        min=1,
-        metavar="N",
+        metavar="N|auto",
         show_default="4096",
-        help="Context size: tokens of prompt and reply together.",
+        callback=number_or_auto,
+        help="Context size: tokens of prompt and reply together; auto: as many as fit.",
+        rich_help_panel=_Engine,
+    ),
+]
+KvType = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-type",
+        metavar="TYPE|K:V",
+        show_default="f16",
+        callback=_kv_types,
+        help="Type of the K/V cache: f16, q8_0, q4_0 and others, or one for K and one for V.",
+        rich_help_panel=_Engine,
+    ),
+]
+ForceKv = Annotated[
+    bool,
+    typer.Option(
+        "--force-kv",
+        help="Use a K/V type that was measured to cost the model much.",
         rich_help_panel=_Engine,
     ),
 ]
@@ -152,6 +245,24 @@ SystemText = Annotated[
         rich_help_panel=_Talk,
     ),
 ]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora",
+        metavar="FILE[:SCALE]",
+        help="LoRA for every reply; may be given several times.",
+        rich_help_panel=_Engine,
+    ),
+]
+ControlVector = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--control-vector",
+        metavar="FILE[@FIRST-LAST][:SCALE]",
+        help="Control vector for every reply, on these layers; may be given several times.",
+        rich_help_panel=_Engine,
+    ),
+]
 Template = Annotated[
     str | None,
     typer.Option(
@@ -169,3 +280,39 @@ Schema = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+# Defaults of options, as the config file and the environment have them.
+
+_OPTIONS = {setting.name for setting in SETTINGS} - {"model", "store", "engine"}
+"""Settings that are options of the same name. The others are asked for where they are used."""
+
+
+def defaults(command: Any, chosen: dict[str, Any]) -> dict[str, Any]:
+    """What the config file and the environment say about the options of a command and of those below it."""
+    below = getattr(command, "commands", {})
+    own = {
+        option.name: chosen[option.name]
+        for option in command.params
+        if option.name in _OPTIONS & chosen.keys()
+    }
+    return own | {name: defaults(each, chosen) for name, each in below.items()}
+
+
+def usual_value(group: Any, name: str) -> str:
+    """What a setting is where nobody has chosen it, as the help of its option says."""
+    if name == "model":
+        return "the small default model"
+    if name == "store":
+        return str(settings().store)
+    if name == "engine":
+        return "small ones that fit the machine, else cpu"
+    options = [option for each in ("serve", "chat") for option in group.commands[each].params]
+    option = next(option for option in options if option.name == name)
+    if isinstance(option.show_default, str):
+        return option.show_default
+    if isinstance(option.default, bool):
+        return str(option.default).lower()
+    if isinstance(option.default, float):
+        return f"{option.default:g}"
+    return "none" if option.default is None else str(option.default)

@@ -8,14 +8,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol, TextIO, Unpack
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 
 from perdure import system
 from perdure.config import N_CTX
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from perdure.engine.contract import LoadingKeywords
     from perdure.engine.model import Model
+
 
 _PATIENCE = 0.5
 """Seconds of loading that need no bar."""
@@ -181,7 +182,7 @@ def emit(text: str) -> None:
 
 
 def harmless(text: str) -> str:
-    """Text without characters that a terminal would obey."""
+    """Text without characters that a terminal would act on."""
     return text.translate(_CONTROLS)
 
 
@@ -260,3 +261,36 @@ def _loading(path: Path) -> Iterator[Callable[[float], bool]]:
     finally:
         if task is not None:
             bar.stop()
+
+
+# Rows in columns, whose last one is never cut: it holds what people copy.
+
+_GAP = "  "
+
+
+def write_columns(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> None:
+    """Write rows under each other, the columns in `right` flush right.
+
+    In a terminal that is too narrow for a row, its last column has a line of its own.
+    """
+    widths = [max(cell_len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    space = _columns()
+    for row in rows:
+        *others, last = row
+        cells = [
+            " " * (width - cell_len(cell)) + cell if at in right else set_cell_size(cell, width)
+            for at, (cell, width) in enumerate(zip(others, widths, strict=False))
+        ]
+        start = _GAP.join(cells)
+        if space is not None and cell_len(start) + len(_GAP) + cell_len(last) > space and others:
+            write(f"{start.rstrip()}\n{_GAP * 2}{last}\n")
+        else:
+            write(f"{start}{_GAP}{last}".rstrip() + "\n")
+
+
+def _columns() -> int | None:
+    """How wide the terminal is that standard output goes to, if it is one."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (OSError, ValueError, AttributeError):
+        return None

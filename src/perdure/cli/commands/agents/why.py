@@ -1,0 +1,113 @@
+"""`perdure why` and `perdure report`: what of prompts was computed again, asked of a server."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+import typer
+
+from perdure.cli.options.shared import Json
+from perdure.cli.output.facts import print_json
+
+_SECONDS = 10.0
+"""That a server may take to answer."""
+
+Url = Annotated[
+    str | None,
+    typer.Option("--url", metavar="URL", help="The server; the one in the background, if not said."),
+]
+Key = Annotated[
+    str | None,
+    typer.Option("--key", envvar="PERDURE_KEY", metavar="KEY", help="Your key, where it needs one."),
+]
+
+
+def why(
+    request: Annotated[
+        int | None,
+        typer.Argument(metavar="[REQUEST]", help="Number of the request; the latest, if not said.", min=1),
+    ] = None,
+    url: Url = None,
+    key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Show why tokens were computed again. The first line that differed, and its cost.
+
+    The exit code is 1 where there is no such request.
+    """
+    from perdure.errors import PerdureError
+
+    before = "" if request is None else f"&before={request + 1}"
+    found = ask(f"/v1/requests?limit=1{before}", url, key)["data"]
+    if not found or (request is not None and found[0]["number"] != request):
+        raise PerdureError("there is no such request; `GET /v1/requests` lists the latest 200")
+    if as_json:
+        print_json(found[0])
+        return
+    _show(found[0])
+
+
+def report(url: Url = None, key: Key = None, as_json: Json = False) -> None:
+    """Show what the cache saved. And what was computed again, by cause and client."""
+    from perdure.cli.output import terminal, words
+
+    found = ask("/v1/report", url, key)
+    if as_json:
+        print_json(found)
+        return
+    total = found["reused_tokens"] + found["computed_tokens"]
+    share = f" ({100 * found['reused_tokens'] / total:.1f}%)" if total else ""
+    terminal.write_line(f"requests  {found['requests']} since {words.moment(found['since'])}", indent=10)
+    terminal.write_line(f"reused    {found['reused_tokens']:,} tokens{share}", indent=10)
+    terminal.write_line(
+        f"computed  {found['computed_tokens']:,} tokens in {found['prefill_seconds']:.0f} s", indent=10
+    )
+    terminal.write_line(f"saved     about {found['saved_seconds'] / 3600:.2f} hours of reading", indent=10)
+    for cause, clients in sorted(found["misses"].items(), key=lambda each: -sum(each[1].values())):
+        named = ", ".join(f"{name} {count:,}" for name, count in sorted(clients.items(), key=lambda c: -c[1]))
+        terminal.write_line(f"again     {sum(clients.values()):,} tokens by {cause}: {named}", indent=10)
+
+
+def _show(found: dict[str, Any]) -> None:
+    from perdure.cli.output import terminal
+
+    reuse, miss = found["reuse"], found["miss"]
+    tiers = ", ".join(f"{count:,} from {tier}" for tier, count in reuse["tiers"].items()) or "none"
+    asked = f"request {found['number']}" + (f" of {found['agent']}" if found["agent"] else "")
+    terminal.write_line(f"{asked}: reused {tiers}; computed {reuse['computed']:,} tokens")
+    if miss is None:
+        terminal.write_line("Only new tokens were computed.")
+        return
+    terminal.write_line(f"{miss['tokens']:,} tokens computed again in {miss['seconds']:.1f} s: {miss['why']}")
+    # Text of a conversation: nothing in it may steer the terminal.
+    for sign, line, colour in (("-", miss["before"], "red"), ("+", miss["now"], "green")):
+        if line:
+            typer.secho(f"{sign} {terminal.harmless(line)}", fg=colour)
+    terminal.write_line(miss["advice"])
+
+
+def ask(path: str, url: str | None, key: str | None) -> dict[str, Any]:
+    """What a server answers."""
+    from perdure.cli.commands.background import current
+    from perdure.errors import PerdureError
+
+    if url is None:
+        if (running := current()) is None:
+            raise PerdureError("no server runs in the background; name one with --url")
+        url = running.address
+    if not url.startswith(("http://", "https://")):
+        raise PerdureError(f"--url is such as http://127.0.0.1:8000, got {url!r}")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        with urlopen(Request(url.rstrip("/") + path, headers=headers), timeout=_SECONDS) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except HTTPError as error:
+        raise PerdureError(
+            f"{url} answered {error.code}: {error.read(500).decode('utf-8', 'replace')}"
+        ) from None
+    except (URLError, OSError, ValueError) as error:
+        raise PerdureError(f"{url} does not answer: {error}") from None

@@ -1,0 +1,183 @@
+"""`perdure fit` and `perdure tune`: how to open a model on this machine, by its memory and by its speed."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perdure.cli.options import groups, shared
+from perdure.cli.options.shared import model_names
+from perdure.cli.output.facts import print_json
+
+if TYPE_CHECKING:
+    from perdure.engine.tuning import Trial
+    from perdure.models.fit import Fit
+
+
+def fit(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            show_default="that of `perdure config show`, else the small default model",
+            autocompletion=model_names,
+            help="A .gguf file, owner/repo (all its quantisations) or owner/repo:Q4_K_M, or a URL.",
+        ),
+    ] = None,
+    ctx: shared.Ctx = None,
+    slots: Annotated[
+        str | None,
+        typer.Option(
+            "--slots",
+            metavar="N|auto",
+            show_default="auto",
+            callback=shared.number_or_auto,
+            help="Requests at once.",
+        ),
+    ] = None,
+    gpu_layers: groups.GpuLayers = None,
+    cpu_experts: groups.CpuExperts = None,
+    device: groups.Devices = None,
+    kv_offload: groups.KvOffload = True,
+    as_json: shared.Json = False,
+) -> None:
+    """Say whether a model fits, what it takes, and how to open it.
+
+    Nothing is fetched: of a model that is not here the first megabytes are read. The exit code is 1 where it
+    does not fit.
+    """
+    from perdure.engine.llama.fit import fit_all
+
+    loading: Any = groups.loading(gpu_layers, device, None, kv_offload, cpu_experts)
+    fits = fit_all(
+        model or "",
+        n_ctx=shared.parse_auto(ctx) or "auto",
+        slots=shared.parse_auto(slots) or "auto",
+        **loading,
+    )
+    if as_json:
+        print_json([_plain(each) for each in fits])
+    elif len(fits) == 1:
+        _show(fits[0], model or fits[0].name)
+    else:
+        _table(fits)
+    if all(each.verdict == "not" for each in fits):
+        raise typer.Exit(1)
+
+
+def _plain(found: Fit) -> dict[str, Any]:
+    return {
+        "name": found.name,
+        "verdict": found.verdict,
+        "options": found.options,
+        "weights": found.weights,
+        "machine": {**dataclasses.asdict(found.machine), "free": found.room.machine},
+        "device": {**dataclasses.asdict(found.device), "free": found.room.device},
+        "reasons": list(found.reasons),
+    }
+
+
+def _show(found: Fit, name: str) -> None:
+    from rich.filesize import decimal
+
+    from perdure.cli.output import terminal
+    from perdure.cli.output.terminal import write_columns
+
+    said = {"fits": "fits", "tight": "is tight", "not": "does not fit"}[found.verdict]
+    terminal.write(f"{terminal.harmless(found.name)} {said}.\n\n")
+    rows: list[tuple[str, ...]] = [("", "weights", "K/V", "buffers", "in all", "free")]
+    places = [("memory", found.machine, found.room.machine)]
+    if found.room.device:
+        places.append(("GPU", found.device, found.room.device))
+    for place, need, free in places:
+        figures = (need.weights, need.cache, need.compute, need.total, free)
+        rows.append((place, *map(decimal, figures)))
+    write_columns(rows, right=frozenset({1, 2, 3, 4}))
+    terminal.write("\n")
+    for reason in found.reasons:
+        terminal.write(f"{reason[0].upper()}{reason[1:]}.\n")
+    if found.verdict != "not":
+        terminal.write(f"\nperdure serve {terminal.harmless(name)} {_options(found)}\n")
+
+
+def _options(found: Fit) -> str:
+    """As options of the command, those that differ from its defaults."""
+    setup = found.setup
+    words = [f"--ctx {setup.n_ctx}", f"--slots {setup.slots}"]
+    if found.room.device:
+        words.append(f"--gpu-layers {setup.gpu_layers}")
+    if setup.cpu_experts:
+        words.append(f"--cpu-experts {setup.cpu_experts}")
+    return " ".join(words)
+
+
+def _table(fits: list[Fit]) -> None:
+    from rich.filesize import decimal
+
+    from perdure.cli.output.terminal import harmless, write_columns
+
+    rows = [("", "weights", "memory", "GPU", "context", "slots", "layers", "file")]
+    for each in fits:
+        setup = each.setup
+        works = each.verdict != "not"
+        rows.append(
+            (
+                each.verdict,
+                decimal(each.weights),
+                decimal(each.machine.total),
+                decimal(each.device.total) if each.room.device else "",
+                f"{setup.n_ctx:,}" if works else "",
+                str(setup.slots) if works else "",
+                str(setup.gpu_layers) if works and each.room.device else "",
+                harmless(each.name),
+            )
+        )
+    write_columns(rows, right=frozenset({1, 2, 3, 4, 5, 6}))
+
+
+def tune(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            show_default="that of `perdure config show`, else the small default model",
+            autocompletion=model_names,
+            help="A .gguf file, or any name that `perdure pull` takes.",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=1, max=3600, metavar="N", help="About how long to measure.")
+    ] = 60.0,
+    gpu_layers: groups.GpuLayers = None,
+    forget: Annotated[bool, typer.Option("--forget", help="Forget what was tuned for this model.")] = False,
+    as_json: shared.Json = False,
+) -> None:
+    """Find the fastest threads, step size and K/V type for a model, in about a minute.
+
+    The result is remembered for this model and machine, and used whenever the model is opened, unless you set
+    something else. Run it on an idle machine.
+    """
+    from perdure.cli.output import terminal
+    from perdure.engine import tuning
+
+    def say(trial: Trial) -> None:
+        prompt = f", prompt {trial.prompt:,.0f} tok/s" if trial.prompt else ""
+        terminal.tell(f"{trial.what}: reply {trial.reply:,.1f} tok/s{prompt}")
+
+    loaded = terminal.load(model, **groups.loading(gpu_layers, None, None, True))
+    with closing(loaded):
+        if forget:
+            tuning.forget(loaded)
+            terminal.tell("Forgotten: this model is opened as usual.")
+            return
+        found = tuning.tune(loaded, seconds=seconds, progress=say)
+    if as_json:
+        print_json(dataclasses.asdict(found))
+    else:
+        terminal.write(
+            f"{found.threads} threads, steps of {found.n_batch} tokens, K/V in {found.k_type}: "
+            f"reply {found.reply:,.1f} tok/s, prompt {found.prompt:,.0f} tok/s. Remembered.\n"
+        )

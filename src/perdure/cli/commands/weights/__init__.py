@@ -1,0 +1,1 @@
+"""`perdure quantize`, `compare`, `fuse`, `merge` and `convert`: model files made from others."""
