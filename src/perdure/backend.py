@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol, Unpack
+from typing import Literal, Protocol, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +24,16 @@ from perdure.decode.embedding import EmbeddingFuture, EmbeddingQueue
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.request import Request, check_prompt_size
 from perdure.decode.stream import OutputQueue, Stream, one_request
+from perdure.engine.adapters import PLAIN, AdapterTable, Scales
 from perdure.engine.context import Context
 from perdure.engine.contract import ContextKeywords, Tokenizer, Tokens
+from perdure.engine.kv_loss import check_kv_type
 from perdure.engine.model import Model
+from perdure.engine.tuning import tuned
 from perdure.errors import InvalidInputError
 from perdure.request_options import Sampling
+
+log = logging.getLogger("perdure.engine")
 
 _WAITING = 256 << 20
 """Bytes that may wait to be written, at least. Most of them are those of blocks in memory."""
@@ -55,14 +61,18 @@ def _opened(
 class BackendKeywords(ContextKeywords, total=False):
     """What a backend takes besides the model and the store."""
 
-    n_ctx: int
-    slots: int
+    n_ctx: int | Literal["auto"]
+    slots: int | Literal["auto"]
     swap_slots: int | None
     exact: bool
     queue: int
     stall: float
     cache: int | None
     store_bytes: int
+    force_kv: bool
+    adapters: Mapping[str, float] | None
+    adapter_names: Mapping[str, str] | None
+    adapter_files: bool
 
 
 class Backend(Protocol):
@@ -76,6 +86,11 @@ class Backend(Protocol):
     def n_ctx(self) -> int: ...
     @property
     def slots(self) -> int: ...
+    @property
+    def exact(self) -> bool:
+        """Whether a reply depends in no bit on who else is served."""
+        ...
+
     @property
     def load(self) -> tuple[int, int]:
         """Requests waiting, and being served."""
@@ -103,8 +118,8 @@ class LocalBackend:
         self,
         model: Model,
         *,
-        n_ctx: int = N_CTX,
-        slots: int = SLOTS,
+        n_ctx: int | Literal["auto"] = N_CTX,
+        slots: int | Literal["auto"] = SLOTS,
         swap_slots: int | None = None,
         exact: bool = False,
         queue: int = QUEUE,
@@ -112,21 +127,46 @@ class LocalBackend:
         cache: int | None = None,
         store: str | os.PathLike[str] | None = None,
         store_bytes: int = STORE_BYTES,
+        force_kv: bool = False,
         tiers: Sequence[BlockTier] = (),
+        adapters: Mapping[str, float] | None = None,
+        adapter_names: Mapping[str, str] | None = None,
+        adapter_files: bool = True,
         own_model: bool = False,
         **context: Unpack[ContextKeywords],
     ) -> None:
+        """`adapters` are used where a request names none, and `adapter_names` are files by the names that
+        requests may use. Without `adapter_files` they cannot name files."""
         self.model = model
+        self.exact = exact
         self._own_model = own_model
+        self.adapters = AdapterTable(
+            getattr(model, "adapter", None), names=adapter_names, default=adapters, files=adapter_files
+        )
         budget = _bytes("cache", _default_budget() if cache is None else cache)
         if store is not None and not budget:
             raise InvalidInputError("a store needs a cache: leave cache out, or give it some bytes")
         _bytes("store_bytes", store_bytes)
         if swap_slots is not None:
             check_whole("swap_slots", swap_slots, 0)
+        context = tuned(model, context)
+        check_kv_type(
+            model,
+            context.get("k_type", "f16"),
+            context.get("v_type", "f16"),
+            force=force_kv,
+            threads=context.get("threads"),
+        )
+        if n_ctx == "auto" or slots == "auto":
+            n_ctx, slots = model.fit_context(
+                None if n_ctx == "auto" else n_ctx, None if slots == "auto" else slots, **context
+            )
+            log.info("%d tokens for each of %d requests at once fit beside the model", n_ctx, slots)
         with ExitStack() as undo:
             self.context, swap_slots = _opened(model, n_ctx, slots, swap_slots if budget else 0, context)
             undo.callback(self.context.close)
+            if self.adapters.always != PLAIN:
+                self.context.adapt(self.adapters.always)
             lower = []
             if store is not None:
                 tiers = [DiskTier(Path(store), budget=store_bytes), *tiers]
@@ -149,6 +189,7 @@ class LocalBackend:
                 chunk=chunk,
                 stall=stall,
                 slots=slot_cache if budget else None,
+                adapters=self.adapters,
             )
             undo.callback(self.engine_loop.close)
             if store is not None:
@@ -167,8 +208,11 @@ class LocalBackend:
                 slot_cache,
                 tokenize=self._tokenize,
                 read=self._read_only,
+                choose=self.adapters.choose,
                 call=self.engine_loop.call,
                 post=self.engine_loop.post,
+                look=self.engine_loop.look,
+                before_long_steps=self.engine_loop.before_long_steps,
             )
             undo.pop_all()
 
@@ -212,11 +256,17 @@ class LocalBackend:
         check_prompt_size(text, self.model, self.n_ctx)
         return self.model.tokenize(text)
 
-    def _read_only(self, tokens: NDArray[np.int32], namespace: str) -> None:
+    def _read_only(self, tokens: NDArray[np.int32], namespace: str, adapters: Scales | None) -> None:
         """Have a prompt computed, for its state alone. The token after it is drawn and dropped."""
         # The last token is doubled: what is fed to draw from is not kept.
         prompt = [*tokens.tolist(), int(tokens[-1])]
-        request = Request(prompt=prompt, max_tokens=1, sampling=Sampling(temperature=0), namespace=namespace)
+        request = Request(
+            prompt=prompt,
+            max_tokens=1,
+            sampling=Sampling(temperature=0),
+            namespace=namespace,
+            adapters=adapters,
+        )
         with Stream(one_request(request), self.submit) as stream:
             stream.reply()
 

@@ -11,7 +11,7 @@ import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from perdure.checks import is_whole
 from perdure.errors import InvalidInputError
@@ -47,10 +47,16 @@ class Settings:
     sessions: Path | None = None
     """A folder for the store, instead of the one under `home`."""
 
+    ollama_models: tuple[Path, ...] = ()
+    """Folders where Ollama keeps models on this machine."""
+    lm_studio_models: tuple[Path, ...] = ()
+    """The same for LM Studio."""
     gpu_layers: int | Literal["auto"] = "auto"
+    """How many layers of a model go to the GPU, where there is one."""
+    cpu_experts: int | Literal["all", "auto"] = "auto"
+    """Of how many layers the experts stay in the machine's memory."""
     engine: str | None = None
     """The backend of the library that is fetched where there is none; "auto" is the best for the machine."""
-    """How many layers of a model go to the GPU, where there is one."""
 
     @property
     def models(self) -> Path:
@@ -74,6 +80,8 @@ class Setting:
     name: str
     kind: type[str] | type[int] | type[float] | type[bool] | type[list[str]]
     about: str
+    words: tuple[str, ...] = ()
+    """What it may be besides."""
 
     @property
     def variable(self) -> str:
@@ -94,20 +102,30 @@ _REPLY = (options_of(RequestOptions)["max_tokens"], *options_of(Sampling).values
 SETTINGS = (
     Setting("model", str, "the model to use when none is named"),
     Setting("store", str, "folder of the sessions"),
-    Setting("ctx", int, "context size in tokens"),
+    Setting("ctx", int, "context size in tokens, or auto for what fits", ("auto",)),
+    Setting("kv_type", str, "type of the K/V cache: f16, q8_0, q4_0, or one for each as K:V"),
     *(Setting(each.name, _FILE_KINDS.get(each.kind, list), each.help) for each in _REPLY),
     Setting("overflow", str, "what a full context means in chat: error, drop_oldest, shift or fold"),
     Setting("host", str, "address that the server listens on"),
     Setting("port", int, "port that the server listens on"),
-    Setting("slots", int, "requests that the server serves at once"),
+    Setting("slots", int, "requests that the server serves at once, or auto for what fits", ("auto",)),
     Setting("queue", int, "requests that may wait for the server"),
     Setting("threads", int, "threads of the server's engine"),
     Setting("engine", str, "library to fetch first: cpu, vulkan, cuda, cuda12, metal, or auto for the best"),
-    Setting("gpu_layers", str, "layers on the GPU: a number, or auto for as many as fit"),
+    Setting("gpu_layers", int, "layers on the GPU: a number, or auto for as many as fit", ("auto",)),
+    Setting(
+        "cpu_experts",
+        int,
+        "layers whose experts the CPU computes: a number, all, or auto for as few as must",
+        ("all", "auto"),
+    ),
     Setting("alias", list, "further names of the server's model"),
     Setting("allow_host", list, "further host names of the server"),
     Setting("cors", list, "sites whose pages may use the server"),
     Setting("strict", bool, "whether the server refuses fields that are not known"),
+    Setting(
+        "stable_prefix", bool, "whether the server moves text that changes at every turn behind the rest"
+    ),
     Setting("log_level", str, "least level of the server's log: debug, info, warning or error"),
     Setting("log_text", bool, "whether the server's log has messages and replies"),
     Setting("body_bytes", int, "most bytes of a request to the server"),
@@ -134,20 +152,24 @@ def settings() -> Settings:
         llama=Path(llama).expanduser() if llama else None,
         llama_variant=os.environ.get("PERDURE_LLAMA_VARIANT") or None,
         sessions=Path(str(store.value)).expanduser() if store else None,
-        gpu_layers=_layers(chosen["gpu_layers"]) if "gpu_layers" in chosen else "auto",
+        ollama_models=_ollama_models(),
+        lm_studio_models=_lm_studio_models(),
+        gpu_layers=cast("int | Literal['auto']", _count(chosen, "gpu_layers")),
+        cpu_experts=cast("int | Literal['all', 'auto']", _count(chosen, "cpu_experts")),
         engine=str(chosen["engine"].value) if "engine" in chosen else None,
     )
 
 
-def _layers(chosen: Choice) -> int | Literal["auto"]:
-    text = str(chosen.value)
-    if text == "auto":
+def _count(chosen: dict[str, Choice], name: str) -> int | str:
+    """A whole number from 0, or a word: "auto" where nobody chose."""
+    if name not in chosen:
         return "auto"
-    if not text.isdecimal():
-        raise InvalidInputError(
-            f'{chosen.origin}: gpu_layers is "auto" or a whole number from 0, got {chosen.value!r}'
-        )
-    return int(text)
+    value, origin = chosen[name].value, chosen[name].origin
+    if isinstance(value, str):
+        return value
+    if not is_whole(value) or value < 0:
+        raise InvalidInputError(f"{origin}: {name} is from 0, got {value!r}")
+    return value
 
 
 def choices() -> dict[str, Choice]:
@@ -202,9 +224,12 @@ def parse_setting(name: str, value: object, origin: str | None = None) -> Value:
     A text, as it comes from the environment, may stand for any kind: several texts have commas between them.
     """
     setting = find_setting(name, origin)
+    if isinstance(value, str) and value in setting.words:
+        return value
     if (found := _of_kind(setting.kind, value)) is None:
         where = f"{origin}: " if origin else ""
-        raise InvalidInputError(f"{where}{name} is {_KINDS[setting.kind]}, got {value!r}")
+        wanted = " or ".join((_KINDS[setting.kind], *setting.words))
+        raise InvalidInputError(f"{where}{name} is {wanted}, got {value!r}")
     return found
 
 
@@ -233,6 +258,24 @@ def _of_kind(kind: type, value: object) -> Value | None:
     except ValueError:
         return None
     return value if isinstance(value, (str, int, float)) and type(value) is kind else None
+
+
+def _ollama_models() -> tuple[Path, ...]:
+    """Where Ollama keeps models: as its own variable says, or below the user's home or its service's."""
+    if given := os.environ.get("OLLAMA_MODELS"):
+        return (Path(given).expanduser(),)
+    return (Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models"))
+
+
+def _lm_studio_models() -> tuple[Path, ...]:
+    """Where LM Studio keeps models: it notes its folder in a file, where that is not the usual one."""
+    home = Path.home()
+    try:
+        pointed = [Path((home / ".lmstudio-home-pointer").read_text(encoding="utf-8").strip())]
+    except (OSError, ValueError):
+        pointed = []
+    usual = [home / ".lmstudio", home / ".cache" / "lm-studio"]
+    return tuple(dict.fromkeys(folder / "models" for folder in (*pointed, *usual)))
 
 
 def _home() -> Path:

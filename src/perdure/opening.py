@@ -14,18 +14,20 @@ from perdure.backend import Backend, BackendKeywords, LocalBackend
 from perdure.chat.template.template import Template
 from perdure.config import N_CTX, QUEUE, SLOTS
 from perdure.engine import registry
+from perdure.engine.adapters import absolute_names, absolute_scales
 from perdure.engine.contract import LoadingKeywords
+from perdure.engine.kv_loss import parse_kv_type
 from perdure.engine.model import Model as ModelContract
 from perdure.errors import InvalidInputError, StoreLockedError
 from perdure.options import refuse_unknown
 from perdure.runtime import Runtime
 from perdure.store.owner import StoreLock
 from perdure.worker.attached import Link, check_settings, hold_or_attach
+from perdure.worker.process import RestartPolicy
 from perdure.worker.remote import RemoteBackend
-from perdure.worker.restart_policy import RestartPolicy
 
 _RESOURCES = frozenset(
-    {"slots", "swap_slots", "queue", "stall", "cache", "store_bytes", "threads", "n_batch"}
+    {"slots", "swap_slots", "queue", "stall", "cache", "store_bytes", "threads", "n_batch", "force_kv"}
 )
 """Settings that do not change what a reply is: whoever has the store chooses them."""
 
@@ -35,7 +37,7 @@ class BackendOptions:
     """Which engine is wanted: for one of this process, or to compare with that of another."""
 
     model: str | os.PathLike[str] | ModelContract | None
-    n_ctx: int | None = None
+    n_ctx: int | Literal["auto"] | None = None
     """None: whatever another process has, else the default."""
     loading: LoadingKeywords = field(default_factory=LoadingKeywords)
     settings: BackendKeywords = field(default_factory=BackendKeywords)
@@ -56,8 +58,9 @@ class BackendOptions:
     def build(self, n_ctx: int = 0) -> Backend:
         """An engine for this process, for requests of at least so many tokens."""
         wanted = N_CTX if self.n_ctx is None else self.n_ctx
-        n_ctx = max(wanted, n_ctx) if n_ctx else wanted
-        settings: BackendKeywords = {**self.settings, "n_ctx": n_ctx}
+        if n_ctx:
+            wanted = n_ctx if wanted == "auto" else max(wanted, n_ctx)
+        settings: BackendKeywords = {**self.settings, "n_ctx": wanted}
         if self.isolated:
             policy = self.isolated if isinstance(self.isolated, RestartPolicy) else None
             source = cast("str | None", self.model)
@@ -66,9 +69,8 @@ class BackendOptions:
             )
         if self.loaded:
             return LocalBackend(cast(ModelContract, self.model), store=self.store, **settings)
-        own = registry.open_model(
-            cast("str | None", self.model), self.loading, n_ctx=n_ctx, slots=self.settings.get("slots", SLOTS)
-        )
+        cells = registry.cells(wanted, self.settings.get("slots", SLOTS), settings)
+        own = registry.open_model(cast("str | None", self.model), self.loading, cells=cells)
         try:
             return LocalBackend(own, own_model=True, store=self.store, **settings)
         except BaseException:
@@ -85,7 +87,7 @@ class BackendOptions:
                 f"{self._model_name()}: leave the model out to use that one, close that process, or choose "
                 "another store"
             )
-        check_settings(link, store, self.distinctive, self.n_ctx)
+        check_settings(link, store, self.distinctive, None if self.n_ctx == "auto" else self.n_ctx)
 
     def _is_model_of(self, link: Link) -> bool:
         ready = link.welcome.ready
@@ -141,8 +143,8 @@ def _opened(backend: Backend, make: Callable[[Backend], Runtime]) -> Runtime:
 def open(  # noqa: A001
     model: str | os.PathLike[str] | ModelContract | None = None,
     *,
-    n_ctx: int | None = None,
-    slots: int = SLOTS,
+    n_ctx: int | Literal["auto"] | None = None,
+    slots: int | Literal["auto"] = SLOTS,
     swap_slots: int | None = None,
     exact: bool = False,
     queue: int = QUEUE,
@@ -156,38 +158,54 @@ def open(  # noqa: A001
     devices: Sequence[str] | None = None,
     tensor_split: Sequence[float] | None = None,
     kv_offload: bool | None = None,
+    cpu_experts: int | Literal["all", "auto"] | None = None,
     threads: int | None = None,
     n_batch: int | None = None,
     shared: bool | None = None,
     k_type: str | None = None,
     v_type: str | None = None,
+    kv_type: str | None = None,
+    force_kv: bool = False,
     flash: bool | None = None,
     swa_full: bool | None = None,
     rope_freq_base: float | None = None,
     rope_freq_scale: float | None = None,
+    adapters: Mapping[str, float] | None = None,
+    adapter_names: Mapping[str, str | os.PathLike[str]] | None = None,
+    adapter_files: bool | None = None,
     **unknown: Never,
 ) -> Runtime:
     """A runtime on a model: a file, a name, a loaded model, or the default one.
 
     `n_ctx` is what one request can hold, 4096 tokens unless you choose; `slots` is how many are served at
-    once, and up to `queue` more wait. `swap_slots` more conversations keep their state on the device
-    between two requests: a few where it has room, and none on a CPU, unless you say how many. While others
-    wait, a prompt is computed in chunks of about `stall` seconds. `cache` is how many bytes of state are
-    kept between requests, 0 for none; `store` is a folder where that state, and every session, outlives the
-    process, and `store_bytes` bounds it: where another process has that folder open, its engine is used
-    instead of a second one. `template` is a chat template to use instead of the model's own: a name or a
-    file. With `exact`, a reply does not depend in the last bit on who else is served. With `isolated`, the
-    engine is in a process of its own that may die and is started again; a `RestartPolicy` says when and
-    how. `gpu_layers`, `devices`, `tensor_split` and `kv_offload` are those of `Model`; what follows them is
-    as for `Model.context`. None is the default of whoever it is for.
+    once, and up to `queue` more wait; "auto" for either is what fits into the memory that is there (`fit`).
+    `swap_slots` more conversations keep their state on the device between two requests: a few where it has
+    room, and none on a CPU, unless you say how many. While others wait, a prompt is computed in chunks of
+    about `stall` seconds. `cache` is how many bytes of state are kept between requests, 0 for none; `store`
+    is a folder where that state, and every session, outlives the process, and `store_bytes` bounds it:
+    where another process has that folder open, its engine is used instead of a second one. `template` is a
+    chat template to use instead of the model's own: a name or a file. With `exact`, a reply does not depend
+    in the last bit on who else is served. With `isolated`, the engine is in a process of its own that may
+    die and is started again; a `RestartPolicy` says when and how. `gpu_layers`, `devices`, `tensor_split`,
+    `kv_offload` and `cpu_experts` are those of `Model`; what follows them is as for `Model.context`.
+    `kv_type` is the type of K and V in one word (`q8_0`, or `q8_0:f16` for K and V); what it costs the
+    model is measured once, and one that costs much is refused unless `force_kv`.
+    `adapters` are LoRAs and control vectors, files with their scales, for every reply that names no others;
+    `adapter_names` are files by the names that replies may use besides. With `adapter_files` False a reply
+    may use no other files. None is the default of whoever it is for.
     """
     # Before a model is fetched and loaded for nothing.
     refuse_unknown(unknown, open)
+    if kv_type is not None:
+        if k_type is not None or v_type is not None:
+            raise InvalidInputError("kv_type is k_type and v_type in one; leave it or those out")
+        k_type, v_type = parse_kv_type(kv_type)
     chosen = {
         "gpu_layers": gpu_layers,
         "devices": None if devices is None else tuple(devices),
         "tensor_split": None if tensor_split is None else tuple(tensor_split),
         "kv_offload": kv_offload,
+        "cpu_experts": cpu_experts,
     }
     loading = cast(LoadingKeywords, _given(chosen))
     settings: dict[str, Any] = {"slots": slots, "exact": exact, "queue": queue}
@@ -202,10 +220,14 @@ def open(  # noqa: A001
             "shared": shared,
             "k_type": k_type,
             "v_type": v_type,
+            "force_kv": force_kv or None,
             "flash": flash,
             "swa_full": swa_full,
             "rope_freq_base": rope_freq_base,
             "rope_freq_scale": rope_freq_scale,
+            "adapters": None if adapters is None else absolute_scales(adapters),
+            "adapter_names": None if adapter_names is None else absolute_names(adapter_names),
+            "adapter_files": adapter_files,
         }
     )
     options = BackendOptions(

@@ -32,6 +32,8 @@ class Option:
     name: str
     kind: type
     """float, int, bool, str, list (of texts) or dict."""
+    keys: type
+    """Of a dict: int for token ids, str for names."""
     default: Any
     help: str
     low: float | None
@@ -108,21 +110,28 @@ class Option:
         return value
 
     def gather(self, texts: Iterable[str]) -> Any:
-        """The value that several texts make: a tuple of them, or a mapping of TOKEN=NUMBER to biases."""
+        """The value that several texts make: a tuple of them, or a mapping of TOKEN=NUMBER to biases, or of
+        NAME=NUMBER to scales."""
         if self.kind is not dict:
             return tuple(text.encode().decode("unicode_escape") if "\\" in text else text for text in texts)
-        pairs = {}
+        pairs: dict[Any, float] = {}
         for text in texts:
-            token, _, number = text.partition("=")
+            key, _, number = text.rpartition("=")
             try:
-                bias = float(number)
-                pairs[int(token)] = bias if bias > -100 else -math.inf
+                if self.keys is str:
+                    pairs[key] = float(number)
+                else:
+                    bias = float(number)
+                    pairs[int(key)] = bias if bias > -100 else -math.inf
             except ValueError:
-                raise InvalidInputError(f"{self.name} is TOKEN=NUMBER, got {text!r}") from None
+                what = "NAME" if self.keys is str else "TOKEN"
+                raise InvalidInputError(f"{self.name} is {what}=NUMBER, got {text!r}") from None
         return pairs
 
     def to_json(self, value: Any) -> Any:
         """A value as JSON has it: what is ruled out has a bias of -100."""
+        if isinstance(value, Mapping) and self.keys is str:
+            return dict(value)
         if isinstance(value, Mapping):
             return {str(token): max(bias, -100.0) for token, bias in value.items()}
         return list(value) if isinstance(value, tuple) else value
@@ -131,6 +140,8 @@ class Option:
         """The value that JSON has; its kind was checked, the range is `check`'s."""
         if self.kind is list:
             return tuple(value)
+        if self.kind is dict and self.keys is str:
+            return dict(value)
         if self.kind is dict:
             return {self._token(key): bias if bias > -100 else -math.inf for key, bias in value.items()}
         return value
@@ -154,6 +165,12 @@ class Option:
         if self.kind is list:
             few = isinstance(value, (tuple, list)) and (self.items is None or len(value) <= self.items)
             return few and all(isinstance(each, str) and each != "" and self._is_text(each) for each in value)
+        if self.keys is str:
+            few = isinstance(value, Mapping) and (self.items is None or len(value) <= self.items)
+            return few and all(
+                isinstance(name, str) and name != "" and is_number(number) and self._in_range(number)
+                for name, number in value.items()
+            )
         # How many entries a client may send is for its protocol to check: those of our own come on top.
         return isinstance(value, Mapping)
 
@@ -243,11 +260,21 @@ def _read(kind: type) -> Mapping[str, Option]:
         options[each.name] = Option(
             **{**said, "name": name, "ollama": said["ollama"] or name, "high": high},
             kind=plain,
+            keys=_keys(hints[each.name]),
             default=default,
             optional=optional,
             choices=choices,
         )
     return options
+
+
+def _keys(hint: Any) -> type:
+    """What the keys of a mapping are."""
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = (each for each in get_args(hint) if each is not NoneType)
+    origin = get_origin(hint)
+    named = isinstance(origin, type) and issubclass(origin, Mapping) and get_args(hint)[0] is str
+    return str if named else int
 
 
 def _plain(hint: Any) -> tuple[type, tuple[str, ...], bool]:
@@ -279,6 +306,7 @@ PEERS = {
     "type_v": "v_type",
     "cache_type_k": "k_type",
     "cache_type_v": "v_type",
+    "n_cpu_moe": "cpu_experts",
     "flash_attn": "flash",
     "chat_format": "template",
     "chat_template": "template",

@@ -1,10 +1,11 @@
 """Every public name, from where it is defined. `import perdure` has them all."""
 
+from perdure.chat.difference import Difference, Miss
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.chat.template.template import Template
 from perdure.decode.choice import Choice
-from perdure.decode.embedding import Embeddings
+from perdure.decode.embedding import Embeddings, RankedText
 from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
 from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.slots import KeptPrefix, Plan, ReuseReport
@@ -14,6 +15,7 @@ from perdure.decode.stream import Stream
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import Embedder, Pooling
+from perdure.engine.llama.fit import fit, fit_all
 from perdure.engine.llama.model import Model
 from perdure.engine.logits import Candidate, LogitsView
 from perdure.engine.state import Checkpoint
@@ -61,8 +63,10 @@ from perdure.errors import (
     TokenError,
     UnsupportedSystemError,
 )
+from perdure.evaluation.evaluate import Evaluation, evaluate
 from perdure.identity import Identity
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
+from perdure.models.fit import Fit
 from perdure.opening import open  # noqa: A004
 from perdure.request_options import Sampling
 from perdure.runtime import Runtime
@@ -90,13 +94,16 @@ __all__ = [
     "DecodeCancelled",
     "DecodeError",
     "Delta",
+    "Difference",
     "Embedder",
     "Embeddings",
     "EngineDiedError",
     "EngineError",
     "EngineLibraryError",
+    "Evaluation",
     "Feed",
     "FetchError",
+    "Fit",
     "FullAttention",
     "Grammar",
     "GrammarError",
@@ -110,6 +117,7 @@ __all__ = [
     "LogitsView",
     "MemorySpec",
     "Message",
+    "Miss",
     "Model",
     "ModelError",
     "ModelFileError",
@@ -122,6 +130,7 @@ __all__ = [
     "Plan",
     "Pooling",
     "QuotaError",
+    "RankedText",
     "Recurrent",
     "Reply",
     "ReuseReport",
@@ -157,5 +166,8 @@ __all__ = [
     "Turn",
     "UnsupportedSystemError",
     "Usage",
+    "evaluate",
+    "fit",
+    "fit_all",
     "open",
 ]

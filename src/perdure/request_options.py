@@ -199,6 +199,15 @@ class RequestOptions:
         None, low=0, help="log probabilities of the prompt, with the K likeliest tokens beside each"
     )
     ignore_eos: bool = option(False, help="never end a reply at the model's own end")
+    adapters: Mapping[str, float] | None = option(
+        None,
+        items=64,
+        low=-1e6,
+        high=1e6,
+        help="LoRAs and control vectors by name or file, each with its scale",
+        unset="those that the model was opened with",
+    )
+    """None: those of the runtime; an empty mapping: the model as it is."""
 
 
 # Beyond these a logit may leave the range of a float, and infinity less infinity is no number.

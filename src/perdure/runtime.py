@@ -16,21 +16,20 @@ import numpy as np
 from perdure.backend import Backend
 from perdure.cache.prefix_cache import PrefixCacheCalls
 from perdure.chat.chat_format import ChatFormat
-from perdure.chat.keywords import ChatKeywords, TurnKeywords
 from perdure.chat.message import Message, parse_messages
-from perdure.chat.options import ChatOptions
+from perdure.chat.options import ChatKeywords, ChatOptions, TurnKeywords
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.template.template import Template
+from perdure.checks import check_whole
 from perdure.decode.choice import Choice, Normalisation, OptionScoring
-from perdure.decode.embedding import EmbeddingFuture, Embeddings
-from perdure.decode.keywords import RequestKeywords
-from perdure.decode.request import Delta, Reply, Request, check_prompt_size
+from perdure.decode.embedding import EmbeddingFuture, Embeddings, RankedText, cut, ranked
+from perdure.decode.request import Delta, Reply, Request, RequestKeywords, check_prompt_size
 from perdure.decode.stream import Stream, one_request, result_of, submitted
+from perdure.engine.adapters import absolute_scales
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.errors import InvalidInputError, TokenError
-from perdure.sessions.memories import Memories
 from perdure.sessions.session import Session
-from perdure.sessions.sessions import Sessions
+from perdure.sessions.sessions import Memories, Sessions
 from perdure.store.owner import StoreLock
 from perdure.worker.attached import AttachedBackend
 from perdure.worker.listener import Listener
@@ -195,8 +194,11 @@ class Runtime:
 
         Further keywords are settings for each of its turns, as for `submit_chat`.
         """
+        chosen = dict(settings)
+        if (adapters := settings.get("adapters")) is not None:
+            chosen["adapters"] = absolute_scales(adapters)
         return self.sessions.open(
-            name, system=system, namespace=namespace, create=create, settings=dict(settings) or None
+            name, system=system, namespace=namespace, create=create, settings=chosen or None
         )
 
     async def asession(
@@ -259,24 +261,85 @@ class Runtime:
     ) -> OptionScoring:
         return OptionScoring(self.model, prompt, options, self._stream, by=by, namespace=namespace)
 
-    def embed(self, texts: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Embeddings:
+    def embed(
+        self,
+        texts: str | Tokens | Sequence[str] | Sequence[Tokens],
+        *,
+        prefix: str = "",
+        dimensions: int | None = None,
+    ) -> Embeddings:
         """The vectors of texts, or of one: each given as text or as token ids.
 
-        The same text has the same vector to the last bit, whoever else is served.
+        The same text has the same vector to the last bit, whoever else is served. `prefix` is put before each
+        text, such as the `search_query: ` that some models were trained with. `dimensions` keeps the first so
+        many numbers, at length 1 again: only for models that were trained for that.
         """
-        answer = self.submit_embed(texts)
+        self.check_dimensions(dimensions)
+        answer = self.submit_embed(texts, prefix=prefix)
         try:
-            return result_of(answer)
+            return cut(result_of(answer), dimensions)
         finally:
             answer.cancel()
 
-    async def aembed(self, texts: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Embeddings:
+    async def aembed(
+        self,
+        texts: str | Tokens | Sequence[str] | Sequence[Tokens],
+        *,
+        prefix: str = "",
+        dimensions: int | None = None,
+    ) -> Embeddings:
         """Like `embed`, for asyncio."""
-        return await asyncio.wrap_future(await submitted(lambda: self.submit_embed(texts)))
 
-    def submit_embed(self, texts: str | Tokens | Sequence[str] | Sequence[Tokens]) -> EmbeddingFuture:
+        def submit() -> EmbeddingFuture:
+            self.check_dimensions(dimensions)
+            return self.submit_embed(texts, prefix=prefix)
+
+        return cut(await asyncio.wrap_future(await submitted(submit)), dimensions)
+
+    def submit_embed(
+        self, texts: str | Tokens | Sequence[str] | Sequence[Tokens], *, prefix: str = ""
+    ) -> EmbeddingFuture:
         """Queue texts to be made vectors and return at once. Cancel what it gives to end that."""
-        return self.backend.embed([self._tokens(text, at) for at, text in enumerate(_texts(texts))])
+        if self.model.info.pair is not None:
+            raise InvalidInputError(
+                "this model scores pairs of texts and has no vector for one: use rank (POST /v1/rerank)"
+            )
+        return self.backend.embed([self._tokens(text, at, prefix) for at, text in enumerate(_texts(texts))])
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Refuse vectors of more numbers than the model's have."""
+        if dimensions is not None:
+            check_whole("dimensions", dimensions, 1, self.embedding_width)
+
+    def rank(self, query: str, documents: Sequence[str]) -> list[RankedText]:
+        """Documents, the best answer to a query first.
+
+        By the score of each pair where the model scores pairs (a reranker); else by the cosine of vectors.
+        """
+        answer = self.submit_rank(query, documents)
+        try:
+            return ranked(result_of(answer), scored=self.model.info.pair is not None)
+        finally:
+            answer.cancel()
+
+    async def arank(self, query: str, documents: Sequence[str]) -> list[RankedText]:
+        """Like `rank`, for asyncio."""
+        found = await asyncio.wrap_future(await submitted(lambda: self.submit_rank(query, documents)))
+        return ranked(found, scored=self.model.info.pair is not None)
+
+    def submit_rank(self, query: str, documents: Sequence[str]) -> EmbeddingFuture:
+        """Queue documents to be compared with a query: scores of pairs, or vectors with the query's at the
+        front. `rank` reads them."""
+        if isinstance(documents, str) or not len(documents):
+            raise InvalidInputError("rank takes a query and a list of documents")
+        pair = self.model.info.pair
+        if pair is None:
+            return self.submit_embed([query, *documents])
+        for at, text in enumerate([query, *documents]):
+            if not isinstance(text, str) or not text:
+                raise TokenError(f"text {at} is empty; a query and its documents are texts")
+            check_prompt_size(text, self.model, self.n_ctx)
+        return self.backend.embed([pair.tokens(self.model, query, document) for document in documents])
 
     @property
     def embedding_width(self) -> int:
@@ -286,12 +349,15 @@ class Runtime:
     def _stream(self, request: Request) -> Stream[Delta, Reply]:
         return Stream(one_request(request), self.backend.submit)
 
-    def _tokens(self, text: str | Tokens, at: int) -> Tokens:
+    def _tokens(self, text: str | Tokens, at: int, prefix: str = "") -> Tokens:
         if not isinstance(text, str):
+            if prefix:
+                raise InvalidInputError("a prefix goes before texts, not before tokens")
             return text
         if not text:
             # A mark that the model puts before every text is no text.
             raise TokenError(f"text {at} is empty; give at least one token")
+        text = prefix + text
         check_prompt_size(text, self.model, self.n_ctx)
         return self.model.tokenize(text)
 

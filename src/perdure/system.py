@@ -108,6 +108,22 @@ def own_memory(*, heap: bool = False) -> set[range]:
     return found
 
 
+def holders_of_deleted(path: Path) -> list[int]:
+    """Processes of this user that have a file open which is not there any more, where the system tells."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            links = (os.readlink(each) for each in (folder / "fd").iterdir())
+            if f"{os.path.realpath(path)} (deleted)" in links:
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def is_root() -> bool:
+    """Whether this process may do everything: files that it makes belong to root."""
+    return POSIX and os.geteuid() == 0
+
+
 def has_large_pages() -> bool:
     """Whether the system makes large pages of memory where it is asked to."""
     told = _text(Path("/sys/kernel/mm/transparent_hugepage/enabled"))

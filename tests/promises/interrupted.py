@@ -17,8 +17,7 @@ import numpy as np
 
 from inside import core_of
 from perdure import Model
-from perdure.engine.batch import Batch
-from perdure.engine.contract import Outcome
+from perdure.engine.contract import Batch, Outcome
 from promises.kinds import prompt
 
 

@@ -38,7 +38,7 @@ from perdure import (
     Stream,
 )
 from perdure.decode import engine_loop as module
-from perdure.decode.keywords import Processor
+from perdure.decode.request import Processor
 from perdure.engine.contract import Outcome
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 

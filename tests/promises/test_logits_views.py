@@ -33,8 +33,7 @@ from perdure import (
     StaleViewError,
     TokenError,
 )
-from perdure.engine.batch import Batch
-from perdure.engine.contract import Outcome
+from perdure.engine.contract import Batch, Outcome
 from perdure.engine.logits import Step
 from promises.kinds import FULL, Kind, prompt
 

@@ -23,9 +23,8 @@ from perdure import (
     StaleViewError,
     TokenError,
 )
-from perdure.engine.batch import Batch
 from perdure.engine.context.ledger import Undo
-from perdure.engine.contract import Outcome
+from perdure.engine.contract import Batch, Outcome
 from promises import bad_inputs, children
 from promises.kinds import FULL, KINDS, Kind, positions, prompt, row_after
 

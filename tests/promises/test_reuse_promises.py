@@ -539,6 +539,8 @@ class _Seen:
     def __init__(self, ctx: Any, memory: MemorySpec) -> None:
         self.identity = ctx.identity
         self.capabilities = ctx.capabilities
+        self.adapters = ctx.adapters
+        self.identity_of = ctx.identity_of
         self.memory = memory
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from perdure import system
 from perdure.errors import CorruptStateError, InvalidInputError
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.store.sqlite.backup import back_up, restore
@@ -65,7 +66,6 @@ SLOW = """
 import os, signal, sys
 from pathlib import Path
 import perdure.sessions.store.sqlite.backup as backup
-from perdure.store import durable
 steps = int(sys.argv[1])
 def stop(*args, **keywords):
     global steps
@@ -171,3 +171,20 @@ def test_backup_and_restore_as_commands(store: Path, tmp_path: Path) -> None:
         == 1
     )
     assert said(tmp_path / "new") == {"a": []}
+
+
+@pytest.mark.skipif(not system.is_root(), reason="only root makes folders that belong to root")
+def test_a_restore_by_root_says_whose_the_folder_is(store: Path, tmp_path: Path) -> None:
+    with Sessions(store) as sessions:
+        sessions.create("a")
+    for words in (("backup", str(store), "saved"), ("restore", "saved", "new")):
+        done = subprocess.run(
+            [sys.executable, "-m", "perdure.cli", *words],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=tmp_path,
+            env={**os.environ, "PERDURE_HOME": str(tmp_path / "home")},
+        )
+    assert "new belongs to root" in done.stderr
+    assert "chown -R USER: new" in done.stderr

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+import perdure
+from perdure import EngineError, StoreLockedError
+from perdure.testing.toy import ToyModel
+from perdure.worker import attached
 from sharing.programs import Program, hold_file, program
 
 
@@ -166,6 +172,44 @@ def test_the_socket_is_for_its_owner_alone(store: Path) -> None:
     # A path that is too long for a socket: it is elsewhere then.
     with program(long) as first, program(long) as second:
         assert second.ask("holder") == first.process.pid
+
+
+def test_a_program_that_is_stopped_keeps_nobody_waiting_for_its_tokenizer(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP of the one that has the engine: others are told, who comes anew too, and after SIGCONT all goes
+    on."""
+    monkeypatch.setattr(attached, "_SILENT", 1.0)
+    template = store.parent / "chat.jinja"
+    with (
+        program(store) as first,
+        perdure.open(ToyModel(), store=store, template=template) as second,
+    ):
+        assert second.backend.holder.pid == first.process.pid  # type: ignore[attr-defined]
+        os.kill(first.process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(EngineError, match="stopped or hangs"):
+                second.model.tokenize("Hello")
+            with pytest.raises(StoreLockedError, match="stopped or hangs"):
+                perdure.open(ToyModel(), store=store, template=template)
+        finally:
+            os.kill(first.process.pid, signal.SIGCONT)
+        assert second.session("s").say("Hello", max_tokens=2).kept
+        assert first.ask("turns", "s") == ["Hello"]
+
+
+def test_a_second_program_that_is_stopped_holds_up_nobody(store: Path) -> None:
+    """SIGSTOP of one whose reply is being written: the engine goes on, and so does it after SIGCONT."""
+    with program(store, pace=0.001) as first, program(store) as second:
+        second.tell("begin", "s", "long", 100)
+        assert second.hear() == {"begun": True}
+        os.kill(second.process.pid, signal.SIGSTOP)
+        try:
+            assert first.ask("say", "t", "hello")["kept"]
+        finally:
+            os.kill(second.process.pid, signal.SIGCONT)
+        assert second.hear()["kept"]
+        assert first.ask("turns", "s") == ["long"]
 
 
 def test_programs_that_start_at_once_share(store: Path) -> None:

@@ -8,7 +8,8 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,42 @@ def pid_now(rt: Runtime) -> int:
     found = remote(rt).health().pid
     assert found is not None
     return found
+
+
+@contextmanager
+def memory_group(process: int, limit: int) -> Iterator[None]:
+    """A control group in which the system kills a process that takes more memory than this."""
+    for root, most in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(root) / f"perdure-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / most).write_text(str(limit))
+            (group / "cgroup.procs").write_text(str(process))
+        except OSError:
+            group.rmdir()
+            continue
+        try:
+            yield
+        finally:
+            while (group / "cgroup.procs").read_text():
+                pass
+            group.rmdir()
+        return
+    pytest.skip("no control group can be made here")
+
+
+def test_an_engine_that_the_system_kills_for_its_memory_is_told_of_and_replaced(hold: Hold) -> None:
+    """Class 4: the OOM killer, by a limit of a control group."""
+    with isolated(restart_policy=QUICK) as rt:
+        check_serves(rt)
+        with memory_group(pid_now(rt), 64 << 20), pytest.raises(EngineDiedError) as raised:
+            rt.generate([65, LATER + EAT], **LONG)
+        assert raised.value.signal == "SIGKILL"
+        assert raised.value.kept > 0
+        check_serves(rt)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell")

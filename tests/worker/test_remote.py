@@ -35,8 +35,8 @@ from perdure.cache.tiers.disk import DiskTier
 from perdure.memory import MEMORY_KINDS, MemorySpec
 from perdure.testing.toy import ToyModel
 from perdure.worker import remote as module
-from perdure.worker.proxies.prefix_cache import RemotePrefixCache
-from perdure.worker.restart_policy import RestartPolicy
+from perdure.worker.process import RestartPolicy
+from perdure.worker.remote import RemotePrefixCache
 from worker.engines import HOLD, LATER, QUICK, Hold, isolated, pid, remote
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "seed": 0}

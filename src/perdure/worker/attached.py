@@ -18,10 +18,9 @@ from perdure.errors import ClosedError, EngineError, PerdureError, StoreLockedEr
 from perdure.store.owner import StoreLock, StoreOwner, read_owner
 from perdure.worker.connection import Connection
 from perdure.worker.listener import GREETING, Listener
-from perdure.worker.process import ExitInfo
+from perdure.worker.process import UNRESPONSIVE, ExitInfo, Health, State
 from perdure.worker.protocol import Leaving, Welcome
 from perdure.worker.remote import BackendClient
-from perdure.worker.restart_policy import UNRESPONSIVE, Health, State
 
 log = logging.getLogger("perdure.store")
 
@@ -33,6 +32,8 @@ _START = 300.0
 """Seconds for it to have its model loaded."""
 _QUEUE = 256
 """Requests that may wait while there is no engine."""
+_SILENT = 30.0
+"""Seconds of silence after which it is taken to be stopped: nobody waits for its tokenizer any longer."""
 _PATIENCE = 10.0
 """Seconds for it to answer once it is connected, and for what it leaves behind to be gone."""
 
@@ -183,7 +184,11 @@ class AttachedBackend(BackendClient):
 
     def _serve(self, link: Link) -> None:
         """Hand on what the other process says until it is gone."""
-        self._reader.read_all(link.connection, self._pending.handle, self._pending.end_overdue, seconds=_TICK)
+        self._reader.read_all(link.connection, self._pending.handle, self._end_late, seconds=_TICK)
+
+    def _end_late(self) -> None:
+        self._pending.end_overdue()
+        self._pending.end_unanswered(_SILENT, lambda: EngineError(_silent(self._link.holder)))
 
     def _handle_other(self, message: Any) -> None:
         if isinstance(message, Leaving):
@@ -212,7 +217,8 @@ class AttachedBackend(BackendClient):
                 self._link = link
                 self._moves += 1
                 self._since = time.monotonic()
-                self.n_ctx, self.slots = link.welcome.ready.n_ctx, link.welcome.ready.slots
+                ready = link.welcome.ready
+                self.n_ctx, self.slots, self.exact = ready.n_ctx, ready.slots, ready.exact
                 if self._closing.is_set():
                     link.connection.close()
                     return False
@@ -308,7 +314,7 @@ def _greeted(
     connection: Connection, holder: StoreOwner, locked: StoreLockedError | None = None
 ) -> Link | None:
     try:
-        greeting = connection.receive(_PATIENCE)
+        greeting = connection.receive(_SILENT)
         if greeting != GREETING:
             connection.close()
             raise StoreLockedError(
@@ -316,11 +322,23 @@ def _greeted(
                 "shared"
             )
         welcome = connection.receive(_START)
-    except (EOFError, TimeoutError):
+    except EOFError:
         connection.close()
         return None
+    except TimeoutError:
+        connection.close()
+        if locked is None:
+            return None
+        raise StoreLockedError(_silent(holder)) from None
     assert isinstance(welcome, Welcome)
     return Link(connection=connection, welcome=welcome, holder=holder)
+
+
+def _silent(holder: StoreOwner) -> str:
+    return (
+        f"{holder}, which has the store, has not answered for {_SILENT:g} seconds: it is stopped or hangs. "
+        "Let it go on (kill -CONT), or end it"
+    )
 
 
 def _built(build: Callable[[], Backend]) -> Backend:

@@ -106,7 +106,8 @@ def main(fd: int) -> None:
 
 
 def _build(setup: Setup) -> LocalBackend:
-    cells = registry.cells(setup.settings.get("n_ctx", N_CTX), setup.settings.get("slots", SLOTS))
+    settings = setup.settings
+    cells = registry.cells(settings.get("n_ctx", N_CTX), settings.get("slots", SLOTS), settings)
     engine: registry.Engine = registry.imported(setup.engine)
     model = engine.open(setup.model, cells=cells, **setup.loading)
     try:

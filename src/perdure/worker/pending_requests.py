@@ -187,6 +187,7 @@ class PendingCall:
         self.call = call
         self.tries = 0
         self.answer = answer
+        self.asked = time.monotonic()
 
     def resolve(self, value: Any = None, error: Exception | None = None) -> None:
         # Whoever asked may have given up just now.
@@ -400,6 +401,19 @@ class PendingRequests:
                 pending.read = count
             elif (call := self._calls.get(id_)) is not None and isinstance(call.answer, EmbeddingFuture):
                 call.answer.tokens_read = count
+
+    def end_unanswered(self, seconds: float, error: Callable[[], Exception]) -> None:
+        """End calls of the tokenizer that wait for an engine's process which has said nothing for so long.
+        They need no step of the engine, so nothing that it does keeps them waiting."""
+        now = time.monotonic()
+        if now - self.heard < seconds:
+            return
+        with self._changing:
+            calls = [] if self._connection is None else list(self._calls.values())
+        for call in calls:
+            if call.call.target in ("model", "tables") and now - call.asked > seconds:
+                call.resolve(error=error())
+        self._sweep()
 
     def end_overdue(self) -> None:
         """End whose time is up though the engine did not see to it, and who gave up while it was gone."""

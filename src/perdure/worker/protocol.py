@@ -112,6 +112,7 @@ class Ready:
 
     n_ctx: int
     slots: int
+    exact: bool
     n_vocab: int
     memory: MemorySpec
     info: ModelInfo

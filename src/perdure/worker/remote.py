@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Concatenate, Unpack
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Concatenate, Protocol, Unpack
 
 import numpy as np
 
 from perdure import system
 from perdure.backend import Backend, BackendKeywords
+from perdure.cache.block import Block
+from perdure.cache.cache_view import BlockInfo, PrefixRun, SlotState
+from perdure.cache.prefix_cache import CacheStats, PrefixCacheCalls
 from perdure.config import QUEUE
 from perdure.decode.embedding import EmbeddingFuture
 from perdure.decode.request import Request
+from perdure.decode.slots import KeptPrefix, Plan, ReuseReport, TierUsage
 from perdure.decode.stream import OutputQueue, result_of
 from perdure.engine import registry
-from perdure.engine.contract import LoadingKeywords, Tokens
+from perdure.engine.adapters import Scales
+from perdure.engine.contract import LoadingKeywords, Tokenizer, Tokens, check_token
 from perdure.errors import InvalidInputError
+from perdure.identity import Identity
+from perdure.memory import MemorySpec
 from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests, packed
-from perdure.worker.protocol import P, Ready, Setup, T, Target
-from perdure.worker.proxies.prefix_cache import RemotePrefixCache
-from perdure.worker.proxies.tokenizer import RemoteTokenizer
-from perdure.worker.restart_policy import Health, RestartPolicy
+from perdure.worker.process import Health, RestartPolicy
+from perdure.worker.protocol import Ask, P, Ready, Setup, T, Tables, Target
 from perdure.worker.supervisor import Supervisor
 
 _PATIENCE = 5.0
@@ -57,6 +65,7 @@ class BackendClient:
         """What the engine says about itself."""
         self.n_ctx = about.n_ctx
         self.slots = about.slots
+        self.exact = about.exact
         self.model = RemoteTokenizer(about, self._ask)
         self.cache = RemotePrefixCache(self._ask)
 
@@ -159,3 +168,151 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (str, bytes, list, tuple, set, frozenset, dict, array, np.ndarray)):
         return value
     return list(value) if isinstance(value, Iterable) else value
+
+
+# Remote prefix cache: `rt.cache` of an engine in another process.
+
+
+class RemotePrefixCache:
+    """The calls of `PrefixCache`, made over there."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    def warm(
+        self,
+        prompt: str | Iterable[int],
+        *,
+        labels: Iterable[str] = (),
+        namespace: str = "",
+        adapters: Scales | None = None,
+    ) -> KeptPrefix:
+        return self._ask(
+            "cache", PrefixCacheCalls.warm, prompt, labels=labels, namespace=namespace, adapters=adapters
+        )
+
+    def records(
+        self,
+        labels: Iterable[str] | None = None,
+        *,
+        namespace: str = "",
+        limit: int | None = None,
+        after: str | None = None,
+    ) -> list[KeptPrefix]:
+        return self._ask(
+            "cache", PrefixCacheCalls.records, labels, namespace=namespace, limit=limit, after=after
+        )
+
+    def blocks(
+        self, *, namespace: str = "", limit: int | None = None, after: str | None = None
+    ) -> list[BlockInfo]:
+        return self._ask("cache", PrefixCacheCalls.blocks, namespace=namespace, limit=limit, after=after)
+
+    def clear(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> int:
+        return self._ask("cache", PrefixCacheCalls.clear, labels, namespace=namespace)
+
+    def plan(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> Plan:
+        return self._ask("cache", PrefixCacheCalls.plan, tokens, namespace=namespace, adapters=adapters)
+
+    def wake(
+        self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
+    ) -> ReuseReport:
+        return self._ask("cache", PrefixCacheCalls.wake, tokens, namespace=namespace, adapters=adapters)
+
+    def sleep(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> None:
+        self._ask("cache", PrefixCacheCalls.sleep, tokens, namespace=namespace, adapters=adapters)
+
+    def save(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> None:
+        self._ask("cache", PrefixCacheCalls.save, tokens, namespace=namespace, adapters=adapters)
+
+    def pack(
+        self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
+    ) -> tuple[Identity, list[Block]]:
+        return self._ask("cache", PrefixCacheCalls.pack, tokens, namespace=namespace, adapters=adapters)
+
+    def unpack(
+        self,
+        identity: Identity,
+        blocks: Sequence[Block],
+        *,
+        namespace: str = "",
+        adapters: Scales | None = None,
+    ) -> int:
+        return self._ask(
+            "cache", PrefixCacheCalls.unpack, identity, blocks, namespace=namespace, adapters=adapters
+        )
+
+    def held(
+        self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
+    ) -> dict[str, TierUsage]:
+        return self._ask("cache", PrefixCacheCalls.held, tokens, namespace=namespace, adapters=adapters)
+
+    def runs(
+        self, parent: str | None = None, *, namespace: str = "", limit: int = 100, after: int = 0
+    ) -> list[PrefixRun] | None:
+        return self._ask(
+            "cache", PrefixCacheCalls.runs, parent, namespace=namespace, limit=limit, after=after
+        )
+
+    def slots(self) -> list[SlotState]:
+        return self._ask("cache", PrefixCacheCalls.slots)
+
+    def identity(self) -> Identity:
+        return self._ask("cache", PrefixCacheCalls.identity)
+
+    def stats(self) -> CacheStats:
+        return self._ask("cache", PrefixCacheCalls.stats)
+
+
+# Text and tokens, asked of the engine's process.
+
+
+class TableCalls(Protocol):
+    """What is asked about the vocabulary as a whole."""
+
+    def all(self) -> Tables: ...
+
+
+class RemoteTokenizer:
+    """What a model says about text and about itself. What is asked token by token comes from tables that
+    are fetched once, when they are first needed."""
+
+    def __init__(self, about: Ready, ask: Ask) -> None:
+        self.n_vocab = about.n_vocab
+        self.memory: MemorySpec = about.memory
+        self.info = about.info
+        self.metadata: Mapping[str, str] = MappingProxyType(dict(about.metadata))
+        self.digest = about.digest
+        self.path = None if about.path is None else Path(about.path)
+        self._ask = ask
+
+    def tokenize(self, text: str, *, special: bool = False, bos: bool = True) -> list[int]:
+        return self._ask("model", Tokenizer.tokenize, text, special=special, bos=bos)
+
+    def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
+        return self._ask("model", Tokenizer.detokenize, list(tokens), special=special)
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        tables = self._tables
+        return (tables.special_pieces if special else tables.pieces)[self._check(token)]
+
+    def is_end(self, token: int) -> bool:
+        return self._check(token) in self._tables.ends
+
+    def is_control(self, token: int) -> bool:
+        return self._check(token) in self._tables.controls
+
+    @property
+    def ends(self) -> frozenset[int]:
+        return self._tables.ends
+
+    @property
+    def controls(self) -> frozenset[int]:
+        return self._tables.controls
+
+    @functools.cached_property
+    def _tables(self) -> Tables:
+        return self._ask("tables", TableCalls.all)
+
+    def _check(self, token: int) -> int:
+        return check_token(token, self.n_vocab)

@@ -121,6 +121,7 @@ class RequestService:
         return Ready(
             n_ctx=self._backend.n_ctx,
             slots=self._backend.slots,
+            exact=self._backend.exact,
             n_vocab=model.n_vocab,
             memory=model.memory,
             info=model.info,

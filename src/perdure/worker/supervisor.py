@@ -11,9 +11,8 @@ from typing import Any
 from perdure.errors import ClosedError, EngineDiedError, EngineError, ModelFileError
 from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests
-from perdure.worker.process import ExitInfo, Process
+from perdure.worker.process import UNRESPONSIVE, ExitInfo, Health, Process, RestartPolicy, State
 from perdure.worker.protocol import Close, Failed, Line, Ready, Setup
-from perdure.worker.restart_policy import UNRESPONSIVE, Health, RestartPolicy, State
 
 log = logging.getLogger("perdure.worker")
 
