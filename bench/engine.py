@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 import tempfile
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bench.child import Child, PeerMissingError
-from bench.harness import Bench, Figure, Gauge, Measure, Run, at_least, at_most
+from bench.harness import Bench, Figure, Gauge, Measure, Run, Target, at_least, at_most
 from bench.processes import headers
 
 MIB = 1 << 20
@@ -135,8 +136,8 @@ def fill(run: Run) -> Iterator[Figure]:
     from llama_cpp._internals import LlamaBatch
 
     from perdure import Model
-    from perdure.engine.batch import Batch, BatchPart
-    from perdure.engine.context.rows import outputs
+    from perdure.engine.context.ledger import outputs
+    from perdure.engine.contract import Batch, BatchPart
 
     context = Model(model_path()).context(n_ctx=STEP, threads=1)
     ours, peer = Batch(STEP), LlamaBatch(n_tokens=STEP, embd=0, n_seq_max=1, verbose=False)
@@ -199,16 +200,48 @@ def header(run: Run) -> Iterator[Figure]:
 
 def builds(run: Run) -> Iterator[Figure]:
     """The fetched library against the one that llama-cpp-python compiled here, both under our engine."""
-    from perdure import libraries
     from perdure.engine.llama.native.source import llama_cpp_python
 
     compiled = llama_cpp_python()
     if compiled is None:
         raise PeerMissingError("llama-cpp-python")
-    folders = (libraries.install().folder, compiled.folder)
+    yield from _libraries(run, compiled.folder, "compiled by llama-cpp-python", at_least(1.0))
+
+
+def versions(run: Run) -> Iterator[Figure]:
+    """The fetched library against the newest llama.cpp on PyPI, both under our engine; then the newest one
+    under our engine against a bare loop on it."""
+    found = importlib.util.find_spec("xllamacpp")
+    if found is None or found.origin is None:
+        raise PeerMissingError("xllamacpp")
+    newest = Path(found.origin).parent
+    # Which version is faster is llama.cpp's affair: one that is half as fast is worth a look.
+    yield from _libraries(run, newest, "xllamacpp's", at_least(0.5))
+    count = run.pick(32, 16)
+    with ExitStack() as held:
+        ours, bare = (_loop(held, kind, PERDURE_LLAMA=str(newest)) for kind in ("ours", "bare"))
+        _agree(ours, bare, "decode", count=count)
+        yield run.compare(
+            f"decode, {count} tokens one by one, xllamacpp's library",
+            ours=_rate(ours, count, "decode", count=count),
+            peer=_rate(bare, count, "decode", count=count),
+            against="a bare llama_decode loop",
+            unit="tok/s",
+            gauge=Gauge.RATE,
+            target=at_least(0.98),
+            repeats=run.pick(41, 15),
+        )
+
+
+def _libraries(run: Run, other: Path, against: str, target: Target) -> Iterator[Figure]:
+    """Prefill and decoding of the fetched library beside another one."""
+    from perdure import libraries
+
     tokens, count = TOKENS[: run.pick(STEP, 64)], run.pick(32, 16)
     with ExitStack() as held:
-        fetched, peer = (_loop(held, "ours", PERDURE_LLAMA=str(folder)) for folder in folders)
+        fetched, peer = (
+            _loop(held, "ours", PERDURE_LLAMA=str(folder)) for folder in (libraries.install().folder, other)
+        )
         for name, work, call, arguments in (
             (f"prefill of {len(tokens)} tokens, fetched library", len(tokens), "prefill", {"tokens": tokens}),
             (f"decode, {count} tokens one by one, fetched library", count, "decode", {"count": count}),
@@ -219,10 +252,10 @@ def builds(run: Run) -> Iterator[Figure]:
                 name,
                 ours=_rate(fetched, work, call, **arguments),
                 peer=_rate(peer, work, call, **arguments),
-                against="compiled by llama-cpp-python",
+                against=against,
                 unit="tok/s",
                 gauge=Gauge.RATE,
-                target=at_least(1.0),
+                target=target,
                 repeats=run.pick(15, 7),
             )
 
@@ -245,7 +278,7 @@ def busy(run: Run) -> Iterator[Figure]:
         )
 
 
-main = Bench("engine", (decode, prefill, builds, view, fill, memory, header, busy))
+main = Bench("engine", (decode, prefill, builds, versions, view, fill, memory, header, busy))
 
 
 def _loop(held: ExitStack, kind: str, **env: str) -> Child:

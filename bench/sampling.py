@@ -22,8 +22,7 @@ from bench.processes.device import tokens
 from bench.processes.library_sampler import LibrarySampler
 from bench.processes.timed_engine import TimedModel
 from perdure import Sampling
-from perdure.decode.sampling.sampler import Sampler
-from perdure.decode.sampling.together import CompiledChain, draw_together
+from perdure.decode.sampling.sampler import CompiledChain, Sampler, draw_together
 
 VOCABULARIES = (49_152, 128_256)
 STREAMS = (1, 64)

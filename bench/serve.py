@@ -125,6 +125,30 @@ def overhead(run: Run) -> Iterator[Figure]:
             )
 
 
+def direct_write(run: Run) -> Iterator[Figure]:
+    """The fast path of an event (`server/core/direct_write.py`), against uvicorn's own way."""
+    count, repeats = run.pick((128, 15), (32, 3))
+    with ExitStack() as held:
+        bare = Bare(held, build_of("ours"))
+        ours, plain = (Server(held, kind, bare) for kind in ("ours", "without-direct-write"))
+        for clients in (1, 8):
+            bodies = [_body(_user(f"Tell me a long story about {each}."), count) for each in TOPICS[:clients]]
+
+            def rate(side: Server, bodies: Sequence[dict[str, Any]] = bodies) -> float:
+                return len(bodies) * count / max(heard.end for heard in side.together(bodies))
+
+            yield run.compare(
+                f"tokens a second of {clients} clients together",
+                ours=functools.partial(rate, ours),
+                peer=functools.partial(rate, plain),
+                against="without direct write",
+                unit="tok/s",
+                gauge=Gauge.RATE,
+                target=at_least(1.02),
+                repeats=repeats,
+            )
+
+
 def crowding(run: Run) -> Iterator[Figure]:
     """The slowest first token in a hundred of short prompts, while a long prompt is read."""
     length, repeats = run.pick((2000, 2), (600, 1))
@@ -199,7 +223,7 @@ def _figures(
             )
 
 
-main = Bench("serve", (aggregate, turns, overhead, crowding))
+main = Bench("serve", (aggregate, turns, overhead, direct_write, crowding))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ _MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The sizes of a llama, and the type of its matrices (`q4_0` or `q8_0`)."""
+    """The sizes of a llama or a mixture of experts, and the type of its matrices (`q4_0` or `q8_0`)."""
 
     layers: int
     width: int
@@ -28,12 +29,43 @@ class Shape:
     kv_heads: int
     vocabulary: int
     type: str
+    experts: int = 0
+    """With experts it is a qwen3moe, each of them `inner` wide, of which `used` compute a token."""
+    used: int = 0
+    head: int = 0
+    """Values of a head, where that is not the width over the heads."""
 
 
 SMALL = Shape(layers=30, width=576, inner=1536, heads=9, kv_heads=3, vocabulary=49_152, type="q8_0")
 EIGHT_BILLION = Shape(
     layers=32, width=4096, inner=14_336, heads=32, kv_heads=8, vocabulary=128_256, type="q4_0"
 )
+MIXTURE = Shape(
+    layers=48,
+    width=2048,
+    inner=768,
+    heads=32,
+    kv_heads=4,
+    vocabulary=151_936,
+    type="q4_0",
+    experts=128,
+    used=8,
+    head=128,
+)
+"""As Qwen3 30B-A3B: 17 GB."""
+SMALL_MIXTURE = Shape(
+    layers=8,
+    width=512,
+    inner=256,
+    heads=8,
+    kv_heads=2,
+    vocabulary=8192,
+    type="q8_0",
+    experts=16,
+    used=4,
+    head=64,
+)
+"""The same in small, for a CPU: 65 MB."""
 
 
 def write(path: Path, shape: Shape) -> Path:
@@ -43,7 +75,7 @@ def write(path: Path, shape: Shape) -> Path:
     import gguf
 
     partly = path.with_suffix(".partly")
-    writer = gguf.GGUFWriter(partly, "llama")
+    writer = gguf.GGUFWriter(partly, "qwen3moe" if shape.experts else "llama")
     writer.add_context_length(1 << 17)
     writer.add_embedding_length(shape.width)
     writer.add_block_count(shape.layers)
@@ -52,24 +84,47 @@ def write(path: Path, shape: Shape) -> Path:
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(500_000.0)
-    writer.add_rope_dimension_count(shape.width // shape.heads)
+    head = shape.head or shape.width // shape.heads
+    writer.add_rope_dimension_count(head)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.used)
+        writer.add_expert_feed_forward_length(shape.inner)
     writer.add_vocab_size(shape.vocabulary)
     _add_words(writer, shape.vocabulary)
     matrices = _Matrices(shape.type)
-    keys = shape.width // shape.heads * shape.kv_heads
-    sizes = {
-        "attn_q": (shape.width, shape.width),
+    queries, keys = head * shape.heads, head * shape.kv_heads
+    sizes: dict[str, tuple[int, ...]] = {
+        "attn_q": (queries, shape.width),
         "attn_k": (keys, shape.width),
         "attn_v": (keys, shape.width),
-        "attn_output": (shape.width, shape.width),
+        "attn_output": (shape.width, queries),
+    }
+    inner = {
         "ffn_gate": (shape.inner, shape.width),
         "ffn_up": (shape.inner, shape.width),
         "ffn_down": (shape.width, shape.inner),
     }
-    named = {"token_embd": (shape.vocabulary, shape.width), "output": (shape.vocabulary, shape.width)}
+    if shape.experts:
+        sizes |= {f"{name}_exps": (shape.experts, *size) for name, size in inner.items()}
+    else:
+        sizes |= inner
+    named: dict[str, tuple[int, ...]] = {
+        "token_embd": (shape.vocabulary, shape.width),
+        "output": (shape.vocabulary, shape.width),
+    }
     named |= {f"blk.{at}.{name}": size for at in range(shape.layers) for name, size in sizes.items()}
-    for name, (rows, columns) in named.items():
-        writer.add_tensor(f"{name}.weight", matrices(rows, columns), raw_dtype=matrices.type)
+    for name, size in named.items():
+        writer.add_tensor(f"{name}.weight", matrices(*size), raw_dtype=matrices.type)
+    if shape.experts:
+        dice = np.random.default_rng(1)
+        for at in range(shape.layers):
+            router = dice.standard_normal((shape.experts, shape.width), np.float32)
+            writer.add_tensor(f"blk.{at}.ffn_gate_inp.weight", router)
+            for name in ("attn_q_norm", "attn_k_norm"):
+                writer.add_tensor(f"blk.{at}.{name}.weight", np.ones(head, np.float32))
     norms = ["output_norm", *(f"blk.{at}.{name}" for at in range(shape.layers) for name in _NORMS)]
     for name in norms:
         writer.add_tensor(f"{name}.weight", np.ones(shape.width, np.float32))
@@ -111,12 +166,14 @@ class _Matrices:
         self._values, self._bytes = gguf.GGML_QUANT_SIZES[self.type]
         self._spread = {"q4_0": 4.6, "q8_0": 74.0}[name]
         self._dice = np.random.default_rng(0)
-        self._made: dict[tuple[int, int], NDArray[np.uint8]] = {}
+        self._made: dict[tuple[int, ...], NDArray[np.uint8]] = {}
 
-    def __call__(self, rows: int, columns: int) -> NDArray[np.uint8]:
-        if (rows, columns) not in self._made:
-            blocks = self._dice.integers(0, 256, (rows * columns // self._values, self._bytes), np.uint8)
+    def __call__(self, *size: int) -> NDArray[np.uint8]:
+        if size not in self._made:
+            columns = size[-1]
+            count = math.prod(size) // self._values
+            blocks = self._dice.integers(0, 256, (count, self._bytes), np.uint8)
             scale = np.float16(columns**-0.5 / self._spread)
             blocks[:, :2] = np.frombuffer(scale.tobytes(), np.uint8)
-            self._made[rows, columns] = blocks.reshape(rows, columns // self._values * self._bytes)
-        return self._made[rows, columns]
+            self._made[size] = blocks.reshape(*size[:-1], columns // self._values * self._bytes)
+        return self._made[size]

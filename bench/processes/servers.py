@@ -177,16 +177,26 @@ class _Clients:
 
 # The processes.
 
+_OPTIONS = ("--ctx", str(N_CTX), "--slots", str(SLOTS), "--threads", str(THREADS))
+_PLAIN = "without-direct-write"
+
 
 def _ours(held: ExitStack, path: str, complaints: IO[str]) -> str:
     """`perdure serve`, as people run it."""
-    options = ("--ctx", str(N_CTX), "--slots", str(SLOTS), "--threads", str(THREADS))
-    return launched(held, complaints, path, "--no-store", *options)
+    return launched(held, complaints, path, "--no-store", *_OPTIONS)
 
 
-def launched(held: ExitStack, complaints: IO[str], path: str, *options: str) -> str:
+def _without_direct_write(held: ExitStack, path: str, complaints: IO[str]) -> str:
+    """The same, whose events go to the socket by uvicorn's own way."""
+    module = "bench.processes.servers"
+    return launched(held, complaints, path, "--no-store", *_OPTIONS, command=(module, _PLAIN))
+
+
+def launched(
+    held: ExitStack, complaints: IO[str], path: str, *options: str, command: Sequence[str] = ("perdure.cli",)
+) -> str:
     """Where `perdure serve` listens, with these options."""
-    process = _started(held, complaints, "perdure.cli", "serve", path, "--port", "0", *options)
+    process = _started(held, complaints, *command, "serve", path, "--port", "0", *options)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("address"):
@@ -271,7 +281,12 @@ def _started(held: ExitStack, complaints: IO[str], *arguments: str) -> subproces
     return process
 
 
-_KINDS = {"ours": _ours, "llama-server": _llama_server, "llama-cpp-python": _llama_cpp_python}
+_KINDS = {
+    "ours": _ours,
+    _PLAIN: _without_direct_write,
+    "llama-server": _llama_server,
+    "llama-cpp-python": _llama_cpp_python,
+}
 
 
 class LlamaServer:
@@ -344,6 +359,18 @@ class Bare:
         return self._numbers[streams]
 
 
+def serve_without_direct_write(arguments: Sequence[str]) -> None:
+    """The command, in this process, without the fast path of `server/core/direct_write.py`."""
+    from unittest import mock
+
+    from perdure.cli import main
+    from perdure.server.core import direct_write
+
+    sys.argv[1:] = arguments
+    with mock.patch.object(direct_write, "attach"), mock.patch.object(direct_write, "flush"):
+        main()
+
+
 def build_of(kind: str) -> str:
     """The bare loop of a server's build."""
     if kind == "llama-server" and not built_llama_server():
@@ -354,6 +381,8 @@ def build_of(kind: str) -> str:
 if __name__ == "__main__":
     if sys.argv[1] == "llama-server":
         serve({"open": LlamaServer().open})
+    elif sys.argv[1] == _PLAIN:
+        serve_without_direct_write(sys.argv[2:])
     else:
         library = Library()
         serve({"open": library.open, "step": library.step})

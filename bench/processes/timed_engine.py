@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.engine.batch import Batch
 from perdure.engine.context import Context
-from perdure.engine.contract import Adapter, Capabilities, Capture, Floats, Outcome
+from perdure.engine.contract import Adapter, Batch, Capabilities, Capture, Floats, Outcome
 from perdure.identity import Identity
 from perdure.memory import FullAttention
 from perdure.testing.toy.model import ToyModel

@@ -1,0 +1,7 @@
+"""`python -m bench.adapters`."""
+
+import sys
+
+from bench.adapters import main
+
+sys.exit(main())
