@@ -10,6 +10,7 @@ TEST := $(VENV)/.for-test
 BENCH := $(VENV)/.for-bench
 DIST := $(VENV)/.for-dist
 DOCS := $(VENV)/.for-docs
+NEXT := build/next
 # Compiled when perdure is installed.
 KERNELS := src/perdure/engine/row_kernels/row_kernels.c
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar on
@@ -21,7 +22,7 @@ UNCHECKED := $(foreach name,crash runtime_store state_machine import import_fuzz
   --ignore-glob='*/test_$(name).py')
 ZOO := llama or qwen3 or deepseek2 or gemma3 or mamba or jamba
 
-.PHONY: chat test check soak bench lint setup engine page browser dist docs api clean
+.PHONY: chat test test-next check soak bench models lint setup engine page browser dist docs api clean
 
 chat: $(CHAT)
 	@$(BIN)/perdure chat
@@ -30,12 +31,23 @@ test:
 	@$(MAKE) --no-print-directory -j 2 lint browser
 	$(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist worksteal
 
+# The tests that depend on llama.cpp's version, on the newest one that is on PyPI: docs/internals/next_engine.md.
+test-next: $(TEST)
+	$(INSTALL) --quiet --target $(NEXT) --upgrade --no-deps xllamacpp==2026.10.11549
+	PERDURE_LLAMA=$(abspath $(NEXT))/xllamacpp $(BIN)/python -m pytest -m "not soak" -n $(WORKERS) \
+	  --dist worksteal tests/engine tests/cache tests/promises
+
 check: lint
 	$(BIN)/python -m pytest -q -m "not soak and not model" -k "toy or not ($(ZOO))" -n $(WORKERS) \
 	  --dist worksteal $(UNCHECKED) $(CHECKED)
 
 soak: $(TEST)
 	$(BIN)/python -m pytest -m soak
+
+# What works with models, one row each: make models MODELS="a.gguf owner/repo:Q4_K_M".
+MODELS ?= default
+models: $(TEST)
+	$(BIN)/python -m bench.models $(MODELS) --out build/models.md
 
 # The only target that compiles for long: llama-cpp-python, to be measured against. About 10 minutes on 2 cores.
 bench: $(BENCH)

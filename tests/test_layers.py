@@ -26,6 +26,7 @@ LAYERS = (
     "models",
     "libraries",
     "engine",
+    "files",
     "testing",
     "decode",
     "store",
@@ -36,6 +37,7 @@ LAYERS = (
     "sessions",
     "runtime",
     "opening",
+    "evaluation",
     "server",
     "public",
     "__init__",
@@ -61,7 +63,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
 
 
 def layer_of(module: str) -> str:
-    """The layer of a module such as `perdure.engine.batch`, or of `perdure` itself."""
+    """The layer of a module such as `perdure.engine.contract`, or of `perdure` itself."""
     return module.split(".")[1] if "." in module else "__init__"
 
 
@@ -147,9 +149,9 @@ def test_the_check_sees_an_import_that_goes_up(line: str) -> None:
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("server/core/follow.py", "from perdure.server.protocols.chat.routes import PROTOCOL"),
-        ("server/core/middleware/auth.py", "from perdure.server.api import page"),
-        ("server/protocols/chat/routes.py", "import perdure.server.api.sessions"),
+        ("server/core/follow.py", "from perdure.server.protocols.chat import PROTOCOL"),
+        ("server/core/middleware.py", "from perdure.server.api import page"),
+        ("server/protocols/chat.py", "import perdure.server.api.sessions"),
         ("server/api/page.py", "def late():\n    from perdure.server.app import build"),
         ("server/core/keys.py", "from ..app import build"),
         ("server/protocols/completions.py", "from perdure.server import app"),

@@ -9,10 +9,9 @@ from typing import get_type_hints
 
 from tools import option_tables
 
-from perdure.chat.keywords import TurnKeywords
-from perdure.chat.options import ChatOptions
+from perdure.chat.options import ChatOptions, TurnKeywords
 from perdure.config import SETTINGS
-from perdure.decode.keywords import ReplyKeywords, SamplingKeywords
+from perdure.decode.request import ReplyKeywords, SamplingKeywords
 from perdure.options import options_of
 from perdure.request_options import RequestOptions, Sampling
 
@@ -59,7 +58,7 @@ for amount in (0.0, 5.0):
     each = sampler.Sampler(Sampling(temperature=0, smoothing=amount), n_ctx=8)
     draws.append(sampler.draw([(each, each.select(row), 0)])[0])
 assert draws == [0, 1], draws
-from perdure.decode.sampling.together import CompiledChain
+from perdure.decode.sampling.sampler import CompiledChain
 assert CompiledChain.of(each) is None, "the compiled path must not run a stage that it does not know"
 
 # The library.

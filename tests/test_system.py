@@ -76,6 +76,11 @@ from perdure.cli import app
 from perdure.cli.output import terminal
 with terminal.leaving_in_order():
     system.sync_folder(system.Path("."))
+from perdure.cli.output.problem_report import problem_report
+from perdure.libraries.machine import installable, read_machine
+assert "## GPUs" in problem_report([])
+if system.glibc():
+    assert installable(read_machine())
 print(system.physical_memory(), system.available_memory(), system.usable_cores(), system.busy_cores())
 """
 
@@ -165,7 +170,7 @@ class TestSync:
         assert calls == [f"fcntl {self.FULL}"]
 
     def test_files_of_a_store_and_their_folder_are(self, calls: list[str], tmp_path: Path) -> None:
-        from perdure.store.durable import sync_folder, write_file
+        from perdure.atomic import sync_folder, write_file
 
         write_file(tmp_path / "a", [b"x"])
         sync_folder(tmp_path)

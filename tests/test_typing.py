@@ -12,10 +12,8 @@ import pytest
 
 import perdure
 from perdure import InvalidInputError, Sampling
-from perdure.chat.keywords import ChatKeywords
-from perdure.chat.options import ChatOptions
-from perdure.decode.keywords import RequestKeywords, SamplingKeywords
-from perdure.decode.request import Request
+from perdure.chat.options import ChatKeywords, ChatOptions
+from perdure.decode.request import Request, RequestKeywords, SamplingKeywords
 from perdure.testing.toy import ToyModel
 
 ROOT = Path(__file__).parent.parent

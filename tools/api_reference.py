@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import perdure
-from perdure.chat.keywords import ChatKeywords, TurnKeywords
-from perdure.decode.keywords import ReplyKeywords, RequestKeywords, SamplingKeywords
+from perdure.chat.options import ChatKeywords, TurnKeywords
+from perdure.decode.request import ReplyKeywords, RequestKeywords, SamplingKeywords
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 
@@ -46,6 +46,8 @@ PARTS = {
         "Timings",
         "TokenLogprob",
         "ReuseReport",
+        "Miss",
+        "Difference",
         "Plan",
         "Choice",
         "Embeddings",

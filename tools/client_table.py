@@ -136,8 +136,8 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell, Cell]] = {
         ("empty lines", "server/test_waiting.py::test_it_is_told_how_far_a_prompt_is_read"),
     ),
     "too long": (
-        ("413", "server/test_chat.py::test_too_long_is_413_before_any_work_c3"),
-        ("413, `response.failed`", "server/test_responses.py::test_a_full_context_is_told_within_the_stream"),
+        ("400", "server/test_chat.py::test_too_long_is_400_before_any_work_c3"),
+        ("400, `response.failed`", "server/test_responses.py::test_a_full_context_is_told_within_the_stream"),
         ("400, its words", "server/test_messages.py::test_a_full_context_says_so_instead_of_being_cut"),
         ("400", f"{OLLAMA}::test_what_does_not_fit_is_an_error_and_never_cut"),
     ),

@@ -12,26 +12,14 @@ from typing import Any
 from perdure.chat.options import ChatOptions
 from perdure.options import options_of
 from perdure.request_options import RequestOptions, Sampling
+from perdure.server.app import request_schemas
 from perdure.server.core.schemas import RequestSchema, SamplingSchema
-from perdure.server.protocols.chat.requests import ChatRequest
-from perdure.server.protocols.completions import CompletionRequest
-from perdure.server.protocols.messages.requests import MessagesRequest
-from perdure.server.protocols.ollama.requests import GenerateRequest, OllamaChatRequest
-from perdure.server.protocols.responses.requests import ResponseRequest
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 TABLES: Mapping[str, type] = {
     "How tokens are drawn": Sampling,
     "How a reply is made": RequestOptions,
     "How a conversation is read": ChatOptions,
-}
-REQUESTS: Mapping[str, type[RequestSchema]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/v1/responses": ResponseRequest,
-    "/v1/messages": MessagesRequest,
-    "/api/chat": OllamaChatRequest,
-    "/api/generate": GenerateRequest,
 }
 HEAD = """# Options
 
@@ -48,7 +36,8 @@ BOUNDS = """
 
 Besides these, every request is bounded in bytes, depth and values as [security.md](security.md) says: a field
 without a bound of its own may be as large as its request. A character has at most 4 bytes. A number that is
-none (`Infinity`, `NaN`) is refused everywhere. What nobody knows is ignored, and named in the answer's
+none (`Infinity`, `NaN`) is refused everywhere. A test sends each field at its bound and beyond it.
+What nobody knows is ignored, and named in the answer's
 `x-perdure-ignored` header and the access log; with `--strict` it is refused.
 """
 
@@ -63,9 +52,10 @@ def text() -> str:
     parts.append(BOUNDS)
     common = _fields(SamplingSchema)
     parts.append(f"\n### Every protocol\n\nIn Ollama's API they stand in `options`.\n{_table(common)}")
-    for path, request in REQUESTS.items():
+    for request, paths in request_schemas().items():
         own = {name: what for name, what in _fields(request).items() if name not in common}
-        parts.append(f"\n### `{path}`\n{_table(own)}")
+        named = ", ".join(f"`{path}`" for path in paths)
+        parts.append(f"\n### {named}\n{_table(own)}")
     return "".join(parts)
 
 

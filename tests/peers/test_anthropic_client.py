@@ -25,7 +25,7 @@ LIGHT: Any = {
         "additionalProperties": False,
     },
 }
-MODEL = "claude-any"
+MODEL = "toy"
 """Any name is served, and the answer says by whom."""
 
 
@@ -160,3 +160,12 @@ def test_many_at_once_from_asyncio(here: LiveServer, key: tuple[str, Keys]) -> N
         return [reply.stop_reason for reply in replies]
 
     assert set(asyncio.run(all_of_them())) <= {"end_turn", "max_tokens"}
+
+
+def test_another_models_name_is_not_found(client: anthropic.Anthropic) -> None:
+    for ask in (
+        lambda: client.messages.create(model="claude-x", max_tokens=4, messages=USER),
+        lambda: client.messages.count_tokens(model="claude-x", messages=USER),
+    ):
+        with pytest.raises(anthropic.NotFoundError, match="claude-x"):
+            ask()

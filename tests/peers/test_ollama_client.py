@@ -11,7 +11,7 @@ import pytest
 from perdure.server.core.keys import Keys
 from server.live_server import LiveServer
 
-MODEL = "llama3.2"
+MODEL = "toy"
 """Any name is served, and the answer says by whom."""
 USER: Any = [{"role": "user", "content": "Hello"}]
 SHORT: Any = {"num_predict": 8, "temperature": 0}
@@ -86,12 +86,32 @@ def test_models_are_listed_shown_and_named(client: ollama.Client) -> None:
     architecture = shown.modelinfo["general.architecture"]
     assert shown.modelinfo[f"{architecture}.context_length"] == 512
     assert "completion" in (shown.capabilities or [])
-    assert [told.status for told in client.pull("anything", stream=True)][-1] == "success"
+    assert [told.status for told in client.pull("toy", stream=True)][-1] == "success"
     client.copy("toy", "mine")
+    assert client.chat("mine", USER, options=SHORT).model == "toy"
     assert [each.model for each in client.list().models] == ["toy:latest", "mine:latest"]
     client.delete("mine")
     with pytest.raises(ollama.ResponseError, match="no client can delete"):
         client.delete("toy")
+
+
+def test_a_name_of_no_model_here_is_not_found_and_no_other_model_answers_to_it(
+    client: ollama.Client,
+) -> None:
+    for ask in (
+        lambda: client.pull("llama3.2"),
+        lambda: list(client.pull("llama3.2", stream=True)),
+        lambda: client.chat("llama3.2", USER),
+        lambda: client.generate("llama3.2", "Hello"),
+        lambda: client.generate("llama3.2", ""),
+        lambda: client.embed("llama3.2", "one"),
+        lambda: client.embeddings("llama3.2", "one"),
+        lambda: client.show("llama3.2"),
+        lambda: client.copy("llama3.2", "mine"),
+    ):
+        with pytest.raises(ollama.ResponseError, match=r"llama3\.2' not found") as refused:
+            ask()
+        assert refused.value.status_code == 404
 
 
 @pytest.mark.parametrize("stream", [False, True])
