@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack, cast
 
@@ -30,6 +29,7 @@ from perdure.engine.contract import Tokenizer, Tokens
 from perdure.errors import InvalidInputError, TokenError
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Memories, Sessions
+from perdure.sessions.store.registry import store_folder
 from perdure.store.owner import StoreLock
 from perdure.worker.attached import AttachedBackend
 from perdure.worker.listener import Listener
@@ -56,7 +56,7 @@ class Runtime:
         self._template = template
         self._chat_format_lock = threading.Lock()
         self._chat_format: ChatFormat | None = None
-        folder = Path(store) if store is not None else None
+        folder = store_folder(store) if store is not None else None
         with ExitStack() as held:
             if folder is not None and lock is None and not isinstance(backend, AttachedBackend):
                 lock = StoreLock(folder)

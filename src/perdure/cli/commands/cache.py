@@ -86,10 +86,10 @@ def warm(
     """Compute the state of a text once, and keep it for every later run."""
     from perdure.backend import LocalBackend
     from perdure.cli.output.terminal import load
-    from perdure.config import settings
+    from perdure.cli.runtime import usual_store
 
     text = _piped() if prompt is None or prompt == "-" else prompt
-    folder = store or settings().store
+    folder = store or usual_store()
     with closing(
         LocalBackend(load(model), n_ctx=parse_auto(ctx) or N_CTX, slots=1, store=folder, own_model=True)
     ) as backend:
@@ -192,10 +192,10 @@ def _piped() -> str:
 
 def _open(store: Path | None, *, readonly: bool, rebuild: bool = False) -> DiskTier:
     from perdure.cache.tiers.disk import DiskTier
-    from perdure.config import settings
+    from perdure.cli.runtime import usual_store
     from perdure.errors import StoreError
 
-    folder = store or settings().store
+    folder = store or usual_store()
     if not (folder / "blocks").is_dir():
         raise StoreError(f"there is no store at {folder}: `perdure cache warm` makes one")
     return DiskTier(folder, budget=STORE_BYTES, readonly=readonly, rebuild=rebuild)
