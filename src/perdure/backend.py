@@ -74,7 +74,6 @@ class BackendKeywords(ContextKeywords, total=False):
     force_kv: bool
     adapters: Mapping[str, float] | None
     adapter_names: Mapping[str, str] | None
-    adapter_files: bool
 
 
 class Backend(Protocol):
@@ -134,19 +133,16 @@ class LocalBackend:
         tiers: Sequence[BlockTier] = (),
         adapters: Mapping[str, float] | None = None,
         adapter_names: Mapping[str, str] | None = None,
-        adapter_files: bool = True,
         own_model: bool = False,
         **context: Unpack[ContextKeywords],
     ) -> None:
         """`adapters` are used where a request names none, and `adapter_names` are files by the names that
-        requests may use. Without `adapter_files` they cannot name files. With `own_blocks` the model's blocks
-        are in a folder of their own inside the store, so that engines of other models can write to theirs."""
+        requests may use. With `own_blocks` the model's blocks are in a folder of their own inside the store,
+        so that engines of other models can write to theirs."""
         self.model = model
         self.exact = exact
         self._own_model = own_model
-        self.adapters = AdapterTable(
-            getattr(model, "adapter", None), names=adapter_names, default=adapters, files=adapter_files
-        )
+        self.adapters = AdapterTable(getattr(model, "adapter", None), names=adapter_names, default=adapters)
         budget = _bytes("cache", _default_budget() if cache is None else cache)
         if store is not None and not budget:
             raise InvalidInputError("a store needs a cache: leave cache out, or give it some bytes")
