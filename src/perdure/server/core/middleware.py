@@ -165,7 +165,9 @@ class HostCheck:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        hosts = self._hosts() if scope["type"] in ("http", "websocket") else None
+        # No page of a browser comes by a Unix socket, which has no address.
+        checked = scope["type"] in ("http", "websocket") and scope.get("server") is not None
+        hosts = self._hosts() if checked else None
         if hosts is not None and (refused := _refused(hosts, scope)) is not None:
             await refuse(refused, scope, receive, send)
             return
