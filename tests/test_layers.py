@@ -37,6 +37,7 @@ LAYERS = (
     "sessions",
     "runtime",
     "opening",
+    "pool",
     "evaluation",
     "server",
     "public",

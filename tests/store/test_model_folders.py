@@ -37,7 +37,8 @@ def test_two_models_write_to_one_store_at_once(tmp_path: Path) -> None:
         closing(opened(tmp_path, 0, own_blocks=True)) as one,
         closing(opened(tmp_path, 1, own_blocks=True)) as two,
     ):
-        assert not reused(one) and not reused(two)
+        assert not reused(one)
+        assert not reused(two)
         assert one.model.digest != two.model.digest
     assert len(block_folders(tmp_path)) == 2
     for seed in (0, 1):

@@ -168,8 +168,8 @@ class ModelPool:
         settings: BackendKeywords | None = None,
         restart_policy: RestartPolicy | None = None,
     ) -> ModelPool:
-        """A pool of these models, none loaded but those that are pinned. `memory` bounds what they take of the
-        machine's, instead of what is free now; `settings` are for all, as far as a model does not say."""
+        """A pool of these models, none loaded but those that are pinned. `memory` bounds what they take of
+        the machine's, instead of what is free now; `settings` are for all, as far as a model does not say."""
         if not specs:
             raise InvalidInputError("a pool needs at least one model")
         room = _room(memory)

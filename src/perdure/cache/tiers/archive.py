@@ -30,8 +30,8 @@ def block_folders(store: Path) -> list[Path]:
 
 
 class ArchiveTier(DiskTier):
-    """The other place where a model's blocks may lie: the store's own folder for a model that is served beside
-    others, and the model's folder for an engine that has the store to itself.
+    """The other place where a model's blocks may lie: the store's own folder for a model that is served
+    beside others, and the model's folder for an engine that has the store to itself.
 
     Always holds: nothing is added here. What is read from here is stored in the tiers before it, so that it
     is read once. What is dropped is dropped here too, or it would come back.
@@ -79,6 +79,6 @@ class ArchiveTier(DiskTier):
 
 
 def archive_of(store: Path, digest: str, *, beside: bool) -> ArchiveTier | None:
-    """The other place of a model's blocks, where there is one. `beside`: the model has a folder of its own."""
+    """The other place of a model's blocks, where there is one. `beside`: the model has its own folder."""
     folder = store if beside else model_folder(store, digest)
     return ArchiveTier(folder) if (folder / "index.sqlite").is_file() else None

@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 from perdure.checks import is_number
 from perdure.config import Overflow
 from perdure.errors import InvalidInputError
-from perdure.options import options_of
-from perdure.request_options import Sampling
+from perdure.request_options import options_of_replies
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -101,7 +100,7 @@ class ReplyDefaults:
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON has it."""
-        known = options_of(Sampling)
+        known = options_of_replies()
         sampling = {name: known[name].to_json(value) for name, value in self.sampling.items()}
         return {
             "sampling": sampling,
@@ -112,7 +111,7 @@ class ReplyDefaults:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> ReplyDefaults:
-        known = options_of(Sampling)
+        known = options_of_replies()
         sampling = stored.get("sampling") or {}
         return cls(
             sampling={
