@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from perdure import request_options
 from perdure.checks import is_whole
 from perdure.errors import InvalidInputError
 from perdure.options import options_of
-from perdure.request_options import RequestOptions, Sampling
+from perdure.request_options import RequestOptions
 
 N_CTX = 4096
 """Tokens that one request can hold, unless somebody says otherwise."""
@@ -98,7 +99,7 @@ class Choice:
 
 _FILE_KINDS: dict[type, Any] = {float: float, int: int, bool: bool, str: str}
 """How an option stands in the file; one of several texts or entries is a list of texts."""
-_REPLY = (options_of(RequestOptions)["max_tokens"], *options_of(Sampling).values())
+_REPLY = (options_of(RequestOptions)["max_tokens"], *request_options.SETTINGS.values())
 SETTINGS = (
     Setting("model", str, "the model to use when none is named"),
     Setting("store", str, "folder of the sessions"),

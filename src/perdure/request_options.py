@@ -13,8 +13,12 @@ from dataclasses import dataclass, field
 
 from perdure.checks import is_number, is_whole
 from perdure.errors import InvalidInputError, SamplingError, TokenError
-from perdure.options import check_options, option
+from perdure.options import Option, check_options, option, options_of
 
+ADAPT = -1
+"""Guess as far ahead as has paid off."""
+MAX_GUESSES = 32
+"""Tokens that are guessed ahead in one step, at most."""
 MAX_SAMPLES = 1024
 """Of one prompt. Each takes memory from the start."""
 SEED_LIMIT = 2**32 - 1
@@ -199,6 +203,12 @@ class RequestOptions:
         None, low=0, help="log probabilities of the prompt, with the K likeliest tokens beside each"
     )
     ignore_eos: bool = option(False, help="never end a reply at the model's own end")
+    speculate: int = option(
+        0,
+        low=ADAPT,
+        high=MAX_GUESSES,
+        help="tokens guessed ahead in a step, which changes no reply; 0: none, -1: as many as pay off",
+    )
     adapters: Mapping[str, float] | None = option(
         None,
         items=64,
@@ -209,6 +219,12 @@ class RequestOptions:
     )
     """None: those of the runtime; an empty mapping: the model as it is."""
 
+
+SETTINGS: Mapping[str, Option] = {
+    **options_of(Sampling),
+    "speculate": options_of(RequestOptions)["speculate"],
+}
+"""What may be set for all replies of a command, a server or a conversation, besides their length."""
 
 # Beyond these a logit may leave the range of a float, and infinity less infinity is no number.
 _COLDEST = 1e-6

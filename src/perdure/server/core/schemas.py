@@ -198,7 +198,7 @@ def _schema(name: str, options: Iterable[Option]) -> type[RequestSchema]:
 
 _STOP = options_of(RequestOptions)["stops"]
 _Stop = Annotated[str, Field(max_length=_STOP.characters)]
-_COMPLETION = (options_of(RequestOptions)["ignore_eos"], options_of(RequestOptions)["adapters"])
+_COMPLETION = tuple(options_of(RequestOptions)[name] for name in ("ignore_eos", "speculate", "adapters"))
 """Options under `perdure` of requests without a chat."""
 _EXTENDED = (
     *(each for name, each in options_of(ChatOptions).items() if name not in OPENAI_CHAT),
