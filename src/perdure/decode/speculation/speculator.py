@@ -3,8 +3,8 @@
 A request asks for a fixed number of guesses a step, or leaves it to what was measured (`ADAPT`): how often
 the guesses of its stream were right, and how long steps of so many tokens take. A stream starts with a little
 credit in time. Wrong guesses use it up; right ones, and the stream's own steps, earn some. Without credit
-nothing is guessed: so no stream loses more than a hundredth of its time and that first credit, whatever text it
-writes and whoever else guesses beside it.
+nothing is guessed: so no stream loses more than a hundredth of its time and that first credit, whatever text
+it writes and whoever else guesses beside it.
 """
 
 from __future__ import annotations
