@@ -20,14 +20,14 @@ from perdure.engine.contract import Tokenizer
 from perdure.engine.logits import Candidate, LogitsView
 from perdure.errors import ContextOverflow, InvalidInputError, TokenError
 from perdure.options import check_options, unknown_options
-from perdure.request_options import RequestOptions, Sampling
+from perdure.request_options import Priority, RequestOptions, Sampling
 
 _USUAL = 32
 """Characters a token that no ordinary text has: shorter ones are tokenised to find out."""
 _longest: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
 _measuring = threading.Lock()
 
-FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "repetition", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +192,10 @@ class Timings:
     decode: float
     prefilled_tokens: int
     decoded_tokens: int
+    drafted_tokens: int = 0
+    """Tokens that were guessed ahead."""
+    accepted_tokens: int = 0
+    """Those of them that were then drawn: a step less each."""
 
     @property
     def prefill_speed(self) -> float:
@@ -295,6 +299,9 @@ class ReplyKeywords(SamplingKeywords, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     ignore_eos: bool
+    speculate: int
+    priority: Priority
+    loop_guard: int
     adapters: Mapping[str, float] | None
     processors: Sequence[Processor]
     checkpoint_at: Sequence[int]

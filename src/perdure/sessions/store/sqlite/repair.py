@@ -461,16 +461,17 @@ def _found_in(namespace: object) -> str:
 
 def read_blocks(folder: Path, found: Verification, progress: Progress) -> None:
     """Have every block of a store read and proved."""
+    from perdure.cache.tiers.archive import block_folders
     from perdure.cache.tiers.disk import DiskTier
 
-    if not (folder / "blocks").is_dir():
-        return
-    try:
-        disk = DiskTier(folder, budget=STORE_BYTES, rebuild=True)
-    except StoreLockedError as error:
-        found.unread = str(error)
-        return
-    try:
-        found.blocks = disk.verify(progress)
-    finally:
-        disk.close()
+    for place in block_folders(folder):
+        try:
+            disk = DiskTier(place, budget=STORE_BYTES, rebuild=True)
+        except StoreLockedError as error:
+            found.unread = str(error)
+            continue
+        try:
+            findings = disk.verify(progress)
+        finally:
+            disk.close()
+        found.blocks = findings if found.blocks is None else found.blocks + findings
