@@ -114,6 +114,11 @@ class TokenSequence:
         """Its chain, where the compiled path can run it."""
         self.scoring = request.prompt_logprobs is not None and index == 0 and self.prompt_length > 1
         """Whether rows of the prompt are wanted of the next tokens."""
+        self.drafted = 0
+        """Tokens that were guessed for it, and of them those that were then drawn."""
+        self.accepted = 0
+        self.saved = 0.0
+        """Seconds that this has saved, as far as is known."""
         self._view: LogitsView | None = None
         self._best: tuple[Candidate, ...] = ()
 
@@ -125,6 +130,11 @@ class TokenSequence:
     @property
     def done(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may yet write."""
+        return self._longest - len(self.tokens)
 
     @property
     def written(self) -> int:
@@ -293,6 +303,8 @@ class TokenSequence:
                 decode=self.finished - first,
                 prefilled_tokens=self.prompt_length - self.report.reused,
                 decoded_tokens=self.written,
+                drafted_tokens=self.drafted,
+                accepted_tokens=self.accepted,
             ),
             reuse=self.report,
             seed=self._sampling.seed or 0,
