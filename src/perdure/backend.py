@@ -31,6 +31,7 @@ from perdure.engine.kv_loss import check_kv_type
 from perdure.engine.model import Model
 from perdure.engine.tuning import tuned
 from perdure.errors import InvalidInputError
+from perdure.events.hub import EventHub
 from perdure.request_options import Sampling
 
 log = logging.getLogger("perdure.engine")
@@ -96,6 +97,11 @@ class Backend(Protocol):
         """Requests waiting, and being served."""
         ...
 
+    @property
+    def events(self) -> EventHub:
+        """What happens there, for those who subscribe."""
+        ...
+
     def submit(self, request: Request) -> OutputQueue:
         """Queue a request. What is wrong with it is raised here."""
         ...
@@ -139,6 +145,7 @@ class LocalBackend:
         requests may use. Without `adapter_files` they cannot name files."""
         self.model = model
         self.exact = exact
+        self.events = EventHub()
         self._own_model = own_model
         self.adapters = AdapterTable(
             getattr(model, "adapter", None), names=adapter_names, default=adapters, files=adapter_files
@@ -180,6 +187,7 @@ class LocalBackend:
                 lower=lower,
                 exact=chunk if exact else None,
                 swap_slots=swap_slots,
+                events=self.events,
             )
             self.engine_loop = EngineLoop(
                 model,
@@ -190,6 +198,7 @@ class LocalBackend:
                 stall=stall,
                 slots=slot_cache if budget else None,
                 adapters=self.adapters,
+                events=self.events,
             )
             undo.callback(self.engine_loop.close)
             if store is not None:
@@ -243,6 +252,8 @@ class LocalBackend:
         # First, for it may refuse: a processor cannot close the runtime that waits for it.
         self.engine_loop.close()
         with ExitStack() as ending:
+            # Last, so that it hears of what is stored now.
+            ending.callback(self.events.close)
             if self._own_model:
                 ending.callback(self.model.close)
             for tier in self.slot_cache.tiers.lower:

@@ -30,11 +30,13 @@ from perdure.decode.scheduler import (
 )
 from perdure.decode.sequence import SequenceGroup, make_group
 from perdure.decode.slots import FreshSlots, Slots
+from perdure.decode.step_events import StepEvents
 from perdure.decode.stream import OutputQueue
 from perdure.engine.adapters import AdapterTable
 from perdure.engine.context import Context
 from perdure.engine.model import Model
 from perdure.errors import BusyError, ClosedError, EngineError, InvalidInputError
+from perdure.events.hub import EventHub
 
 T = TypeVar("T")
 
@@ -77,6 +79,7 @@ class EngineLoop:
         stall: float = STALL,
         slots: Slots | None = None,
         adapters: AdapterTable | None = None,
+        events: EventHub | None = None,
     ) -> None:
         for name, value, low in (("queue", queue, 0), ("chunk", chunk, 1)):
             if not is_whole(value) or value < low:
@@ -92,9 +95,10 @@ class EngineLoop:
             tokens=context.n_batch, rows=rows, chunk=self._pace.chunk, alone=self._pace.alone
         )
         self._slots = slots or FreshSlots(context)
-        self._executor = Executor(context, self._slots, self._pace)
         # Asked for at every token.
         self._piece = functools.cache(model.piece)
+        self._events = StepEvents(events or EventHub(), context, self._piece)
+        self._executor = Executor(context, self._slots, self._pace, self._events)
         self._grammars = Grammars(model)
         self._breakers = BreakerTable(model)
         self._adapters = adapters or AdapterTable(getattr(model, "adapter", None))
@@ -143,6 +147,7 @@ class EngineLoop:
                     waiting=waiting,
                     limit=self._limit,
                 )
+            self._events.queued(group, request)
             self._waiting.append(group)
             if group.deadline is not None:
                 self._next_deadline = min(self._next_deadline, group.deadline)
@@ -327,6 +332,8 @@ class EngineLoop:
             with self._changed:
                 self._waiting.remove(group)
                 self._active.append(group)
+            if self._events.hub.on:
+                self._events.placed(group)
         self._collect(self._active)
 
     def _collect(self, groups: Sequence[SequenceGroup]) -> None:
@@ -343,7 +350,12 @@ class EngineLoop:
             if group.done:
                 with self._changed:
                     (self._active if group in self._active else self._waiting).remove(group)
-                group.complete()
+                self._complete(group)
+
+    def _complete(self, group: SequenceGroup) -> None:
+        if self._events.hub.on:
+            self._events.ended(group)
+        group.complete()
 
     def _end_all(self, error: BaseException | None) -> None:
         with self._changed:
@@ -357,4 +369,4 @@ class EngineLoop:
         cause = None if error is None else EngineError(f"the engine thread ended: {error!r}")
         for group in groups:
             group.end_cancelled() if cause is None else group.fail(cause)
-            group.complete()
+            self._complete(group)

@@ -19,6 +19,7 @@ from perdure.decode.sampling.stage import Candidates
 from perdure.decode.scheduler import TIMED, Chunk, Pace, Step
 from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.decode.slots import SlotAssignment, Slots
+from perdure.decode.step_events import Drawing, StepEvents
 from perdure.decode.stream import notify
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Rows
@@ -48,7 +49,8 @@ class Executor:
     what its slot holds; no reader is waited for.
     """
 
-    def __init__(self, context: Context, slots: Slots, pace: Pace) -> None:
+    def __init__(self, context: Context, slots: Slots, pace: Pace, events: StepEvents) -> None:
+        self._events = events
         self._context = context
         self._slots = slots
         self._pace = pace
@@ -237,6 +239,8 @@ class Executor:
         reading: list[TokenSequence] = []
         wanted: list[_Draw] = []
         plain: list[_Row] = []
+        watching = self._events.hub.on
+        drawings: list[Drawing] = []
         for chunk in step:
             group, sequence, count = chunk.group, chunk.sequence, chunk.count
             if sequence.scoring:
@@ -247,6 +251,8 @@ class Executor:
                 group.read = cached
             if cached <= sequence.prompt_length:
                 reading.append(sequence)
+                if watching:
+                    self._events.read(group, sequence, count, self._seconds)
             if cached < len(sequence.tokens) or sequence.finish_reason is not None:
                 continue
             if cached > sequence.prompt_length:
@@ -260,6 +266,9 @@ class Executor:
             for each in drawing:
                 self._drawn.append((group, each))
                 each.cached, each.report = cached, sequence.report
+                each.watched = watching and self._events.hub.watches(group.event_id)
+                if each.watched:
+                    drawings.append(Drawing(group, each, seq, count - 1, len(each.tokens)))
                 if (rule := each.compiled) is not None:
                     plain.append((seq, count - 1, each, rule))
                     continue
@@ -269,6 +278,8 @@ class Executor:
             self._take_together(plain)
         if wanted:
             self._take(wanted)
+        if drawings:
+            self._events.drawn(drawings)
         for sequence in reading:
             if sequence.seq is not None:
                 # State that could not be kept costs time later, and nothing now.

@@ -103,11 +103,16 @@ class TokenSequence:
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
-        self._end: int | None = None
+        self.end: int | None = None
+        """The token with which the model ended it."""
         self.compiled = None if self.steered else CompiledChain.of(sampler, request.logprobs)
         """Its chain, where the compiled path can run it."""
         self.scoring = request.prompt_logprobs is not None and index == 0 and self.prompt_length > 1
         """Whether rows of the prompt are wanted of the next tokens."""
+        self.watched = False
+        """Whether somebody is told of what it draws."""
+        self.allowed: int | None = None
+        """How many tokens the grammar lets it draw, while it is watched."""
         self._view: LogitsView | None = None
         self._best: tuple[Candidate, ...] = ()
 
@@ -175,6 +180,8 @@ class TokenSequence:
         matcher = self._matcher
         if matcher is None:
             return self.sampler.select(row)
+        if self.watched:
+            self.allowed = int(np.unpackbits(matcher.mask(), count=len(row), bitorder="little").sum())
         if self._sampling.greedy and matcher.allows(int((found := self.sampler.select(row)).ids[0])):
             # The likeliest of all is the likeliest of what is allowed: no need to ask for the rest.
             return found
@@ -195,7 +202,7 @@ class TokenSequence:
         if self._matcher is not None:
             self._matcher.consume(token)
         if token in self._ends and not request.ignore_eos:
-            self._end = token
+            self.end = token
             self.finish("stop")
             return
         self.tokens.append(token)
@@ -288,7 +295,7 @@ class TokenSequence:
             reuse=self.report,
             seed=self._sampling.seed or 0,
             index=self.index,
-            end=self._end,
+            end=self.end,
             stop=self._text.stopped,
             logprobs=None if self.request.logprobs is None else tuple(self._logprobs),
             prompt_logprobs=None if self.request.prompt_logprobs is None else (None, *self._prompt_logprobs),
@@ -337,6 +344,8 @@ class SequenceGroup(OutputQueue):
         self.pending_prefix: PendingPrefix | None = None
         """What it waits for though there is room, if it does."""
         self.checkpoint: Checkpoint | None = None
+        self.event_id = ""
+        """What its events name it by."""
 
     @property
     def done(self) -> bool:
