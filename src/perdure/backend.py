@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from perdure import system
 from perdure.cache.prefix_cache import PrefixCache, PrefixCacheCalls
 from perdure.cache.slots.cache import SlotCache
+from perdure.cache.tiers.archive import archive_of, model_folder
 from perdure.cache.tiers.base import BlockTier
 from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.write_behind import WriteBehind
@@ -30,7 +31,7 @@ from perdure.engine.contract import ContextKeywords, Tokenizer, Tokens
 from perdure.engine.kv_loss import check_kv_type
 from perdure.engine.model import Model
 from perdure.engine.tuning import tuned
-from perdure.errors import InvalidInputError
+from perdure.errors import InvalidInputError, StoreError
 from perdure.events.hub import EventHub
 from perdure.request_options import Sampling
 
@@ -70,10 +71,10 @@ class BackendKeywords(ContextKeywords, total=False):
     stall: float
     cache: int | None
     store_bytes: int
+    own_blocks: bool
     force_kv: bool
     adapters: Mapping[str, float] | None
     adapter_names: Mapping[str, str] | None
-    adapter_files: bool
 
 
 class Backend(Protocol):
@@ -133,23 +134,22 @@ class LocalBackend:
         cache: int | None = None,
         store: str | os.PathLike[str] | None = None,
         store_bytes: int = STORE_BYTES,
+        own_blocks: bool = False,
         force_kv: bool = False,
         tiers: Sequence[BlockTier] = (),
         adapters: Mapping[str, float] | None = None,
         adapter_names: Mapping[str, str] | None = None,
-        adapter_files: bool = True,
         own_model: bool = False,
         **context: Unpack[ContextKeywords],
     ) -> None:
         """`adapters` are used where a request names none, and `adapter_names` are files by the names that
-        requests may use. Without `adapter_files` they cannot name files."""
+        requests may use. With `own_blocks` the model's blocks are in a folder of their own inside the store,
+        so that engines of other models can write to theirs."""
         self.model = model
         self.exact = exact
         self.events = EventHub()
         self._own_model = own_model
-        self.adapters = AdapterTable(
-            getattr(model, "adapter", None), names=adapter_names, default=adapters, files=adapter_files
-        )
+        self.adapters = AdapterTable(getattr(model, "adapter", None), names=adapter_names, default=adapters)
         budget = _bytes("cache", _default_budget() if cache is None else cache)
         if store is not None and not budget:
             raise InvalidInputError("a store needs a cache: leave cache out, or give it some bytes")
@@ -176,7 +176,7 @@ class LocalBackend:
                 self.context.adapt(self.adapters.always)
             lower = []
             if store is not None:
-                tiers = [DiskTier(Path(store), budget=store_bytes), *tiers]
+                tiers = [*_disk_tiers(Path(store), model.digest, store_bytes, own_blocks), *tiers]
             for tier in tiers:
                 lower.append(WriteBehind(tier, limit=max(_WAITING, budget // 2)))
                 undo.callback(lower[-1].close)
@@ -280,6 +280,18 @@ class LocalBackend:
         )
         with Stream(one_request(request), self.submit) as stream:
             stream.reply()
+
+
+def _disk_tiers(store: Path, digest: str, budget: int, own_blocks: bool) -> list[BlockTier]:
+    """The folder that the blocks of a model are written to, and the other one where some may be."""
+    disk = DiskTier(model_folder(store, digest) if own_blocks else store, budget=budget)
+    try:
+        archive = archive_of(store, digest, beside=own_blocks)
+    except StoreError as error:
+        # What cannot be read there is computed again.
+        log.warning("the other blocks of this model cannot be read: %s", error)
+        archive = None
+    return [disk] if archive is None else [disk, archive]
 
 
 def _bytes(name: str, value: int) -> int:

@@ -15,8 +15,7 @@ from typing import Any, Literal, cast
 
 from perdure.checks import is_whole
 from perdure.errors import InvalidInputError
-from perdure.options import options_of
-from perdure.request_options import RequestOptions, Sampling
+from perdure.request_options import options_of_replies
 
 N_CTX = 4096
 """Tokens that one request can hold, unless somebody says otherwise."""
@@ -98,13 +97,15 @@ class Choice:
 
 _FILE_KINDS: dict[type, Any] = {float: float, int: int, bool: bool, str: str}
 """How an option stands in the file; one of several texts or entries is a list of texts."""
-_REPLY = (options_of(RequestOptions)["max_tokens"], *options_of(Sampling).values())
 SETTINGS = (
     Setting("model", str, "the model to use when none is named"),
     Setting("store", str, "folder of the sessions"),
     Setting("ctx", int, "context size in tokens, or auto for what fits", ("auto",)),
     Setting("kv_type", str, "type of the K/V cache: f16, q8_0, q4_0, or one for each as K:V"),
-    *(Setting(each.name, _FILE_KINDS.get(each.kind, list), each.help) for each in _REPLY),
+    *(
+        Setting(each.name, _FILE_KINDS.get(each.kind, list), each.help)
+        for each in options_of_replies().values()
+    ),
     Setting("overflow", str, "what a full context means in chat: error, drop_oldest, shift or fold"),
     Setting("host", str, "address that the server listens on"),
     Setting("port", int, "port that the server listens on"),

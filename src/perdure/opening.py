@@ -172,7 +172,6 @@ def open(  # noqa: A001
     rope_freq_scale: float | None = None,
     adapters: Mapping[str, float] | None = None,
     adapter_names: Mapping[str, str | os.PathLike[str]] | None = None,
-    adapter_files: bool | None = None,
     **unknown: Never,
 ) -> Runtime:
     """A runtime on a model: a file, a name, a loaded model, or the default one.
@@ -191,8 +190,8 @@ def open(  # noqa: A001
     `kv_type` is the type of K and V in one word (`q8_0`, or `q8_0:f16` for K and V); what it costs the
     model is measured once, and one that costs much is refused unless `force_kv`.
     `adapters` are LoRAs and control vectors, files with their scales, for every reply that names no others;
-    `adapter_names` are files by the names that replies may use besides. With `adapter_files` False a reply
-    may use no other files. None is the default of whoever it is for.
+    `adapter_names` are files by the names that replies may use besides. None is the default of
+    whoever it is for.
     """
     # Before a model is fetched and loaded for nothing.
     refuse_unknown(unknown, open)
@@ -227,7 +226,6 @@ def open(  # noqa: A001
             "rope_freq_scale": rope_freq_scale,
             "adapters": None if adapters is None else absolute_scales(adapters),
             "adapter_names": None if adapter_names is None else absolute_names(adapter_names),
-            "adapter_files": adapter_files,
         }
     )
     options = BackendOptions(

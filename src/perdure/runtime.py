@@ -32,6 +32,7 @@ from perdure.events.event import Observer
 from perdure.events.hub import LIMIT, Subscription
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Memories, Sessions
+from perdure.sessions.store.base import SessionStore
 from perdure.store.owner import StoreLock
 from perdure.worker.attached import AttachedBackend
 from perdure.worker.listener import Listener
@@ -48,12 +49,14 @@ class Runtime:
         backend: Backend,
         *,
         store: str | os.PathLike[str] | None = None,
+        sessions: SessionStore | None = None,
         template: str | os.PathLike[str] | Template | None = None,
         lock: StoreLock | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         """`lock` is the right to run an engine for `store`, taken here unless it is given; `settings` are
-        those that others who use the store too are told."""
+        those that others who use the store too are told. `sessions` is a session store instead of `store`,
+        for several runtimes: whoever opened it has that right, and closes it."""
         self.backend = backend
         self._template = template
         self._chat_format_lock = threading.Lock()
@@ -63,7 +66,12 @@ class Runtime:
             if folder is not None and lock is None and not isinstance(backend, AttachedBackend):
                 lock = StoreLock(folder)
                 held.callback(lock.release)
-            self.sessions = Sessions(folder, backend=backend, chat_format=lambda: self.chat_format)
+            self.sessions = Sessions(
+                folder if sessions is None else sessions,
+                backend=backend,
+                chat_format=lambda: self.chat_format,
+                keep_open=sessions is not None,
+            )
             held.callback(self.sessions.close)
             self._listener = Listener(lock.holder, backend, settings or {}) if lock is not None else None
             held.pop_all()

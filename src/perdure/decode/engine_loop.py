@@ -27,6 +27,8 @@ from perdure.decode.scheduler import (
     Scheduler,
     Step,
     admit,
+    lift,
+    to_give_way,
 )
 from perdure.decode.sequence import SequenceGroup, make_group
 from perdure.decode.slots import FreshSlots, Slots
@@ -87,6 +89,7 @@ class EngineLoop:
         self._model = model
         self._context = context
         self._limit = queue
+        self._exact = exact
         # Exact replies are cut at fixed places, however long that takes.
         self._pace = Pace(chunk=chunk, largest=context.n_batch, stall=0 if exact else stall)
         self._scheduler: Scheduler = ExactScheduler() if exact else BatchScheduler(hold=stall)
@@ -152,7 +155,7 @@ class EngineLoop:
             if group.deadline is not None:
                 self._next_deadline = min(self._next_deadline, group.deadline)
             self._changed.notify_all()
-            has_room = free > 0
+            has_room = free > 0 or any(each.rank > group.rank for each in self._active)
         if has_room:
             self._executor.interrupt()
         return group
@@ -326,14 +329,24 @@ class EngineLoop:
         self._collect(groups)
 
     def _admit(self) -> None:
-        with self._changed:
-            waiting = list(self._waiting)
-        for group in admit(waiting, self._slots):
+        while True:
             with self._changed:
-                self._waiting.remove(group)
-                self._active.append(group)
-            if self._events.hub.on:
-                self._events.placed(group)
+                waiting = list(self._waiting)
+            for group in admit(waiting, self._slots):
+                with self._changed:
+                    self._waiting.remove(group)
+                    self._active.append(group)
+                if self._events.hub.on:
+                    self._events.placed(group)
+            lift(self._waiting, self._active)
+            # Exact replies stay: what is computed again would not be cut where it was.
+            later = None if self._exact else to_give_way(list(self._waiting), self._active)
+            if later is None:
+                break
+            self._executor.give_way(later)
+            with self._changed:
+                self._active.remove(later)
+                self._waiting.appendleft(later)
         self._collect(self._active)
 
     def _collect(self, groups: Sequence[SequenceGroup]) -> None:

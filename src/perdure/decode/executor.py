@@ -170,6 +170,10 @@ class Executor:
                 else:
                     self._release(seq)
 
+    def give_way(self, group: SequenceGroup) -> None:
+        """Take the slot of a request that goes on later, from what it has."""
+        self._release(group.give_way())
+
     def _release(self, seq: int) -> None:
         try:
             self._slots.release(seq)

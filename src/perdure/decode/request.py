@@ -22,14 +22,14 @@ from perdure.errors import ContextOverflow, InvalidInputError, TokenError
 from perdure.events.event import Observer
 from perdure.events.hub import Subscription
 from perdure.options import check_options, unknown_options
-from perdure.request_options import RequestOptions, Sampling
+from perdure.request_options import Priority, RequestOptions, Sampling
 
 _USUAL = 32
 """Characters a token that no ordinary text has: shorter ones are tokenised to find out."""
 _longest: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
 _measuring = threading.Lock()
 
-FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "repetition", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +306,8 @@ class ReplyKeywords(SamplingKeywords, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     ignore_eos: bool
+    priority: Priority
+    loop_guard: int
     adapters: Mapping[str, float] | None
     processors: Sequence[Processor]
     checkpoint_at: Sequence[int]

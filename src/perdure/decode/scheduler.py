@@ -59,11 +59,11 @@ Ready: TypeAlias = list[tuple[SequenceGroup, TokenSequence]]
 
 
 def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGroup]:
-    """Give free slots to those who wait, first come first served.
+    """Give free slots to those who wait, by rank; first come first served among those of one rank.
 
     Yields each group that was dealt with: it has a slot now, or an error ended it.
     """
-    for group in waiting:
+    for group in sorted(waiting, key=_rank):
         if group.pending_prefix is not None and not slots.is_ready(group.pending_prefix):
             continue
         first = group.sequences[0]
@@ -89,6 +89,33 @@ def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGr
             continue
         group.start(slot)
         yield group
+
+
+def to_give_way(waiting: Iterable[SequenceGroup], active: Sequence[SequenceGroup]) -> SequenceGroup | None:
+    """The one that gives its slot to somebody who waits and goes first: of the highest rank, and of those the
+    one that came last."""
+    first = min((group.rank for group in waiting if group.pending_prefix is None), default=None)
+    if first is None:
+        return None
+    later = [group for group in active if group.rank > first and group.slots == 1 and group.can_give_way]
+    return max(later, key=_rank_and_age, default=None)
+
+
+def lift(waiting: Iterable[SequenceGroup], active: Sequence[SequenceGroup]) -> None:
+    """Have those whose prefix somebody waits for go as early as who waits."""
+    for group in waiting:
+        if (pending := group.pending_prefix) is not None:
+            for other in active:
+                if other.rank > group.rank and any(each.seq == pending.seq for each in other.sequences):
+                    other.rank = group.rank
+
+
+def _rank(group: SequenceGroup) -> int:
+    return group.rank
+
+
+def _rank_and_age(group: SequenceGroup) -> tuple[int, float]:
+    return group.rank, group.sequences[0].submitted
 
 
 class Scheduler(Protocol):
@@ -145,7 +172,9 @@ class BatchScheduler:
     def _add_prompts(
         self, step: list[Chunk], prefills: Ready, slots: Slots, budget: Budget, turn: int
     ) -> None:
-        alone = not step and len(prefills) == 1
+        prefills = _first_rank(prefills)
+        # Replies of a later rank may be held up: nobody looks at them.
+        alone = len(prefills) == 1 and all(chunk.group.rank > prefills[0][0].rank for chunk in step)
         tokens = min(budget.tokens - len(step), budget.alone if alone else budget.chunk)
         rows = budget.rows - len(step)
         for group, sequence in _in_turn(prefills, turn):
@@ -164,7 +193,7 @@ class ExactScheduler:
         # Nobody is a suspect: no step has more than one sequence.
         chunks, prefills, _ = _ready(groups)
         context = slots.context
-        for group, sequence in _in_turn(prefills, turn)[:1]:
+        for group, sequence in _in_turn(_first_rank(prefills), turn)[:1]:
             assert sequence.seq is not None
             count = context.same_adapters(sequence.seq, sequence.cached, self._count(sequence, budget))
             chunks.append(Chunk(group, sequence, sequence.cached, count))
@@ -211,6 +240,12 @@ def _set_of(sequence: TokenSequence, context: Context) -> AdapterSet:
     """What the next token of a sequence is computed with."""
     assert sequence.seq is not None
     return context.adapters_of(sequence.seq).at(sequence.cached)
+
+
+def _first_rank(prefills: Ready) -> Ready:
+    """The prompts that are read now: those of the first rank that there is."""
+    first = min((group.rank for group, _ in prefills), default=0)
+    return [pair for pair in prefills if pair[0].rank == first]
 
 
 def _in_turn(prefills: Ready, turn: int) -> Ready:

@@ -361,6 +361,20 @@ class PendingRequests:
         with self._changing:
             self._leaving = True
 
+    def pause_idle(self) -> bool:
+        """The same, if nothing is asked just now; whether that is so."""
+        with self._changing:
+            if self._connection is None or self._unfinished() or self._calls:
+                return False
+            self._leaving = True
+            return True
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything is asked that has no answer yet."""
+        with self._changing:
+            return bool(self._unfinished() or self._calls)
+
     def disconnect(self, info: ExitInfo) -> None:
         """The engine is gone. What it did not get to show is asked again, once; the rest ends. One that has
         said that it was leaving did not die of anything that it was asked."""

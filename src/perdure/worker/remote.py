@@ -39,7 +39,7 @@ from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests, packed
 from perdure.worker.process import Health, RestartPolicy
 from perdure.worker.protocol import Ask, P, Ready, Setup, T, Tables, Target
-from perdure.worker.supervisor import Supervisor
+from perdure.worker.supervisor import Residence, Supervisor
 
 _PATIENCE = 5.0
 """Seconds that `submit` waits to hear that a request was taken. After that, a refusal ends the job."""
@@ -155,10 +155,12 @@ class RemoteBackend(BackendClient):
         source: str | os.PathLike[str] | None = None,
         *,
         restart_policy: RestartPolicy | None = None,
+        residence: Residence | None = None,
         store: str | os.PathLike[str] | None = None,
         loading: LoadingKeywords | None = None,
         **settings: Unpack[BackendKeywords],
     ) -> None:
+        """`residence` says when the process may have its memory."""
         system.require_child_pipes("an engine in a process of its own")
         engine = registry.find(source)
         setup = Setup(
@@ -175,6 +177,8 @@ class RemoteBackend(BackendClient):
         queue = settings.get("queue", QUEUE)
         super().__init__(queue if isinstance(queue, int) else 0)
         self._supervisor = Supervisor(setup, restart_policy or RestartPolicy(), self._pending, self._reader)
+        if residence is not None:
+            self._supervisor.residence = residence
         self._handshake(self._supervisor.start())
 
     def _request_start(self) -> None:
@@ -182,6 +186,19 @@ class RemoteBackend(BackendClient):
 
     def health(self) -> Health:
         return self._supervisor.health()
+
+    def unload(self) -> bool:
+        """Let the process go until the next request; its state is in the store. False, and nothing done,
+        where something is being asked of it."""
+        return self._supervisor.unload()
+
+    def load_again(self) -> None:
+        """Have a process that was let go started, without waiting for it."""
+        self._supervisor.request_start()
+
+    def watch(self, residence: Residence) -> None:
+        """Have `residence` asked and told from now on."""
+        self._supervisor.residence = residence
 
     def close(self) -> None:
         """End what is running as cancelled, and let the process go."""

@@ -165,13 +165,20 @@ def _disk(folder: Path) -> Iterator[Finding]:
         yield Finding("disk", "ok", found)
 
 
-def _store(folder: Path) -> Iterator[Finding]:
+def _store(store: Path) -> Iterator[Finding]:
+    from perdure.cache.tiers.archive import block_folders
+
+    folders = block_folders(store)
+    if not folders:
+        yield Finding("store", "ok", f"no blocks are kept at {store} yet")
+    for folder in folders:
+        yield _blocks(store, folder)
+
+
+def _blocks(store: Path, folder: Path) -> Finding:
     from perdure.cache.tiers.disk import DiskTier
     from perdure.errors import PerdureError
 
-    if not (folder / "blocks").is_dir():
-        yield Finding("store", "ok", f"no blocks are kept at {folder} yet")
-        return
     try:
         disk = DiskTier(folder, budget=STORE_BYTES, readonly=True)
         try:
@@ -186,12 +193,10 @@ def _store(folder: Path) -> Iterator[Finding]:
         finally:
             disk.close()
     except PerdureError as error:
-        yield Finding("store", "bad", str(error), f"perdure cache verify --store {folder}")
-        return
+        return Finding("store", "bad", str(error), f"perdure cache verify --store {store}")
     if damaged:
-        yield Finding("store", "warn", found, f"perdure cache verify --store {folder}")
-    else:
-        yield Finding("store", "ok", found)
+        return Finding("store", "warn", found, f"perdure cache verify --store {store}")
+    return Finding("store", "ok", found)
 
 
 def _size(count: int) -> str:

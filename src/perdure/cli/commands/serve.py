@@ -199,8 +199,6 @@ def serve(
         force_kv=engine.force_kv,
         adapters=engine.adapters,
         adapter_names={each: file for each, (file, _) in named.items()} or None,
-        # What a client sends never has a file read.
-        adapter_files=False,
         **engine.loading,
     ) as runtime:
         app_state = AppState(

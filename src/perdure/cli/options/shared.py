@@ -73,6 +73,8 @@ def typer_option(option: Option) -> Any:
     several = option.kind in (list, dict)
     kind: Any = list[str] if several else option.kind
     shown = {list: "TEXT", dict: "TOKEN=NUMBER", int: "N", float: "X"}.get(option.kind)
+    if option.choices:
+        shown = "|".join(option.choices)
     again = "; may be given several times" if several else ""
     return Annotated[
         kind | None,

@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 from perdure.checks import is_number
 from perdure.errors import InvalidInputError
-from perdure.options import options_of
-from perdure.request_options import Sampling
+from perdure.request_options import options_of_replies
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -98,13 +97,13 @@ class ReplyDefaults:
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON has it."""
-        known = options_of(Sampling)
+        known = options_of_replies()
         sampling = {name: known[name].to_json(value) for name, value in self.sampling.items()}
         return {"sampling": sampling, "max_tokens": self.max_tokens}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> ReplyDefaults:
-        known = options_of(Sampling)
+        known = options_of_replies()
         sampling = stored.get("sampling") or {}
         return cls(
             sampling={

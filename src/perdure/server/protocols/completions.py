@@ -66,7 +66,7 @@ class CompletionExtensionAnswer(ResponseSchema):
 class CompletionChoice(ResponseSchema):
     index: int
     text: str
-    finish_reason: Literal["stop", "length", "cancelled", "error"]
+    finish_reason: Literal["stop", "length", "repetition", "cancelled", "error"]
     logprobs: CompletionLogprobs | None = None
 
 

@@ -75,6 +75,11 @@ class AnswerHead:
         return self._app_state.runtime.model.piece(token, special=True)
 
 
+def tier_options(service_tier: str | None) -> dict[str, Any]:
+    """OpenAI's service tiers: `flex` waits while others are served."""
+    return {"priority": "background"} if service_tier == "flex" else {}
+
+
 def finite(logprob: float) -> float:
     """JSON has no infinity; OpenAI says -9999 for what is all but impossible."""
     return max(logprob, -9999.0)

@@ -64,6 +64,8 @@ def error_body(error: ApiError) -> tuple[int, dict[str, Any]]:
 # Answers in Ollama's shape: lines of JSON, or the last of them with all in it.
 
 Kind = Literal["chat", "generate"]
+_CUT = ("length", "repetition")
+"""Ends that are not the model's own."""
 
 
 class OllamaWriter:
@@ -135,7 +137,7 @@ class OllamaWriter:
         timings, usage = reply.timings, reply.usage
         more: dict[str, Any] = {
             "done": True,
-            "done_reason": "length" if reply.finish_reason == "length" else "stop",
+            "done_reason": reply.finish_reason if reply.finish_reason in _CUT else "stop",
             "total_duration": nanoseconds(timings.queued + timings.prefill + timings.decode),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,

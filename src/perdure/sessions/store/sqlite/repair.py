@@ -400,8 +400,7 @@ def verify(folder: Path, progress: Progress) -> Verification:
             found.repair = repair(folder)
         except (StoreDamagedError, StoreLockedError) as error:
             found.not_repaired = str(error)
-    if (folder / "blocks").is_dir():
-        _read_blocks(folder, found, progress)
+    _read_blocks(folder, found, progress)
     return found
 
 
@@ -462,14 +461,17 @@ def _found_in(namespace: object) -> str:
 
 
 def _read_blocks(folder: Path, found: Verification, progress: Progress) -> None:
+    from perdure.cache.tiers.archive import block_folders
     from perdure.cache.tiers.disk import DiskTier
 
-    try:
-        disk = DiskTier(folder, budget=STORE_BYTES, rebuild=True)
-    except StoreLockedError as error:
-        found.unread = str(error)
-        return
-    try:
-        found.blocks = disk.verify(progress)
-    finally:
-        disk.close()
+    for place in block_folders(folder):
+        try:
+            disk = DiskTier(place, budget=STORE_BYTES, rebuild=True)
+        except StoreLockedError as error:
+            found.unread = str(error)
+            continue
+        try:
+            findings = disk.verify(progress)
+        finally:
+            disk.close()
+        found.blocks = findings if found.blocks is None else found.blocks + findings
