@@ -100,13 +100,14 @@ _FILE_KINDS: dict[type, Any] = {float: float, int: int, bool: bool, str: str}
 SETTINGS = (
     Setting("model", str, "the model to use when none is named"),
     Setting("store", str, "folder of the sessions"),
+    Setting("store_size", float, "most GiB of state that the store keeps; sessions' texts are always kept"),
     Setting("ctx", int, "context size in tokens, or auto for what fits", ("auto",)),
     Setting("kv_type", str, "type of the K/V cache: f16, q8_0, q4_0, or one for each as K:V"),
     *(
         Setting(each.name, _FILE_KINDS.get(each.kind, list), each.help)
         for each in options_of_replies().values()
     ),
-    Setting("overflow", str, "what a full context means in chat: error, drop_oldest, shift or fold"),
+    Setting("overflow", str, "what a full context means in chats: error, drop_oldest, shift or fold"),
     Setting("host", str, "address that the server listens on"),
     Setting("port", int, "port that the server listens on"),
     Setting("slots", int, "requests that the server serves at once, or auto for what fits", ("auto",)),

@@ -13,7 +13,7 @@ from perdure.cli.options import shared
 from perdure.cli.options.groups import EngineOptions, SamplingOptions, unfolded
 from perdure.cli.options.live import LiveOptions
 from perdure.cli.options.shared import model_names
-from perdure.config import QUEUE, SLOTS
+from perdure.config import QUEUE, SLOTS, STORE_BYTES
 
 if TYPE_CHECKING:
     import socket
@@ -60,6 +60,17 @@ def serve(
         ),
     ] = None,
     store: shared.StoreFolder = None,
+    store_size: Annotated[
+        float | None,
+        typer.Option(
+            "--store-size",
+            min=0.001,
+            metavar="GIB",
+            show_default=str(STORE_BYTES >> 30),
+            help="Most state on the disk, in GiB; what was used longest ago goes first. The texts of "
+            "sessions are always kept.",
+        ),
+    ] = None,
     no_store: Annotated[
         bool, typer.Option("--no-store", help="Keep nothing: sessions end with the server.")
     ] = False,
@@ -192,6 +203,7 @@ def serve(
         queue=queue,
         exact=exact,
         store=folder,
+        store_bytes=None if store_size is None else round(store_size * (1 << 30)),
         isolated=isolated,
         threads=threads,
         template=engine.template,

@@ -11,7 +11,7 @@ import typer
 
 from perdure.cli.options.groups import SamplingOptions
 from perdure.cli.options.shared import defaults
-from perdure.config import choices, settings
+from perdure.config import Overflow, choices, settings
 from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -81,6 +81,17 @@ class LiveOptions:
             rich_help_panel=_Access,
         ),
     ] = True
+    overflow: Annotated[
+        Overflow | None,
+        typer.Option(
+            "--overflow",
+            show_default="error",
+            help="When a conversation no longer fits and the request does not say. error: refuse it; "
+            "drop_oldest: leave out the oldest turns; shift: go on without the oldest tokens; fold: go on "
+            "from a summary.",
+            rich_help_panel=_Limits,
+        ),
+    ] = None
     log_level: Annotated[
         LogLevel,
         typer.Option(
@@ -194,6 +205,7 @@ def live_settings(options: LiveOptions, sampling: SamplingOptions, *, host: str,
             sampling=sampling.given(),
             max_tokens=sampling.max_tokens,
             stable_prefix=options.stable_prefix,
+            overflow=options.overflow,
         ),
     )
 

@@ -242,7 +242,7 @@ async def generate(
     return await _answered(job, writer, asked, request, app_state, caller)
 
 
-_CHAT_ONLY = frozenset({"variables", "limit_to_context", "stable_prefix"})
+_CHAT_ONLY = frozenset({"variables", "limit_to_context", "stable_prefix", "overflow"})
 
 
 def _check_model(asked: ModelNamed, app_state: AppState, caller: Caller) -> None:
