@@ -24,6 +24,8 @@ from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
 from perdure.decode.embedding import EmbeddingFuture, EmbeddingQueue
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.request import Request, check_prompt_size
+from perdure.decode.speculation.drafter import Drafter
+from perdure.decode.speculation.ngrams import NgramDrafter
 from perdure.decode.stream import OutputQueue, Stream, one_request
 from perdure.engine.adapters import PLAIN, AdapterTable, Scales
 from perdure.engine.context import Context
@@ -140,11 +142,13 @@ class LocalBackend:
         adapters: Mapping[str, float] | None = None,
         adapter_names: Mapping[str, str] | None = None,
         own_model: bool = False,
+        drafters: Sequence[Drafter] | None = None,
         **context: Unpack[ContextKeywords],
     ) -> None:
         """`adapters` are used where a request names none, and `adapter_names` are files by the names that
         requests may use. With `own_blocks` the model's blocks are in a folder of their own inside the store,
-        so that engines of other models can write to theirs."""
+        so that engines of other models can write to theirs. `drafters` guess ahead; unless some are given,
+        n-grams do."""
         self.model = model
         self.exact = exact
         self.events = EventHub()
@@ -199,6 +203,7 @@ class LocalBackend:
                 slots=slot_cache if budget else None,
                 adapters=self.adapters,
                 events=self.events,
+                drafters=[NgramDrafter()] if drafters is None else drafters,
             )
             undo.callback(self.engine_loop.close)
             if store is not None:

@@ -23,6 +23,7 @@ from perdure.chat.template.template import Template
 from perdure.checks import check_whole
 from perdure.decode.choice import Choice, Normalisation, OptionScoring
 from perdure.decode.embedding import EmbeddingFuture, Embeddings, RankedText, cut, ranked
+from perdure.decode.infill import InfillTokens, no_infill
 from perdure.decode.request import Delta, Reply, Request, RequestKeywords, check_prompt_size
 from perdure.decode.stream import Stream, one_request, result_of, submitted
 from perdure.engine.adapters import absolute_scales
@@ -60,6 +61,7 @@ class Runtime:
         self.backend = backend
         self._template = template
         self._chat_format_lock = threading.Lock()
+        self._infill_tokens: InfillTokens | None = None
         self._chat_format: ChatFormat | None = None
         folder = Path(store) if store is not None else None
         with ExitStack() as held:
@@ -387,6 +389,20 @@ class Runtime:
         text = prefix + text
         check_prompt_size(text, self.model, self.n_ctx)
         return self.model.tokenize(text)
+
+    def infill_prompt(
+        self, before: str, after: str, *, files: Sequence[tuple[str, str]] = ()
+    ) -> Sequence[int]:
+        """The prompt that has the model fill in what stands between two texts, for `generate` and its like.
+
+        `files` are shown to it first, each by name and text. An error where the model has no tokens for it.
+        """
+        if self._infill_tokens is None:
+            self._infill_tokens = InfillTokens.of(self.model)
+        if self._infill_tokens is None:
+            raise no_infill()
+        check_prompt_size(before + after + "".join(text for _, text in files), self.model, self.n_ctx)
+        return self._infill_tokens.prompt(self.model, before, after, files)
 
     def _prompt(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):

@@ -289,3 +289,15 @@ def test_what_is_no_number_is_refused() -> None:
     row[7] = np.nan
     with pytest.raises(perdure.EngineError):
         row_kernels.measure(row, 0, 5)
+
+
+def test_tokens_that_were_guessed_ahead_are_told_with_their_own_rows() -> None:
+    with toy() as rt, rt.events(["TokenDrawn"]) as events:
+        ask = {"max_tokens": 24, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
+        plain = rt.generate("abcd" * 12, speculate=0, **ask)  # type: ignore[arg-type]
+        first = [dataclasses.replace(event, time=0.0, request="") for event in events.poll()]
+        # What was written before is what is guessed now.
+        again = rt.generate("abcd" * 12, speculate=8, **ask)  # type: ignore[arg-type]
+        second = [dataclasses.replace(event, time=0.0, request="") for event in events.poll()]
+    assert again.tokens == plain.tokens
+    assert first == second

@@ -32,6 +32,8 @@ from perdure.decode.scheduler import (
 )
 from perdure.decode.sequence import SequenceGroup, make_group
 from perdure.decode.slots import FreshSlots, Slots
+from perdure.decode.speculation.drafter import Drafter
+from perdure.decode.speculation.speculator import Speculator
 from perdure.decode.step_events import StepEvents
 from perdure.decode.stream import OutputQueue
 from perdure.engine.adapters import AdapterTable
@@ -82,7 +84,10 @@ class EngineLoop:
         slots: Slots | None = None,
         adapters: AdapterTable | None = None,
         events: EventHub | None = None,
+        drafters: Sequence[Drafter] = (),
     ) -> None:
+        """`drafters` guess ahead for requests that ask for it. An exact loop has no use for them: steps of
+        other sizes round otherwise."""
         for name, value, low in (("queue", queue, 0), ("chunk", chunk, 1)):
             if not is_whole(value) or value < low:
                 raise InvalidInputError(f"{name} is a whole number from {low}, got {value!r}")
@@ -98,10 +103,11 @@ class EngineLoop:
             tokens=context.n_batch, rows=rows, chunk=self._pace.chunk, alone=self._pace.alone
         )
         self._slots = slots or FreshSlots(context)
+        self._speculator = None if exact or not drafters else Speculator(drafters, n_ctx=context.n_ctx)
         # Asked for at every token.
         self._piece = functools.cache(model.piece)
         self._events = StepEvents(events or EventHub(), context, self._piece)
-        self._executor = Executor(context, self._slots, self._pace, self._events)
+        self._executor = Executor(context, self._slots, self._pace, self._events, self._speculator)
         self._grammars = Grammars(model)
         self._breakers = BreakerTable(model)
         self._adapters = adapters or AdapterTable(getattr(model, "adapter", None))
@@ -222,6 +228,8 @@ class EngineLoop:
                 self._stop_call()
             self._changed.notify_all()
         self._thread.join()
+        if self._speculator is not None:
+            self._speculator.close()
 
     def check_thread(self) -> None:
         """Refuse a caller for whom the engine thread itself would have to wait."""
@@ -277,7 +285,7 @@ class EngineLoop:
             if tokens >= len(step) + TIMED:
                 self._execute_long(step)
             else:
-                self._executor.execute(step, self._active)
+                self._executor.execute(step, self._active, self._budget)
         self._collect(self._active)
         if not self._active:
             self._executor.notify()
@@ -293,7 +301,7 @@ class EngineLoop:
         for call in looks:
             call.answer.set_exception(_LongStep())
         try:
-            self._executor.execute(step, self._active)
+            self._executor.execute(step, self._active, self._budget)
         finally:
             with self._changed:
                 self._in_long_step = False

@@ -203,6 +203,10 @@ class Timings:
     decode: float
     prefilled_tokens: int
     decoded_tokens: int
+    drafted_tokens: int = 0
+    """Tokens that were guessed ahead."""
+    accepted_tokens: int = 0
+    """Those of them that were then drawn: a step less each."""
 
     @property
     def prefill_speed(self) -> float:
@@ -306,6 +310,7 @@ class ReplyKeywords(SamplingKeywords, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     ignore_eos: bool
+    speculate: int
     priority: Priority
     loop_guard: int
     adapters: Mapping[str, float] | None

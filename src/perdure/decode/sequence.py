@@ -117,8 +117,13 @@ class TokenSequence:
         """Whether rows of the prompt are wanted of the next tokens."""
         self.watched = False
         """Whether somebody is told of what it draws."""
-        self.allowed: int | None = None
-        """How many tokens the grammar lets it draw, while it is watched."""
+        self.allowed: list[int] = []
+        """How many tokens the grammar let it draw, of draws that were not told yet, while it is watched."""
+        self.drafted = 0
+        """Tokens that were guessed for it, and of them those that were then drawn."""
+        self.accepted = 0
+        self.saved = 0.0
+        """Seconds that this has saved, as far as is known."""
         self._view: LogitsView | None = None
         self._best: tuple[Candidate, ...] = ()
 
@@ -130,6 +135,11 @@ class TokenSequence:
     @property
     def done(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may yet write."""
+        return self._longest - len(self.tokens)
 
     @property
     def written(self) -> int:
@@ -187,7 +197,8 @@ class TokenSequence:
         if matcher is None:
             return self.sampler.select(row)
         if self.watched:
-            self.allowed = int(np.unpackbits(matcher.mask(), count=len(row), bitorder="little").sum())
+            mask = np.unpackbits(matcher.mask(), count=len(row), bitorder="little")
+            self.allowed.append(int(mask.sum()))
         if self._sampling.greedy and matcher.allows(int((found := self.sampler.select(row)).ids[0])):
             # The likeliest of all is the likeliest of what is allowed: no need to ask for the rest.
             return found
@@ -300,6 +311,8 @@ class TokenSequence:
                 decode=self.finished - first,
                 prefilled_tokens=self.prompt_length - self.report.reused,
                 decoded_tokens=self.written,
+                drafted_tokens=self.drafted,
+                accepted_tokens=self.accepted,
             ),
             reuse=self.report,
             seed=self._sampling.seed or 0,

@@ -90,14 +90,14 @@ class StepEvents:
                 except PerdureError:
                     # What cannot be told is not told; the reply goes on.
                     break
+            sequence.allowed.clear()
 
     def _drawn(
         self, group: SequenceGroup, sequence: TokenSequence, seq: int, row: int, position: int, token: int
     ) -> None:
         hub, id_, index = self.hub, group.event_id, sequence.index
-        if sequence.allowed is not None:
-            hub.emit(Masked, id_, index, position, sequence.allowed, self._context.n_vocab)
-            sequence.allowed = None
+        if sequence.allowed:
+            hub.emit(Masked, id_, index, position, sequence.allowed.pop(0), self._context.n_vocab)
         logprob, entropy, rank, ids, shares = self._context.read_row(
             lambda values: measure(values, token, ALTERNATIVES), row, seq
         )

@@ -217,7 +217,7 @@ class SettingsReload:
     def __init__(self, context: typer.Context, *, host: str) -> None:
         self._command = context.command
         self._host = host
-        self._given = {name: value for name, value in context.params.items() if _is_given(context, name)}
+        self._given = {name: value for name, value in context.params.items() if is_given(context, name)}
         self._now = self._read()
         self._at_start = self._now
 
@@ -260,7 +260,7 @@ def set_log_level(level: str) -> None:
     logging.getLogger("perdure").setLevel(level.upper())
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
+def is_given(context: typer.Context, name: str) -> bool:
     """Whether an option stands in the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"

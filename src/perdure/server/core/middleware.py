@@ -165,11 +165,18 @@ class HostCheck:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        hosts = self._hosts() if scope["type"] in ("http", "websocket") else None
+        checked = scope["type"] in ("http", "websocket") and not _is_local_socket(scope)
+        hosts = self._hosts() if checked else None
         if hosts is not None and (refused := _refused(hosts, scope)) is not None:
             await refuse(refused, scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+
+def _is_local_socket(scope: Scope) -> bool:
+    """Whether it came by a Unix socket, which has no port: no page of a browser does."""
+    server = scope.get("server")
+    return server is not None and server[1] is None
 
 
 def _refused(hosts: AllowedHosts, scope: Scope) -> ApiError | None:
