@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack, cast
 
@@ -34,6 +33,7 @@ from perdure.events.hub import LIMIT, Subscription
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Memories, Sessions
 from perdure.sessions.store.base import SessionStore
+from perdure.sessions.store.registry import store_folder
 from perdure.store.owner import StoreLock
 from perdure.worker.attached import AttachedBackend
 from perdure.worker.listener import Listener
@@ -63,7 +63,7 @@ class Runtime:
         self._chat_format_lock = threading.Lock()
         self._infill_tokens: InfillTokens | None = None
         self._chat_format: ChatFormat | None = None
-        folder = Path(store) if store is not None else None
+        folder = store_folder(store) if store is not None else None
         with ExitStack() as held:
             if folder is not None and lock is None and not isinstance(backend, AttachedBackend):
                 lock = StoreLock(folder)
