@@ -109,7 +109,8 @@ class TokenSequence:
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
-        self._end: int | None = None
+        self.end: int | None = None
+        """The token with which the model ended it."""
         self.compiled = None if self.steered else CompiledChain.of(sampler, request.logprobs)
         """Its chain, where the compiled path can run it."""
         self.scoring = request.prompt_logprobs is not None and index == 0 and self.prompt_length > 1
@@ -118,6 +119,10 @@ class TokenSequence:
         """Whether tokens that a grammar forces need no draw: nobody asks for their rows."""
         self.forced = 0
         """Tokens that were written without a draw."""
+        self.watched = False
+        """Whether somebody is told of what it draws."""
+        self.allowed: list[int] = []
+        """How many tokens the grammar let it draw, of draws that were not told yet, while it is watched."""
         self.drafted = 0
         """Tokens that were guessed for it, and of them those that were then drawn."""
         self.accepted = 0
@@ -195,6 +200,9 @@ class TokenSequence:
         matcher = self._matcher
         if matcher is None:
             return self.sampler.select(row)
+        if self.watched:
+            mask = np.unpackbits(matcher.mask(), count=len(row), bitorder="little")
+            self.allowed.append(int(mask.sum()))
         if (
             self._sampling.greedy
             and not matcher.forced()
@@ -216,12 +224,12 @@ class TokenSequence:
         if self.first_token is None:
             self.first_token = time.monotonic()
         self._append(token, new)
-        if self._forces:
+        if self._forces and not self.watched:
             self._append_forced()
 
     def _append_forced(self) -> None:
-        """Go on with the tokens that a grammar leaves no choice about. A draw could give nothing else: none of
-        them needs a row, and one step computes them all."""
+        """Go on with the tokens that a grammar leaves no choice about. A draw could give nothing else: they
+        need no rows, and one step computes them all."""
         assert self._matcher is not None
         while self.finish_reason is None and (forced := self._matcher.forced()):
             for token in forced:
@@ -240,7 +248,7 @@ class TokenSequence:
         if self._matcher is not None:
             self._matcher.consume(token)
         if token in self._ends and not request.ignore_eos:
-            self._end = token
+            self.end = token
             self.finish("stop")
             return
         self.tokens.append(token)
@@ -339,7 +347,7 @@ class TokenSequence:
             reuse=self.report,
             seed=self._sampling.seed or 0,
             index=self.index,
-            end=self._end,
+            end=self.end,
             stop=self._text.stopped,
             logprobs=None if self.request.logprobs is None else tuple(self._logprobs),
             prompt_logprobs=None if self.request.prompt_logprobs is None else (None, *self._prompt_logprobs),
@@ -402,6 +410,8 @@ class SequenceGroup(OutputQueue):
         self.pending_prefix: PendingPrefix | None = None
         """What it waits for though there is room, if it does."""
         self.checkpoint: Checkpoint | None = None
+        self.event_id = ""
+        """What its events name it by."""
 
     @property
     def done(self) -> bool:

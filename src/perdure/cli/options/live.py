@@ -217,7 +217,7 @@ class SettingsReload:
     def __init__(self, context: typer.Context, *, host: str) -> None:
         self._command = context.command
         self._host = host
-        self._given = {name: value for name, value in context.params.items() if _is_given(context, name)}
+        self._given = {name: value for name, value in context.params.items() if is_given(context, name)}
         self._now = self._read()
         self._at_start = self._now
 
@@ -252,7 +252,9 @@ class SettingsReload:
         if read["model"] is None:
             read["model"] = settings().model
         if read["store"] is None and not read["no_store"]:
-            read["store"] = settings().store
+            from perdure.cli.runtime import usual_store
+
+            read["store"] = usual_store()
         return {name: str(value) if isinstance(value, Path) else value for name, value in read.items()}
 
 
@@ -260,7 +262,7 @@ def set_log_level(level: str) -> None:
     logging.getLogger("perdure").setLevel(level.upper())
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
+def is_given(context: typer.Context, name: str) -> bool:
     """Whether an option stands in the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
