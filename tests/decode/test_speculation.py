@@ -292,6 +292,8 @@ def test_n_grams_guess_right_where_text_repeats() -> None:
             "temperature": 0,
             "regex": "(the same words again and again\n){2}",
             "prompt": "the same words again and again\n",
+            # So that each is drawn.
+            "logprobs": 0,
         }
         plain = rt.generate(**asked)
         reply = rt.generate(**asked, speculate=8)
