@@ -23,6 +23,7 @@ LAYERS = (
     "config",
     "memory",
     "identity",
+    "events",
     "models",
     "libraries",
     "engine",
