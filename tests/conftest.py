@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 import subjects
 import zoo
+from cluster.servers import PostgresServer, postgres_server
 from perdure import request_options as settings_of_a_draw
 from perdure.engine.llama.native import probe
 from subjects import Subject
@@ -98,3 +99,10 @@ def soaked(name: str) -> tuple[pytest.MarkDecorator, ...]:
 def subject(request: pytest.FixtureRequest, find_subject: Callable[[str], Subject]) -> Subject:
     """Every model in turn: the toy engine's kinds of memory, then the zoo on llama.cpp, then on MLX."""
     return find_subject(request.param)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL server for all tests of this process."""
+    with postgres_server() as server:
+        yield server

@@ -23,6 +23,7 @@ LAYERS = (
     "config",
     "memory",
     "identity",
+    "events",
     "models",
     "libraries",
     "engine",
@@ -37,6 +38,7 @@ LAYERS = (
     "sessions",
     "runtime",
     "opening",
+    "pool",
     "evaluation",
     "server",
     "public",
@@ -56,7 +58,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cache_view",
         "prefix_cache",
     ),
-    "cache/tiers": ("base", "memory", "block_index", "disk", "write_behind", "tiered"),
+    "cache/tiers": ("base", "memory", "block_index", "disk", "archive", "write_behind", "tiered"),
     "cache/slots": ("checkpoints", "placement", "cache"),
 }
 """The order within a folder, from low to high, of its folders and modules."""

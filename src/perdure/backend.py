@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from perdure import system
 from perdure.cache.prefix_cache import PrefixCache, PrefixCacheCalls
 from perdure.cache.slots.cache import SlotCache
+from perdure.cache.tiers.archive import archive_of, model_folder
 from perdure.cache.tiers.base import BlockTier
 from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.write_behind import WriteBehind
@@ -23,6 +24,8 @@ from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
 from perdure.decode.embedding import EmbeddingFuture, EmbeddingQueue
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.request import Request, check_prompt_size
+from perdure.decode.speculation.drafter import Drafter
+from perdure.decode.speculation.ngrams import NgramDrafter
 from perdure.decode.stream import OutputQueue, Stream, one_request
 from perdure.engine.adapters import PLAIN, AdapterTable, Scales
 from perdure.engine.context import Context
@@ -30,7 +33,8 @@ from perdure.engine.contract import ContextKeywords, Tokenizer, Tokens
 from perdure.engine.kv_loss import check_kv_type
 from perdure.engine.model import Model
 from perdure.engine.tuning import tuned
-from perdure.errors import InvalidInputError
+from perdure.errors import InvalidInputError, StoreError
+from perdure.events.hub import EventHub
 from perdure.request_options import Sampling
 
 log = logging.getLogger("perdure.engine")
@@ -69,10 +73,10 @@ class BackendKeywords(ContextKeywords, total=False):
     stall: float
     cache: int | None
     store_bytes: int
+    own_blocks: bool
     force_kv: bool
     adapters: Mapping[str, float] | None
     adapter_names: Mapping[str, str] | None
-    adapter_files: bool
 
 
 class Backend(Protocol):
@@ -94,6 +98,11 @@ class Backend(Protocol):
     @property
     def load(self) -> tuple[int, int]:
         """Requests waiting, and being served."""
+        ...
+
+    @property
+    def events(self) -> EventHub:
+        """What happens there, for those who subscribe."""
         ...
 
     def submit(self, request: Request) -> OutputQueue:
@@ -127,22 +136,24 @@ class LocalBackend:
         cache: int | None = None,
         store: str | os.PathLike[str] | None = None,
         store_bytes: int = STORE_BYTES,
+        own_blocks: bool = False,
         force_kv: bool = False,
         tiers: Sequence[BlockTier] = (),
         adapters: Mapping[str, float] | None = None,
         adapter_names: Mapping[str, str] | None = None,
-        adapter_files: bool = True,
         own_model: bool = False,
+        drafters: Sequence[Drafter] | None = None,
         **context: Unpack[ContextKeywords],
     ) -> None:
         """`adapters` are used where a request names none, and `adapter_names` are files by the names that
-        requests may use. Without `adapter_files` they cannot name files."""
+        requests may use. With `own_blocks` the model's blocks are in a folder of their own inside the store,
+        so that engines of other models can write to theirs. `drafters` guess ahead; unless some are given,
+        n-grams do."""
         self.model = model
         self.exact = exact
+        self.events = EventHub()
         self._own_model = own_model
-        self.adapters = AdapterTable(
-            getattr(model, "adapter", None), names=adapter_names, default=adapters, files=adapter_files
-        )
+        self.adapters = AdapterTable(getattr(model, "adapter", None), names=adapter_names, default=adapters)
         budget = _bytes("cache", _default_budget() if cache is None else cache)
         if store is not None and not budget:
             raise InvalidInputError("a store needs a cache: leave cache out, or give it some bytes")
@@ -169,7 +180,7 @@ class LocalBackend:
                 self.context.adapt(self.adapters.always)
             lower = []
             if store is not None:
-                tiers = [DiskTier(Path(store), budget=store_bytes), *tiers]
+                tiers = [*_disk_tiers(Path(store), model.digest, store_bytes, own_blocks), *tiers]
             for tier in tiers:
                 lower.append(WriteBehind(tier, limit=max(_WAITING, budget // 2)))
                 undo.callback(lower[-1].close)
@@ -180,6 +191,7 @@ class LocalBackend:
                 lower=lower,
                 exact=chunk if exact else None,
                 swap_slots=swap_slots,
+                events=self.events,
             )
             self.engine_loop = EngineLoop(
                 model,
@@ -190,6 +202,8 @@ class LocalBackend:
                 stall=stall,
                 slots=slot_cache if budget else None,
                 adapters=self.adapters,
+                events=self.events,
+                drafters=[NgramDrafter()] if drafters is None else drafters,
             )
             undo.callback(self.engine_loop.close)
             if store is not None:
@@ -243,6 +257,8 @@ class LocalBackend:
         # First, for it may refuse: a processor cannot close the runtime that waits for it.
         self.engine_loop.close()
         with ExitStack() as ending:
+            # Last, so that it hears of what is stored now.
+            ending.callback(self.events.close)
             if self._own_model:
                 ending.callback(self.model.close)
             for tier in self.slot_cache.tiers.lower:
@@ -269,6 +285,18 @@ class LocalBackend:
         )
         with Stream(one_request(request), self.submit) as stream:
             stream.reply()
+
+
+def _disk_tiers(store: Path, digest: str, budget: int, own_blocks: bool) -> list[BlockTier]:
+    """The folder that the blocks of a model are written to, and the other one where some may be."""
+    disk = DiskTier(model_folder(store, digest) if own_blocks else store, budget=budget)
+    try:
+        archive = archive_of(store, digest, beside=own_blocks)
+    except StoreError as error:
+        # What cannot be read there is computed again.
+        log.warning("the other blocks of this model cannot be read: %s", error)
+        archive = None
+    return [disk] if archive is None else [disk, archive]
 
 
 def _bytes(name: str, value: int) -> int:

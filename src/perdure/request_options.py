@@ -10,15 +10,24 @@ import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from perdure.checks import is_number, is_whole
 from perdure.errors import InvalidInputError, SamplingError, TokenError
-from perdure.options import check_options, option
+from perdure.options import Option, check_options, option, options_of
 
+ADAPT = -1
+"""Guess as far ahead as has paid off."""
+MAX_GUESSES = 32
+"""Tokens that are guessed ahead in one step, at most."""
 MAX_SAMPLES = 1024
 """Of one prompt. Each takes memory from the start."""
 SEED_LIMIT = 2**32 - 1
 """Seeds lie below this: the engine takes the largest for "choose one"."""
+
+Priority = Literal["interactive", "background"]
+LOOP_GUARD = 1024
+"""Tokens of one phrase after which a reply is taken for endless: few texts that were asked for are so."""
 
 
 def draw_seed() -> int:
@@ -199,6 +208,22 @@ class RequestOptions:
         None, low=0, help="log probabilities of the prompt, with the K likeliest tokens beside each"
     )
     ignore_eos: bool = option(False, help="never end a reply at the model's own end")
+    priority: Priority = option(
+        "interactive",
+        help="who goes first: background requests give way to interactive ones",
+    )
+    loop_guard: int = option(
+        LOOP_GUARD,
+        low=0,
+        high=65536,
+        help="end a reply whose last N tokens say one phrase again and again, at least 4 times; 0: never",
+    )
+    speculate: int = option(
+        0,
+        low=ADAPT,
+        high=MAX_GUESSES,
+        help="tokens guessed ahead in a step, which changes no reply; 0: none, -1: as many as pay off",
+    )
     adapters: Mapping[str, float] | None = option(
         None,
         items=64,
@@ -208,6 +233,15 @@ class RequestOptions:
         unset="those that the model was opened with",
     )
     """None: those of the runtime; an empty mapping: the model as it is."""
+
+
+def options_of_replies() -> dict[str, Option]:
+    """What can be said of a reply on every surface, and has a default in the config file and of a server."""
+    own = options_of(RequestOptions)
+    return {
+        **{name: own[name] for name in ("max_tokens", "priority", "loop_guard", "speculate")},
+        **options_of(Sampling),
+    }
 
 
 # Beyond these a logit may leave the range of a float, and infinity less infinity is no number.

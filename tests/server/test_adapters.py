@@ -19,7 +19,7 @@ NAMES = {"pirate": "p.gguf", "judge": "j.gguf"}
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
     with (
-        perdure.open(ToyModel(), n_ctx=1024, slots=2, adapter_names=NAMES, adapter_files=False) as runtime,
+        perdure.open(ToyModel(), n_ctx=1024, slots=2, adapter_names=NAMES) as runtime,
         live_server(runtime, adapters={"pirate": 1.0, "judge": 0.5}) as live,
     ):
         yield live

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from filelock import FileLock
 
+import perdure
 from cli.pty_user import terminal
 from perdure.server.core.keys import Keys
 from server.live_server import PATIENCE, events, hello
@@ -78,6 +79,24 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         check=False,
         timeout=PATIENCE,
     )
+
+
+def test_a_server_shares_the_engine_of_a_program_that_was_first(
+    zoo_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """I1: its clients name no files there either."""
+    store = tmp_path / "store"
+    with (
+        perdure.open(zoo_path("llama"), n_ctx=512, slots=2, threads=1, store=store) as rt,
+        serving(zoo_path("llama"), "--store", str(store)) as running,
+        running.client() as client,
+    ):
+        body = {"message": "Hello", "max_tokens": 4}
+        assert client.post("/v1/sessions", json={"name": "one"}).status_code == 201
+        assert client.post("/v1/sessions/one/turns", json=body).status_code == 200
+        assert rt.session("one").turns == 1
+        refused = client.post("/v1/sessions/one/turns", json={**body, "perdure": {"adapters": {"a.gguf": 1}}})
+        assert refused.status_code == 404, refused.text
 
 
 def test_it_says_what_it_serves_stops_in_order_and_goes_on_where_it_was(

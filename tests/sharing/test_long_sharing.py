@@ -113,9 +113,12 @@ def share(environment: dict[str, str], seconds: float) -> dict[str, list[str]]:
     asked: list[str] = []
     try:
         assert server.stdout is not None
+        assert server.stderr is not None
+        listening = server.stdout.readline().split()
+        assert listening, server.stderr.read()
         # Read all the while: a full pipe would hold it.
-        threading.Thread(target=server.stderr.read if server.stderr else str, daemon=True).start()
-        address = server.stdout.readline().split()[1]
+        threading.Thread(target=server.stderr.read, daemon=True).start()
+        address = listening[1]
         end = time.monotonic() + seconds
         with httpx.Client(base_url=address, timeout=120, trust_env=False) as client:
             while time.monotonic() < end or not asked:

@@ -78,6 +78,8 @@ class Output:
                     f"the context of {runtime.n_ctx} tokens is full, so the text ends here; "
                     "a larger --ctx makes room"
                 )
+            if raw.finish_reason == "repetition":
+                terminal.note("the text repeated itself, so it was ended")
             if raw.logprobs is not None and not self.as_json:
                 for entry in raw.logprobs:
                     terminal.tell(logprob_line(entry, model))

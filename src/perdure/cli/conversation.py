@@ -277,6 +277,8 @@ class Conversation:
             )
         elif not reply.kept:
             terminal.note(f"this turn is not kept: {reply.not_kept}")
+        if reply.finish_reason == "repetition":
+            terminal.tell("(The reply repeated itself, so it was ended.)")
         if reply.finish_reason == "length" and not self._limited(reply):
             terminal.note(
                 f"the context of {self.runtime.n_ctx} tokens is full, so the reply ends here. "

@@ -19,6 +19,7 @@ from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.decode.slots import PendingPrefix, Slots
 from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
+from perdure.engine.state import Checkpoint
 from perdure.errors import InvalidInputError
 
 TIMED = 16
@@ -40,9 +41,15 @@ class Budget:
     """Prompt tokens a step while nobody else is served: what a newcomer can be held up by."""
 
 
+REPLIED = 16
+"""Tokens of a reply that one step computes beside those of others: the last one that was drawn, and those
+that a grammar forced or that went back with a wrong guess. More of them are read like a prompt."""
+
+
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """A part of a step: the `count` tokens of a sequence that follow its first `start`.
+    """A part of a step: the `count` tokens of a sequence that follow its first `start`, and behind them
+    guesses at the tokens that come next, the `draft`.
 
     Every token of a reply makes one, so it is not frozen: that would make it thrice as dear.
     """
@@ -51,6 +58,37 @@ class Chunk:
     sequence: TokenSequence
     start: int
     count: int
+    draft: Sequence[int] = ()
+    agreed: int = 0
+    """How many tokens of the draft are known to be those that were drawn."""
+    checkpoint: Checkpoint | None = None
+    """Where the sequence goes back to if a guess was wrong and its memory cannot be cut."""
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it reads a prompt, or so much of a reply again that it takes as long."""
+        return self.start < self.sequence.prompt_length or self.count > REPLIED
+
+    def next_row(self) -> int | None:
+        """Of the rows behind its last token and each guess, the one that the sequence draws from next; None
+        where a guess was wrong, or all rows were drawn from."""
+        tokens, end = self.sequence.tokens, self.start + self.count
+        ahead = len(tokens) - end
+        if ahead > len(self.draft):
+            return None
+        while self.agreed < ahead:
+            if tokens[end + self.agreed] != self.draft[self.agreed]:
+                return None
+            self.agreed += 1
+        return ahead
+
+    def settle(self) -> int:
+        """Compare the whole draft with what was drawn: how many of its tokens are the sequence's."""
+        tokens, end = self.sequence.tokens, self.start + self.count
+        most = min(len(self.draft), len(tokens) - end)
+        while self.agreed < most and tokens[end + self.agreed] == self.draft[self.agreed]:
+            self.agreed += 1
+        return self.agreed
 
 
 Step: TypeAlias = Sequence[Chunk]
@@ -59,11 +97,11 @@ Ready: TypeAlias = list[tuple[SequenceGroup, TokenSequence]]
 
 
 def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGroup]:
-    """Give free slots to those who wait, first come first served.
+    """Give free slots to those who wait, by rank; first come first served among those of one rank.
 
     Yields each group that was dealt with: it has a slot now, or an error ended it.
     """
-    for group in waiting:
+    for group in sorted(waiting, key=_rank):
         if group.pending_prefix is not None and not slots.is_ready(group.pending_prefix):
             continue
         first = group.sequences[0]
@@ -89,6 +127,33 @@ def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGr
             continue
         group.start(slot)
         yield group
+
+
+def to_give_way(waiting: Iterable[SequenceGroup], active: Sequence[SequenceGroup]) -> SequenceGroup | None:
+    """The one that gives its slot to somebody who waits and goes first: of the highest rank, and of those the
+    one that came last."""
+    first = min((group.rank for group in waiting if group.pending_prefix is None), default=None)
+    if first is None:
+        return None
+    later = [group for group in active if group.rank > first and group.slots == 1 and group.can_give_way]
+    return max(later, key=_rank_and_age, default=None)
+
+
+def lift(waiting: Iterable[SequenceGroup], active: Sequence[SequenceGroup]) -> None:
+    """Have those whose prefix somebody waits for go as early as who waits."""
+    for group in waiting:
+        if (pending := group.pending_prefix) is not None:
+            for other in active:
+                if other.rank > group.rank and any(each.seq == pending.seq for each in other.sequences):
+                    other.rank = group.rank
+
+
+def _rank(group: SequenceGroup) -> int:
+    return group.rank
+
+
+def _rank_and_age(group: SequenceGroup) -> tuple[int, float]:
+    return group.rank, group.sequences[0].submitted
 
 
 class Scheduler(Protocol):
@@ -145,8 +210,11 @@ class BatchScheduler:
     def _add_prompts(
         self, step: list[Chunk], prefills: Ready, slots: Slots, budget: Budget, turn: int
     ) -> None:
-        alone = not step and len(prefills) == 1
-        tokens = min(budget.tokens - len(step), budget.alone if alone else budget.chunk)
+        prefills = _first_rank(prefills)
+        # Replies of a later rank may be held up: nobody looks at them.
+        alone = len(prefills) == 1 and all(chunk.group.rank > prefills[0][0].rank for chunk in step)
+        replied = sum(chunk.count for chunk in step)
+        tokens = min(budget.tokens - replied, budget.alone if alone else budget.chunk)
         rows = budget.rows - len(step)
         for group, sequence in _in_turn(prefills, turn):
             if tokens <= 0 or rows <= 0:
@@ -164,7 +232,10 @@ class ExactScheduler:
         # Nobody is a suspect: no step has more than one sequence.
         chunks, prefills, _ = _ready(groups)
         context = slots.context
-        for group, sequence in _in_turn(prefills, turn)[:1]:
+        for chunk in chunks:
+            # Also those that a grammar forced: alone each has the bits that it has where nothing is forced.
+            chunk.count = 1
+        for group, sequence in _in_turn(_first_rank(prefills), turn)[:1]:
             assert sequence.seq is not None
             count = context.same_adapters(sequence.seq, sequence.cached, self._count(sequence, budget))
             chunks.append(Chunk(group, sequence, sequence.cached, count))
@@ -185,8 +256,8 @@ class ExactScheduler:
 
 
 def _ready(groups: Iterable[SequenceGroup]) -> tuple[list[Chunk], Ready, Ready]:
-    """Those that have a slot: the next token of each reply, the sequences with more than that to compute, and
-    those that are computed by themselves.
+    """Those that have a slot: the next tokens of each reply, the sequences with a prompt or much of a reply
+    to compute, and those that are computed by themselves.
 
     At every token, for everybody, in one pass: each call more is felt.
     """
@@ -200,10 +271,12 @@ def _ready(groups: Iterable[SequenceGroup]) -> tuple[list[Chunk], Ready, Ready]:
             cached = sequence.cached
             if cached < sequence.alone_until:
                 suspects.append((group, sequence))
-            elif cached + 1 < len(sequence.tokens):
+                continue
+            count = len(sequence.tokens) - cached
+            if count > 1 and (cached < sequence.prompt_length or count > REPLIED):
                 prefills.append((group, sequence))
             else:
-                decodes.append(Chunk(group, sequence, cached, 1))
+                decodes.append(Chunk(group, sequence, cached, count))
     return decodes, prefills, suspects
 
 
@@ -211,6 +284,12 @@ def _set_of(sequence: TokenSequence, context: Context) -> AdapterSet:
     """What the next token of a sequence is computed with."""
     assert sequence.seq is not None
     return context.adapters_of(sequence.seq).at(sequence.cached)
+
+
+def _first_rank(prefills: Ready) -> Ready:
+    """The prompts that are read now: those of the first rank that there is."""
+    first = min((group.rank for group, _ in prefills), default=0)
+    return [pair for pair in prefills if pair[0].rank == first]
 
 
 def _in_turn(prefills: Ready, turn: int) -> Ready:

@@ -9,11 +9,13 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from encodings.utf_8 import IncrementalDecoder
+from enum import IntEnum
 from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure.decode.repetition import RepetitionGuard
 from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
 from perdure.decode.sampling.grammar import Grammars, Matcher
 from perdure.decode.sampling.sampler import CompiledChain, Sampler, Shown
@@ -96,6 +98,10 @@ class TokenSequence:
         self.sampler = sampler
         self._matcher = matcher
         self._longest = self.prompt_length + limit
+        # Whoever wants no end at the model's own wants none here either.
+        self._guard = RepetitionGuard(0 if request.ignore_eos else request.loop_guard, request.reply_prefix)
+        self._look_at = min(self._longest, self.prompt_length + self._guard.due)
+        """How many tokens there are when it is next asked whether the reply ends here."""
         self._push = push
         self._text = self._text_behind(request.reply_prefix[request.emitted :])
         self._text_decides = bool(request.stops) or matcher is not None
@@ -103,11 +109,21 @@ class TokenSequence:
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
-        self._end: int | None = None
+        self.end: int | None = None
+        """The token with which the model ended it."""
         self.compiled = None if self.steered else CompiledChain.of(sampler, request.logprobs)
         """Its chain, where the compiled path can run it."""
         self.scoring = request.prompt_logprobs is not None and index == 0 and self.prompt_length > 1
         """Whether rows of the prompt are wanted of the next tokens."""
+        self.watched = False
+        """Whether somebody is told of what it draws."""
+        self.allowed: list[int] = []
+        """How many tokens the grammar let it draw, of draws that were not told yet, while it is watched."""
+        self.drafted = 0
+        """Tokens that were guessed for it, and of them those that were then drawn."""
+        self.accepted = 0
+        self.saved = 0.0
+        """Seconds that this has saved, as far as is known."""
         self._view: LogitsView | None = None
         self._best: tuple[Candidate, ...] = ()
 
@@ -119,6 +135,11 @@ class TokenSequence:
     @property
     def done(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may yet write."""
+        return self._longest - len(self.tokens)
 
     @property
     def written(self) -> int:
@@ -175,6 +196,9 @@ class TokenSequence:
         matcher = self._matcher
         if matcher is None:
             return self.sampler.select(row)
+        if self.watched:
+            mask = np.unpackbits(matcher.mask(), count=len(row), bitorder="little")
+            self.allowed.append(int(mask.sum()))
         if self._sampling.greedy and matcher.allows(int((found := self.sampler.select(row)).ids[0])):
             # The likeliest of all is the likeliest of what is allowed: no need to ask for the rest.
             return found
@@ -195,12 +219,12 @@ class TokenSequence:
         if self._matcher is not None:
             self._matcher.consume(token)
         if token in self._ends and not request.ignore_eos:
-            self._end = token
+            self.end = token
             self.finish("stop")
             return
         self.tokens.append(token)
         self._logprobs.extend(new)
-        if self._text_decides or len(self.tokens) >= self._longest:
+        if self._text_decides or len(self.tokens) >= self._look_at:
             self.deliver()
             self._decide(token, new)
         else:
@@ -213,7 +237,10 @@ class TokenSequence:
             self.finish("stop", text, (token,), new)
         elif len(self.tokens) >= self._longest:
             self.finish("length", text, (token,), new)
+        elif len(self.tokens) >= self._look_at and self._guard.repeats(self.tokens[self.prompt_length :]):
+            self.finish("repetition", text, (token,), new)
         else:
+            self._look_at = min(self._longest, self.prompt_length + self._guard.due)
             self._push([Delta(text, (token,), new, self.index)])
 
     def deliver(self) -> None:
@@ -284,11 +311,13 @@ class TokenSequence:
                 decode=self.finished - first,
                 prefilled_tokens=self.prompt_length - self.report.reused,
                 decoded_tokens=self.written,
+                drafted_tokens=self.drafted,
+                accepted_tokens=self.accepted,
             ),
             reuse=self.report,
             seed=self._sampling.seed or 0,
             index=self.index,
-            end=self._end,
+            end=self.end,
             stop=self._text.stopped,
             logprobs=None if self.request.logprobs is None else tuple(self._logprobs),
             prompt_logprobs=None if self.request.prompt_logprobs is None else (None, *self._prompt_logprobs),
@@ -322,6 +351,18 @@ def _processed(values: object, context: Context) -> NDArray[np.float32]:
     return found
 
 
+class Rank(IntEnum):
+    """Who goes first: the lower, the earlier."""
+
+    INTERACTIVE = 0
+    BACKGROUND = 1
+    IDLE = 2
+    """Work that nobody waits for, done while there is no other."""
+
+
+_RANKS = {"interactive": Rank.INTERACTIVE, "background": Rank.BACKGROUND}
+
+
 class SequenceGroup(OutputQueue):
     """The samples of one request, and the output queue that they fill.
 
@@ -334,9 +375,13 @@ class SequenceGroup(OutputQueue):
         super().__init__(prompt_tokens, canceller)
         self.sequences: list[TokenSequence] = []
         self.deadline = deadline
+        self.rank = Rank.INTERACTIVE
+        """Who goes first; the lower, the earlier."""
         self.pending_prefix: PendingPrefix | None = None
         """What it waits for though there is room, if it does."""
         self.checkpoint: Checkpoint | None = None
+        self.event_id = ""
+        """What its events name it by."""
 
     @property
     def done(self) -> bool:
@@ -359,13 +404,29 @@ class SequenceGroup(OutputQueue):
         return self.cancelled or (self.deadline is not None and now >= self.deadline)
 
     def start(self, slot: SlotAssignment) -> None:
-        """Give its first sample a slot."""
+        """Give its first sample a slot: at the beginning, or again after it gave way to others."""
         first = self.sequences[0]
-        first.seq, first.cached, first.report = slot.seq, slot.cached, slot.report
+        first.seq, first.cached = slot.seq, slot.cached
         self.read = slot.cached
+        if first.started is not None:
+            return
+        first.report = slot.report
         now = time.monotonic()
         for sequence in self.sequences:
             sequence.started = now
+
+    @property
+    def can_give_way(self) -> bool:
+        """Whether it can go back to where it waits. Samples that share a prompt hold several slots."""
+        return len(self.sequences) == 1
+
+    def give_way(self) -> int:
+        """Go back to where it waits, with what it has written: the slot that it had."""
+        [sequence] = self.sequences
+        assert sequence.seq is not None
+        seq, sequence.seq, sequence.cached = sequence.seq, None, 0
+        self.pending_prefix = None
+        return seq
 
     def end_cancelled(self) -> None:
         for sequence in self.sequences:
@@ -417,6 +478,7 @@ def make_group(
     sampling.check(context.n_vocab)
     chosen = adapters.choose(request.adapters, ids)
     group = SequenceGroup(len(ids), canceller, deadline)
+    group.rank = _RANKS[request.priority]
     for index in range(request.n):
         sampler = Sampler(sampling.seeded(index), n_ctx=context.n_ctx, breakers=breakers.find)
         sampler.prime(request.prompt)

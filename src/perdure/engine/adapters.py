@@ -161,8 +161,8 @@ def _version(source: str) -> object:
 class AdapterTable:
     """The adapters of one model, each loaded when it is first asked for. Safe from any thread.
 
-    Always holds: a name means the file that it was opened with; a file that changed is another adapter; where
-    `files` is False nothing is read but what was named when the table was made.
+    Always holds: a name means the file that it was opened with; a file that changed is another adapter; what
+    can only be a name (`is_name`) never has another file read.
     """
 
     def __init__(
@@ -171,10 +171,9 @@ class AdapterTable:
         *,
         names: Mapping[str, str] | None = None,
         default: Scales | None = None,
-        files: bool = True,
     ) -> None:
         """`load` makes an adapter of a file, and takes its `layers`; an engine may have none. `names` are
-        files by name, `default` is for who names none. With `files`, callers may name files too."""
+        files by name, `default` is for who names none. Callers may name files too."""
         self._load = load
         self._names = dict(names or {})
         for name in self._names:
@@ -184,12 +183,11 @@ class AdapterTable:
                     f"{name!r}"
                 )
         self._default = None if default is None else dict(default)
-        self._files = files
         self._loaded: dict[tuple[object, tuple[int, int] | None], Adapter] = {}
         self._lock = threading.Lock()
-        self.resolve(self._default or {}, own=True)
+        self.resolve(self._default or {})
         for name in self._names:
-            self._find(name, files=True)
+            self._find(name)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -198,19 +196,16 @@ class AdapterTable:
     @property
     def always(self) -> AdapterSet:
         """Those of the default that no token has to switch on."""
-        return self.resolve(self._default or {}, own=True)
+        return self.resolve(self._default or {})
 
     def choose(
         self, scales: Scales | None, tokens: Sequence[int] | NDArray[np.int32] = ()
     ) -> AdapterSet | None:
         """The set for a prompt of `tokens` of who names `scales`, or nothing. None: what the context has."""
-        if scales is not None:
-            return self.resolve(scales, tokens)
-        return None if self._default is None else self.resolve(self._default, tokens, own=True)
+        scales = self._default if scales is None else scales
+        return None if scales is None else self.resolve(scales, tokens)
 
-    def resolve(
-        self, scales: Scales, tokens: Sequence[int] | NDArray[np.int32] = (), *, own: bool = False
-    ) -> AdapterSet:
+    def resolve(self, scales: Scales, tokens: Sequence[int] | NDArray[np.int32] = ()) -> AdapterSet:
         """The set that `scales` name, for a prompt of `tokens`. Files are judged and loaded here."""
         if not isinstance(scales, Mapping) or not all(isinstance(source, str) for source in scales):
             raise InvalidInputError(f"adapters are files or names with their scales, got {scales!r}")
@@ -222,18 +217,17 @@ class AdapterTable:
             check_scale(source, scale)
         chosen: dict[Adapter, float] = {}
         for source, scale in scales.items():
-            adapter = self._find(source, files=self._files or own)
+            adapter = self._find(source)
             chosen[adapter] = chosen.get(adapter, 0.0) + float(scale)
         return AdapterSet.of(chosen).activated(tokens)
 
-    def _find(self, source: str, *, files: bool) -> Adapter:
+    def _find(self, source: str) -> Adapter:
         name, layers = split_layers(source)
         file = self._names.get(name)
-        if file is None and (is_name(name) or not files):
+        if file is None and is_name(name):
             known = f"there are {', '.join(self._names)}" if self._names else "none was named"
             raise ModelNotFoundError(
-                f"there is no adapter {Path(name).name!r}: {known}"
-                + ("" if not files else ("; a file is a path, or ends in .gguf"))
+                f"there is no adapter {name!r}: {known}; a file is a path, or ends in .gguf"
             )
         file = name if file is None else file
         if self._load is None:

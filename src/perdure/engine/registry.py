@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from perdure.engine.model import Model
     from perdure.models.card import Card
     from perdure.models.download import Progress
+    from perdure.models.fit import Room
 
 Source: TypeAlias = "str | os.PathLike[str] | None"
 """What people name a model by: a file, a name, an address; None is the default model."""
@@ -102,6 +103,13 @@ class Engine:
     def is_same(self, source: Source, path: str | None, digest: str) -> bool:
         """Whether `source` is the model at `path`, or the one with that digest. It must not fetch."""
         return path is None
+
+    def memory_needed(
+        self, source: Source, room: Room, settings: Mapping[str, Any], loading: Mapping[str, Any]
+    ) -> tuple[int, int]:
+        """Bytes of the machine's memory and of the devices' that a model takes, opened so in `room`; 0 where
+        nothing is known. It must not fetch."""
+        return 0, 0
 
     def card(self, source: Source, bars: Bars = no_bars) -> tuple[Card, Mapping[str, Any]]:
         """A model's figures and its metadata, for `perdure show`."""

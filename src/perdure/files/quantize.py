@@ -29,7 +29,7 @@ from perdure.atomic import TEMPORARY
 from perdure.checks import check_whole
 from perdure.engine.llama.native import library
 from perdure.errors import EngineError, InvalidInputError, ModelFileError
-from perdure.files.tensors import Planned, TensorFile, require_room, write_model
+from perdure.files.tensors import Planned, TensorFile, check_free_space, write_model
 from perdure.identity import content_digest
 from perdure.models.card import read_parts
 from perdure.models.header import FILE_TYPES, TENSOR_TYPES
@@ -93,7 +93,7 @@ def quantize(
         )
     if any(place.exists() and place.samefile(part.path) for part in parts):
         raise InvalidInputError(f"{place} is the file to read from; name another one to write")
-    require_room(place, before)
+    check_free_space(place, before)
     texts = {}
     if provenance:
         texts = {
@@ -145,7 +145,7 @@ def importance_matrix(
     check_whole("chunks", 1 if chunks is None else chunks, 1, 1 << 24)
     check_whole("threads", 1 if threads is None else threads, 1, 512)
     parts = read_parts(Path(source))
-    require_room(Path(target), 64 << 20)
+    check_free_space(Path(target), 64 << 20)
     job = {
         "task": "importance",
         "source": str(parts[0].path),
@@ -219,21 +219,21 @@ def run_child(job: dict[str, Any], target: Path, progress: Progress | None) -> d
     unfinished = target.with_name(f"{target.name}.{os.getpid()}{TEMPORARY}")
     child = Path(__file__).with_name("quantize_child.py")
     command = system.isolated_python(str(child), json.dumps(job | {"target": str(unfinished)}))
-    with tempfile.TemporaryFile() as complaints:
+    with tempfile.TemporaryFile() as captured_errors:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=complaints,
+            stderr=captured_errors,
             env=os.environ | {"GGML_NO_BACKTRACE": "1"},
         )
         try:
             result = _follow(process, progress)
             code = process.wait()
             if result is None:
-                complaints.seek(0, os.SEEK_END)
-                complaints.seek(max(0, complaints.tell() - 2000))
-                last = complaints.read().decode("utf-8", "replace").strip().splitlines()[-3:]
+                captured_errors.seek(0, os.SEEK_END)
+                captured_errors.seek(max(0, captured_errors.tell() - 2000))
+                last = captured_errors.read().decode("utf-8", "replace").strip().splitlines()[-3:]
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
                 raise EngineError(
                     f"the process that was to write {target.name} ended ({how}): {' '.join(last)}"

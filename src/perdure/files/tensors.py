@@ -267,13 +267,13 @@ def write_model(
 @contextmanager
 def finished(path: Path, size: int) -> Iterator[BinaryIO]:
     """A file of about `size` bytes that becomes `path` when the block ends well."""
-    require_room(path, size)
+    check_free_space(path, size)
     with atomic_write(path) as file:
         yield file
     system.sync_folder(path.parent)
 
 
-def require_room(path: Path, size: int) -> None:
+def check_free_space(path: Path, size: int) -> None:
     """Refuse a file that would not fit, before anything is written."""
     if not path.parent.is_dir():
         raise InvalidInputError(f"there is no folder {path.parent} to write {path.name} into")

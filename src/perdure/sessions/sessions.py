@@ -62,12 +62,15 @@ class Sessions:
         backend: Backend | None = None,
         chat_format: Callable[[], ChatFormat] | None = None,
         readonly: bool = False,
+        keep_open: bool = False,
     ) -> None:
+        """With `keep_open`, a session store that others use too is not closed here."""
         self.store = open_store(store, readonly=readonly)
+        self._keep_open = keep_open
         self.memories = Memories(self.store, self._wake_at)
         self._backend = backend
         self._chat_format = chat_format
-        self._durable = store is not None
+        self._durable = store is not None and (not keep_open or self.store.transfers() is not None)
         self.moving_state = threading.Lock()
         """Held while all the state of a session is in this process, on its way to or from a file."""
         self._closed = False
@@ -79,7 +82,8 @@ class Sessions:
 
     def close(self) -> None:
         self._closed = True
-        self.store.close()
+        if not self._keep_open:
+            self.store.close()
 
     def check_open(self) -> None:
         """Refuse what is asked after `close`."""

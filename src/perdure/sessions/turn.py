@@ -27,7 +27,7 @@ Said = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]]
 TurnKind = Literal["start", "turn", "fold"]
 FIRST = bytes(32)
 """What stands for the digest of the turn before the first."""
-_ENDINGS = ("", "stop", "length", "tool_calls", "cancelled", "error")
+_ENDINGS = ("", "stop", "length", "tool_calls", "repetition", "cancelled", "error")
 _encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 _LARGEST = 2**63 - 1
 """The largest number that a column holds."""

@@ -107,7 +107,9 @@ class Process:
 
 # Restart policy: when the engine's process is started again, and when it is given up.
 
-State = Literal["starting", "ready", "unresponsive", "restarting", "failed", "closed"]
+State = Literal[
+    "starting", "ready", "unresponsive", "restarting", "unloading", "unloaded", "failed", "closed"
+]
 
 UNRESPONSIVE = 5.0
 """Seconds of silence after which an idle engine is not called ready any more."""

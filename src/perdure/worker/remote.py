@@ -31,16 +31,22 @@ from perdure.engine import registry
 from perdure.engine.adapters import Scales
 from perdure.engine.contract import LoadingKeywords, Tokenizer, Tokens, check_token
 from perdure.errors import InvalidInputError
+from perdure.events.event import Event
+from perdure.events.hub import EventHub, Subscription
 from perdure.identity import Identity
 from perdure.memory import MemorySpec
 from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests, packed
 from perdure.worker.process import Health, RestartPolicy
 from perdure.worker.protocol import Ask, P, Ready, Setup, T, Tables, Target
-from perdure.worker.supervisor import Supervisor
+from perdure.worker.supervisor import Residence, Supervisor
 
 _PATIENCE = 5.0
 """Seconds that `submit` waits to hear that a request was taken. After that, a refusal ends the job."""
+
+
+def _elsewhere(event: Event) -> None:
+    """Stands for an observer in another process."""
 
 
 class BackendClient:
@@ -56,6 +62,11 @@ class BackendClient:
     def __init__(self, queue: int) -> None:
         self._pending = PendingRequests(queue)
         self._reader = MessageReader()
+
+    @property
+    def events(self) -> EventHub:
+        """What happens in the engine's process."""
+        return self._pending.events
 
     def attach_loop(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """Have what the engine says read in the event loop of those who wait for it; None: not any more."""
@@ -84,15 +95,29 @@ class BackendClient:
             )
         if (prompt := _plain(request.prompt)) is not request.prompt:
             request = replace(request, prompt=prompt)
-        pending = self._pending.submit(request)
+        request = replace(request, event_id=request.event_id or self.events.new_id())
+        if (observer := request.observe) is not None:
+            if isinstance(observer, Subscription):
+                self.events.forward(request.event_id, observer)
+            else:
+                self.events.observe(request.event_id, observer)
+            # A function does not travel: its events come here.
+            request = replace(request, observe=_elsewhere)
+        try:
+            pending = self._pending.submit(request)
+        except BaseException:
+            self.events.forget(request.event_id)
+            raise
         self._request_start()
         self._reader.detach_waiting_loop()
         try:
             pending.wait_acknowledged(_PATIENCE)
         except BaseException:
+            self.events.forget(request.event_id)
             pending.cancel()
             raise
         if pending.refusal is not None:
+            self.events.forget(request.event_id)
             raise pending.refusal
         return pending
 
@@ -130,10 +155,12 @@ class RemoteBackend(BackendClient):
         source: str | os.PathLike[str] | None = None,
         *,
         restart_policy: RestartPolicy | None = None,
+        residence: Residence | None = None,
         store: str | os.PathLike[str] | None = None,
         loading: LoadingKeywords | None = None,
         **settings: Unpack[BackendKeywords],
     ) -> None:
+        """`residence` says when the process may have its memory."""
         system.require_child_pipes("an engine in a process of its own")
         engine = registry.find(source)
         setup = Setup(
@@ -150,6 +177,8 @@ class RemoteBackend(BackendClient):
         queue = settings.get("queue", QUEUE)
         super().__init__(queue if isinstance(queue, int) else 0)
         self._supervisor = Supervisor(setup, restart_policy or RestartPolicy(), self._pending, self._reader)
+        if residence is not None:
+            self._supervisor.residence = residence
         self._handshake(self._supervisor.start())
 
     def _request_start(self) -> None:
@@ -158,9 +187,23 @@ class RemoteBackend(BackendClient):
     def health(self) -> Health:
         return self._supervisor.health()
 
+    def unload(self) -> bool:
+        """Let the process go until the next request; its state is in the store. False, and nothing done,
+        where something is being asked of it."""
+        return self._supervisor.unload()
+
+    def load_again(self) -> None:
+        """Have a process that was let go started, without waiting for it."""
+        self._supervisor.request_start()
+
+    def watch(self, residence: Residence) -> None:
+        """Have `residence` asked and told from now on."""
+        self._supervisor.residence = residence
+
     def close(self) -> None:
         """End what is running as cancelled, and let the process go."""
         self._supervisor.close()
+        self.events.close()
 
 
 def _plain(value: Any) -> Any:

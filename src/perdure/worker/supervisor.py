@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from perdure.errors import ClosedError, EngineDiedError, EngineError, ModelFileError
+from perdure.events.event import Restarted
 from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests
 from perdure.worker.process import UNRESPONSIVE, ExitInfo, Health, Process, RestartPolicy, State
@@ -18,6 +19,26 @@ log = logging.getLogger("perdure.worker")
 
 _TICK = 1.0
 _NAP = 0.1
+_ROOM = 0.01
+"""Seconds between two questions whether there is room for the process."""
+
+
+class Residence:
+    """Who is asked before the process takes its memory, and told when it has it and when not. This one lets
+    it have it always. All calls come from the supervisor's thread."""
+
+    def enter(self) -> bool:
+        """Whether the process may be started now. It is asked again until it may."""
+        return True
+
+    def ready(self) -> None:
+        """The process serves."""
+
+    def left(self) -> None:
+        """The process is gone, and is not started before somebody asks for it."""
+
+    def failed(self, error: Exception) -> None:
+        """It could not be started, and is not tried again before somebody asks for it."""
 
 
 class Supervisor:
@@ -45,6 +66,12 @@ class Supervisor:
         self._last_death: str | None = None
         self._closing = threading.Event()
         self._wanted = False
+        self._resting = False
+        """Whether the process was told to go until somebody asks."""
+        self._is_reload = False
+        """Whether the next start is one that was asked for, and not a restart."""
+        self._rested_at = 0.0
+        self.residence = Residence()
         # The system ends the process with the thread that started it, so that is one that lasts.
         self._thread = threading.Thread(target=self._run, name="perdure-worker", daemon=True)
 
@@ -63,15 +90,30 @@ class Supervisor:
         if self._error is not None:
             self.close()
             raise self._error
-        assert self._ready_info is not None
+        if self._ready_info is None:
+            raise ClosedError("this runtime is closed")
         return self._ready_info
 
     def request_start(self) -> None:
-        """Somebody waits for the engine: if it was given up, try again."""
-        if self._state == "failed":
+        """Somebody waits for the engine: if it was given up or let go, try again."""
+        if self._state in ("failed", "unloading", "unloaded"):
             with self._changed:
                 self._wanted = True
                 self._changed.notify_all()
+
+    def unload(self) -> bool:
+        """Let the process go, until somebody asks for it again: it writes its state down, and exits. False,
+        and nothing done, where somebody waits for it just now."""
+        with self._changed:
+            if self._state != "ready" or self._process is None:
+                return self._state in ("unloading", "unloaded")
+            if not self._pending.pause_idle():
+                return False
+            self._resting, self._wanted = True, False
+            self._rested_at = time.monotonic()
+            self._state = "unloading"
+            self._process.connection.send(Close())
+            return True
 
     def health(self) -> Health:
         with self._changed:
@@ -125,6 +167,9 @@ class Supervisor:
             try:
                 lived = self._run_once()
                 failures = 0
+                if self._resting:
+                    self._rest()
+                    continue
             except Exception as error:
                 lived = 0.0
                 failures += 1
@@ -148,6 +193,10 @@ class Supervisor:
 
     def _run_once(self) -> float:
         """One process from its start to its end: how many seconds it was ready."""
+        while not self.residence.enter():
+            self._pause(_ROOM)
+            if self._closing.is_set():
+                raise ClosedError("this runtime is closed")
         process = Process(self._setup)
         with self._changed:
             self._process = process
@@ -169,7 +218,9 @@ class Supervisor:
             log.exception("the engine's process is not understood")
             process.kill(f"what it said could not be read: {error!r}")
         info = self._wait_exit(process)
-        if not self._closing.is_set():
+        if self._resting:
+            self._pending.disconnect(info)
+        elif not self._closing.is_set():
             self._last_death = str(info)
             # One line: what the process said last follows at a level of its own.
             log.error("%s; it is started again", info.reason)
@@ -182,6 +233,8 @@ class Supervisor:
         with self._changed:
             self._process = self._ready_at = None
             self._state = "starting" if self._ready_info is None else "restarting"
+            if self._resting:
+                self._state = "unloading"
             self._changed.notify_all()
         return process.wait_exit()
 
@@ -208,13 +261,20 @@ class Supervisor:
     def _handshake(self, ready: Ready) -> None:
         if self._ready_info is None:
             self._ready_info = ready
+            # What was found to fit once is what everybody was told.
+            found = {"n_ctx": ready.n_ctx, "slots": ready.slots}
+            fixed = {name: value for name, value in found.items() if self._setup.settings.get(name) == "auto"}
+            self._setup = replace(self._setup, settings={**self._setup.settings, **fixed})
         elif ready != self._ready_info:
             raise ModelFileError(
                 f"the model file {self._setup.model} was changed while the engine was gone: "
                 "what was promised of it no longer holds; open the runtime again"
             )
+        elif self._is_reload:
+            self._is_reload = False
         else:
             self._restarts += 1
+            self._pending.events.emit(Restarted, "", self._last_death or "", self._restarts)
 
     def _serve(self, process: Process) -> None:
         """Hand on what the process says until it is gone."""
@@ -226,6 +286,7 @@ class Supervisor:
             self._changed.notify_all()
             if self._closing.is_set():
                 process.connection.send(Close())
+        self.residence.ready()
         self._reader.read_all(
             process.connection,
             self._pending.handle,
@@ -235,6 +296,11 @@ class Supervisor:
 
     def _check_health(self, process: Process) -> None:
         policy = self._policy
+        if self._resting:
+            # It writes its state down, and says nothing meanwhile.
+            if time.monotonic() - self._rested_at >= policy.grace:
+                process.kill(f"it did not close within {policy.grace} seconds")
+            return
         working = self._pending.engine_works
         limit = policy.silence_limit(working=working)
         # What it said may wait to be read, where this process was stopped.
@@ -247,6 +313,18 @@ class Supervisor:
         process.trim_log()
         self._pending.end_overdue()
 
+    def _rest(self) -> None:
+        """Wait until somebody asks for the engine."""
+        self.residence.left()
+        with self._changed:
+            self._state = "unloaded"
+            self._changed.notify_all()
+            while not self._wanted and not self._pending.waiting and not self._closing.is_set():
+                self._changed.wait()
+            self._resting, self._is_reload = False, True
+            if not self._closing.is_set():
+                self._state = "restarting"
+
     def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while not self._closing.is_set() and (left := end - time.monotonic()) > 0:
@@ -258,6 +336,7 @@ class Supervisor:
         """Tell everyone who waits, and rest until somebody asks again."""
         self._wanted = False
         self._set("failed")
+        self.residence.failed(error)
         signal, code = getattr(error, "signal", None), getattr(error, "code", None)
         message = f"the engine could not be started {failures} times in a row; the next request tries again"
         self._pending.end_all(EngineDiedError(f"{message}: {error}", signal=signal, code=code))

@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -136,6 +136,11 @@ class Findings:
     """Temporary files of writers that are gone, deleted."""
     rebuilt: bool
     """Whether the index could not be used, and was made anew from the files."""
+
+    def __add__(self, other: Findings) -> Findings:
+        """What was found in two folders."""
+        sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        return Findings(**{**sums, "rebuilt": self.rebuilt or other.rebuilt})
 
     @property
     def sound(self) -> bool:

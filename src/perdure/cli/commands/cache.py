@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,17 +38,14 @@ def stats(
     as_json: Json = False,
 ) -> None:
     """Show what is kept, and under which labels."""
-    disk = _open(store, readonly=True)
-    try:
-        page = disk.prefix_table.page(limit=limit, after=after)
+    with _opened(store, readonly=True) as disks:
+        page = [entry for disk in disks for entry in disk.prefix_table.page(limit=limit, after=after)]
         facts = {
-            "store": str(disk.folder),
-            "blocks": len(disk),
-            "bytes": disk.nbytes,
-            "records": len(disk.prefix_table),
+            "store": str(disks[0].folder),
+            "blocks": sum(map(len, disks)),
+            "bytes": sum(disk.nbytes for disk in disks),
+            "records": sum(len(disk.prefix_table) for disk in disks),
         }
-    finally:
-        disk.close()
     if as_json:
         shown = [{"number": number, **_plain(record)} for number, record in page]
         print_json({**facts, "records": shown})
@@ -63,11 +61,10 @@ def blocks(
     as_json: Json = False,
 ) -> None:
     """List the blocks that are kept on disk, by their ids."""
-    disk = _open(store, readonly=True)
-    try:
-        found = disk.page(limit=limit, after=after)
-    finally:
-        disk.close()
+    with _opened(store, readonly=True) as disks:
+        found = [entry for disk in disks for entry in disk.page(limit=limit, after=after)]
+    if len(disks) > 1:
+        found = sorted(found, key=lambda entry: entry.id)[:limit]
     if as_json:
         print_json([_block(entry) for entry in found])
     for entry in () if as_json else found:
@@ -86,10 +83,10 @@ def warm(
     """Compute the state of a text once, and keep it for every later run."""
     from perdure.backend import LocalBackend
     from perdure.cli.output.terminal import load
-    from perdure.config import settings
+    from perdure.cli.runtime import usual_store
 
     text = _piped() if prompt is None or prompt == "-" else prompt
-    folder = store or settings().store
+    folder = store or usual_store()
     with closing(
         LocalBackend(load(model), n_ctx=parse_auto(ctx) or N_CTX, slots=1, store=folder, own_model=True)
     ) as backend:
@@ -122,22 +119,22 @@ def clear(
     """Delete what is kept under labels, or everything."""
     if bool(labels) == everything:
         raise typer.BadParameter("give labels, or --all")
-    disk = _open(store, readonly=False)
-    try:
-        before = disk.nbytes
-        if everything:
-            if not yes:
-                typer.confirm(f"Drop all {before} bytes of {disk.folder}?", abort=True, err=True)
-            prefixes = disk.prefixes()
-            disk.drop((), prefixes)
-            disk.clear()
-        else:
-            prefixes, blocks = disk.prefix_table.labelled(labels or (), namespace=namespace)
-            disk.drop(blocks, prefixes)
-        count = len(prefixes)
-        freed = before - disk.nbytes
-    finally:
-        disk.close()
+    count = freed = 0
+    with _opened(store, readonly=False) as disks:
+        size = sum(disk.nbytes for disk in disks)
+        if everything and not yes:
+            typer.confirm(f"Drop all {size} bytes of {disks[0].folder}?", abort=True, err=True)
+        for disk in disks:
+            before = disk.nbytes
+            if everything:
+                prefixes = disk.prefixes()
+                disk.drop((), prefixes)
+                disk.clear()
+            else:
+                prefixes, blocks = disk.prefix_table.labelled(labels or (), namespace=namespace)
+                disk.drop(blocks, prefixes)
+            count += len(prefixes)
+            freed += before - disk.nbytes
     if as_json:
         typer.echo(json.dumps({"records": count, "bytes": freed}))
     else:
@@ -155,14 +152,15 @@ def verify(store: StoreFolder = None, as_json: Json = False) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    disk = _open(store, readonly=False, rebuild=True)
-    try:
+    with _opened(store, readonly=False, rebuild=True) as disks:
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("Reading", total=None)
-            found = disk.verify(lambda done, total: bar.update(task, completed=done, total=total))
-    finally:
-        disk.close()
+            first, *others = [
+                disk.verify(lambda done, total: bar.update(task, completed=done, total=total))
+                for disk in disks
+            ]
+    found = sum(others, start=first)
     if as_json:
         print_json(dataclasses.asdict(found))
     else:
@@ -190,15 +188,24 @@ def _piped() -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _open(store: Path | None, *, readonly: bool, rebuild: bool = False) -> DiskTier:
+@contextmanager
+def _opened(store: Path | None, *, readonly: bool, rebuild: bool = False) -> Iterator[list[DiskTier]]:
+    """All folders of a store that have blocks."""
+    from perdure.cache.tiers.archive import block_folders
     from perdure.cache.tiers.disk import DiskTier
-    from perdure.config import settings
+    from perdure.cli.runtime import usual_store
     from perdure.errors import StoreError
 
-    folder = store or settings().store
-    if not (folder / "blocks").is_dir():
+    folder = store or usual_store()
+    if not (places := block_folders(folder)):
         raise StoreError(f"there is no store at {folder}: `perdure cache warm` makes one")
-    return DiskTier(folder, budget=STORE_BYTES, readonly=readonly, rebuild=rebuild)
+    with ExitStack() as held:
+        yield [
+            held.enter_context(
+                closing(DiskTier(place, budget=STORE_BYTES, readonly=readonly, rebuild=rebuild))
+            )
+            for place in places
+        ]
 
 
 def _plain(record: KeptPrefix) -> dict[str, object]:

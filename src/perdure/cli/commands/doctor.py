@@ -56,11 +56,11 @@ def doctor(
     The exit code is 1 if something is bad. Nothing is changed.
     """
     from perdure.cli.output import terminal
-    from perdure.config import settings
+    from perdure.cli.runtime import usual_store
 
     if report is not None and report.exists():
         raise typer.BadParameter(f"{report} is there already; name a new file", param_hint="--report")
-    folder = store or settings().store
+    folder = store or usual_store()
     findings = [*_engines(), *_threads(), *_memory(model), *_disk(folder), *_store(folder)]
     if as_json:
         print_json([asdict(finding) for finding in findings])
@@ -165,13 +165,20 @@ def _disk(folder: Path) -> Iterator[Finding]:
         yield Finding("disk", "ok", found)
 
 
-def _store(folder: Path) -> Iterator[Finding]:
+def _store(store: Path) -> Iterator[Finding]:
+    from perdure.cache.tiers.archive import block_folders
+
+    folders = block_folders(store)
+    if not folders:
+        yield Finding("store", "ok", f"no blocks are kept at {store} yet")
+    for folder in folders:
+        yield _blocks(store, folder)
+
+
+def _blocks(store: Path, folder: Path) -> Finding:
     from perdure.cache.tiers.disk import DiskTier
     from perdure.errors import PerdureError
 
-    if not (folder / "blocks").is_dir():
-        yield Finding("store", "ok", f"no blocks are kept at {folder} yet")
-        return
     try:
         disk = DiskTier(folder, budget=STORE_BYTES, readonly=True)
         try:
@@ -186,12 +193,10 @@ def _store(folder: Path) -> Iterator[Finding]:
         finally:
             disk.close()
     except PerdureError as error:
-        yield Finding("store", "bad", str(error), f"perdure cache verify --store {folder}")
-        return
+        return Finding("store", "bad", str(error), f"perdure cache verify --store {store}")
     if damaged:
-        yield Finding("store", "warn", found, f"perdure cache verify --store {folder}")
-    else:
-        yield Finding("store", "ok", found)
+        return Finding("store", "warn", found, f"perdure cache verify --store {store}")
+    return Finding("store", "ok", found)
 
 
 def _size(count: int) -> str:

@@ -79,6 +79,7 @@ _ENDED = {
     "": "",
     "stop": "",
     "length": " (cut at the length limit)",
+    "repetition": " (ended since it repeated itself)",
     "cancelled": " (stopped)",
     "tool_calls": " (waits for the result of a tool)",
 }

@@ -13,7 +13,7 @@ import typer
 from perdure.cli.options import shared
 from perdure.errors import InvalidInputError
 from perdure.options import Option, options_of
-from perdure.request_options import RequestOptions, Sampling
+from perdure.request_options import Sampling, options_of_replies
 
 if TYPE_CHECKING:
     from perdure.engine.contract import LoadingKeywords
@@ -74,10 +74,7 @@ class EngineOptions:
         return shared.parse_auto(self.ctx)
 
 
-REPLY_OPTIONS: dict[str, Option] = {
-    "max_tokens": options_of(RequestOptions)["max_tokens"],
-    **options_of(Sampling),
-}
+REPLY_OPTIONS: dict[str, Option] = options_of_replies()
 """What can be said of a reply on every command that makes one."""
 
 
@@ -99,17 +96,20 @@ class SamplingOptions:
     def given(self) -> dict[str, Any]:
         """What was chosen besides `max_tokens`, checked before a model is loaded."""
         given: dict[str, Any] = {}
-        for name, option in options_of(Sampling).items():
+        for name, option in REPLY_OPTIONS.items():
             value = getattr(self, name)
+            if name == "max_tokens":
+                continue
             # An option that may come several times and did not is an empty list, or an empty tuple.
             if value is not None and value != [] and value != ():
                 given[name] = option.gather(value) if isinstance(value, (list, tuple)) else value
-        Sampling(**given)
-        if self.max_tokens is not None:
-            try:
-                REPLY_OPTIONS["max_tokens"].check(self.max_tokens)
-            except InvalidInputError as error:
-                raise typer.BadParameter(str(error)) from None
+        Sampling(**{name: value for name, value in given.items() if name in options_of(Sampling)})
+        for name, option in REPLY_OPTIONS.items():
+            if name not in options_of(Sampling) and (value := getattr(self, name)) is not None:
+                try:
+                    option.check(value)
+                except InvalidInputError as error:
+                    raise typer.BadParameter(str(error)) from None
         return given
 
 

@@ -11,7 +11,12 @@ from rich.filesize import decimal
 if TYPE_CHECKING:
     from perdure import ChatReply, ContextOverflow
 
-_TIERS = {"slot": "still in the engine", "memory": "from memory", "disk": "from disk"}
+_TIERS = {
+    "slot": "still in the engine",
+    "memory": "from memory",
+    "disk": "from disk",
+    "archive": "from disk, where it lay before",
+}
 
 size = decimal
 """Bytes as people write them."""

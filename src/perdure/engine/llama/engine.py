@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from perdure import models
-from perdure.config import settings
+from perdure.config import N_CTX, SLOTS, settings
 from perdure.engine.contract import LoadingKeywords
+from perdure.engine.llama.offload import count_experts
 from perdure.engine.model import Model
 from perdure.engine.registry import Agree, Bars, Engine, Finding, Source, no_bars
 from perdure.errors import ModelError
 from perdure.identity import content_digest
 from perdure.models import other_programs
 from perdure.models.card import Card
+from perdure.models.fit import Room, Sizes, Wanted, propose
 from perdure.models.local_models import locate
+from perdure.models.registry import DEFAULT
 
 
 class LlamaEngine(Engine):
@@ -78,6 +81,27 @@ class LlamaEngine(Engine):
             return False
         return "+".join(content_digest(file) for file in files) == digest
 
+    def memory_needed(
+        self, source: Source, room: Room, settings: Mapping[str, Any], loading: Mapping[str, Any]
+    ) -> tuple[int, int]:
+        """From the header of its file, as `perdure.fit` predicts it."""
+        here = locate(models.resolve(source or _default_model()))
+        if here is None:
+            return 0, 0
+        sizes = Sizes.of(models.read_parts(here))
+        layers, experts = loading.get("gpu_layers", "auto"), loading.get("cpu_experts", "auto")
+        n_ctx, slots = settings.get("n_ctx", N_CTX), settings.get("slots", SLOTS)
+        wanted = Wanted(
+            n_ctx=None if n_ctx == "auto" else n_ctx,
+            slots=None if slots == "auto" else slots,
+            k_type=settings.get("k_type", "f16"),
+            v_type=settings.get("v_type", "f16"),
+            gpu_layers=None if layers == "auto" else layers,
+            cpu_experts=None if experts == "auto" else count_experts(experts, sizes),
+        )
+        fit = propose(str(source), sizes, room, wanted)
+        return fit.machine.total, room.device_bytes(sizes, fit.setup) if fit.setup.gpu_layers else 0
+
     def card(self, source: Source, bars: Bars = no_bars) -> tuple[Card, Mapping[str, Any]]:
         with bars(str(source or "the default model")) as progress:
             headers = models.read_parts(models.path(source, progress))
@@ -87,6 +111,11 @@ class LlamaEngine(Engine):
         from perdure.engine.llama.health import findings
 
         return findings()
+
+
+def _default_model() -> str:
+    """The model that is meant where none is named."""
+    return settings().model or DEFAULT
 
 
 ENGINE = LlamaEngine()

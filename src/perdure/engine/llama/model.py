@@ -17,10 +17,12 @@ from perdure.config import N_CTX, settings
 from perdure.engine.context import Context
 from perdure.engine.contract import Capabilities, ContextKeywords, ModelInfo, PairForm
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
+from perdure.engine.key_values import Rope
 from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
 from perdure.engine.llama.cache_size import TYPES, CacheSize
 from perdure.engine.llama.core import SCORE_POOLING, LlamaCore
 from perdure.engine.llama.first_steps import StepTime, translate
+from perdure.engine.llama.kv_numbers import rope_of
 from perdure.engine.llama.native import library
 from perdure.engine.llama.offload import (
     CPU_ONLY,
@@ -323,6 +325,15 @@ class Model:
     def _tensors(self) -> dict[str, Tensor]:
         return {tensor.name: tensor for part in models.read_parts(self.path) for tensor in part.tensors}
 
+    def _rope(self, base: float, scale: float) -> Rope | str:
+        """How keys are rotated in a context with this base and scale."""
+        weights, lib = self._open(), library.load()
+        heads = int(lib.llama_model_n_head(weights.handle))
+        size = int(lib.llama_model_n_embd(weights.handle)) // max(1, heads)
+        known = weights.metadata.get(f"{self.info.architecture}.attention.key_length")
+        kind = int(lib.llama_model_rope_type(weights.handle))
+        return rope_of(weights.metadata, self._tensors, kind, base, scale, int(known) if known else size)
+
     def context(
         self,
         *,
@@ -369,7 +380,14 @@ class Model:
         params.offload_kqv = self._kv_offload
         params.swa_full = swa_full
         largest = size.bytes(params.n_ctx // n_seq, k_type, v_type)
-        core = LlamaCore(weights, params, self._memory, causal=weights.causal, largest_state=largest)
+        core = LlamaCore(
+            weights,
+            params,
+            self._memory,
+            causal=weights.causal,
+            largest_state=largest,
+            rope=lambda: self._rope(rope_freq_base, rope_freq_scale),
+        )
         memory = dataclasses.replace(self._memory, keeps_window=swa_full)
         streams = 1 if shared else n_seq
         engine = library.loaded()

@@ -22,6 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from perdure.chat.options import ChatOptions
 from perdure.decode.request import Usage
+from perdure.engine.adapters import is_name, split_layers
 from perdure.errors import InvalidInputError
 from perdure.options import Option, options_of
 from perdure.request_options import SEED_LIMIT, RequestOptions, Sampling
@@ -198,7 +199,10 @@ def _schema(name: str, options: Iterable[Option]) -> type[RequestSchema]:
 
 _STOP = options_of(RequestOptions)["stops"]
 _Stop = Annotated[str, Field(max_length=_STOP.characters)]
-_COMPLETION = (options_of(RequestOptions)["ignore_eos"], options_of(RequestOptions)["adapters"])
+_COMPLETION = tuple(
+    options_of(RequestOptions)[name]
+    for name in ("ignore_eos", "priority", "loop_guard", "speculate", "adapters")
+)
 """Options under `perdure` of requests without a chat."""
 _EXTENDED = (
     *(each for name, each in options_of(ChatOptions).items() if name not in OPENAI_CHAT),
@@ -273,10 +277,25 @@ def option_value(option: Option, value: Any) -> Any:
     """An option's value out of JSON that was checked."""
     if option.name == "seed":
         return value % SEED_LIMIT
+    if option.name == "adapters":
+        check_names(value)
     try:
         return option.from_json(value)
     except InvalidInputError as error:
         raise ApiError(400, str(error), param=option.name, code="invalid_value") from None
+
+
+def check_names(adapters: Mapping[str, float]) -> None:
+    """Refuse adapters that could be files: what a client sends never has one read."""
+    for adapter in adapters:
+        if not is_name(split_layers(adapter)[0]):
+            raise ApiError(
+                404,
+                f"there is no adapter {adapter[:100]!r}: a client names one that the server was started with",
+                kind="not_found_error",
+                code="model_not_found",
+                param="adapters",
+            )
 
 
 class StreamOptions(RequestSchema):

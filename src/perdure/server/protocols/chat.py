@@ -35,7 +35,13 @@ from perdure.server.core.schemas import (
     refuse_fields,
     streamed,
 )
-from perdure.server.protocols.openai import AnswerHead, PromptCacheOptions, cache_marks, finite
+from perdure.server.protocols.openai import (
+    AnswerHead,
+    PromptCacheOptions,
+    cache_marks,
+    finite,
+    tier_options,
+)
 from perdure.server.protocols.reply_request import ReplyRequest
 
 # Chat requests in OpenAI's shape, and what they mean in the runtime's words.
@@ -164,6 +170,8 @@ class ChatOptionsSchema(SamplingSchema):
     """The same."""
     store: bool | None = None
     """Taken: a chat is stored by `perdure.session` alone."""
+    service_tier: str | None = Field(None, max_length=40)
+    """`flex` is a request in the background; others are taken."""
     prediction: dict[str, Any] | None = None
     """Taken: a guess of the reply could only make it faster."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -215,7 +223,7 @@ def check_chat_options(
 
 def chat_options(asked: ChatOptionsSchema, app_state: AppState) -> dict[str, Any]:
     """What is asked of a reply, in the runtime's words."""
-    options = asked.sampling
+    options = asked.sampling | tier_options(asked.service_tier)
     extension = asked.perdure
     if (limit := asked.max_completion_tokens or asked.max_tokens) is not None:
         options["max_tokens"] = limit
@@ -354,7 +362,7 @@ class MessageAnswer(ResponseSchema):
 class Choice(ResponseSchema):
     index: int
     message: MessageAnswer
-    finish_reason: Literal["stop", "length", "tool_calls", "cancelled", "error"]
+    finish_reason: Literal["stop", "length", "tool_calls", "repetition", "cancelled", "error"]
     logprobs: LogprobsAnswer | None = None
 
 

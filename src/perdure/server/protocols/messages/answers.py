@@ -135,6 +135,8 @@ class MessagesHead:
         if reply.finish_reason == "length":
             full = reply.usage.completion_tokens < self._max_tokens
             return ("model_context_window_exceeded" if full else "max_tokens"), None
+        if reply.finish_reason == "repetition":
+            return "repetition", None
         return ("end_turn", None) if reply.stop is None else ("stop_sequence", reply.stop)
 
     def _content(self, reply: ChatReply) -> list[dict[str, Any]]:

@@ -11,14 +11,19 @@ from pydantic import Field
 from perdure.chat.message import parse_messages
 from perdure.checks import is_number
 from perdure.errors import InvalidInputError
-from perdure.options import Option, options_of
-from perdure.request_options import SEED_LIMIT, Sampling
+from perdure.options import Option
+from perdure.request_options import SEED_LIMIT, options_of_replies
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
 from perdure.server.core.schemas import Items, RequestSchema, option_value
 from perdure.server.protocols.reply_request import ReplyRequest
 
-_SAMPLING = {name: each for each in options_of(Sampling).values() for name in (each.ollama, each.name)}
+_SAMPLING = {
+    name: each
+    for each in options_of_replies().values()
+    for name in (each.ollama, each.name)
+    if each.name != "max_tokens"
+}
 """Sampling settings by Ollama's names, and by ours."""
 _ENGINE = frozenset(
     {
@@ -165,7 +170,6 @@ def generate_request(asked: GenerateRequest, app_state: AppState) -> tuple[Reply
 
 
 _REFUSED = {
-    "suffix": "text is only ever added at the end",
     "template": "the chat template is chosen when the server is started",
     "context": "send the conversation to /api/chat instead: what was computed for it is found again",
 }
@@ -228,7 +232,7 @@ def _setting(name: str, setting: Option, value: Any) -> Any:
         if not isinstance(value, dict) or len(value) > (setting.items or 0):
             raise _invalid(f"options.{name}", f"at most {setting.items} biases by token id")
         value = option_value(setting, {key: _number(name, bias) for key, bias in value.items()})
-    else:
+    elif setting.kind is not str:
         value = _number(name, value)
         if setting.kind is int:
             value = int(value)

@@ -149,8 +149,8 @@ class ResponseHead:
         self, *, finish_reason: str, output: Sequence[Item], **more: Unpack[ResponseFields]
     ) -> dict[str, Any]:
         more.setdefault("completed_at", int(time.time()))
-        if finish_reason == "length":
-            more["incomplete_details"] = {"reason": "max_output_tokens"}
+        if finish_reason in _INCOMPLETE:
+            more["incomplete_details"] = {"reason": _INCOMPLETE[finish_reason]}
             return self.shown("incomplete", output, **more)
         return self.shown("completed", output, **more)
 
@@ -183,8 +183,12 @@ def usage(read: int, cached: int, written: int, thought: int) -> dict[str, Any]:
     }
 
 
+_INCOMPLETE = {"length": "max_output_tokens", "repetition": "repetition"}
+"""Ends that are not the model's own, in the words of a response."""
+
+
 def _item_status(finish_reason: str) -> str:
-    return "incomplete" if finish_reason == "length" else "completed"
+    return "incomplete" if finish_reason in _INCOMPLETE else "completed"
 
 
 # Errors inside of a response: over HTTP they have the shape of all of OpenAI's.

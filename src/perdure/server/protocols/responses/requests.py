@@ -13,7 +13,7 @@ from perdure.chat.message import Message
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
 from perdure.server.core.schemas import Items, ReplyExtension, RequestSchema, SamplingSchema
-from perdure.server.protocols.openai import PromptCacheOptions
+from perdure.server.protocols.openai import PromptCacheOptions, tier_options
 from perdure.server.protocols.responses.items import Found, OutputForm, Unsealed, content_text, messages_of
 
 _ITEMS = 1 << 14
@@ -100,6 +100,8 @@ class ResponseRequest(SamplingSchema, PromptRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     metadata: Metadata | None = None
     background: bool | None = None
+    service_tier: str | None = Field(None, max_length=40)
+    """`flex` is a request of lower priority; others are taken."""
     prompt_cache_key: str | None = Field(None, max_length=512)
     """The latest prompt that came with this key is kept for a time."""
     prompt_cache_options: PromptCacheOptions | None = None
@@ -119,7 +121,7 @@ class ResponseRequest(SamplingSchema, PromptRequest):
         """What the response says of its request."""
         given = self.model_dump(exclude_none=True)
         shown: dict[str, Any] = {name: given.get(name, default) for name, default in _ECHOED}
-        shown["service_tier"] = "default"
+        shown["service_tier"] = "flex" if self.service_tier == "flex" else "default"
         shown["conversation"] = {"id": self.conversation_id} if self.conversation_id else None
         text: dict[str, Any] = shown["text"]
         shown["text"] = {**text, "format": text.get("format") or {"type": "text"}}
@@ -230,7 +232,7 @@ def prompt_options(asked: PromptRequest, tools: ToolSet) -> dict[str, Any]:
 def reply_options(asked: ResponseRequest, tools: ToolSet, app_state: AppState) -> dict[str, Any]:
     """What is asked of the reply, in the runtime's words."""
     options = prompt_options(asked, tools)
-    options |= asked.sampling
+    options |= asked.sampling | tier_options(asked.service_tier)
     extension = asked.perdure
     if extension is not None:
         extended = extension.options

@@ -180,9 +180,13 @@ def _snapshot(folder: Path, into: Path) -> tuple[int, int]:
 
 
 def _blocks(folder: Path) -> Iterator[Path]:
-    for path in sorted((folder / "blocks").glob("*/*")):
-        if _BLOCK.fullmatch(f"blocks/{path.parent.name}/{path.name}"):
-            yield path
+    """Those of all models. Their names are digests of what is in them, so in a backup they lie together."""
+    from perdure.cache.tiers.archive import block_folders
+
+    for place in block_folders(folder):
+        for path in sorted((place / "blocks").glob("*/*")):
+            if _BLOCK.fullmatch(f"blocks/{path.parent.name}/{path.name}"):
+                yield path
 
 
 def _database(path: Path) -> Iterator[Path]:

@@ -1,0 +1,250 @@
+"""Which models are served, and how each is opened: options of a command, a folder, or a TOML file."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from perdure.checks import is_number, is_whole
+from perdure.config import SLOTS
+from perdure.engine import registry
+from perdure.errors import InvalidInputError
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.:/-]{0,99}", re.ASCII)
+_OPTIONS = ("ctx", "slots", "gpu_layers", "cpu_experts", "kv_type", "threads", "template", "keep_alive")
+_OPTIONS += ("memory", "pin")
+_SPLIT = re.compile(rf",(?=(?:{'|'.join(_OPTIONS)})(?:=|,|$))")
+_LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(-?)((?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+|\d+(?:\.\d+)?)")
+_PART = re.compile(r"(\d+(?:\.\d+)?)([a-zµ]*)")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_MOST_SECONDS = 10 * 365 * 86400.0
+_MODELS = 256
+"""In one server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One model to be served: its name, where it is, and how it is opened."""
+
+    name: str
+    source: str
+    n_ctx: int | Literal["auto"] | None = None
+    slots: int | Literal["auto"] | None = None
+    gpu_layers: int | Literal["auto"] | None = None
+    cpu_experts: int | Literal["all", "auto"] | None = None
+    kv_type: str | None = None
+    threads: int | None = None
+    template: str | None = None
+    keep_alive: float | None = None
+    """Seconds without a request after which it is unloaded; below 0, never; None: what holds for all."""
+    memory: int | None = None
+    """Bytes that it takes, where that is known better than it can be predicted."""
+    pinned: bool = False
+    """Whether it is loaded at the start, and never unloaded to make room."""
+
+    @classmethod
+    def of(cls, name: str, source: str, options: Mapping[str, Any], where: str) -> ModelSpec:
+        """From options by their names, as text or as TOML has them. `where` is for errors."""
+        unknown = sorted(set(options) - set(_OPTIONS))
+        if unknown:
+            raise InvalidInputError(
+                f"{where}: there is no option {unknown[0]!r} of a model; there are {', '.join(_OPTIONS)}"
+            )
+        if not _NAME.fullmatch(name):
+            raise InvalidInputError(
+                f"{where}: a model's name has up to 100 letters, digits, and any of . _ : / -, got {name!r}"
+            )
+        given = dict(options)
+        pinned = given.pop("pin", False)
+        if not isinstance(pinned, bool):
+            raise InvalidInputError(f"{where}: pin stands alone, or is true or false, got {pinned!r}")
+        keep_alive, memory = given.pop("keep_alive", None), given.pop("memory", None)
+        texts = {key: given.pop(key, None) for key in ("kv_type", "template")}
+        for key, text in texts.items():
+            if text is not None and (not isinstance(text, str) or not text):
+                raise InvalidInputError(f"{where}: {key} is a text, got {text!r}")
+        counts = {key: _count(key, value, where) for key, value in given.items()}
+        return cls(
+            name=name,
+            source=source,
+            n_ctx=counts.get("ctx"),
+            slots=counts.get("slots"),
+            gpu_layers=counts.get("gpu_layers"),
+            cpu_experts=counts.get("cpu_experts"),
+            threads=counts.get("threads"),
+            kv_type=texts["kv_type"],
+            template=texts["template"],
+            keep_alive=None if keep_alive is None else parse_duration(keep_alive, f"{where}: keep_alive"),
+            memory=None if memory is None else parse_size(memory, f"{where}: memory"),
+            pinned=pinned,
+        )
+
+    @property
+    def slot_count(self) -> int | Literal["auto"]:
+        return SLOTS if self.slots is None else self.slots
+
+
+_WORDS: dict[str, tuple[str, ...]] = {
+    "ctx": ("auto",),
+    "slots": ("auto",),
+    "gpu_layers": ("auto",),
+    "cpu_experts": ("all", "auto"),
+}
+_LEAST = {"gpu_layers": 0, "cpu_experts": 0}
+
+
+def _count(name: str, value: object, where: str) -> Any:
+    words, least = _WORDS.get(name, ()), _LEAST.get(name, 1)
+    if isinstance(value, str):
+        if value in words:
+            return value
+        value = int(value) if value.isascii() and value.isdigit() else value
+    if not is_whole(value) or not least <= value < 1 << 31:
+        wanted = " or ".join((f"a whole number from {least}", *words))
+        raise InvalidInputError(f"{where}: {name} is {wanted}, got {value!r}")
+    return value
+
+
+def parse_duration(given: object, where: str = "keep_alive") -> float:
+    """Seconds, from a number of them or a text such as `5m` or `1h30m`; below 0 is for ever."""
+    if is_number(given) and -_MOST_SECONDS <= given <= _MOST_SECONDS:
+        return float(given)
+    found = _DURATION.fullmatch(given) if isinstance(given, str) and len(given) <= 40 else None
+    if found is None:
+        raise InvalidInputError(
+            f"{where} is a number of seconds, or a duration such as 5m; got {str(given)[:40]!r}"
+        )
+    seconds = sum(float(number) * _UNITS.get(unit, 1.0) for number, unit in _PART.findall(found[2]))
+    seconds = min(seconds, _MOST_SECONDS)
+    return -seconds if found[1] else seconds
+
+
+def parse_size(given: object, where: str = "memory") -> int:
+    """Bytes, from a number of them or a text such as `8G` (of 1024³)."""
+    if is_whole(given) and 0 < given < 1 << 62:
+        return given
+    found = _SIZE.fullmatch(given.strip()) if isinstance(given, str) and len(given) <= 40 else None
+    size = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if not 0 < size < 1 << 62:
+        raise InvalidInputError(f"{where} is a number of bytes above 0, such as 8G; got {str(given)[:40]!r}")
+    return size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """All models of a server, the first of which is meant where nobody names one."""
+
+    models: tuple[ModelSpec, ...]
+    aliases: tuple[str, ...] = ()
+    """`PATTERN=NAME` each."""
+    memory: int | None = None
+
+
+@dataclass(slots=True)
+class _Collected:
+    models: list[ModelSpec] = field(default_factory=list)
+    aliases: list[str] = field(default_factory=list)
+    memory: int | None = None
+
+
+def read_selection(given: Iterable[str]) -> Selection:
+    """Models from what `--model` was given: `NAME=FILE,option=value…`, a folder of GGUF files, or a TOML
+    file."""
+    found = _Collected()
+    for text in given:
+        _read(text, found)
+    names: dict[str, ModelSpec] = {}
+    for spec in found.models:
+        if spec.name in names:
+            raise InvalidInputError(
+                f"two models are called {spec.name!r}, {names[spec.name].source} and {spec.source}: give one "
+                "another name as NAME=FILE"
+            )
+        names[spec.name] = spec
+    if len(names) > _MODELS:
+        raise InvalidInputError(f"{len(names)} models are named, {_MODELS} can be served")
+    check_aliases(found.aliases, list(names))
+    return Selection(models=tuple(found.models), aliases=tuple(found.aliases), memory=found.memory)
+
+
+def check_aliases(aliases: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse an alias for a model that there is not."""
+    for alias in aliases:
+        pattern, equals, name = alias.rpartition("=")
+        if equals and (name not in names or not pattern):
+            raise InvalidInputError(
+                f"--alias {alias!r}: {name!r} is none of the models, which are {', '.join(names)}"
+            )
+
+
+def _read(text: str, found: _Collected) -> None:
+    whole = Path(text).expanduser()
+    if whole.is_dir():
+        _read_folder(whole, found)
+        return
+    if text.endswith(".toml"):
+        _read_file(whole, found)
+        return
+    head, *options = _SPLIT.split(text)
+    name, equals, source = head.partition("=")
+    if not equals or Path(head).expanduser().is_file():
+        name, source = "", head
+    if not source:
+        raise InvalidInputError(f"--model {text!r}: a model is NAME=FILE, a file, a folder or a TOML file")
+    pairs: dict[str, Any] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        pairs[key] = value if equals else True
+    if pairs.get("pin") in ("true", "false"):
+        pairs["pin"] = pairs["pin"] == "true"
+    found.models.append(ModelSpec.of(name or _label(source), source, pairs, f"--model {name or source}"))
+
+
+def _read_folder(folder: Path, found: _Collected) -> None:
+    files = [path for path in sorted(folder.rglob("*.gguf")) if not _LATER_PART.search(path.name)]
+    # A projector is no model by itself.
+    files = [path for path in files if not path.name.startswith("mmproj")]
+    if not files:
+        raise InvalidInputError(f"--model {folder}: there is no GGUF file in that folder")
+    found.models += [
+        ModelSpec.of(_label(str(path)), str(path), {}, f"--model {folder}: {path.name}") for path in files
+    ]
+
+
+def _read_file(path: Path, found: _Collected) -> None:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidInputError(f"--model {path}: it cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"--model {path}: it is not TOML: {error}") from None
+    models, aliases = table.pop("models", None), table.pop("aliases", {})
+    if "memory" in table:
+        found.memory = parse_size(table.pop("memory"), f"{path}: memory")
+    if table or not isinstance(models, dict) or not models or not isinstance(aliases, dict):
+        extra = f"; there is no {next(iter(table))!r}" if table else ""
+        raise InvalidInputError(
+            f"{path}: it holds [models.NAME] with a file each, and perhaps [aliases] and memory{extra}"
+        )
+    for name, options in models.items():
+        source = options.pop("file", None) if isinstance(options, dict) else None
+        if not isinstance(source, str) or not source:
+            raise InvalidInputError(f'{path}: models.{name} needs a file: file = "model.gguf"')
+        if (beside := path.parent / Path(source).expanduser()).is_file():
+            source = str(beside)
+        found.models.append(ModelSpec.of(name, source, options, f"{path}: models.{name}"))
+    for pattern, name in aliases.items():
+        if not isinstance(name, str):
+            raise InvalidInputError(f"{path}: aliases.{pattern} is a model's name, got {name!r}")
+        found.aliases.append(f"{pattern}={name}")
+
+
+def _label(source: str) -> str:
+    label = registry.engine_for(source).label(source)
+    return re.sub(r"[^\w.:/-]", "-", label, flags=re.ASCII)
