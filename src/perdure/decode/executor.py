@@ -170,7 +170,7 @@ class Executor:
             return False
         # At every step: a generator would take four times as long.
         for _, sequence in self._drawn:  # noqa: SIM110
-            if sequence.written == 1:
+            if sequence.written <= 1 + sequence.forced:
                 return False
         return True
 

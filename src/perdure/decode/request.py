@@ -203,6 +203,8 @@ class Timings:
     decode: float
     prefilled_tokens: int
     decoded_tokens: int
+    forced_tokens: int = 0
+    """Tokens that a grammar left no choice about: they are written without a draw, several in one step."""
     drafted_tokens: int = 0
     """Tokens that were guessed ahead."""
     accepted_tokens: int = 0

@@ -115,6 +115,10 @@ class TokenSequence:
         """Its chain, where the compiled path can run it."""
         self.scoring = request.prompt_logprobs is not None and index == 0 and self.prompt_length > 1
         """Whether rows of the prompt are wanted of the next tokens."""
+        self._forces = matcher is not None and request.logprobs is None and not request.processors
+        """Whether tokens that a grammar forces need no draw: nobody asks for their rows."""
+        self.forced = 0
+        """Tokens that were written without a draw."""
         self.watched = False
         """Whether somebody is told of what it draws."""
         self.allowed: list[int] = []
@@ -199,7 +203,11 @@ class TokenSequence:
         if self.watched:
             mask = np.unpackbits(matcher.mask(), count=len(row), bitorder="little")
             self.allowed.append(int(mask.sum()))
-        if self._sampling.greedy and matcher.allows(int((found := self.sampler.select(row)).ids[0])):
+        if (
+            self._sampling.greedy
+            and not matcher.forced()
+            and matcher.allows(int((found := self.sampler.select(row)).ids[0]))
+        ):
             # The likeliest of all is the likeliest of what is allowed: no need to ask for the rest.
             return found
         return self.sampler.select(row, matcher.mask())
@@ -207,7 +215,6 @@ class TokenSequence:
     def take(self, token: int, shown: Shown | None = None) -> None:
         """Go on with a token that was drawn, and end the reply where it ends. Its text, where that does not
         decide about the end, is for `deliver`: the next step need not wait for it."""
-        request = self.request
         new: tuple[TokenLogprob, ...] = ()
         if shown is not None:
             new = (TokenLogprob(token, shown.logprob, shown.best),)
@@ -216,6 +223,28 @@ class TokenSequence:
             self._view = None
         if self.first_token is None:
             self.first_token = time.monotonic()
+        self._append(token, new)
+        if self._forces and not self.watched:
+            self._append_forced()
+
+    def _append_forced(self) -> None:
+        """Go on with the tokens that a grammar leaves no choice about. A draw could give nothing else: they
+        need no rows, and one step computes them all."""
+        assert self._matcher is not None
+        while self.finish_reason is None and (forced := self._matcher.forced()):
+            for token in forced:
+                if token in self._ends or token in self._sampling.logit_bias:
+                    # What a draw makes of it is for the draw to say.
+                    return
+                self.sampler.observe(1.0)
+                self.sampler.accept(token)
+                self.forced += 1
+                self._append(token, ())
+                if self.finish_reason is not None:
+                    return
+
+    def _append(self, token: int, new: tuple[TokenLogprob, ...]) -> None:
+        request = self.request
         if self._matcher is not None:
             self._matcher.consume(token)
         if token in self._ends and not request.ignore_eos:
@@ -311,6 +340,7 @@ class TokenSequence:
                 decode=self.finished - first,
                 prefilled_tokens=self.prompt_length - self.report.reused,
                 decoded_tokens=self.written,
+                forced_tokens=self.forced,
                 drafted_tokens=self.drafted,
                 accepted_tokens=self.accepted,
             ),
