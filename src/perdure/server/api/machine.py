@@ -335,6 +335,14 @@ async def ready(app_state: AppStateDep) -> ReadyAnswer:
     """The engine is there, and requests will be answered."""
     if app_state.stopping:
         raise stopping()
+    if app_state.draining:
+        raise ApiError(
+            503,
+            "the server is draining: what it has begun is finished, ask another one",
+            kind="server_error",
+            code="draining",
+            retry_after=5,
+        )
     state, restarts = app_state.engine()
     if state != "ready":
         raise ApiError(

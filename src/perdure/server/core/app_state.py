@@ -116,6 +116,8 @@ class AppState:
     """Whether the page is served at `/`."""
     started: float = field(default_factory=time.time)
     stopping: bool = False
+    draining: bool = False
+    """Whether it was told to stop, and still answers until routers have noticed."""
 
     def __post_init__(self) -> None:
         # Now, rather than while the first client waits. Without a template there are still completions.
