@@ -15,8 +15,8 @@ from perdure.engine import registry
 from perdure.errors import InvalidInputError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.:/-]{0,99}", re.ASCII)
-_OPTIONS = ("ctx", "slots", "gpu_layers", "cpu_experts", "kv_type", "threads", "template", "keep_alive")
-_OPTIONS += ("memory", "pin")
+_COUNTS = ("ctx", "slots", "gpu_layers", "cpu_experts", "threads")
+_OPTIONS = (*_COUNTS, "kv_type", "template", "keep_alive", "memory", "pin")
 _SPLIT = re.compile(rf",(?=(?:{'|'.join(_OPTIONS)})(?:=|,|$))")
 _LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}

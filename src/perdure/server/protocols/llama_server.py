@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from perdure.chat.options import ChatOptions
-from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep, ServedDep
 from perdure.server.core.schemas import ResponseSchema, errors
 from perdure.server.protocols.chat import ChatRequest, check_chat_options, reply_request
 
@@ -42,7 +42,7 @@ class PromptAnswer(ResponseSchema):
 
 
 @router.get("/props", responses=errors())
-async def props(app_state: AppStateDep, caller: CallerDep) -> PropsAnswer:
+async def props(app_state: ServedDep, caller: CallerDep) -> PropsAnswer:
     """The model, its template and its context, in llama-server's words."""
     runtime = app_state.runtime
     return PropsAnswer(
@@ -57,7 +57,7 @@ async def props(app_state: AppStateDep, caller: CallerDep) -> PropsAnswer:
 
 
 @router.get("/slots", responses=errors())
-async def slots(app_state: AppStateDep, caller: CallerDep) -> list[SlotProps]:
+async def slots(app_state: ServedDep, caller: CallerDep) -> list[SlotProps]:
     """The slots, in llama-server's words. How much one holds is told to its owner."""
     return await app_state.call(_slots, app_state, caller.namespace)
 
@@ -66,6 +66,7 @@ async def slots(app_state: AppStateDep, caller: CallerDep) -> list[SlotProps]:
 async def apply_template(asked: ChatRequest, app_state: AppStateDep, caller: CallerDep) -> PromptAnswer:
     """The prompt that a chat request makes, without answering it."""
     check_chat_options(asked, app_state, caller.notes)
+    app_state = await app_state.serving(asked.model, caller.visit)
     return await app_state.work(_apply_template, app_state, asked, caller.namespace)
 
 
