@@ -24,6 +24,8 @@ from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
 from perdure.decode.embedding import EmbeddingFuture, EmbeddingQueue
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.request import Request, check_prompt_size
+from perdure.decode.speculation.drafter import Drafter
+from perdure.decode.speculation.ngrams import NgramDrafter
 from perdure.decode.stream import OutputQueue, Stream, one_request
 from perdure.engine.adapters import PLAIN, AdapterTable, Scales
 from perdure.engine.context import Context
@@ -32,6 +34,7 @@ from perdure.engine.kv_loss import check_kv_type
 from perdure.engine.model import Model
 from perdure.engine.tuning import tuned
 from perdure.errors import InvalidInputError, StoreError
+from perdure.events.hub import EventHub
 from perdure.request_options import Sampling
 
 log = logging.getLogger("perdure.engine")
@@ -97,6 +100,11 @@ class Backend(Protocol):
         """Requests waiting, and being served."""
         ...
 
+    @property
+    def events(self) -> EventHub:
+        """What happens there, for those who subscribe."""
+        ...
+
     def submit(self, request: Request) -> OutputQueue:
         """Queue a request. What is wrong with it is raised here."""
         ...
@@ -134,13 +142,16 @@ class LocalBackend:
         adapters: Mapping[str, float] | None = None,
         adapter_names: Mapping[str, str] | None = None,
         own_model: bool = False,
+        drafters: Sequence[Drafter] | None = None,
         **context: Unpack[ContextKeywords],
     ) -> None:
         """`adapters` are used where a request names none, and `adapter_names` are files by the names that
         requests may use. With `own_blocks` the model's blocks are in a folder of their own inside the store,
-        so that engines of other models can write to theirs."""
+        so that engines of other models can write to theirs. `drafters` guess ahead; unless some are given,
+        n-grams do."""
         self.model = model
         self.exact = exact
+        self.events = EventHub()
         self._own_model = own_model
         self.adapters = AdapterTable(getattr(model, "adapter", None), names=adapter_names, default=adapters)
         budget = _bytes("cache", _default_budget() if cache is None else cache)
@@ -180,6 +191,7 @@ class LocalBackend:
                 lower=lower,
                 exact=chunk if exact else None,
                 swap_slots=swap_slots,
+                events=self.events,
             )
             self.engine_loop = EngineLoop(
                 model,
@@ -190,6 +202,8 @@ class LocalBackend:
                 stall=stall,
                 slots=slot_cache if budget else None,
                 adapters=self.adapters,
+                events=self.events,
+                drafters=[NgramDrafter()] if drafters is None else drafters,
             )
             undo.callback(self.engine_loop.close)
             if store is not None:
@@ -243,6 +257,8 @@ class LocalBackend:
         # First, for it may refuse: a processor cannot close the runtime that waits for it.
         self.engine_loop.close()
         with ExitStack() as ending:
+            # Last, so that it hears of what is stored now.
+            ending.callback(self.events.close)
             if self._own_model:
                 ending.callback(self.model.close)
             for tier in self.slot_cache.tiers.lower:

@@ -16,6 +16,10 @@ from perdure.checks import is_number, is_whole
 from perdure.errors import InvalidInputError, SamplingError, TokenError
 from perdure.options import Option, check_options, option, options_of
 
+ADAPT = -1
+"""Guess as far ahead as has paid off."""
+MAX_GUESSES = 32
+"""Tokens that are guessed ahead in one step, at most."""
 MAX_SAMPLES = 1024
 """Of one prompt. Each takes memory from the start."""
 SEED_LIMIT = 2**32 - 1
@@ -214,6 +218,12 @@ class RequestOptions:
         high=65536,
         help="end a reply whose last N tokens say one phrase again and again, at least 4 times; 0: never",
     )
+    speculate: int = option(
+        0,
+        low=ADAPT,
+        high=MAX_GUESSES,
+        help="tokens guessed ahead in a step, which changes no reply; 0: none, -1: as many as pay off",
+    )
     adapters: Mapping[str, float] | None = option(
         None,
         items=64,
@@ -229,7 +239,7 @@ def options_of_replies() -> dict[str, Option]:
     """What can be said of a reply on every surface, and has a default in the config file and of a server."""
     own = options_of(RequestOptions)
     return {
-        **{name: own[name] for name in ("max_tokens", "priority", "loop_guard")},
+        **{name: own[name] for name in ("max_tokens", "priority", "loop_guard", "speculate")},
         **options_of(Sampling),
     }
 

@@ -86,6 +86,21 @@ def test_the_servers_defaults_hold_where_no_protocol_says_otherwise_h8() -> None
         assert whole.json()["eval_count"] > 3
 
 
+def test_the_servers_way_with_a_full_context_holds_where_no_request_says_otherwise_h8() -> None:
+    """H8, C3: in every protocol; a session's own way and a request's win."""
+    long = [{"role": role, "content": "x" * 300} for role in ("user", "assistant", "user")]
+    with opened(toy(), n_ctx=512, slots=4) as rt:
+        for overflow in ("drop_oldest", None):
+            defaults = ReplyDefaults(overflow=overflow, max_tokens=3)
+            with live_server(rt, defaults=defaults) as server, server.client() as client:
+                found = asked(client, long, 3)
+                refusing = {name for name, each in found.items() if each.get("error")}
+                assert refusing == (set() if overflow else found.keys())
+                refused = {"messages": long, "perdure": {"overflow": "error"}}
+                assert client.post("/v1/chat/completions", json=refused).status_code == 400
+    assert ReplyDefaults.from_json(ReplyDefaults(overflow="fold").to_json()).overflow == "fold"
+
+
 def test_the_servers_defaults_hold_for_a_summary_h8() -> None:
     """H8: where they have every reply end at once, a summary is empty, and that is told."""
     model = toy()

@@ -32,11 +32,15 @@ from perdure.decode.scheduler import (
 )
 from perdure.decode.sequence import SequenceGroup, make_group
 from perdure.decode.slots import FreshSlots, Slots
+from perdure.decode.speculation.drafter import Drafter
+from perdure.decode.speculation.speculator import Speculator
+from perdure.decode.step_events import StepEvents
 from perdure.decode.stream import OutputQueue
 from perdure.engine.adapters import AdapterTable
 from perdure.engine.context import Context
 from perdure.engine.model import Model
 from perdure.errors import BusyError, ClosedError, EngineError, InvalidInputError
+from perdure.events.hub import EventHub
 
 T = TypeVar("T")
 
@@ -79,7 +83,11 @@ class EngineLoop:
         stall: float = STALL,
         slots: Slots | None = None,
         adapters: AdapterTable | None = None,
+        events: EventHub | None = None,
+        drafters: Sequence[Drafter] = (),
     ) -> None:
+        """`drafters` guess ahead for requests that ask for it. An exact loop has no use for them: steps of
+        other sizes round otherwise."""
         for name, value, low in (("queue", queue, 0), ("chunk", chunk, 1)):
             if not is_whole(value) or value < low:
                 raise InvalidInputError(f"{name} is a whole number from {low}, got {value!r}")
@@ -95,9 +103,11 @@ class EngineLoop:
             tokens=context.n_batch, rows=rows, chunk=self._pace.chunk, alone=self._pace.alone
         )
         self._slots = slots or FreshSlots(context)
-        self._executor = Executor(context, self._slots, self._pace)
+        self._speculator = None if exact or not drafters else Speculator(drafters, n_ctx=context.n_ctx)
         # Asked for at every token.
         self._piece = functools.cache(model.piece)
+        self._events = StepEvents(events or EventHub(), context, self._piece)
+        self._executor = Executor(context, self._slots, self._pace, self._events, self._speculator)
         self._grammars = Grammars(model)
         self._breakers = BreakerTable(model)
         self._adapters = adapters or AdapterTable(getattr(model, "adapter", None))
@@ -146,6 +156,7 @@ class EngineLoop:
                     waiting=waiting,
                     limit=self._limit,
                 )
+            self._events.queued(group, request)
             self._waiting.append(group)
             if group.deadline is not None:
                 self._next_deadline = min(self._next_deadline, group.deadline)
@@ -217,6 +228,8 @@ class EngineLoop:
                 self._stop_call()
             self._changed.notify_all()
         self._thread.join()
+        if self._speculator is not None:
+            self._speculator.close()
 
     def check_thread(self) -> None:
         """Refuse a caller for whom the engine thread itself would have to wait."""
@@ -272,7 +285,7 @@ class EngineLoop:
             if tokens >= len(step) + TIMED:
                 self._execute_long(step)
             else:
-                self._executor.execute(step, self._active)
+                self._executor.execute(step, self._active, self._budget)
         self._collect(self._active)
         if not self._active:
             self._executor.notify()
@@ -288,7 +301,7 @@ class EngineLoop:
         for call in looks:
             call.answer.set_exception(_LongStep())
         try:
-            self._executor.execute(step, self._active)
+            self._executor.execute(step, self._active, self._budget)
         finally:
             with self._changed:
                 self._in_long_step = False
@@ -331,6 +344,8 @@ class EngineLoop:
                 with self._changed:
                     self._waiting.remove(group)
                     self._active.append(group)
+                if self._events.hub.on:
+                    self._events.placed(group)
             lift(self._waiting, self._active)
             # Exact replies stay: what is computed again would not be cut where it was.
             later = None if self._exact else to_give_way(list(self._waiting), self._active)
@@ -356,7 +371,12 @@ class EngineLoop:
             if group.done:
                 with self._changed:
                     (self._active if group in self._active else self._waiting).remove(group)
-                group.complete()
+                self._complete(group)
+
+    def _complete(self, group: SequenceGroup) -> None:
+        if self._events.hub.on:
+            self._events.ended(group)
+        group.complete()
 
     def _end_all(self, error: BaseException | None) -> None:
         with self._changed:
@@ -370,4 +390,4 @@ class EngineLoop:
         cause = None if error is None else EngineError(f"the engine thread ended: {error!r}")
         for group in groups:
             group.end_cancelled() if cause is None else group.fail(cause)
-            group.complete()
+            self._complete(group)

@@ -16,9 +16,11 @@ import numpy as np
 from perdure import system
 from perdure.decode.sampling.sampler import CompiledChain, Sampler, draw, draw_together
 from perdure.decode.sampling.stage import Candidates
-from perdure.decode.scheduler import TIMED, Chunk, Pace, Step
+from perdure.decode.scheduler import TIMED, Budget, Chunk, Pace, Step
 from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.decode.slots import SlotAssignment, Slots
+from perdure.decode.speculation.speculator import Speculator
+from perdure.decode.step_events import Drawing, StepEvents
 from perdure.decode.stream import notify
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Rows
@@ -36,8 +38,9 @@ _Draw: TypeAlias = tuple[TokenSequence, Candidates]
 """A sequence that is to draw, and what it can draw."""
 
 
-_Row: TypeAlias = tuple[int, int, TokenSequence, CompiledChain]
-"""A slot, which of its rows to draw from, the sequence that is to draw, and how."""
+_Row: TypeAlias = tuple[int, int, TokenSequence, CompiledChain, int, Chunk]
+"""A slot, which of its rows to draw from, the sequence that is to draw, how, at which position, and the part
+of the step."""
 _BY_PLACE = operator.itemgetter(0, 1)
 
 
@@ -48,8 +51,17 @@ class Executor:
     what its slot holds; no reader is waited for.
     """
 
-    def __init__(self, context: Context, slots: Slots, pace: Pace) -> None:
+    def __init__(
+        self,
+        context: Context,
+        slots: Slots,
+        pace: Pace,
+        events: StepEvents,
+        speculator: Speculator | None = None,
+    ) -> None:
+        self._events = events
         self._context = context
+        self._speculator = speculator
         self._slots = slots
         self._pace = pace
         # Reentrant: the garbage collector drops jobs, and so cancels requests, anywhere.
@@ -79,7 +91,7 @@ class Executor:
         """Stop the step in flight if it is a prompt's alone and much of it is left: a newcomer is there to be
         served. A step is interrupted once; when it comes again, it is computed to its end."""
         with self._lock:
-            if len(self._in_flight) != 1 or not self._in_flight[0].count > 1:
+            if len(self._in_flight) != 1 or not self._in_flight[0].is_prompt:
                 return
             chunk = self._in_flight[0]
             place = (id(chunk.sequence), chunk.start)
@@ -97,8 +109,9 @@ class Executor:
 
     # In the engine thread.
 
-    def execute(self, step: Step, active: Sequence[SequenceGroup]) -> None:
-        """Compute a step and draw from its rows; `active` are all groups that have slots."""
+    def execute(self, step: Step, active: Sequence[SequenceGroup], budget: Budget) -> None:
+        """Compute a step and draw from its rows; `active` are all groups that have slots, and `budget` is
+        what the step can take with guesses."""
         # Who lost state since the step was planned is planned for anew in the next round.
         current: list[Chunk] = []
         for chunk in step:
@@ -108,14 +121,16 @@ class Executor:
         step = current
         if not step:
             return
+        if self._speculator is not None:
+            self._speculator.add_drafts(step, budget)
         try:
             self._decode(step)
         except DecodeCancelled:
             self._recount(active)
         except (PerdureError, MemoryError) as error:
             self._recount(active)
-            if len(step) > 1:
-                # Somebody's tokens, or bad luck: each gets past this point alone, or ends.
+            if len(step) > 1 or step[0].draft:
+                # Somebody's tokens, or a guess, or bad luck: each gets past this point alone, or ends.
                 for chunk in step:
                     chunk.sequence.alone_until = chunk.start + chunk.count
             else:
@@ -124,6 +139,8 @@ class Executor:
             # Readers have a core to themselves until the next step begins.
             self.notify()
             self._draw(step)
+            if self._speculator is not None:
+                self._speculator.observe(step, time.monotonic() - self._began)
             if self._can_wait():
                 return
         if not self._context.capabilities.asynchronous:
@@ -153,7 +170,7 @@ class Executor:
             return False
         # At every step: a generator would take four times as long.
         for _, sequence in self._drawn:  # noqa: SIM110
-            if sequence.written == 1:
+            if sequence.written <= 1 + sequence.forced:
                 return False
         return True
 
@@ -161,6 +178,8 @@ class Executor:
         """Give the slots of finished samples to those that wait for one, or back."""
         for sequence in group.sequences:
             while sequence.done and sequence.seq is not None:
+                if self._speculator is not None:
+                    self._speculator.forget(sequence)
                 seq, sequence.seq = sequence.seq, None
                 if waiting := group.waiting:
                     sequence = waiting[0]
@@ -185,12 +204,18 @@ class Executor:
         for chunk in step:
             sequence, count = chunk.sequence, chunk.count
             assert sequence.seq is not None
+            if chunk.draft and self._can_go_back(chunk):
+                guesses = len(chunk.draft)
+                rows: Rows = range(count - 1, count + guesses)
+                known = sequence.tokens[chunk.start : chunk.start + count]
+                feeds.append(Feed(sequence.seq, [*known, *chunk.draft], rows))
+                total += count + guesses
+                continue
             ends = chunk.start + count == len(sequence.tokens)
-            rows: Rows = "all" if sequence.scoring else "last" if ends else "none"
+            rows = "all" if sequence.scoring else "last" if ends else "none"
             feeds.append(Feed(sequence.seq, sequence.next_tokens(count), rows))
             total += count
-            if count > 1:
-                # A reply has one token.
+            if count > 1 and chunk.is_prompt:
                 prompts += count
         waited_for = False
         with self._lock:
@@ -223,6 +248,37 @@ class Executor:
         if gone:
             raise DecodeCancelled("nobody waits for this step", kept={})
 
+    def _can_go_back(self, chunk: Chunk) -> bool:
+        """See to it that a sequence can go back from a wrong guess; else nothing is guessed."""
+        if not self._context.memory.cuts:
+            assert chunk.sequence.seq is not None
+            try:
+                chunk.checkpoint = self._context.checkpoint(chunk.sequence.seq)
+            except PerdureError:
+                chunk.draft = ()
+        return bool(chunk.draft)
+
+    def _go_back(self, chunk: Chunk) -> None:
+        """Drop what a draft has left in the cache beyond the tokens that were drawn."""
+        sequence, seq = chunk.sequence, chunk.sequence.seq
+        guesses, agreed = len(chunk.draft), chunk.settle()
+        sequence.drafted += guesses
+        sequence.accepted += agreed
+        sequence.cached = chunk.start + chunk.count + agreed
+        if agreed == guesses or seq is None:
+            return
+        with _contained(sequence):
+            try:
+                if chunk.checkpoint is None:
+                    self._context.truncate(sequence.cached, seq)
+                else:
+                    self._context.restore(chunk.checkpoint, seq)
+                    sequence.cached = chunk.start
+            except PerdureError:
+                # The long way: all of it is computed again.
+                self._context.clear(seq)
+                sequence.cached = 0
+
     def _recount(self, active: Sequence[SequenceGroup]) -> None:
         """After a failure: what a slot lost is computed again.
 
@@ -241,16 +297,23 @@ class Executor:
         reading: list[TokenSequence] = []
         wanted: list[_Draw] = []
         plain: list[_Row] = []
+        watching = self._events.hub.on
+        drawings: list[Drawing] = []
+        guessed: list[Chunk] = []
+        # Those of them whose draws depend on the draw before.
+        one_by_one: list[Chunk] = []
         for chunk in step:
             group, sequence, count = chunk.group, chunk.sequence, chunk.count
             if sequence.scoring:
                 with _contained(sequence):
                     sequence.score(self._context, count)
             cached = sequence.cached = sequence.cached + count
-            if count > 1:
-                group.read = cached
+            if chunk.start < sequence.prompt_length:
+                group.read = min(cached, sequence.prompt_length)
             if cached <= sequence.prompt_length:
                 reading.append(sequence)
+                if watching:
+                    self._events.read(group, sequence, count, self._seconds)
             if cached < len(sequence.tokens) or sequence.finish_reason is not None:
                 continue
             if cached > sequence.prompt_length:
@@ -264,15 +327,32 @@ class Executor:
             for each in drawing:
                 self._drawn.append((group, each))
                 each.cached, each.report = cached, sequence.report
+                each.watched = watching and self._events.hub.watches(group.event_id)
+                if each.watched:
+                    drawings.append(Drawing(group, each, seq, count - 1, len(each.tokens)))
                 if (rule := each.compiled) is not None:
-                    plain.append((seq, count - 1, each, rule))
+                    position = len(each.tokens)
+                    plain.append((seq, count - 1, each, rule, position, chunk))
+                    for ahead in range(1, len(chunk.draft) + 1):
+                        plain.append((seq, count - 1 + ahead, each, rule, position + ahead, chunk))
                     continue
+                if chunk.draft:
+                    one_by_one.append(chunk)
                 with _contained(each):
                     wanted.append((each, each.select(self._context, count - 1, seq)))
+            if chunk.draft:
+                guessed.append(chunk)
         if plain:
             self._take_together(plain)
         if wanted:
             self._take(wanted)
+        while one_by_one:
+            one_by_one = self._take_next(one_by_one)
+        if drawings:
+            # While the rows are there.
+            self._events.drawn(drawings)
+        for chunk in guessed:
+            self._go_back(chunk)
         for sequence in reading:
             if sequence.seq is not None:
                 # State that could not be kept costs time later, and nothing now.
@@ -288,8 +368,8 @@ class Executor:
             plain = sorted(plain, key=_BY_PLACE)
         streams: list[tuple[Sampler, CompiledChain, int]] = []
         places: list[tuple[int, int]] = []
-        for seq, row, sequence, rule in plain:
-            streams.append((sequence.sampler, rule, len(sequence.tokens)))
+        for seq, row, sequence, rule, position, _ in plain:
+            streams.append((sequence.sampler, rule, position))
             places.append((row, seq))
         try:
             tokens, shown = self._context.read_rows(functools.partial(draw_together, streams), places)
@@ -299,9 +379,13 @@ class Executor:
             else:
                 # One of them cannot draw, and ends; the others can.
                 for each in plain:
-                    self._take_together([each])
+                    if _is_next(each):
+                        self._take_together([each])
             return
-        for at, ((_, _, sequence, _), token) in enumerate(zip(plain, tokens, strict=True)):
+        for at, (each, token) in enumerate(zip(plain, tokens, strict=True)):
+            sequence = each[2]
+            if each[5].draft and not _is_next(each):
+                continue
             try:
                 sequence.take(token, shown.get(at))
             except BaseException as error:
@@ -321,6 +405,24 @@ class Executor:
         for (sequence, _), token in zip(wanted, tokens, strict=True):
             with _contained(sequence):
                 sequence.take(token)
+
+    def _take_next(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Draw one token more for each sequence whose last one was guessed right; those that did."""
+        wanted: list[_Draw] = []
+        drawing: list[Chunk] = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            ahead = None if sequence.finish_reason is not None else chunk.next_row()
+            if ahead is None:
+                continue
+            assert sequence.seq is not None
+            with _contained(sequence):
+                candidates = sequence.select(self._context, chunk.count - 1 + ahead, sequence.seq)
+                wanted.append((sequence, candidates))
+                drawing.append(chunk)
+        if wanted:
+            self._take(wanted)
+        return drawing
 
     # Samples that share a prompt.
 
@@ -358,6 +460,15 @@ class Executor:
             # The long way: the prompt is computed again.
             self._context.clear(seq)
             sequence.cached = 0
+
+
+def _is_next(row: _Row) -> bool:
+    """Whether a row is the one that its sequence draws from next: it goes on, and all guesses before the row
+    were right."""
+    _, at, sequence, _, position, chunk = row
+    if sequence.finish_reason is not None or len(sequence.tokens) != position:
+        return False
+    return not chunk.draft or chunk.next_row() == at - (chunk.count - 1)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.decode.slots import PendingPrefix, Slots
 from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
+from perdure.engine.state import Checkpoint
 from perdure.errors import InvalidInputError
 
 TIMED = 16
@@ -40,9 +41,15 @@ class Budget:
     """Prompt tokens a step while nobody else is served: what a newcomer can be held up by."""
 
 
+REPLIED = 16
+"""Tokens of a reply that one step computes beside those of others: the last one that was drawn, and those
+that a grammar forced or that went back with a wrong guess. More of them are read like a prompt."""
+
+
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """A part of a step: the `count` tokens of a sequence that follow its first `start`.
+    """A part of a step: the `count` tokens of a sequence that follow its first `start`, and behind them
+    guesses at the tokens that come next, the `draft`.
 
     Every token of a reply makes one, so it is not frozen: that would make it thrice as dear.
     """
@@ -51,6 +58,37 @@ class Chunk:
     sequence: TokenSequence
     start: int
     count: int
+    draft: Sequence[int] = ()
+    agreed: int = 0
+    """How many tokens of the draft are known to be those that were drawn."""
+    checkpoint: Checkpoint | None = None
+    """Where the sequence goes back to if a guess was wrong and its memory cannot be cut."""
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it reads a prompt, or so much of a reply again that it takes as long."""
+        return self.start < self.sequence.prompt_length or self.count > REPLIED
+
+    def next_row(self) -> int | None:
+        """Of the rows behind its last token and each guess, the one that the sequence draws from next; None
+        where a guess was wrong, or all rows were drawn from."""
+        tokens, end = self.sequence.tokens, self.start + self.count
+        ahead = len(tokens) - end
+        if ahead > len(self.draft):
+            return None
+        while self.agreed < ahead:
+            if tokens[end + self.agreed] != self.draft[self.agreed]:
+                return None
+            self.agreed += 1
+        return ahead
+
+    def settle(self) -> int:
+        """Compare the whole draft with what was drawn: how many of its tokens are the sequence's."""
+        tokens, end = self.sequence.tokens, self.start + self.count
+        most = min(len(self.draft), len(tokens) - end)
+        while self.agreed < most and tokens[end + self.agreed] == self.draft[self.agreed]:
+            self.agreed += 1
+        return self.agreed
 
 
 Step: TypeAlias = Sequence[Chunk]
@@ -175,7 +213,8 @@ class BatchScheduler:
         prefills = _first_rank(prefills)
         # Replies of a later rank may be held up: nobody looks at them.
         alone = len(prefills) == 1 and all(chunk.group.rank > prefills[0][0].rank for chunk in step)
-        tokens = min(budget.tokens - len(step), budget.alone if alone else budget.chunk)
+        replied = sum(chunk.count for chunk in step)
+        tokens = min(budget.tokens - replied, budget.alone if alone else budget.chunk)
         rows = budget.rows - len(step)
         for group, sequence in _in_turn(prefills, turn):
             if tokens <= 0 or rows <= 0:
@@ -193,6 +232,9 @@ class ExactScheduler:
         # Nobody is a suspect: no step has more than one sequence.
         chunks, prefills, _ = _ready(groups)
         context = slots.context
+        for chunk in chunks:
+            # Also those that a grammar forced: alone each has the bits that it has where nothing is forced.
+            chunk.count = 1
         for group, sequence in _in_turn(_first_rank(prefills), turn)[:1]:
             assert sequence.seq is not None
             count = context.same_adapters(sequence.seq, sequence.cached, self._count(sequence, budget))
@@ -214,8 +256,8 @@ class ExactScheduler:
 
 
 def _ready(groups: Iterable[SequenceGroup]) -> tuple[list[Chunk], Ready, Ready]:
-    """Those that have a slot: the next token of each reply, the sequences with more than that to compute, and
-    those that are computed by themselves.
+    """Those that have a slot: the next tokens of each reply, the sequences with a prompt or much of a reply
+    to compute, and those that are computed by themselves.
 
     At every token, for everybody, in one pass: each call more is felt.
     """
@@ -229,10 +271,12 @@ def _ready(groups: Iterable[SequenceGroup]) -> tuple[list[Chunk], Ready, Ready]:
             cached = sequence.cached
             if cached < sequence.alone_until:
                 suspects.append((group, sequence))
-            elif cached + 1 < len(sequence.tokens):
+                continue
+            count = len(sequence.tokens) - cached
+            if count > 1 and (cached < sequence.prompt_length or count > REPLIED):
                 prefills.append((group, sequence))
             else:
-                decodes.append(Chunk(group, sequence, cached, 1))
+                decodes.append(Chunk(group, sequence, cached, count))
     return decodes, prefills, suspects
 
 

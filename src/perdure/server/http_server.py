@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import anyio.to_thread
@@ -65,6 +66,35 @@ def bind(host: str, port: int) -> socket.socket:
             "there? --port chooses another one"
         ) from None
     return listening
+
+
+def bind_path(path: Path) -> socket.socket:
+    """A Unix socket that listens, for programs of this user. One that an ended server left is replaced."""
+    if not system.LOCAL_SOCKETS:
+        raise InvalidInputError("this system has no Unix sockets: leave --socket out, and listen on a port")
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()
+        listening.bind(str(path))
+        # Nobody can connect before it listens.
+        path.chmod(0o600)
+    except OSError as error:
+        listening.close()
+        raise InvalidInputError(
+            f"cannot listen on {path}: {error.strerror or error}. Give --socket a path of at most 100 bytes, "
+            "in a folder that is there, where no file is and no other server listens"
+        ) from None
+    return listening
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        return True
 
 
 class HttpServer(uvicorn.Server):
@@ -249,6 +279,8 @@ def _is_loopback(host: str) -> bool:
 
 def address(listening: socket.socket) -> str:
     """Where a socket can be reached."""
+    if listening.family != socket.AF_INET and listening.family != socket.AF_INET6:
+        return f"unix:{listening.getsockname()}"
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -13,7 +13,7 @@ from perdure.cli.options import shared
 from perdure.cli.options.groups import EngineOptions, SamplingOptions, unfolded
 from perdure.cli.options.live import LiveOptions
 from perdure.cli.options.shared import model_names
-from perdure.config import QUEUE, SLOTS
+from perdure.config import QUEUE, SLOTS, STORE_BYTES
 
 if TYPE_CHECKING:
     import socket
@@ -76,6 +76,14 @@ def serve(
     port: Annotated[
         int, typer.Option("--port", "-p", min=0, max=65535, metavar="N", help="Port; 0 takes a free one.")
     ] = 8080,
+    unix_socket: Annotated[
+        Path | None,
+        typer.Option(
+            "--socket",
+            metavar="PATH",
+            help="Listen on a Unix socket for your own programs, in place of a port; with --port on both.",
+        ),
+    ] = None,
     ollama: Annotated[
         bool, typer.Option("--ollama", help=f"Listen on port {_OLLAMA} too, where Ollama's clients look.")
     ] = False,
@@ -89,6 +97,17 @@ def serve(
         ),
     ] = None,
     store: shared.StoreFolder = None,
+    store_size: Annotated[
+        float | None,
+        typer.Option(
+            "--store-size",
+            min=0.001,
+            metavar="GIB",
+            show_default=str(STORE_BYTES >> 30),
+            help="Most state on the disk, in GiB; what was used longest ago goes first. The texts of "
+            "sessions are always kept.",
+        ),
+    ] = None,
     no_store: Annotated[
         bool, typer.Option("--no-store", help="Keep nothing: sessions end with the server.")
     ] = False,
@@ -180,10 +199,11 @@ def serve(
     """
     import perdure
     from perdure import InvalidInputError
-    from perdure.cli.options.live import SettingsReload, live_settings, set_log_level
+    from perdure.cli.options.live import SettingsReload, is_given, live_settings, set_log_level
     from perdure.cli.output.progress import fetching
     from perdure.cli.output.terminal import agrees, note
-    from perdure.config import N_CTX, settings
+    from perdure.cli.runtime import usual_store
+    from perdure.config import N_CTX
     from perdure.engine import registry
     from perdure.engine.kv_loss import parse_kv_type
 
@@ -199,7 +219,7 @@ def serve(
     try:
         from perdure.server.core.app_state import AppState
         from perdure.server.core.keys import Keys
-        from perdure.server.http_server import bind, check_address
+        from perdure.server.http_server import bind, bind_path, check_address
     except ModuleNotFoundError as error:
         note(f"{error.name} is not installed: pip install 'perdure[server]'")
         raise typer.Exit(1) from None
@@ -221,11 +241,16 @@ def serve(
             raise InvalidInputError("--memory is for several models: name them with --model")
         if store is not None and no_store:
             raise InvalidInputError("--store and --no-store exclude each other; remove one")
-        listening = [bind(host, port), *([bind(host, _OLLAMA)] if ollama else [])]
+        ports = [port, *([_OLLAMA] if ollama else [])]
+        if unix_socket is not None and not is_given(context, "port"):
+            ports.remove(port)
+        listening = [bind(host, each) for each in ports]
+        if unix_socket is not None:
+            listening.append(bind_path(unix_socket.absolute()))
     except InvalidInputError as error:
         note(str(error))
         raise typer.Exit(2) from None
-    folder = None if no_store else store or settings().store
+    folder = None if no_store else store or usual_store()
     if selection is not None:
         specs = []
         for spec in selection.models:
@@ -270,6 +295,8 @@ def serve(
                 _listen(app_state, reload, listening, folder, isolated, open_page=open_page)
             finally:
                 known.usage.save()
+                if unix_socket is not None:
+                    unix_socket.unlink(missing_ok=True)
         return
     opener = registry.engine_for(model)
     source = opener.fetch(model, fetching, agrees)
@@ -280,6 +307,7 @@ def serve(
         queue=queue,
         exact=exact,
         store=folder,
+        store_bytes=None if store_size is None else round(store_size * (1 << 30)),
         isolated=isolated,
         threads=threads,
         template=engine.template,
@@ -309,6 +337,8 @@ def serve(
         finally:
             pool.close()
             known.usage.save()
+            if unix_socket is not None:
+                unix_socket.unlink(missing_ok=True)
 
 
 def _check_several(*, isolated: bool, name: str | None, adapters: bool) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from perdure.cli.options.groups import SamplingOptions
 from perdure.cli.options.shared import defaults
-from perdure.config import choices, settings
+from perdure.config import Overflow, choices, settings
 from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -82,6 +82,17 @@ class LiveOptions:
             rich_help_panel=_Access,
         ),
     ] = True
+    overflow: Annotated[
+        Overflow | None,
+        typer.Option(
+            "--overflow",
+            show_default="error",
+            help="When a conversation no longer fits and the request does not say. error: refuse it; "
+            "drop_oldest: leave out the oldest turns; shift: go on without the oldest tokens; fold: go on "
+            "from a summary.",
+            rich_help_panel=_Limits,
+        ),
+    ] = None
     log_level: Annotated[
         LogLevel,
         typer.Option(
@@ -195,6 +206,7 @@ def live_settings(options: LiveOptions, sampling: SamplingOptions, *, host: str,
             sampling=sampling.given(),
             max_tokens=sampling.max_tokens,
             stable_prefix=options.stable_prefix,
+            overflow=options.overflow,
         ),
     )
 
@@ -206,7 +218,7 @@ class SettingsReload:
     def __init__(self, context: typer.Context, *, host: str) -> None:
         self._command = context.command
         self._host = host
-        self._given = {name: value for name, value in context.params.items() if _is_given(context, name)}
+        self._given = {name: value for name, value in context.params.items() if is_given(context, name)}
         self._now = self._read()
         self._at_start = self._now
 
@@ -241,7 +253,9 @@ class SettingsReload:
         if read["model"] is None:
             read["model"] = settings().model
         if read["store"] is None and not read["no_store"]:
-            read["store"] = settings().store
+            from perdure.cli.runtime import usual_store
+
+            read["store"] = usual_store()
         return {name: str(value) if isinstance(value, Path) else value for name, value in read.items()}
 
 
@@ -249,7 +263,7 @@ def set_log_level(level: str) -> None:
     logging.getLogger("perdure").setLevel(level.upper())
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
+def is_given(context: typer.Context, name: str) -> bool:
     """Whether an option stands in the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"

@@ -200,7 +200,8 @@ def _schema(name: str, options: Iterable[Option]) -> type[RequestSchema]:
 _STOP = options_of(RequestOptions)["stops"]
 _Stop = Annotated[str, Field(max_length=_STOP.characters)]
 _COMPLETION = tuple(
-    options_of(RequestOptions)[name] for name in ("ignore_eos", "priority", "loop_guard", "adapters")
+    options_of(RequestOptions)[name]
+    for name in ("ignore_eos", "priority", "loop_guard", "speculate", "adapters")
 )
 """Options under `perdure` of requests without a chat."""
 _EXTENDED = (

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from perdure.checks import is_number
+from perdure.config import Overflow
 from perdure.errors import InvalidInputError
 from perdure.request_options import options_of_replies
 
@@ -94,12 +95,19 @@ class ReplyDefaults:
     max_tokens: int | None = None
     stable_prefix: bool = True
     """Whether volatile text of prompts is moved behind the rest (`chat/volatile.py`)."""
+    overflow: Overflow | None = None
+    """What happens when a conversation no longer fits; None: as its session has it, or an error."""
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON has it."""
         known = options_of_replies()
         sampling = {name: known[name].to_json(value) for name, value in self.sampling.items()}
-        return {"sampling": sampling, "max_tokens": self.max_tokens}
+        return {
+            "sampling": sampling,
+            "max_tokens": self.max_tokens,
+            "stable_prefix": self.stable_prefix,
+            "overflow": self.overflow,
+        }
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> ReplyDefaults:
@@ -110,11 +118,15 @@ class ReplyDefaults:
                 name: known[name].from_json(value) for name, value in sampling.items() if name in known
             },
             max_tokens=stored.get("max_tokens"),
+            stable_prefix=stored.get("stable_prefix", True),
+            overflow=stored.get("overflow"),
         )
 
     def fill(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What is asked of a reply, whole."""
         found = {"stable_prefix": self.stable_prefix, **self.sampling, **options}
+        if self.overflow is not None:
+            found.setdefault("overflow", self.overflow)
         if self.max_tokens is not None and "max_tokens" not in found:
             # A limit that the client never chose is no reason to refuse its prompt.
             found.update(max_tokens=self.max_tokens, limit_to_context=True)

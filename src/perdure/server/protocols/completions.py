@@ -30,7 +30,7 @@ from perdure.server.core.schemas import (
     refuse_fields,
     streamed,
 )
-from perdure.server.protocols.openai import AnswerHead, finite
+from perdure.server.protocols.openai import AnswerHead, fill_in, finite
 
 REFUSED = {"functions": "give them to /v1/chat/completions as tools"}
 
@@ -111,6 +111,8 @@ async def complete(
     followers: list[Follower[Delta, Reply]] = []
     try:
         for prompt in prompts:
+            if asked.suffix and isinstance(prompt, str):
+                prompt = await app_state.call(fill_in, app_state, prompt, asked.suffix)
             stream = await app_state.call(app_state.runtime.submit, prompt, **options)
             listed = not followers
             followers.append(
@@ -151,9 +153,12 @@ def _prompts(asked: CompletionRequest) -> list[str | list[int]]:
 
 
 def _check(asked: CompletionRequest, prompts: int) -> None:
-    if asked.suffix:
+    if asked.suffix and (asked.echo or not isinstance(asked.prompt, str)):
         raise ApiError(
-            400, "suffix: text is only ever added at the end", param="suffix", code="unsupported_parameter"
+            400,
+            "suffix: what is filled in goes between two texts; give one prompt as text, without echo",
+            param="suffix",
+            code="unsupported_parameter",
         )
     if asked.best_of not in (None, asked.n or 1):
         raise ApiError(

@@ -1,18 +1,38 @@
-"""llama-server's small routes that clients probe: `/props`, `/slots`, `/apply-template`."""
+"""llama-server's small routes that clients probe or use: `/props`, `/slots`, `/apply-template`, `/infill`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
 
 from perdure.chat.options import ChatOptions
+from perdure.decode.request import Delta, Reply
+from perdure.decode.stream import Stream
+from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep, ServedDep
-from perdure.server.core.schemas import ResponseSchema, errors
+from perdure.server.core.body_route import BodyRoute
+from perdure.server.core.follow import answer
+from perdure.server.core.protocol import Events, event
+from perdure.server.core.schemas import (
+    CompletionExtension,
+    Items,
+    RequestSchema,
+    ResponseSchema,
+    SamplingSchema,
+    TimingsAnswer,
+    errors,
+    refuse_fields,
+    streamed,
+)
 from perdure.server.protocols.chat import ChatRequest, check_chat_options, reply_request
+from perdure.server.protocols.openai import fill_in
 
-router = APIRouter(tags=["llama-server"])
+router = APIRouter(tags=["llama-server"], route_class=BodyRoute)
 
 
 class PropsAnswer(ResponseSchema):
@@ -68,6 +88,98 @@ async def apply_template(asked: ChatRequest, app_state: AppStateDep, caller: Cal
     check_chat_options(asked, app_state, caller.notes)
     app_state = await app_state.serving(asked.model, caller.visit)
     return await app_state.work(_apply_template, app_state, asked, caller.namespace)
+
+
+class InfillFile(RequestSchema):
+    filename: str = Field("", max_length=1024)
+    text: str
+
+
+class InfillRequest(SamplingSchema):
+    """What stands before the place to fill in, and what behind it."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    prompt: str = ""
+    """More of what stands before."""
+    input_extra: Annotated[Items[InfillFile], Field(max_length=64)] | None = None
+    """Other files, shown first."""
+    n_predict: int | None = Field(None, ge=-1, lt=2**31)
+    """At most so many tokens; below 1 until the model ends."""
+    stream: bool | None = None
+    perdure: CompletionExtension | None = None
+
+
+class InfillWriter:
+    """Text as it comes, in llama-server's words."""
+
+    def keep_alive(self, progress: dict[str, Any]) -> Events:
+        return [event({"content": "", "stop": False, **progress})]
+
+    def start(self) -> Events:
+        return ()
+
+    def delta(self, delta: Delta) -> Events:
+        return [event({"content": delta.text, "stop": False})] if delta.text else ()
+
+    def end(self, replies: Sequence[Reply]) -> Events:
+        return [event({**self.whole(replies), "content": ""})]
+
+    def error(self, error: ApiError) -> Events:
+        return [event(error.body)]
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        reply = replies[0]
+        stop_type = "word" if reply.stop is not None else _STOP_TYPES.get(reply.finish_reason, "none")
+        return {
+            "content": reply.text,
+            "stop": True,
+            "stop_type": stop_type,
+            "stopping_word": reply.stop or "",
+            "tokens_predicted": reply.usage.completion_tokens,
+            "tokens_evaluated": reply.usage.prompt_tokens,
+            "tokens_cached": reply.usage.cached_tokens,
+            "truncated": False,
+            "timings": TimingsAnswer.model_validate(reply.timings).model_dump(),
+        }
+
+
+_STOP_TYPES = {"stop": "eos", "length": "limit", "repetition": "repetition"}
+
+
+@router.post("/infill", responses=streamed(), response_model=dict[str, Any])
+async def infill(
+    asked: InfillRequest, request: Request, app_state: ServedDep, caller: CallerDep
+) -> dict[str, Any] | Response:
+    """What stands between two texts, for models that have tokens for that."""
+    refuse_fields(asked, strict=False, refused={}, notes=caller.notes)
+
+    def submit() -> Stream[Delta, Reply]:
+        before, files = asked.input_prefix + asked.prompt, asked.input_extra or ()
+        prompt = fill_in(
+            app_state,
+            before,
+            asked.input_suffix,
+            [(file.filename, file.text) for file in files],
+            param="input_suffix",
+        )
+        limit = asked.n_predict if asked.n_predict is not None and asked.n_predict > 0 else None
+        options: dict[str, Any] = {**app_state.defaults.sampling, **asked.sampling, "max_tokens": limit}
+        if asked.perdure is not None:
+            options |= asked.perdure.options
+        options["timeout"] = app_state.seconds(asked.perdure.timeout if asked.perdure else None)
+        return app_state.runtime.submit(prompt, namespace=caller.namespace, **options)
+
+    writer = InfillWriter()
+    return await answer(
+        await app_state.call(submit),
+        request,
+        app_state,
+        caller,
+        whole=writer.whole,
+        writer=writer if asked.stream else None,
+        timeout=asked.perdure.timeout if asked.perdure else None,
+    )
 
 
 def _slots(app_state: AppState, namespace: str) -> list[SlotProps]:

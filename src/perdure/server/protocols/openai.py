@@ -10,6 +10,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from perdure.decode.slots import KeptPrefix
+from perdure.errors import ContextOverflow, InvalidInputError
+from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
 from perdure.server.core.schemas import RequestSchema
 
@@ -73,6 +75,18 @@ class AnswerHead:
     def piece(self, token: int) -> bytes:
         """The bytes of a token, control tokens written out."""
         return self._app_state.runtime.model.piece(token, special=True)
+
+
+def fill_in(
+    app_state: AppState, before: str, after: str, files: Sequence[tuple[str, str]] = (), param: str = "suffix"
+) -> list[int]:
+    """The prompt that fills in between two texts; `param` is the field that asks for it."""
+    try:
+        return list(app_state.runtime.infill_prompt(before, after, files=files))
+    except ContextOverflow:
+        raise
+    except InvalidInputError as error:
+        raise ApiError(400, f"{param}: {error}", param=param, code="unsupported_parameter") from None
 
 
 def tier_options(service_tier: str | None) -> dict[str, Any]:

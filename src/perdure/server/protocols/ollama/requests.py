@@ -168,7 +168,6 @@ def generate_request(asked: GenerateRequest, app_state: AppState) -> tuple[Reply
 
 
 _REFUSED = {
-    "suffix": "text is only ever added at the end",
     "template": "the chat template is chosen when the server is started",
     "context": "send the conversation to /api/chat instead: what was computed for it is found again",
 }

@@ -47,6 +47,7 @@ from perdure.server.protocols.ollama.requests import (
     generate_request,
     keep_alive_seconds,
 )
+from perdure.server.protocols.openai import fill_in
 
 # Errors in Ollama's shape: a text.
 
@@ -232,17 +233,20 @@ async def generate(
         """In one thread: to read what is asked takes time too."""
         refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
         wanted, notes = generate_request(asked, app_state)
-        if not asked.raw:
+        if not asked.raw and not asked.suffix:
             return wanted.submit(app_state.runtime, caller.namespace), notes
         options: Any = {name: value for name, value in wanted.options.items() if name not in _CHAT_ONLY}
-        return app_state.runtime.submit(asked.prompt, namespace=caller.namespace, **options), notes
+        prompt: str | list[int] = asked.prompt
+        if asked.suffix:
+            prompt = fill_in(app_state, asked.prompt, asked.suffix)
+        return app_state.runtime.submit(prompt, namespace=caller.namespace, **options), notes
 
     job, notes = await app_state.call(submit)
     writer = OllamaWriter(app_state.name, "generate", notes)
     return await _answered(job, writer, asked, request, app_state, caller)
 
 
-_CHAT_ONLY = frozenset({"variables", "limit_to_context", "stable_prefix"})
+_CHAT_ONLY = frozenset({"variables", "limit_to_context", "stable_prefix", "overflow"})
 
 
 def _check_model(asked: ModelNamed, app_state: AppState, caller: Caller) -> PooledModel | None:

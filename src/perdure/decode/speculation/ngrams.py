@@ -1,0 +1,106 @@
+"""N-grams: what followed the last tokens when they came before.
+
+    the prompt and the reply so far:  … return total + 1 ; } … return total
+    the last three tokens came before, and `+ 1 ; }` came next: that is the guess.
+
+A prompt holds the earlier turns of its session, so those are searched too.
+"""
+
+from __future__ import annotations
+
+from array import array
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from perdure.decode.sequence import TokenSequence
+from perdure.decode.speculation.drafter import Draft
+
+SIZE = 3
+"""Tokens that must have come before for a guess at what follows."""
+INDEXED = 1 << 14
+"""Tokens of a sequence that are searched at least, the last ones. An index takes at most 4 MB."""
+_LONGEST = 8
+"""Tokens before a place that are compared to say how sure a guess is."""
+_FACTORS = (1_000_003 * 1_000_003, 1_000_003, 1)
+"""Ids of tokens to one number that tells most n-grams apart; a guess is never wrong by a mix-up for long."""
+
+
+class NgramIndex:
+    """Where each n-gram of a sequence was last.
+
+    Always holds: it has at most twice `INDEXED` places; each is behind its n-gram and before the end of the
+    sequence.
+    """
+
+    def __init__(self, tokens: array[int]) -> None:
+        self._tokens = tokens
+        self._places: dict[int, int] = {}
+        self._indexed = 0
+        """Ends of n-grams up to here are indexed."""
+
+    def find(self, count: int) -> tuple[list[int], int]:
+        """At most `count` tokens that came behind the last ones before, and how many of those are the same;
+        nothing where they did not come before."""
+        tokens = self._tokens
+        end = len(tokens)
+        if end <= SIZE:
+            return [], 0
+        self._index_until(end - 1)
+        place = self._places.get(_key(tokens[end - 3], tokens[end - 2], tokens[end - 1]))
+        if place is None:
+            return [], 0
+        same = 0
+        while same < min(_LONGEST, place) and tokens[place - 1 - same] == tokens[end - 1 - same]:
+            same += 1
+        if same < SIZE:
+            return [], 0
+        found = tokens[place : min(place + count, end)].tolist()
+        while len(found) < count and place + len(found) >= end:
+            # The text repeats itself up to its end: it goes on with what was guessed.
+            found.append(found[place + len(found) - end])
+        return found, same
+
+    def _index_until(self, end: int) -> None:
+        """Index every n-gram that ends before `end` with the token behind it."""
+        tokens, start = self._tokens, max(self._indexed, SIZE)
+        if end - start > 64:
+            start = max(start, end - INDEXED)
+            ids = np.array(tokens[start - SIZE : end], np.int64)
+            keys = sum(ids[at : len(ids) - SIZE + 1 + at] * factor for at, factor in enumerate(_FACTORS))
+            assert isinstance(keys, np.ndarray)
+            self._places.update(zip(keys.tolist(), range(start, end + 1), strict=True))
+        else:
+            for place in range(start, end + 1):
+                self._places[_key(tokens[place - 3], tokens[place - 2], tokens[place - 1])] = place
+        self._indexed = end + 1
+        if len(self._places) > 2 * INDEXED:
+            self._places.clear()
+            self._indexed = max(0, end - INDEXED)
+
+
+def _key(first: int, second: int, third: int) -> int:
+    return first * _FACTORS[0] + second * _FACTORS[1] + third
+
+
+class NgramDrafter:
+    """Guesses that a sequence goes on as it did where its last tokens came before."""
+
+    name = "ngram"
+
+    def __init__(self) -> None:
+        self._indices: WeakKeyDictionary[TokenSequence, NgramIndex] = WeakKeyDictionary()
+
+    def draft(self, sequence: TokenSequence, count: int) -> Draft | None:
+        index = self._indices.get(sequence)
+        if index is None:
+            index = self._indices[sequence] = NgramIndex(sequence.tokens)
+        tokens, same = index.find(count)
+        # Each token more that is the same halves the doubt.
+        return Draft(tokens, 1 - 0.5 ** (same - 1), self.name) if tokens else None
+
+    def forget(self, sequence: TokenSequence) -> None:
+        self._indices.pop(sequence, None)
+
+    def close(self) -> None:
+        self._indices.clear()

@@ -1,0 +1,232 @@
+"""The speculator: whose next tokens are guessed, how far, and by which drafter.
+
+A request asks for a fixed number of guesses a step, or leaves it to what was measured (`ADAPT`): how often
+the guesses of its stream were right, and how long steps of so many tokens take. A stream starts with a little
+credit in time. Wrong guesses use it up; right ones, and the stream's own steps, earn some. Without credit
+nothing is guessed: so no stream loses more than a hundredth of its time and that first credit, whatever text
+it writes and whoever else guesses beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from perdure.decode.scheduler import Budget, Chunk, Step
+from perdure.decode.sequence import TokenSequence
+from perdure.decode.speculation.drafter import Draft, Drafter
+from perdure.request_options import ADAPT, MAX_GUESSES
+
+log = logging.getLogger("perdure.decode")
+
+FULL = 16
+"""Streams of a step from which on nothing is guessed: the engine is busy with those."""
+_TOKENS = 32
+"""Tokens of a step with guesses, at most, unless a request asks for more."""
+_SHARE = 0.01
+"""Of a stream's time that it may lose to wrong guesses."""
+_START = 1.0
+"""Credit of a new stream, in steps."""
+_MOST = 8.0
+"""Credit that a stream can gather, in steps."""
+_WORTH = 1.02
+"""How much more a step with guesses must promise."""
+_UNKNOWN = 0.1
+"""What a token more is taken to cost, in steps, before that was measured."""
+_MEMORY = 0.9
+"""What is left of a measured outcome at the next."""
+
+
+class StepCosts:
+    """How long steps of so many tokens take, as measured."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        before = self._seconds.get(tokens)
+        if before is None:
+            self._seconds[tokens] = seconds
+        else:
+            # One step that was held up by something else says little.
+            self._seconds[tokens] = before + 0.2 * (min(seconds, 2 * before) - before)
+
+    def known(self, tokens: int) -> float | None:
+        """Seconds of a step of so many tokens; None where there was none yet."""
+        return self._seconds.get(tokens)
+
+    def seconds(self, tokens: int) -> float:
+        """The same, estimated from the nearest where there was none."""
+        if (known := self._seconds.get(tokens)) is not None:
+            return known
+        below = max((size for size in self._seconds if size < tokens), default=None)
+        above = min((size for size in self._seconds if size > tokens), default=None)
+        if below is None:
+            return self._seconds[above] if above is not None else 0.0
+        low = self._seconds[below]
+        if above is None:
+            return low * (1 + _UNKNOWN * (tokens - below))
+        part = (tokens - below) / (above - below)
+        return low + part * max(0.0, self._seconds[above] - low)
+
+
+class _Stream:
+    """What was measured of one sequence."""
+
+    def __init__(self, credit: float) -> None:
+        self.credit = credit
+        """Seconds that it may lose."""
+        self.right: dict[str, float] = {}
+        """Guesses that were right, by drafter, the last ones counting most; and those that were not."""
+        self.wrong: dict[str, float] = {}
+
+    def chance(self, draft: Draft) -> float:
+        """That a guessed token is right whose forerunners are."""
+        right, wrong = self.right.get(draft.source, 0.0), self.wrong.get(draft.source, 0.0)
+        return (right + 2 * draft.confidence) / (right + wrong + 2)
+
+    def outcome(self, source: str, guesses: int, agreed: int) -> None:
+        self.right[source] = self.right.get(source, 0.0) * _MEMORY + agreed
+        self.wrong[source] = self.wrong.get(source, 0.0) * _MEMORY + (agreed < guesses)
+
+
+class Speculator:
+    """Adds drafts to steps, in the engine thread."""
+
+    def __init__(self, drafters: Sequence[Drafter], *, n_ctx: int) -> None:
+        """The first of `drafters` that has a guess is asked no further."""
+        self._drafters = list(drafters)
+        self._n_ctx = n_ctx
+        self._streams: WeakKeyDictionary[TokenSequence, _Stream] = WeakKeyDictionary()
+        self._costs = StepCosts()
+        self._sources: dict[Chunk, str] = {}
+        """Of the drafts in the step in flight."""
+
+    def add_drafts(self, step: Step, budget: Budget) -> None:
+        """Put guesses behind the last tokens of replies, where they are asked for or pay off."""
+        self._sources = {}
+        if len(step) >= FULL:
+            return
+        fixed: list[Chunk] = []
+        adaptive: list[Chunk] = []
+        known = 0
+        for chunk in step:
+            known += chunk.count
+            sequence = chunk.sequence
+            if chunk.is_prompt or sequence.cached < sequence.alone_until:
+                continue
+            asked = sequence.request.speculate
+            if asked > 0:
+                fixed.append(chunk)
+            elif asked == ADAPT:
+                adaptive.append(chunk)
+        if not fixed and not adaptive:
+            return
+        room = min(budget.tokens - known, budget.rows - len(step))
+        for chunk in fixed:
+            draft = self._ask(chunk, min(chunk.sequence.request.speculate, room))
+            if draft is not None:
+                chunk.draft = draft.tokens
+                self._sources[chunk] = draft.source
+                room -= len(draft.tokens)
+        if adaptive and not fixed and len(adaptive) == len(step):
+            self._adapt(adaptive, known, min(room, _TOKENS - known))
+
+    def _adapt(self, chunks: Sequence[Chunk], known: int, room: int) -> None:
+        """Guess as far as a step gives more tokens a second by it, and as everybody in it can afford."""
+        plain = self._costs.known(known)
+        if plain is None or room <= 0:
+            return
+        streams = [self._stream(chunk.sequence, plain) for chunk in chunks]
+        credit = min(stream.credit for stream in streams)
+        if self._costs.seconds(known + 1) - plain > credit:
+            return
+        drafts: dict[Chunk, Draft] = {}
+        chances: list[tuple[float, int, Chunk]] = []
+        for at, (chunk, stream) in enumerate(zip(chunks, streams, strict=True)):
+            draft = self._ask(chunk, min(MAX_GUESSES, room))
+            if draft is None:
+                continue
+            drafts[chunk] = draft
+            chance, each = 1.0, stream.chance(draft)
+            for _ in draft.tokens:
+                chance *= each
+                chances.append((-chance, at, chunk))
+        # The likeliest first: of one stream they fall from guess to guess.
+        chances.sort(key=lambda entry: entry[:2])
+        tokens, best, count = float(len(chunks)), len(chunks) / plain * _WORTH, 0
+        for at, (minus, _, _) in enumerate(chances[:room], 1):
+            tokens -= minus
+            seconds = self._costs.seconds(known + at)
+            if seconds - plain > credit:
+                break
+            if tokens / seconds > best:
+                best, count = tokens / seconds, at
+        lengths: dict[Chunk, int] = {}
+        for _, _, chunk in chances[:count]:
+            lengths[chunk] = lengths.get(chunk, 0) + 1
+        for chunk, length in lengths.items():
+            chunk.draft = drafts[chunk].tokens[:length]
+            self._sources[chunk] = drafts[chunk].source
+
+    def observe(self, step: Step, seconds: float) -> None:
+        """Learn from a step that was computed and drawn from in so many seconds."""
+        known = guesses = 0
+        for chunk in step:
+            if chunk.is_prompt:
+                return
+            known += chunk.count
+            guesses += len(chunk.draft)
+        if known + guesses > 4 * _TOKENS:
+            return
+        plain = self._costs.known(known)
+        if plain is not None:
+            for chunk in step:
+                stream = self._streams.get(chunk.sequence)
+                if stream is None:
+                    continue
+                earned = _SHARE * seconds
+                if guesses:
+                    earned += plain * (1 + chunk.agreed) - seconds
+                    chunk.sequence.saved += plain * (1 + chunk.agreed) - seconds
+                stream.credit = min(stream.credit + earned, _MOST * plain)
+                if (source := self._sources.get(chunk)) is not None:
+                    stream.outcome(source, len(chunk.draft), chunk.agreed)
+        self._costs.observe(known + guesses, seconds)
+
+    def forget(self, sequence: TokenSequence) -> None:
+        """A sequence has ended."""
+        self._streams.pop(sequence, None)
+        for drafter in self._drafters:
+            drafter.forget(sequence)
+
+    def close(self) -> None:
+        for drafter in self._drafters:
+            drafter.close()
+
+    def _stream(self, sequence: TokenSequence, plain: float) -> _Stream:
+        stream = self._streams.get(sequence)
+        if stream is None:
+            stream = self._streams[sequence] = _Stream(_START * plain)
+        return stream
+
+    def _ask(self, chunk: Chunk, count: int) -> Draft | None:
+        """The guess of the first drafter that has one."""
+        sequence = chunk.sequence
+        # The last token that may be written is drawn, never guessed; and the cache has room for so many.
+        count = min(count, sequence.room - 1, self._n_ctx - len(sequence.tokens))
+        if count < 1:
+            return None
+        for drafter in list(self._drafters):
+            try:
+                draft = drafter.draft(sequence, count)
+            except Exception:
+                # A guess that fails costs nobody a reply.
+                log.exception("the drafter %s failed; it is not asked again", drafter.name)
+                self._drafters.remove(drafter)
+                continue
+            if draft is not None and len(draft.tokens) and math.isfinite(draft.confidence):
+                return draft._replace(tokens=draft.tokens[:count])
+        return None
