@@ -195,6 +195,8 @@ def _read(text: str, found: _Collected) -> None:
     name, equals, source = head.partition("=")
     if not equals or Path(head).expanduser().is_file():
         name, source = "", head
+    elif not name:
+        source = ""
     if not source:
         raise InvalidInputError(f"--model {text!r}: a model is NAME=FILE, a file, a folder or a TOML file")
     pairs: dict[str, Any] = {}
@@ -203,7 +205,8 @@ def _read(text: str, found: _Collected) -> None:
         pairs[key] = value if equals else True
     if pairs.get("pin") in ("true", "false"):
         pairs["pin"] = pairs["pin"] == "true"
-    found.models.append(ModelSpec.of(name or _label(source), source, pairs, f"--model {name or source}"))
+    named = name or _label(source)
+    found.models.append(ModelSpec.of(named, source, pairs, f"--model {named}"))
 
 
 def _read_folder(folder: Path, found: _Collected) -> None:

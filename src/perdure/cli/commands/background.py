@@ -121,6 +121,7 @@ def status(as_json: Json = False) -> None:
             "server": asdict(running) if running else None,
             "store": str(store),
             "holder": asdict(holder) if holder else None,
+            "models": _models(running),
         }
         print_json(facts)
     else:
@@ -132,10 +133,28 @@ def status(as_json: Json = False) -> None:
                 f"since {words.moment(running.since)}",
                 indent=8,
             )
+            from perdure.cli.commands.agents.loaded import described
+
+            for model in _models(running):
+                terminal.write_line(f"model   {described(model)}", indent=8)
         used = f"in use by {holder}" if holder else "in use" if locked else "not in use"
         terminal.write_line(f"store   {store}, {used}", indent=8)
     if running is None:
         raise typer.Exit(1)
+
+
+def _models(running: Server | None) -> list[dict[str, Any]]:
+    """The models of a server with their states; none where it does not tell without a key."""
+    from perdure.cli.commands.agents.why import ask
+    from perdure.errors import PerdureError
+
+    if running is None:
+        return []
+    try:
+        found: list[dict[str, Any]] = ask("/v1/models", running.address.split(" and ")[0], None)["data"]
+    except PerdureError:
+        return []
+    return found
 
 
 def current() -> Server | None:

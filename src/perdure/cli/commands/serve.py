@@ -261,6 +261,8 @@ def serve(
             kv["k_type"], kv["v_type"] = parse_kv_type(engine.kv_type)
         if threads is not None:
             kv["threads"] = threads
+        if store_size is not None:
+            kv["store_bytes"] = round(store_size * (1 << 30))
         pool = ModelPool.open(
             specs,
             store=folder,
