@@ -18,6 +18,8 @@ import typer
 from perdure.cli.options.shared import Json
 from perdure.cli.output.facts import print_json
 
+_LOOK = 5.0
+"""Seconds that a server may take to tell of its models."""
 _POLL = 0.1
 """Seconds between two looks at a server that is starting or stopping."""
 
@@ -133,10 +135,8 @@ def status(as_json: Json = False) -> None:
                 f"since {words.moment(running.since)}",
                 indent=8,
             )
-            from perdure.cli.commands.agents.loaded import described
-
             for model in _models(running):
-                terminal.write_line(f"model   {described(model)}", indent=8)
+                terminal.write_line(f"model   {words.served_model(model)}", indent=8)
         used = f"in use by {holder}" if holder else "in use" if locked else "not in use"
         terminal.write_line(f"store   {store}, {used}", indent=8)
     if running is None:
@@ -145,14 +145,15 @@ def status(as_json: Json = False) -> None:
 
 def _models(running: Server | None) -> list[dict[str, Any]]:
     """The models of a server with their states; none where it does not tell without a key."""
-    from perdure.cli.commands.agents.why import ask
-    from perdure.errors import PerdureError
+    from urllib.request import urlopen
 
-    if running is None:
+    address = running.address.split(" and ")[0] if running is not None else ""
+    if not address.startswith("http://"):
         return []
     try:
-        found: list[dict[str, Any]] = ask("/v1/models", running.address.split(" and ")[0], None)["data"]
-    except PerdureError:
+        with urlopen(f"{address}/v1/models", timeout=_LOOK) as answer:
+            found: list[dict[str, Any]] = json.load(answer)["data"]
+    except (OSError, ValueError, KeyError):
         return []
     return found
 

@@ -19,14 +19,14 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="A model of the server
 
 def loaded(url: Url = None, key: Key = None, as_json: Json = False) -> None:
     """Show the models of the server, and which of them are loaded."""
-    from perdure.cli.output import terminal
+    from perdure.cli.output import terminal, words
 
     found = ask("/v1/models", url, key)["data"]
     if as_json:
         print_json(found)
         return
     for model in found:
-        terminal.write_line(described(model))
+        terminal.write_line(words.served_model(model))
 
 
 def load(
@@ -49,27 +49,10 @@ def unload(name: Name, url: Url = None, key: Key = None, as_json: Json = False) 
     _told(ask(f"/v1/models/{quote(name)}/unload", url, key, body={}, seconds=_PATIENCE), as_json)
 
 
-def described(model: dict[str, Any]) -> str:
-    """A line about a model: `small: ready, pinned, 4096 tokens, about 0.5 GiB`."""
-    parts = [model.get("state", "ready")]
-    if model.get("pinned"):
-        parts.append("pinned")
-    if (left := model.get("expires_in")) is not None:
-        parts.append(f"unloaded after {left:.0f} s without a request")
-    parts.append(f"{model['n_ctx']} tokens a request")
-    if model.get("memory_bytes"):
-        parts.append(f"about {model['memory_bytes'] / 2**30:.1f} GiB")
-    if model.get("load_seconds"):
-        parts.append(f"loaded {model['loads']} times, the last in {model['load_seconds']:.1f} s")
-    if model.get("error"):
-        parts.append(f"the last loading failed ({model['error']}); the server's log says why")
-    return f"{model['id']}: {', '.join(parts)}"
-
-
 def _told(model: dict[str, Any], as_json: bool) -> None:
-    from perdure.cli.output import terminal
+    from perdure.cli.output import terminal, words
 
     if as_json:
         print_json(model)
     else:
-        terminal.write_line(described(model))
+        terminal.write_line(words.served_model(model))
