@@ -231,7 +231,7 @@ class TokenSequence:
         """Go on with the tokens that a grammar leaves no choice about. A draw could give nothing else: they
         need no rows, and one step computes them all."""
         assert self._matcher is not None
-        while self.finish_reason is None and (forced := self._matcher.forced()):
+        while not self.done and (forced := self._matcher.forced()):
             for token in forced:
                 if token in self._ends or token in self._sampling.logit_bias:
                     # What a draw makes of it is for the draw to say.
@@ -240,7 +240,7 @@ class TokenSequence:
                 self.sampler.accept(token)
                 self.forced += 1
                 self._append(token, ())
-                if self.finish_reason is not None:
+                if self.done:
                     return
 
     def _append(self, token: int, new: tuple[TokenLogprob, ...]) -> None:
@@ -343,6 +343,7 @@ class TokenSequence:
                 forced_tokens=self.forced,
                 drafted_tokens=self.drafted,
                 accepted_tokens=self.accepted,
+                saved=self.saved,
             ),
             reuse=self.report,
             seed=self._sampling.seed or 0,
