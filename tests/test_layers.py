@@ -40,6 +40,7 @@ LAYERS = (
     "opening",
     "pool",
     "evaluation",
+    "inspection",
     "server",
     "public",
     "__init__",

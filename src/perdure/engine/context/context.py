@@ -30,6 +30,7 @@ from perdure.engine.contract import (
 from perdure.engine.key_values import KeyValueCore, KeyValues
 from perdure.engine.logits import LogitsView
 from perdure.engine.state import Checkpoint
+from perdure.engine.trace import Trace, checked_parts
 from perdure.errors import (
     CannotRewindError,
     EngineError,
@@ -181,6 +182,29 @@ class StateCalls(GuardedCore):
             if rows is None:
                 raise InvalidInputError(_NO_NUMBERS)
             return self.kv_of(rows.cut(start, stop), layer, start=start, rope=rope)
+
+    def trace(
+        self,
+        seq: int = 0,
+        *,
+        layers: Sequence[int] | None = None,
+        what: str | Sequence[str] = ("hidden",),
+    ) -> Trace:
+        """What layers compute for the tokens of `seq`: any of `hidden`, `attention`, `ffn` and `router`.
+
+        The tokens are computed again, in a context of their own that is given back afterwards: nothing here
+        changes or becomes slower. For `attention` that is done without flash attention. Keys and values
+        are f16 there.
+        """
+        parts = checked_parts(what)
+        with self._turn(seq):
+            tokens = self._held(seq)
+            adapters = self._sets[seq]
+        if self._tracer is None:
+            raise InvalidInputError("this engine has no layers that could be traced")
+        if adapters.before is not None:
+            raise InvalidInputError("a sequence whose adapters change on the way cannot be traced")
+        return self._tracer(tokens, parts, layers, dict(adapters.at(math.inf).scales))
 
     def kv_of(
         self, rows: NDArray[np.uint8], layer: int | None = None, *, start: int = 0, rope: bool = True

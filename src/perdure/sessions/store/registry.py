@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perdure.errors import CorruptStateError, StoreDamagedError, StoreError
+from perdure.errors import CorruptStateError, InvalidInputError, StoreDamagedError, StoreError
 from perdure.sessions.store.base import SessionStore
+from perdure.sessions.store.migrate import Migration
+from perdure.sessions.store.migrate import migrate as migrate_sessions
 from perdure.sessions.store.postgres.place import PostgresPlace, is_url, place_in, stand_in
+from perdure.sessions.store.sql.store import SqlStore
 from perdure.sessions.store.sqlite import backup, repair
 from perdure.sessions.store.sqlite.backup import Backup, restore
 from perdure.sessions.store.sqlite.folder import FILE
@@ -23,9 +26,11 @@ if TYPE_CHECKING:
 __all__ = [
     "FOUND",
     "Backup",
+    "Migration",
     "Verification",
     "back_up",
     "has_sessions",
+    "migrate",
     "open_store",
     "restore",
     "store_folder",
@@ -91,6 +96,22 @@ def verify(folder: Path, progress: Progress) -> Verification:
         found.not_repaired = f"{place.shown} is on a server: restore it there from a copy"
     repair.read_blocks(folder, found, progress)
     return found
+
+
+def migrate(source: Path, target: Path, progress: Progress) -> Migration:
+    """Bring all sessions and memories of a store into another one, while both are in use. State stays where
+    it is: the first turn in the new store computes it again."""
+    with ExitStack() as held:
+        stores = []
+        for folder, readonly in ((source, True), (target, False)):
+            store = _in_folder(folder, readonly)
+            held.callback(store.close)
+            assert isinstance(store, SqlStore)
+            stores.append(store)
+        first, second = stores
+        if first.store_id() == second.store_id():
+            raise InvalidInputError(f"{source} and {target} are the same store")
+        return migrate_sessions(first, second, progress)
 
 
 def back_up(folder: Path, file: Path, *, state: bool = False, progress: Progress | None = None) -> Backup:

@@ -106,6 +106,8 @@ class SqlStore:
         kind: str = "session",
         settings: Mapping[str, Any] = MappingProxyType({}),
         origin: Mapping[str, Any] = MappingProxyType({}),
+        created: float | None = None,
+        updated: float | None = None,
     ) -> SessionInfo:
         """`create` within a transaction."""
         if self._find(namespace, name) is not None:
@@ -127,8 +129,8 @@ class SqlStore:
             head,
             json_text(dict(settings)),
             json_text(dict(origin)),
-            now,
-            now,
+            now if created is None else created,
+            now if updated is None else updated,
         )
         self._write_checksum(number)
         info = self._find(namespace, name)
@@ -348,6 +350,47 @@ class SqlStore:
             NamespaceSize(namespace=str(name), sessions=int(sessions), turns=int(turns), nbytes=int(nbytes))
             for name, sessions, turns, nbytes in rows
         ]
+
+    # For `migrate`, which brings sessions of another store.
+
+    def bring(self, info: SessionInfo, turns: Sequence[Turn], *, head: int | None) -> SessionInfo:
+        """A session of another store: at turn number `head` of this one, followed by turns that are not here
+        yet. All but its numbers is as it was there."""
+        with self._writing(info.namespace):
+            return self._create(
+                info.namespace,
+                info.name,
+                turns,
+                head=head,
+                digest=turns[0].before if turns else info.digest,
+                kind=info.kind,
+                settings=info.settings,
+                origin=info.origin,
+                created=info.created,
+                updated=info.updated,
+            )
+
+    def bring_memory(self, memory: SessionMemory, turns: Sequence[Turn], *, head: int | None) -> None:
+        """A memory of another store, whose turn is number `head` of this one, or the last of `turns`."""
+        with self._writing(memory.namespace):
+            for turn in turns:
+                head = self._add_turn(memory.namespace, head, turn)
+            assert head is not None
+            self._turns.check(head, memory.digest)
+            for last in self._memories.bring(memory, head):
+                self._prune(memory.namespace, last)
+
+    def store_id(self) -> str:
+        """What no other store is called."""
+        return str(self._db.rows("SELECT id FROM register")[0][0])
+
+    def has_turn(self, number: int, digest: bytes) -> bool:
+        """Whether a turn is here, and is that very one."""
+        try:
+            self._turns.check(number, digest)
+        except SessionNotFoundError:
+            return False
+        return True
 
     # For `verify`, which proves everything.
 

@@ -252,13 +252,31 @@ class MemoryTable:
         self, session: SessionInfo, at: TurnReference, label: str, kind: str, note: str
     ) -> tuple[SessionMemory, list[int]]:
         """Write a memory in the place of those of the same turn and label; and the turns of those."""
-        key = (session.namespace, session.name, at.depth, label)
+        return self._write(session.namespace, session.name, at, label, kind, note, time.time())
+
+    def bring(self, memory: SessionMemory, head: int) -> list[int]:
+        """Write a memory of another store, of turn number `head` here; the turns of those in its place."""
+        at = TurnReference(head, memory.digest, memory.turn)
+        given = (memory.namespace, memory.session, at, memory.label, memory.kind, memory.note)
+        return self._write(*given, memory.created)[1]
+
+    def _write(
+        self,
+        namespace: str,
+        session: str,
+        at: TurnReference,
+        label: str,
+        kind: str,
+        note: str,
+        created: float,
+    ) -> tuple[SessionMemory, list[int]]:
+        key = (namespace, session, at.depth, label)
         there = "namespace = ? AND session = ? AND depth = ? AND label = ?"
         before = self._db.rows(f"SELECT number, turn FROM memory WHERE {there}", *key)
         for number, _ in before:
             self.drop(number)
-        said: list[Value] = [self._numbers.next("memory"), session.namespace, session.name, at.head]
-        said += [at.depth, label, kind, note, at.digest, time.time()]
+        said: list[Value] = [self._numbers.next("memory"), namespace, session, at.head]
+        said += [at.depth, label, kind, note, at.digest, created]
         self._db.run(
             f"INSERT INTO memory ({', '.join(MEMORY_COLUMNS)}, seal)"
             f" VALUES ({', '.join('?' * len(MEMORY_COLUMNS))}, ?)",
