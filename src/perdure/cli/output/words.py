@@ -16,6 +16,9 @@ _TIERS = {
     "slot": "still in the engine",
     "memory": "from memory",
     "disk": "from disk",
+    "shared": "from the shared directory",
+    "s3": "from S3",
+    "redis": "from Redis",
     "archive": "from disk, where it lay before",
 }
 
