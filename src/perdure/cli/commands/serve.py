@@ -108,6 +108,15 @@ def serve(
             "sessions are always kept.",
         ),
     ] = None,
+    blocks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--blocks",
+            metavar="URL",
+            help="Place where machines share state: file:///DIR, s3://BUCKET/PREFIX or redis://HOST; may be "
+            "given several times, the faster first. Needs --store postgresql://…",
+        ),
+    ] = None,
     no_store: Annotated[
         bool, typer.Option("--no-store", help="Keep nothing: sessions end with the server.")
     ] = False,
@@ -310,6 +319,7 @@ def serve(
         exact=exact,
         store=folder,
         store_bytes=None if store_size is None else round(store_size * (1 << 30)),
+        blocks=blocks,
         isolated=isolated,
         threads=threads,
         template=engine.template,

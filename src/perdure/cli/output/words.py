@@ -10,11 +10,15 @@ from rich.filesize import decimal
 
 if TYPE_CHECKING:
     from perdure import ChatReply, ContextOverflow
+    from perdure.decode.request import Timings
 
 _TIERS = {
     "slot": "still in the engine",
     "memory": "from memory",
     "disk": "from disk",
+    "shared": "from the shared directory",
+    "s3": "from S3",
+    "redis": "from Redis",
     "archive": "from disk, where it lay before",
 }
 
@@ -58,8 +62,17 @@ def effort(reply: ChatReply) -> str:
         f"reading  {count(timings.prefilled_tokens, 'token')} in {milliseconds(timings.prefill)} "
         f"({timings.prefill_speed:.0f}/s)\n"
         f"writing  {count(timings.decoded_tokens, 'token')} in {milliseconds(timings.decode)} "
-        f"({timings.decode_speed:.1f}/s), ended by {reply.finish_reason}, seed {reply.seed}"
+        f"({timings.decode_speed:.1f}/s), ended by {reply.finish_reason}, seed {reply.seed}{guesses(timings)}"
     )
+
+
+def guesses(timings: Timings) -> str:
+    """What became of tokens that were forced or guessed, behind other words; nothing where none were."""
+    said = f", {timings.forced_tokens} forced" if timings.forced_tokens else ""
+    if timings.drafted_tokens:
+        said += f", {timings.accepted_tokens} of {timings.drafted_tokens} guesses right"
+        said += f" ({timings.gain:.2f} times as fast)" if timings.saved else ""
+    return said
 
 
 def _known(tiers: Mapping[str, int]) -> list[str]:

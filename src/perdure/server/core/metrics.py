@@ -113,6 +113,9 @@ class Metrics:
         self._tokens.labels("prompt").inc(usage.prompt_tokens)
         self._tokens.labels("cached").inc(usage.cached_tokens)
         self._tokens.labels("written").inc(usage.completion_tokens)
+        self._tokens.labels("forced").inc(timings.forced_tokens)
+        self._tokens.labels("drafted").inc(timings.drafted_tokens)
+        self._tokens.labels("accepted").inc(timings.accepted_tokens)
         for tier, count in reply.reuse.tiers.items():
             self._reused.labels(tier).inc(count)
         self._finished.labels(reply.finish_reason).inc()
