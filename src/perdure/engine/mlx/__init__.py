@@ -7,6 +7,7 @@ tokenizer  text to tokens and back, from the folder's tokenizer.json
 weights    the model class with its weights, one computation at a time
 caches     what a layer keeps, as rows by token, a window, or a state
 held       all layers of one sequence, and its bytes
+adapters   LoRAs and DoRAs in mlx-lm's format
 core       the calls of the contract
 card       its figures, for `perdure show`
 model      a model, and the contexts opened on it

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.contract import Adapter, Batch, Capture, Floats, Outcome
+from perdure.engine.mlx.adapters import MlxAdapter
 from perdure.engine.mlx.caches import batched, give_back
 from perdure.engine.mlx.held import Held, Layout
 from perdure.engine.mlx.weights import Weights
@@ -46,7 +47,9 @@ class MlxCore:
         self._make = make
         self._n_ctx = n_ctx
         self._embeds = embeds
+        self._adapters: tuple[tuple[MlxAdapter, float], ...] = ()
         with weights.lock:
+            weights.use(())
             self.layout, self.width = self._probe(keeps_window)
         self._held = [Held(make(), self.layout) for _ in range(n_seq)]
         self._table: Floats = np.zeros((0, self.n_vocab), np.float32)
@@ -85,6 +88,7 @@ class MlxCore:
             for held in touched:
                 held.begin()
             try:
+                self._weights.use(self._adapters)
                 self._compute(batch, parts, touched)
             except (RuntimeError, ValueError, MemoryError) as error:
                 for held in touched:
@@ -258,7 +262,16 @@ class MlxCore:
         return self.layout.row_bytes or None
 
     def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
-        return not adapters
+        chosen: list[tuple[MlxAdapter, float]] = []
+        for adapter, scale in sorted(adapters.items(), key=lambda item: item[0].digest):
+            if not isinstance(adapter, MlxAdapter) or adapter.owner is not self._weights:
+                return False
+            # A DoRA gives the length of the whole weight: it goes with no other one, and at no other scale.
+            if adapter.is_dora and (len(adapters) > 1 or scale != 1.0):
+                return False
+            chosen.append((adapter, float(scale)))
+        self._adapters = tuple(chosen)
+        return True
 
     # Its own life.
 

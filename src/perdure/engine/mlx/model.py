@@ -17,6 +17,7 @@ from perdure.config import N_CTX, SLOTS
 from perdure.engine.context import Context
 from perdure.engine.contract import Adapter, Capabilities, ContextKeywords, ModelInfo
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
+from perdure.engine.mlx.adapters import read_adapter
 from perdure.engine.mlx.caches import made_for
 from perdure.engine.mlx.core import MlxCore
 from perdure.engine.mlx.folder import read_folder
@@ -150,7 +151,12 @@ class MlxModel:
     # Contexts.
 
     def adapter(self, path: str, *, layers: tuple[int, int] | None = None) -> Adapter:
-        raise InvalidInputError("this engine takes no adapters")
+        """A LoRA or a DoRA for this model: a folder as mlx-lm writes it. A DoRA goes alone, at scale 1."""
+        weights = self._open()
+        if layers is not None:
+            raise InvalidInputError("an adapter for MLX has no layers to choose")
+        with weights.lock:
+            return read_adapter(path, weights.model, weights)
 
     def context(
         self,

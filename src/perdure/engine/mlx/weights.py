@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm import utils
 
+from perdure.engine.mlx.adapters import MlxAdapter, put_on
 from perdure.engine.mlx.caches import RowCache, leaves, made_for
 from perdure.engine.mlx.folder import Folder
 from perdure.engine.mlx.held import kind_of
@@ -33,6 +34,9 @@ class Weights:
         self.lock = threading.RLock()
         self._select: list[int] | None = None
         self._hidden: Any = None
+        self._adapters: tuple[tuple[MlxAdapter, float], ...] = ()
+        self._adapted: list[str] = []
+        """The layers that are changed by them."""
         try:
             self.model, self.config = utils.load_model(folder.path, lazy=False, strict=True)
         except (MemoryError, RuntimeError) as error:
@@ -103,6 +107,12 @@ class Weights:
         Selecting.__name__ = base.__name__
         body.__class__ = Selecting
         return True
+
+    def use(self, adapters: tuple[tuple[MlxAdapter, float], ...]) -> None:
+        """Compute with these from now on."""
+        if adapters != self._adapters:
+            self._adapted = put_on(self.model, adapters, self._adapted)
+            self._adapters = adapters
 
     def run(self, tokens: Any, caches: Sequence[Any], select: list[int] | None) -> Computed:
         """What the model makes of `tokens` (sequences, tokens) behind what is in `caches`.
