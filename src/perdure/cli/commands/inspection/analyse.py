@@ -31,7 +31,7 @@ def analyse(
     ] = False,
     store: shared.StoreFolder = None,
 ) -> None:
-    """Write a page with surprise, attention, keys and values, and what layers say. It needs no network."""
+    """Write a page on what a model did. It has surprise, attention, keys and values; it needs no network."""
     from perdure.atomic import atomic_write
     from perdure.chat.message import Message
     from perdure.cli.output import terminal
