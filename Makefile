@@ -22,13 +22,14 @@ UNCHECKED := $(foreach name,crash runtime_store state_machine import import_fuzz
   --ignore-glob='*/test_$(name).py')
 ZOO := llama or qwen3 or deepseek2 or gemma3 or mamba or jamba
 
-.PHONY: chat test test-next check soak bench models lint setup engine page browser dist docs api clean
+.PHONY: chat test test-next check soak bench models lint setup engine page browser servers dist docs api clean
 
 chat: $(CHAT)
 	@$(BIN)/perdure chat
 
 test:
 	@$(MAKE) --no-print-directory -j 2 lint browser
+	@$(MAKE) --no-print-directory servers
 	$(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist worksteal
 
 # The tests that depend on llama.cpp's version, on the newest one that is on PyPI: docs/internals/next_engine.md.
@@ -76,6 +77,12 @@ browser:
 	    || echo "Chromium could not be installed: tests of the page are skipped"; fi
 	@if command -v npm >/dev/null && [ ! -d web/node_modules ]; then \
 	  (cd web && npm install --no-save) >/dev/null 2>&1 || echo "npm failed: the page is not built again"; fi
+
+# Programs that tests of several machines start. Where one cannot be had, its tests are skipped and say so.
+servers:
+	@if ! ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  (apt-get update -qq && apt-get install -y -qq --no-install-recommends postgresql) >/dev/null 2>&1 \
+	    || echo "PostgreSQL could not be installed: tests that need it are skipped"; fi
 
 # llama.cpp from source, with flags that are safe for this compiler, into build/engine.
 engine: $(CHAT)

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +16,11 @@ from hypothesis import HealthCheck, settings
 
 import subjects
 import zoo
+from cluster.servers import PostgresServer, postgres_server
 from perdure import request_options as settings_of_a_draw
 from perdure.engine.llama.native import probe
 from subjects import Subject
+from zoo import folders
 
 # Whoever starts the tests in the background may have them ignore Ctrl-C, and what they start would too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -60,8 +62,13 @@ def zoo_path(pytestconfig: pytest.Config) -> Callable[[str], Path]:
     cache = pytestconfig.cache
     assert cache is not None
     folder = cache.mkdir(f"zoo-{zoo.digest()}")
+    others = cache.mkdir(f"folders-{folders.digest()}")
 
     def path(name: str) -> Path:
+        if name in subjects.MLX:
+            kind = subjects.MLX[name]
+            with FileLock(others / "writing.lock"):
+                return others / kind if (others / kind / "done").exists() else folders.write(kind, others)
         written = folder / f"{name}.gguf"
         # A worker may have loaded a file that another one would put anew in its place.
         with FileLock(folder / "writing.lock"):
@@ -83,7 +90,19 @@ def find_subject(zoo_path: Callable[[str], Path]) -> Callable[[str], Subject]:
     return find
 
 
-@pytest.fixture(params=subjects.NAMES)
+def soaked(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    """The marks of a test over the model of that name."""
+    return (pytest.mark.soak,) if name in subjects.SOAKED else ()
+
+
+@pytest.fixture(params=[pytest.param(name, marks=soaked(name)) for name in subjects.NAMES])
 def subject(request: pytest.FixtureRequest, find_subject: Callable[[str], Subject]) -> Subject:
-    """Every model in turn: the toy engine's kinds of memory, then the zoo on llama.cpp."""
+    """Every model in turn: the toy engine's kinds of memory, then the zoo on llama.cpp, then on MLX."""
     return find_subject(request.param)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL server for all tests of this process."""
+    with postgres_server() as server:
+        yield server

@@ -17,13 +17,19 @@ from numpy.typing import NDArray
 
 import zoo
 from perdure import Context, Model
+from perdure.engine.model import Model as AnyModel
+from perdure.engine.registry import open_model
 from perdure.memory import MEMORY_KINDS, MemorySpec
 from perdure.testing.toy import ToyModel
+from zoo import folders
 
 Row = NDArray[np.float32]
 
 TOYS = {f"toy-{kind.name}": kind for kind in MEMORY_KINDS}
-NAMES = [*TOYS, *zoo.names()]
+MLX = {f"mlx-{name}": name for name in folders.FOLDERS} if folders.HERE else {}
+NAMES = [*TOYS, *zoo.names(), *MLX]
+SOAKED = [name for name in MLX if name != "mlx-llama"]
+"""Those that run over all suites only in `make soak`: each step of theirs takes milliseconds."""
 
 # With these the engine rounds least: no half-precision sums over cells, whose order then hardly matters.
 FINE = {"flash": False, "k_type": "f32", "v_type": "f32"}
@@ -48,6 +54,8 @@ class Noise:
 
 NOISE = {
     **dict.fromkeys(TOYS, Noise(0.0, 0.0)),
+    # Its sums are in 32 bits, of other orders in other shapes on some processors.
+    **dict.fromkeys(MLX, Noise(1e-9, 1e-9)),
     "llama": Noise(2.2e-4, 1e-10),
     "qwen3": Noise(2.1e-4, 1e-10),
     "qwen3moe": Noise(1.5e-3, 1e-10),
@@ -105,11 +113,13 @@ def _measured(model: Model, wanted: Mapping[str, Any]) -> Compared:
     return Compared(bound, settings)
 
 
-def compared(model: ToyModel | Model, **settings: Any) -> Compared:
+def compared(model: AnyModel, **settings: Any) -> Compared:
     """How to compare histories of narrow steps of `model`: bit for bit where this machine rounds all narrow
     steps alike, else with the finest settings that `settings` leave, within noise that is measured here."""
-    if not isinstance(model, Model):
+    if isinstance(model, ToyModel):
         return Compared()
+    if not isinstance(model, Model):
+        return Compared(1e-9)
     return _compared(model, tuple(sorted(settings.items())))
 
 
@@ -152,7 +162,7 @@ class Subject:
     """One model, and how far apart the same tokens can be on it."""
 
     name: str
-    model: ToyModel | Model
+    model: AnyModel
     rounding: Noise
 
     @property
@@ -179,7 +189,7 @@ class Subject:
     def routes(self) -> bool:
         """Whether tokens are sent to experts: rounding can send one to another expert, which is no bound
         on anything, so that only the fine settings tell noise from error."""
-        return self.name in ("qwen3moe", "deepseek2")
+        return self.name in ("qwen3moe", "deepseek2", "mlx-qwen3moe")
 
     @property
     def kind(self) -> type[MemorySpec]:
@@ -187,12 +197,12 @@ class Subject:
 
     @property
     def toy(self) -> bool:
-        """Whether it repeats itself to the bit in any batch, and takes none of llama.cpp's settings."""
-        return not isinstance(self.model, Model)
+        """Whether it repeats itself to the bit in any batch."""
+        return isinstance(self.model, ToyModel)
 
     def context(self, *, fine: bool = False, **settings: Any) -> Context:
         """A small context: three sequences of 96 tokens, in batches of 8."""
-        if fine and not self.toy:
+        if fine and isinstance(self.model, Model):
             settings |= FINE
         return self.model.context(**{"n_ctx": 96, "n_seq": 3, "n_batch": 8, "threads": 1, **settings})
 
@@ -209,7 +219,11 @@ class Subject:
 
 
 def find(name: str, zoo_path: Callable[[str], Path]) -> Subject:
-    model = ToyModel(TOYS[name]) if name in TOYS else Model(zoo_path(name))
+    model: AnyModel
+    if name in MLX:
+        model = open_model(zoo_path(name), {}, cells=0)
+    else:
+        model = ToyModel(TOYS[name]) if name in TOYS else Model(zoo_path(name))
     on_gpu = isinstance(model, Model) and model.gpu_layers > 0
     return Subject(name, model, (ON_A_GPU if on_gpu else NOISE)[name])
 

@@ -19,7 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-RUN = (ROOT / "README.md", ROOT / "docs" / "quickstart.md", ROOT / "docs" / "fit.md")
+RUN = (
+    ROOT / "README.md",
+    ROOT / "docs" / "quickstart.md",
+    ROOT / "docs" / "fit.md",
+    ROOT / "docs" / "inspection.md",
+)
 """Pages whose snippets run here. Others have tests of their own, beside what they are about."""
 
 

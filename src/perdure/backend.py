@@ -34,6 +34,7 @@ from perdure.engine.kv_loss import check_kv_type
 from perdure.engine.model import Model
 from perdure.engine.tuning import tuned
 from perdure.errors import InvalidInputError, StoreError
+from perdure.events.hub import EventHub
 from perdure.request_options import Sampling
 
 log = logging.getLogger("perdure.engine")
@@ -99,6 +100,11 @@ class Backend(Protocol):
         """Requests waiting, and being served."""
         ...
 
+    @property
+    def events(self) -> EventHub:
+        """What happens there, for those who subscribe."""
+        ...
+
     def submit(self, request: Request) -> OutputQueue:
         """Queue a request. What is wrong with it is raised here."""
         ...
@@ -145,6 +151,7 @@ class LocalBackend:
         n-grams do."""
         self.model = model
         self.exact = exact
+        self.events = EventHub()
         self._own_model = own_model
         self.adapters = AdapterTable(getattr(model, "adapter", None), names=adapter_names, default=adapters)
         budget = _bytes("cache", _default_budget() if cache is None else cache)
@@ -184,6 +191,7 @@ class LocalBackend:
                 lower=lower,
                 exact=chunk if exact else None,
                 swap_slots=swap_slots,
+                events=self.events,
             )
             self.engine_loop = EngineLoop(
                 model,
@@ -194,6 +202,7 @@ class LocalBackend:
                 stall=stall,
                 slots=slot_cache if budget else None,
                 adapters=self.adapters,
+                events=self.events,
                 drafters=[NgramDrafter()] if drafters is None else drafters,
             )
             undo.callback(self.engine_loop.close)
@@ -248,6 +257,8 @@ class LocalBackend:
         # First, for it may refuse: a processor cannot close the runtime that waits for it.
         self.engine_loop.close()
         with ExitStack() as ending:
+            # Last, so that it hears of what is stored now.
+            ending.callback(self.events.close)
             if self._own_model:
                 ending.callback(self.model.close)
             for tier in self.slot_cache.tiers.lower:

@@ -47,6 +47,8 @@ class Settings:
     """The CPU variant to load, such as `haswell`; else the best one that this CPU runs."""
     sessions: Path | None = None
     """A folder for the store, instead of the one under `home`."""
+    database: str | None = None
+    """The URL of a database that has the sessions, instead of a folder."""
 
     ollama_models: tuple[Path, ...] = ()
     """Folders where Ollama keeps models on this machine."""
@@ -101,7 +103,7 @@ _FILE_KINDS: dict[type, Any] = {float: float, int: int, bool: bool, str: str}
 """How an option stands in the file; one of several texts or entries is a list of texts."""
 SETTINGS = (
     Setting("model", str, "the model to use when none is named"),
-    Setting("store", str, "folder of the sessions"),
+    Setting("store", str, "folder of the sessions, or the URL of a PostgreSQL database"),
     Setting("store_size", float, "most GiB of state that the store keeps; sessions' texts are always kept"),
     Setting("ctx", int, "context size in tokens, or auto for what fits", ("auto",)),
     Setting("kv_type", str, "type of the K/V cache: f16, q8_0, q4_0, or one for each as K:V"),
@@ -149,13 +151,14 @@ def settings() -> Settings:
     """The settings of this moment, from the `PERDURE_*` variables of the environment and the config file."""
     chosen = choices()
     llama = os.environ.get("PERDURE_LLAMA")
-    store = chosen.get("store")
+    store = str(chosen["store"].value) if "store" in chosen else ""
     return Settings(
         home=_home(),
         model=str(chosen["model"].value) if "model" in chosen else None,
         llama=Path(llama).expanduser() if llama else None,
         llama_variant=os.environ.get("PERDURE_LLAMA_VARIANT") or None,
-        sessions=Path(str(store.value)).expanduser() if store else None,
+        sessions=Path(store).expanduser() if store and "://" not in store else None,
+        database=store if "://" in store else None,
         ollama_models=_ollama_models(),
         lm_studio_models=_lm_studio_models(),
         gpu_layers=cast("int | Literal['auto']", _count(chosen, "gpu_layers")),

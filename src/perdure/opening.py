@@ -21,6 +21,7 @@ from perdure.engine.model import Model as ModelContract
 from perdure.errors import InvalidInputError, StoreLockedError
 from perdure.options import refuse_unknown
 from perdure.runtime import Runtime
+from perdure.sessions.store.registry import store_folder
 from perdure.store.owner import StoreLock
 from perdure.worker.attached import Link, check_settings, hold_or_attach
 from perdure.worker.process import RestartPolicy
@@ -182,11 +183,13 @@ def open(  # noqa: A001
     room, and none on a CPU, unless you say how many. While others wait, a prompt is computed in chunks of
     about `stall` seconds. `cache` is how many bytes of state are kept between requests, 0 for none; `store`
     is a folder where that state, and every session, outlives the process, and `store_bytes` bounds it:
-    where another process has that folder open, its engine is used instead of a second one. `template` is a
-    chat template to use instead of the model's own: a name or a file. With `exact`, a reply does not depend
-    in the last bit on who else is served. With `isolated`, the engine is in a process of its own that may
-    die and is started again; a `RestartPolicy` says when and how. `gpu_layers`, `devices`, `tensor_split`,
-    `kv_offload` and `cpu_experts` are those of `Model`; what follows them is as for `Model.context`.
+    where another process has that folder open, its engine is used instead of a second one. A `store` that
+    begins with postgresql:// has the sessions of several machines, and state in a folder of this one.
+    `template` is a chat template to use instead of the model's own: a name or a file. With `exact`, a reply
+    does not depend in the last bit on who else is served. With `isolated`, the engine is in a process of its
+    own that may die and is started again; a `RestartPolicy` says when and how. `gpu_layers`, `devices`,
+    `tensor_split`, `kv_offload` and `cpu_experts` are those of `Model`; what follows them is as for
+    `Model.context`.
     `kv_type` is the type of K and V in one word (`q8_0`, or `q8_0:f16` for K and V); what it costs the
     model is measured once, and one that costs much is refused unless `force_kv`.
     `adapters` are LoRAs and control vectors, files with their scales, for every reply that names no others;
@@ -233,7 +236,7 @@ def open(  # noqa: A001
         n_ctx=n_ctx,
         loading=loading,
         settings=cast(BackendKeywords, settings),
-        store=None if store is None else Path(store),
+        store=None if store is None else store_folder(store),
         isolated=isolated,
     )
     if options.loaded and loading:

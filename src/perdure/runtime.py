@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack, cast
 
@@ -29,9 +28,12 @@ from perdure.decode.stream import Stream, one_request, result_of, submitted
 from perdure.engine.adapters import absolute_scales
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.errors import InvalidInputError, TokenError
+from perdure.events.event import Observer
+from perdure.events.hub import LIMIT, Subscription
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Memories, Sessions
 from perdure.sessions.store.base import SessionStore
+from perdure.sessions.store.registry import store_folder
 from perdure.store.owner import StoreLock
 from perdure.worker.attached import AttachedBackend
 from perdure.worker.listener import Listener
@@ -61,7 +63,7 @@ class Runtime:
         self._chat_format_lock = threading.Lock()
         self._infill_tokens: InfillTokens | None = None
         self._chat_format: ChatFormat | None = None
-        folder = Path(store) if store is not None else None
+        folder = store_folder(store) if store is not None else None
         with ExitStack() as held:
             if folder is not None and lock is None and not isinstance(backend, AttachedBackend):
                 lock = StoreLock(folder)
@@ -111,6 +113,23 @@ class Runtime:
     @property
     def memories(self) -> Memories:
         return self.sessions.memories
+
+    def events(self, kinds: Iterable[str] | None = None, *, limit: int = LIMIT) -> Subscription:
+        """What happens here from now on: iterate it, in a thread of yours, and close it.
+
+        `kinds` are names of classes in `perdure.events.event`, such as `TokenDrawn`. Of more than `limit`
+        events that wait to be read, the newest are dropped and counted (`dropped`).
+        """
+        return self.backend.events.subscribe(kinds, limit=limit)
+
+    def observe(
+        self, observer: Observer, kinds: Iterable[str] | None = None, *, limit: int = LIMIT
+    ) -> Subscription:
+        """Have `observer` called with each event, in a thread of its own, until what this gives is closed.
+
+        It may be slow, or raise: no reply waits for it. `perdure.events.sinks` has some.
+        """
+        return self.backend.events.call(observer, kinds, limit=limit)
 
     def submit(self, prompt: str | Sequence[int], **request: Unpack[RequestKeywords]) -> Stream[Delta, Reply]:
         """Queue a request and return at once.

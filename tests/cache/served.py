@@ -20,7 +20,7 @@ from perdure.decode.request import Request
 from perdure.decode.stream import one_request
 from perdure.engine.adapters import AdapterSet, AdapterTable, Scales
 from perdure.memory import SlidingWindow
-from subjects import NARROW, ON_A_GPU, Compared, Row, Subject, check
+from subjects import MLX, NARROW, ON_A_GPU, Compared, Row, Subject, check
 
 BLOCK = 8
 SPACING = 16
@@ -32,10 +32,11 @@ BOUND = {
     "gemma3": 2.3e-4,
     "mamba": 1e-8,
     "jamba": 2.1e-4,
+    **dict.fromkeys(MLX, 1e-9),
 }
 """The KL of a row from a fresh context's by rounding alone, at most, as measured:
 docs/internals/exactness_measurements.md."""
-EXPERTS = ("qwen3moe", "deepseek2")
+EXPERTS = ("qwen3moe", "deepseek2", "mlx-qwen3moe")
 """Rounding can send a token to another expert, so that only equal shapes tell noise from error."""
 PLENTY = 64 << 20
 

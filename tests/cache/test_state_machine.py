@@ -16,9 +16,10 @@ from subjects import Subject
 from .state_machine import RuntimeMachine
 
 Find = Callable[[str], Subject]
-SLIDING = ("toy-sliding", "gemma3")
+SLIDING = ("toy-sliding", "gemma3", "mlx-gemma3")
 # Only where there is a window does it matter whether it is kept.
 WAYS = [(name, full) for name in subjects.NAMES for full in ((True, False) if name in SLIDING else (True,))]
+SHORT = [pytest.param(*way, marks=pytest.mark.soak) if way[0] in subjects.SOAKED else way for way in WAYS]
 EXAMPLES = 2_000
 # The engine rounds a window of 32 up to 256 cells: only past that is anything lost.
 PREFIX = {("gemma3", False): 300}
@@ -54,13 +55,14 @@ def run(subject: Subject, *, swa_full: bool, examples: int, steps: int, lora: Pa
     )
 
 
-@pytest.mark.parametrize(("name", "swa_full"), WAYS)
+@pytest.mark.parametrize(("name", "swa_full"), SHORT)
 def test_no_short_history_of_a_runtime_makes_warm_differ_from_cold(
     name: str, swa_full: bool, find_subject: Find, zoo_path: Callable[[str], Path]
 ) -> None:
     subject = find_subject(name)
     # Where a window is not kept, much is computed again.
     examples = 40 if subject.toy else 5 if subject.name == "gemma3" and not swa_full else 15
+    examples = 3 if name in subjects.MLX else examples
     run(subject, swa_full=swa_full, examples=examples, steps=25, lora=zoo_path("llama-lora"))
 
 

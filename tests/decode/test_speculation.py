@@ -292,8 +292,52 @@ def test_n_grams_guess_right_where_text_repeats() -> None:
             "temperature": 0,
             "regex": "(the same words again and again\n){2}",
             "prompt": "the same words again and again\n",
+            # So that each is drawn.
+            "logprobs": 0,
         }
         plain = rt.generate(**asked)
         reply = rt.generate(**asked, speculate=8)
     assert reply.tokens == plain.tokens
     assert reply.timings.accepted_tokens > 40
+
+
+# Tokens that a grammar forces.
+
+
+@every_kind
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_forced_tokens_take_one_step_and_are_those_of_draws(
+    kind: type[MemorySpec], temperature: float
+) -> None:
+    """Log probabilities have every token drawn: the reply is the same, and has as many steps as tokens."""
+    asked: dict[str, Any] = {"schema": SCHEMA, "temperature": temperature, "seed": 4, "repeat_penalty": 1.2}
+    with open_toy(kind) as rt:
+        drawn = rt.generate("Who?", **asked, logprobs=0)
+        before = core(rt).faults.n_decodes
+        reply = rt.generate("Who?", **asked)
+        steps = core(rt).faults.n_decodes - before
+    assert (reply.tokens, reply.text) == (drawn.tokens, drawn.text)
+    assert drawn.timings.forced_tokens == 0
+    assert reply.timings.forced_tokens >= len('name"') + len('age"')
+    # The prompt's last step, and one for each token that was drawn and does not end the reply.
+    assert steps <= 2 + len(reply.tokens) - reply.timings.forced_tokens
+
+
+def test_forced_tokens_stop_at_a_stop_and_at_the_limit() -> None:
+    with open_toy() as rt:
+        reply = rt.generate("Say", regex="begin one two three end", temperature=0, max_tokens=9)
+        assert (reply.text, reply.finish_reason) == ("begin one", "length")
+        reply = rt.generate("Say", regex="begin one two three end", temperature=0, stop=" two")
+        assert (reply.text, reply.finish_reason, reply.stop) == ("begin one", "stop", " two")
+        reply = rt.generate("Say", regex="begin one two three end", temperature=0)
+        assert (reply.text, reply.finish_reason) == ("begin one two three end", "stop")
+        assert reply.timings.forced_tokens == len("begin one two three end") - 1
+
+
+@pytest.mark.parametrize(("exact", "steps"), [(False, 2), (True, 1 + len("begin "))])
+def test_forced_tokens_of_an_exact_runtime_are_computed_one_by_one(exact: bool, steps: int) -> None:
+    with open_toy(exact=exact) as rt:
+        reply = rt.generate("Say", regex="begin [ab] end", temperature=0)
+        assert reply.text in ("begin a end", "begin b end")
+        # What is forced behind the last draw is the reply's end, and needs no step.
+        assert core(rt).faults.n_decodes == steps

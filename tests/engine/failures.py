@@ -1,4 +1,4 @@
-"""Failures that a test can plant in either engine, in the midst of its own work."""
+"""Failures that a test can plant in any engine, in the midst of its own work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import pytest
 
 from inside import core_of
 from perdure import Context
@@ -23,7 +25,8 @@ def failing_decode(
     """Let the `step`-th native decode within the block end with `outcome`.
 
     It ends in its midst: in the toy engine after so many tokens, in llama.cpp (always as if it had been
-    stopped) after so many nodes of its graph. A decode that is over sooner succeeds.
+    stopped) after so many nodes of its graph, in MLX (always as a failure) after so many layers have taken
+    their part. A decode that is over sooner succeeds.
     """
     core = core_of(ctx)
     if isinstance(core, ToyCore):
@@ -31,13 +34,13 @@ def failing_decode(
         yield
         core.faults.forget()
         return
-    assert isinstance(core, LlamaCore)
     decode, calls = core.decode, iter(range(1, 1 << 30))
+    fuse = _fuse(core, after) if isinstance(core, LlamaCore) else _failing_layers(after)
 
     def fused(batch: Any) -> Outcome:
         if next(calls) != step:
             return decode(batch)
-        with _fuse(core, after):
+        with fuse:
             return decode(batch)
 
     with _replaced(core, "decode", fused):
@@ -73,3 +76,24 @@ def _fuse(core: LlamaCore, after: int) -> Iterator[None]:
         yield
     finally:
         lib.llama_set_abort_callback(core._context, usual, flag)
+
+
+@contextmanager
+def _failing_layers(after: int) -> Iterator[None]:
+    """Let the layer after `after` others fail when it is about to keep something."""
+    from perdure.engine.mlx.caches import RowCache, StateCache
+
+    left = iter(range(1 << 30))
+
+    def failing(usual: Callable[..., object]) -> Callable[..., object]:
+        def call(*given: Any) -> object:
+            if next(left) >= after:
+                raise RuntimeError("a planned failure")
+            return usual(*given)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RowCache, "append", failing(RowCache.append))
+        patched.setattr(StateCache, "__setitem__", failing(StateCache.__setitem__))
+        yield

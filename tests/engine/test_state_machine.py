@@ -15,7 +15,7 @@ from perdure.engine.context.ledger import Undo
 from perdure.engine.llama.core import LlamaCore
 from perdure.memory import MEMORY_KINDS
 from perdure.testing.toy import ToyCore
-from subjects import Subject
+from subjects import MLX, Subject
 
 from .state_machine import ContextMachine
 from .test_contract import (
@@ -44,7 +44,7 @@ def run(subject: Subject, *, examples: int, steps: int, prefix: int = 0, **more:
 
 
 def test_no_short_history_makes_warm_differ_from_cold(subject: Subject) -> None:
-    run(subject, examples=40 if subject.toy else 10, steps=25)
+    run(subject, examples=40 if subject.toy else 3 if subject.name in MLX else 10, steps=25)
 
 
 def test_no_history_beyond_the_window_makes_warm_differ_from_cold(find_subject: Find) -> None:

@@ -13,7 +13,7 @@ from decode.observed import toy
 from perdure import Message, Session, Turn
 from perdure.server.protocols.responses.conversations import ConversationItems
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.store.sqlite import tables
+from perdure.sessions.store.sql import tables
 from server.live_server import live_server, opened
 
 ROUTE = "/v1/conversations"

@@ -91,7 +91,7 @@ def test_the_servers_way_with_a_full_context_holds_where_no_request_says_otherwi
     long = [{"role": role, "content": "x" * 300} for role in ("user", "assistant", "user")]
     with opened(toy(), n_ctx=512, slots=4) as rt:
         for overflow in ("drop_oldest", None):
-            defaults = ReplyDefaults(overflow=overflow, max_tokens=3)  # type: ignore[arg-type]
+            defaults = ReplyDefaults(overflow=overflow, max_tokens=3)
             with live_server(rt, defaults=defaults) as server, server.client() as client:
                 found = asked(client, long, 3)
                 refusing = {name for name, each in found.items() if each.get("error")}

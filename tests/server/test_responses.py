@@ -15,7 +15,7 @@ import pytest
 from decode.observed import Turnstile, open_toy, toy
 from perdure.server.core.keys import Keys, new_key
 from perdure.sessions import sessions as sessions_module
-from perdure.sessions.store.sqlite import store as sqlite_store
+from perdure.sessions.store.sql import store as sqlite_store
 from server.live_server import LiveServer, live_server, opened
 from server.scripted import THINKS, scripted, steer
 

@@ -7,23 +7,28 @@ from pathlib import Path
 
 import pytest
 
+from cluster.servers import PostgresServer
 from perdure import Message, QuotaError, SessionError, Turn
 from perdure.sessions.info import SessionInfo
 from perdure.sessions.store.base import Quota, SessionStore
-from perdure.sessions.store.sqlite.store import SqliteStore
+from perdure.sessions.store.postgres.place import stand_in
+from perdure.sessions.store.registry import open_store
 from sessions.memory_store import Data, MemoryStore
 
 Open = Callable[[], SessionStore]
 START = Turn(kind="start", messages=())
 
 
-@pytest.fixture(params=["sqlite", "memory"])
+@pytest.fixture(params=["sqlite", "memory", "postgres"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Opens the same store, as another process would."""
     data, stores = Data(), list[SessionStore]()
+    if request.param == "postgres":
+        server: PostgresServer = request.getfixturevalue("postgres")
+        stand_in(server.url(tmp_path))
 
     def opened() -> SessionStore:
-        stores.append(SqliteStore(tmp_path) if request.param == "sqlite" else MemoryStore(data))
+        stores.append(MemoryStore(data) if request.param == "memory" else open_store(tmp_path))
         return stores[-1]
 
     yield opened

@@ -40,6 +40,8 @@ from perdure.engine.context import Context
 from perdure.engine.contract import Capture
 from perdure.engine.parallel import spread, threads
 from perdure.errors import CorruptStateError, IncompatibleStateError
+from perdure.events.event import BlocksLoaded, BlocksStored, CachePressure
+from perdure.events.hub import EventHub
 from perdure.identity import Identity
 
 Ids = NDArray[np.int32]
@@ -87,9 +89,18 @@ class BlockCache:
     namespace that it was computed for; room is made before bytes are copied.
     """
 
-    def __init__(self, context: Context, tiers: Tiers, *, block_size: int, exact: bool = False) -> None:
+    def __init__(
+        self,
+        context: Context,
+        tiers: Tiers,
+        *,
+        block_size: int,
+        exact: bool = False,
+        events: EventHub | None = None,
+    ) -> None:
         """With `exact`, a block is the work of one step of `block_size` tokens, kept and put back whole."""
         self.tiers = tiers
+        self.events = events or EventHub()
         self._exact = exact
         self.rule: ReuseRule = AT_TAIL_STATES if context.memory.needs_checkpoint else ANY_TOKEN
         self._context = context
@@ -135,12 +146,23 @@ class BlockCache:
         new: dict[BlockId, Block] = {}
         at_end = len(tokens) == self._context.length(seq)
         if not self._has_all(root, tokens, points, at_end=at_end):
+            evicted = self.tiers.memory.evicted
             new = {block.id: block for block in self._copy(seq, root, tokens, points)}
+            if self.events.on:
+                self._tell_stored(list(new.values()), self.tiers.memory.evicted - evicted)
         if self.tiers.lower:
             # All of it: what a lower tier turned down or lost before, it may take now.
             names = [block_id(parent, tokens[a:b]) for parent, a, b in self._ranges(root, tokens, points)]
             blocks = (new.get(name) or self.tiers.memory.lookup(name) for name in names)
             self.tiers.store_lower([block for block in blocks if block is not None])
+
+    def _tell_stored(self, blocks: Sequence[Block], evicted: int) -> None:
+        memory = self.tiers.memory
+        if blocks:
+            tokens, nbytes = (sum(len(each.tokens) for each in blocks), sum(each.nbytes for each in blocks))
+            self.events.emit(BlocksStored, "", "memory", len(blocks), tokens, nbytes)
+        if evicted:
+            self.events.emit(CachePressure, "", "memory", evicted, memory.nbytes, memory.budget)
 
     def _copy(
         self, seq: int, root: BlockId, tokens: Ids, points: dict[int, NDArray[np.uint8]]
@@ -327,7 +349,11 @@ class BlockCache:
 
     def load(self, hit: PrefixHit) -> LoadedPrefix:
         """A prefix with its state; only what is whole and fits this context."""
-        return self.tiers.load(hit, self.rule, fits=self._fits)
+        prefix = self.tiers.load(hit, self.rule, fits=self._fits)
+        if self.events.on and prefix.length:
+            nbytes = sum(block.nbytes for block in prefix.blocks)
+            self.events.emit(BlocksLoaded, "", dict(prefix.tiers), len(prefix.blocks), nbytes)
+        return prefix
 
     def _fits(self, block: Block) -> bool:
         """Whether a block is laid out as this context's own are. Its name does not say so: it may have come

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from perdure.decode.slots import KeptPrefix, Plan, ReuseReport, TierUsage
 from perdure.engine.adapters import AdapterSet, Scales
 from perdure.engine.contract import token_array
 from perdure.errors import InvalidInputError
+from perdure.events.event import Slept, Woken
 from perdure.identity import Identity
 
 
@@ -243,16 +245,24 @@ class PrefixCache:
         """Bring back the state of `tokens`, as far as it is kept; the next request computes the rest."""
         ids = _token_ids(tokens)
         chosen = self._choose(adapters, ids)
-        return self._call(lambda: self._slots.swap_in(ids, namespace, chosen))  # type: ignore[no-any-return]
+        began = time.monotonic()
+        report: ReuseReport = self._call(lambda: self._slots.swap_in(ids, namespace, chosen))
+        if (events := self._slots.events).on:
+            fields = (dict(report.tiers), report.computed, report.why, namespace)
+            events.emit(Woken, "", *fields, time.monotonic() - began)
+        return report
 
     def sleep(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> None:
         """Put the state of `tokens` where it outlives the process, and let go of its memory."""
         ids = _token_ids(tokens)
         chosen = self._choose(adapters, ids)
+        began = time.monotonic()
         self._call(lambda: self._slots.swap_out(ids, namespace, chosen))
         if self._tiers.lower:
             self._tiers.flush()
             self._call(lambda: self._slots.drop_stored(ids, namespace, chosen))
+        if (events := self._slots.events).on:
+            events.emit(Slept, "", len(ids), namespace, time.monotonic() - began)
 
     def save(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> None:
         """Have the state of `tokens` written behind whatever happens next. Nobody waits for it."""

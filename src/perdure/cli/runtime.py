@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Unpack
 from perdure.cli.output import terminal
 from perdure.config import N_CTX, settings
 from perdure.errors import StoreError, StoreLockedError
-from perdure.sessions.store.registry import has_sessions
+from perdure.sessions.store.registry import has_sessions, store_folder
 
 if TYPE_CHECKING:
     from perdure import Runtime
@@ -124,9 +124,16 @@ def session_store_in(store: Path | None) -> Iterator[SessionStore]:
         found.close()
 
 
+def usual_store() -> Path:
+    """The folder of the sessions where none is named, or the one that stands for the database of the config
+    file."""
+    now = settings()
+    return now.store if now.database is None else store_folder(now.database)
+
+
 def session_folder(store: Path | None, *, create: bool = False) -> Path:
     """The folder of the sessions. An error where there are none, unless they are to be created."""
-    folder = store or settings().store
+    folder = store or usual_store()
     if not create and not has_sessions(folder):
         there = f" --store {shlex.quote(str(store))}" if store is not None else ""
         raise StoreError(

@@ -34,11 +34,13 @@ from perdure.decode.sequence import Rank, SequenceGroup, make_group
 from perdure.decode.slots import FreshSlots, Slots
 from perdure.decode.speculation.drafter import Drafter
 from perdure.decode.speculation.speculator import Speculator
+from perdure.decode.step_events import StepEvents
 from perdure.decode.stream import OutputQueue
 from perdure.engine.adapters import AdapterTable
 from perdure.engine.context import Context
 from perdure.engine.model import Model
 from perdure.errors import BusyError, ClosedError, EngineError, InvalidInputError
+from perdure.events.hub import EventHub
 
 T = TypeVar("T")
 
@@ -81,6 +83,7 @@ class EngineLoop:
         stall: float = STALL,
         slots: Slots | None = None,
         adapters: AdapterTable | None = None,
+        events: EventHub | None = None,
         drafters: Sequence[Drafter] = (),
     ) -> None:
         """`drafters` guess ahead for requests that ask for it. An exact loop has no use for them: steps of
@@ -101,9 +104,10 @@ class EngineLoop:
         )
         self._slots = slots or FreshSlots(context)
         self._speculator = None if exact or not drafters else Speculator(drafters, n_ctx=context.n_ctx)
-        self._executor = Executor(context, self._slots, self._pace, self._speculator)
         # Asked for at every token.
         self._piece = functools.cache(model.piece)
+        self._events = StepEvents(events or EventHub(), context, self._piece)
+        self._executor = Executor(context, self._slots, self._pace, self._events, self._speculator)
         self._grammars = Grammars(model)
         self._breakers = BreakerTable(model)
         self._adapters = adapters or AdapterTable(getattr(model, "adapter", None))
@@ -158,6 +162,7 @@ class EngineLoop:
                     waiting=waiting,
                     limit=self._limit,
                 )
+            self._events.queued(group, request)
             self._waiting.append(group)
             if group.deadline is not None:
                 self._next_deadline = min(self._next_deadline, group.deadline)
@@ -348,6 +353,8 @@ class EngineLoop:
                 with self._changed:
                     self._waiting.remove(group)
                     self._active.append(group)
+                if self._events.hub.on:
+                    self._events.placed(group)
             lift(self._waiting, self._active)
             # Exact replies stay: what is computed again would not be cut where it was.
             later = None if self._exact else to_give_way(list(self._waiting), self._active)
@@ -398,7 +405,12 @@ class EngineLoop:
                     next(each for each in (self._active, self._waiting, self._idle) if group in each).remove(
                         group
                     )
-                group.complete()
+                self._complete(group)
+
+    def _complete(self, group: SequenceGroup) -> None:
+        if self._events.hub.on:
+            self._events.ended(group)
+        group.complete()
 
     def _end_all(self, error: BaseException | None) -> None:
         with self._changed:
@@ -413,4 +425,4 @@ class EngineLoop:
         cause = None if error is None else EngineError(f"the engine thread ended: {error!r}")
         for group in groups:
             group.end_cancelled() if cause is None else group.fail(cause)
-            group.complete()
+            self._complete(group)

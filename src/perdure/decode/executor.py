@@ -20,6 +20,7 @@ from perdure.decode.scheduler import TIMED, Budget, Chunk, Pace, Step
 from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.decode.slots import SlotAssignment, Slots
 from perdure.decode.speculation.speculator import Speculator
+from perdure.decode.step_events import Drawing, StepEvents
 from perdure.decode.stream import notify
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Rows
@@ -51,8 +52,14 @@ class Executor:
     """
 
     def __init__(
-        self, context: Context, slots: Slots, pace: Pace, speculator: Speculator | None = None
+        self,
+        context: Context,
+        slots: Slots,
+        pace: Pace,
+        events: StepEvents,
+        speculator: Speculator | None = None,
     ) -> None:
+        self._events = events
         self._context = context
         self._speculator = speculator
         self._slots = slots
@@ -163,7 +170,7 @@ class Executor:
             return False
         # At every step: a generator would take four times as long.
         for _, sequence in self._drawn:  # noqa: SIM110
-            if sequence.written == 1:
+            if sequence.written <= 1 + sequence.forced:
                 return False
         return True
 
@@ -290,6 +297,8 @@ class Executor:
         reading: list[TokenSequence] = []
         wanted: list[_Draw] = []
         plain: list[_Row] = []
+        watching = self._events.hub.on
+        drawings: list[Drawing] = []
         guessed: list[Chunk] = []
         # Those of them whose draws depend on the draw before.
         one_by_one: list[Chunk] = []
@@ -303,6 +312,8 @@ class Executor:
                 group.read = min(cached, sequence.prompt_length)
             if cached <= sequence.prompt_length:
                 reading.append(sequence)
+                if watching:
+                    self._events.read(group, sequence, count, self._seconds)
             if cached < len(sequence.tokens) or sequence.finish_reason is not None:
                 continue
             if cached > sequence.prompt_length:
@@ -316,6 +327,9 @@ class Executor:
             for each in drawing:
                 self._drawn.append((group, each))
                 each.cached, each.report = cached, sequence.report
+                each.watched = watching and self._events.hub.watches(group.event_id)
+                if each.watched:
+                    drawings.append(Drawing(group, each, seq, count - 1, len(each.tokens)))
                 if (rule := each.compiled) is not None:
                     position = len(each.tokens)
                     plain.append((seq, count - 1, each, rule, position, chunk))
@@ -334,6 +348,9 @@ class Executor:
             self._take(wanted)
         while one_by_one:
             one_by_one = self._take_next(one_by_one)
+        if drawings:
+            # While the rows are there.
+            self._events.drawn(drawings)
         for chunk in guessed:
             self._go_back(chunk)
         for sequence in reading:

@@ -19,6 +19,8 @@ from perdure.engine.adapters import absolute_scales
 from perdure.engine.contract import Tokenizer
 from perdure.engine.logits import Candidate, LogitsView
 from perdure.errors import ContextOverflow, InvalidInputError, TokenError
+from perdure.events.event import Observer
+from perdure.events.hub import Subscription
 from perdure.options import check_options, unknown_options
 from perdure.request_options import Priority, RequestOptions, Sampling
 
@@ -58,6 +60,10 @@ class Request(RequestOptions):
     """Seconds from submission after which the request ends, wherever it is."""
     deadline: float | None = None
     """The same as an instant of `time.monotonic()`: a request that goes on from this one has no more time."""
+    observe: Observer | Subscription | None = None
+    """Is called with each of its events, in a thread of its own; or where they are to go."""
+    event_id: str = ""
+    """What its events name it by; empty for a new name."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.prompt, "__len__"):
@@ -76,6 +82,10 @@ class Request(RequestOptions):
             raise InvalidInputError(f"grammar is a Grammar, got {type(self.grammar).__name__}")
         if not all(callable(processor) for processor in self.processors):
             raise InvalidInputError("processors are functions of the tokens and the logits")
+        if self.observe is not None and not (
+            callable(self.observe) or isinstance(self.observe, Subscription)
+        ):
+            raise InvalidInputError(f"observe is a function of an event, got {type(self.observe).__name__}")
         if not all(is_whole(length) and length >= 0 for length in self.checkpoint_at):
             raise InvalidInputError(f"checkpoint_at are lengths of the prompt, got {self.checkpoint_at!r}")
         if not all(isinstance(pin, KeptPrefix) and pin.seconds is not None for pin in self.pins):
@@ -148,6 +158,7 @@ _OWN = Request.__dataclass_fields__.keys() - {
     "emitted",
     "continued",
     "idle",
+    "event_id",
 }
 _KEYWORDS = _OWN | Sampling.__dataclass_fields__.keys() | {"sampling", "stop", "grammar", "schema", "regex"}
 
@@ -195,6 +206,8 @@ class Timings:
     decode: float
     prefilled_tokens: int
     decoded_tokens: int
+    forced_tokens: int = 0
+    """Tokens that a grammar left no choice about: they are written without a draw, several in one step."""
     drafted_tokens: int = 0
     """Tokens that were guessed ahead."""
     accepted_tokens: int = 0
@@ -312,6 +325,7 @@ class ReplyKeywords(SamplingKeywords, total=False):
     visible_tokens: frozenset[int]
     timeout: float | None
     deadline: float | None
+    observe: Observer | None
 
 
 class RequestKeywords(ReplyKeywords, total=False):

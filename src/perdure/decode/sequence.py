@@ -109,11 +109,20 @@ class TokenSequence:
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
-        self._end: int | None = None
+        self.end: int | None = None
+        """The token with which the model ended it."""
         self.compiled = None if self.steered else CompiledChain.of(sampler, request.logprobs)
         """Its chain, where the compiled path can run it."""
         self.scoring = request.prompt_logprobs is not None and index == 0 and self.prompt_length > 1
         """Whether rows of the prompt are wanted of the next tokens."""
+        self._forces = matcher is not None and request.logprobs is None and not request.processors
+        """Whether tokens that a grammar forces need no draw: nobody asks for their rows."""
+        self.forced = 0
+        """Tokens that were written without a draw."""
+        self.watched = False
+        """Whether somebody is told of what it draws."""
+        self.allowed: list[int] = []
+        """How many tokens the grammar let it draw, of draws that were not told yet, while it is watched."""
         self.drafted = 0
         """Tokens that were guessed for it, and of them those that were then drawn."""
         self.accepted = 0
@@ -191,7 +200,14 @@ class TokenSequence:
         matcher = self._matcher
         if matcher is None:
             return self.sampler.select(row)
-        if self._sampling.greedy and matcher.allows(int((found := self.sampler.select(row)).ids[0])):
+        if self.watched:
+            mask = np.unpackbits(matcher.mask(), count=len(row), bitorder="little")
+            self.allowed.append(int(mask.sum()))
+        if (
+            self._sampling.greedy
+            and not matcher.forced()
+            and matcher.allows(int((found := self.sampler.select(row)).ids[0]))
+        ):
             # The likeliest of all is the likeliest of what is allowed: no need to ask for the rest.
             return found
         return self.sampler.select(row, matcher.mask())
@@ -199,7 +215,6 @@ class TokenSequence:
     def take(self, token: int, shown: Shown | None = None) -> None:
         """Go on with a token that was drawn, and end the reply where it ends. Its text, where that does not
         decide about the end, is for `deliver`: the next step need not wait for it."""
-        request = self.request
         new: tuple[TokenLogprob, ...] = ()
         if shown is not None:
             new = (TokenLogprob(token, shown.logprob, shown.best),)
@@ -208,10 +223,32 @@ class TokenSequence:
             self._view = None
         if self.first_token is None:
             self.first_token = time.monotonic()
+        self._append(token, new)
+        if self._forces and not self.watched:
+            self._append_forced()
+
+    def _append_forced(self) -> None:
+        """Go on with the tokens that a grammar leaves no choice about. A draw could give nothing else: they
+        need no rows, and one step computes them all."""
+        assert self._matcher is not None
+        while self.finish_reason is None and (forced := self._matcher.forced()):
+            for token in forced:
+                if token in self._ends or token in self._sampling.logit_bias:
+                    # What a draw makes of it is for the draw to say.
+                    return
+                self.sampler.observe(1.0)
+                self.sampler.accept(token)
+                self.forced += 1
+                self._append(token, ())
+                if self.finish_reason is not None:
+                    return
+
+    def _append(self, token: int, new: tuple[TokenLogprob, ...]) -> None:
+        request = self.request
         if self._matcher is not None:
             self._matcher.consume(token)
         if token in self._ends and not request.ignore_eos:
-            self._end = token
+            self.end = token
             self.finish("stop")
             return
         self.tokens.append(token)
@@ -303,13 +340,14 @@ class TokenSequence:
                 decode=self.finished - first,
                 prefilled_tokens=self.prompt_length - self.report.reused,
                 decoded_tokens=self.written,
+                forced_tokens=self.forced,
                 drafted_tokens=self.drafted,
                 accepted_tokens=self.accepted,
             ),
             reuse=self.report,
             seed=self._sampling.seed or 0,
             index=self.index,
-            end=self._end,
+            end=self.end,
             stop=self._text.stopped,
             logprobs=None if self.request.logprobs is None else tuple(self._logprobs),
             prompt_logprobs=None if self.request.prompt_logprobs is None else (None, *self._prompt_logprobs),
@@ -372,6 +410,8 @@ class SequenceGroup(OutputQueue):
         self.pending_prefix: PendingPrefix | None = None
         """What it waits for though there is room, if it does."""
         self.checkpoint: Checkpoint | None = None
+        self.event_id = ""
+        """What its events name it by."""
 
     @property
     def done(self) -> bool:

@@ -6,8 +6,9 @@ takes a source:
 
     1. those of `register`, the last one first;
     2. functions that make a model, as "module:function";
-    3. llama.cpp: GGUF files, names of models, addresses;
-    4. those of installed packages (entry points of the group `perdure.engines`).
+    3. MLX: folders with safetensors;
+    4. llama.cpp: GGUF files, names of models, addresses;
+    5. those of installed packages (entry points of the group `perdure.engines`).
 
 A source that none of them claims goes to llama.cpp, which says what is wrong with it.
 """
@@ -169,6 +170,7 @@ class FactoryEngine(Engine):
 FACTORY = FactoryEngine()
 _FACTORY = f"{__name__}:FACTORY"
 _LLAMA = "perdure.engine.llama.engine:ENGINE"
+_MLX = "perdure.engine.mlx.engine:ENGINE"
 _registered: list[str] = []
 
 
@@ -207,7 +209,7 @@ def engine_for(source: Source) -> Engine:
 
 def names_model(word: str) -> bool:
     """Whether a word can only be meant as a model."""
-    return any(imported(name).opens(word) for name in (*_registered, _LLAMA))
+    return any(imported(name).opens(word) for name in (*_registered, _MLX, _LLAMA))
 
 
 def open_model(source: Source, loading: LoadingKeywords, *, cells: int) -> Model:
@@ -242,7 +244,7 @@ def imported(name: str, what: str = "engine") -> Any:
 
 
 def _named() -> Iterator[str]:
-    yield from (*_registered, _FACTORY, _LLAMA)
+    yield from (*_registered, _FACTORY, _MLX, _LLAMA)
     # To read what is installed takes longer than to load a small model: only where none of those will do.
     from importlib.metadata import entry_points
 

@@ -25,9 +25,9 @@ from perdure import system
 from perdure.atomic import atomic_write
 from perdure.engine.llama.native import library
 from perdure.errors import InvalidInputError, ModelFileError, StoreFullError
-from perdure.files.safetensors import FLOATS, read_safetensors, safetensors_header
 from perdure.models.card import read_parts
 from perdure.models.header import TENSOR_TYPES, Header
+from perdure.models.safetensors import FLOATS, read_safetensors, safetensors_header
 
 Rows: TypeAlias = NDArray[np.float32]
 CHUNK = 4 << 20

@@ -12,6 +12,7 @@ from perdure.decode.request import Request
 from perdure.decode.stream import OutputQueue
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.errors import ClosedError
+from perdure.events.hub import EventHub
 from perdure.worker.process import Health
 from perdure.worker.remote import RemoteBackend
 
@@ -67,6 +68,10 @@ class PooledBackend:
     @property
     def load(self) -> tuple[int, int]:
         return (0, 0) if self._remote is None else self._remote.load
+
+    @property
+    def events(self) -> EventHub:
+        return self._loaded().events
 
     def submit(self, request: Request) -> OutputQueue:
         return self._loaded().submit(request)

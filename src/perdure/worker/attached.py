@@ -148,6 +148,7 @@ class AttachedBackend(BackendClient):
             self._changed.notify_all()
             self._link.connection.cut()
         self._thread.join()
+        self.events.close()
         if self._held is not None:
             lock, backend, listener = self._held
             listener.close()

@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from perdure.decode.embedding import EmbeddingFuture
 from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
 from perdure.decode.slots import ReuseReport
 from perdure.decode.stream import NAP, Canceller, OutputQueue, notify
 from perdure.errors import BusyError, ClosedError, EngineDiedError, InvalidInputError
+from perdure.events.event import Ended
+from perdure.events.hub import EventHub
 from perdure.worker.connection import Connection, pack
 from perdure.worker.process import ExitInfo
 from perdure.worker.protocol import (
+    EVENTS,
     Answer,
     Call,
     Cancel,
@@ -28,6 +31,7 @@ from perdure.worker.protocol import (
     StepOutput,
     Submit,
     Target,
+    Watch,
 )
 
 TRIES = 2
@@ -55,9 +59,10 @@ class PendingRequest(OutputQueue):
     a process that died, such as half a character, is lost with it; its tokens are not.
     """
 
-    def __init__(self, id_: RequestId, request: Request, canceller: Canceller) -> None:
+    def __init__(self, id_: RequestId, request: Request, canceller: Canceller, events: EventHub) -> None:
         super().__init__(len(request.prompt), canceller)
         self.id = id_
+        self._events = events
         # Seeded here, so that a second try draws as the first did, and a reply cut short can tell.
         self.request = replace(request, sampling=request.sampling.seeded())
         self.tries = 0
@@ -142,7 +147,30 @@ class PendingRequest(OutputQueue):
         for index, sample in enumerate(samples):
             if sample.finish_reason is None:
                 self.push([Delta(index=index, finish_reason=reason)])
-        self.finish([self._reply(sample, at, reason, error) for at, sample in enumerate(samples)])
+        replies = [self._reply(sample, at, reason, error) for at, sample in enumerate(samples)]
+        if self._events.on:
+            self._tell_ended(replies)
+        self.finish(replies)
+
+    def _tell_ended(self, replies: Sequence[Reply]) -> None:
+        """The engine did not get to tell of the end."""
+        for at, reply in enumerate(replies):
+            error = None if reply.error is None else f"{type(reply.error).__name__}: {reply.error}"
+            usage, timings = reply.usage, reply.timings
+            self._events.emit(
+                Ended,
+                self.request.event_id,
+                at,
+                reply.finish_reason,
+                usage.prompt_tokens,
+                usage.cached_tokens,
+                usage.completion_tokens,
+                timings.queued,
+                timings.prefill,
+                timings.decode,
+                error,
+                at == len(replies) - 1,
+            )
 
     def _samples(self) -> list[Sample]:
         """What has been delivered, by sample."""
@@ -207,6 +235,8 @@ class PendingRequests:
     """
 
     def __init__(self, queue: int) -> None:
+        self.events = EventHub(self._watch)
+        """What happens in the engine's process, for those who subscribe here."""
         self._queue = queue
         self._slots = 1
         self._changing = threading.Lock()
@@ -217,6 +247,7 @@ class PendingRequests:
         self._others: Callable[[Any], None] = lambda message: None
         self._leaving = False
         self._shut = False
+        self._watching = False
         self.heard = 0.0
         """When the engine's thread last said something."""
 
@@ -224,7 +255,7 @@ class PendingRequests:
 
     def submit(self, request: Request) -> PendingRequest:
         """Ask for a reply. While there is no engine it waits here, if there is room."""
-        pending = PendingRequest(self._next_id(), request, self)
+        pending = PendingRequest(self._next_id(), request, self, self.events)
         data = packed(pending.message())
         with self._changing:
             self._check_open()
@@ -315,6 +346,8 @@ class PendingRequests:
         self.heard = time.monotonic()
         with self._changing:
             self._connection = connection
+            if self._watching:
+                connection.send(Watch(True))
             self._leaving = False
             self._slots = slots
             for pending in self._requests.values():
@@ -387,6 +420,13 @@ class PendingRequests:
             if changed:
                 notify(changed)
 
+    def _watch(self, wanted: bool) -> None:
+        """Somebody here wants all events, or nobody does any more."""
+        with self._changing:
+            self._watching = wanted
+            if self._connection is not None:
+                self._connection.send(Watch(wanted))
+
     def _answered(self, answer: Answer) -> None:
         pending, call = self._requests.get(answer.id), self._calls.get(answer.id)
         if pending is not None:
@@ -399,6 +439,9 @@ class PendingRequests:
 
     def _deliver(self, output: StepOutput, changed: list[OutputQueue]) -> None:
         for id_, deltas, replies in output:
+            if id_ == EVENTS:
+                self.events.hand_on_all(cast(Any, deltas), cast(Any, replies))
+                continue
             pending = self._requests.get(id_)
             if pending is None:
                 continue

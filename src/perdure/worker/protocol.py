@@ -36,6 +36,9 @@ class Ask(Protocol):
 PlainDelta: TypeAlias = tuple[str, tuple[int, ...], tuple[TokenLogprob, ...], int, FinishReason | None]
 """A delta as it travels: every token brings one, and tuples are an order cheaper to send than objects."""
 
+EVENTS = RequestId(0)
+"""Stands in the place of a request in what a step brought: events follow, and how many found no room."""
+
 StepOutput: TypeAlias = list[tuple[RequestId, Sequence[PlainDelta], Sequence[Reply] | None]]
 """What a step brought: new deltas by request, and the replies of those that are finished. The only message
 that is a list: every step sends one, and half of reading an object is to find its class."""
@@ -80,6 +83,13 @@ class Call:
 @dataclass(frozen=True, slots=True)
 class Cancel:
     id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Whether this side wants to hear of all events."""
+
+    wanted: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ from perdure.engine import registry
 from perdure.engine.adapters import Scales
 from perdure.engine.contract import LoadingKeywords, Tokenizer, Tokens, check_token
 from perdure.errors import InvalidInputError
+from perdure.events.event import Event
+from perdure.events.hub import EventHub, Subscription
 from perdure.identity import Identity
 from perdure.memory import MemorySpec
 from perdure.worker.message_reader import MessageReader
@@ -41,6 +43,10 @@ from perdure.worker.supervisor import Residence, Supervisor
 
 _PATIENCE = 5.0
 """Seconds that `submit` waits to hear that a request was taken. After that, a refusal ends the job."""
+
+
+def _elsewhere(event: Event) -> None:
+    """Stands for an observer in another process."""
 
 
 class BackendClient:
@@ -56,6 +62,11 @@ class BackendClient:
     def __init__(self, queue: int) -> None:
         self._pending = PendingRequests(queue)
         self._reader = MessageReader()
+
+    @property
+    def events(self) -> EventHub:
+        """What happens in the engine's process."""
+        return self._pending.events
 
     def attach_loop(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """Have what the engine says read in the event loop of those who wait for it; None: not any more."""
@@ -84,15 +95,29 @@ class BackendClient:
             )
         if (prompt := _plain(request.prompt)) is not request.prompt:
             request = replace(request, prompt=prompt)
-        pending = self._pending.submit(request)
+        request = replace(request, event_id=request.event_id or self.events.new_id())
+        if (observer := request.observe) is not None:
+            if isinstance(observer, Subscription):
+                self.events.forward(request.event_id, observer)
+            else:
+                self.events.observe(request.event_id, observer)
+            # A function does not travel: its events come here.
+            request = replace(request, observe=_elsewhere)
+        try:
+            pending = self._pending.submit(request)
+        except BaseException:
+            self.events.forget(request.event_id)
+            raise
         self._request_start()
         self._reader.detach_waiting_loop()
         try:
             pending.wait_acknowledged(_PATIENCE)
         except BaseException:
+            self.events.forget(request.event_id)
             pending.cancel()
             raise
         if pending.refusal is not None:
+            self.events.forget(request.event_id)
             raise pending.refusal
         return pending
 
@@ -178,6 +203,7 @@ class RemoteBackend(BackendClient):
     def close(self) -> None:
         """End what is running as cancelled, and let the process go."""
         self._supervisor.close()
+        self.events.close()
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,10 @@ from perdure.decode.request import Reply
 from perdure.decode.stream import OutputQueue
 from perdure.engine.contract import Tokenizer
 from perdure.errors import EngineError, InvalidInputError
+from perdure.events.hub import Subscription
 from perdure.worker.connection import Connection, pack
 from perdure.worker.protocol import (
+    EVENTS,
     Answer,
     Call,
     Cancel,
@@ -25,6 +28,7 @@ from perdure.worker.protocol import (
     StepOutput,
     Submit,
     Tables,
+    Watch,
 )
 
 _SHORT = 16 << 10
@@ -42,9 +46,14 @@ class OutputSender:
     are in it, and no thread is woken to send it.
     """
 
-    def __init__(self, connection: Connection, done: Callable[[RequestId], object]) -> None:
+    def __init__(
+        self, connection: Connection, done: Callable[[RequestId], object], events: Subscription
+    ) -> None:
         self._connection = connection
         self._done = done
+        self._events = events
+        self._dropped = 0
+        self._sending_events = threading.Lock()
 
     def watch(self, id_: RequestId, output: OutputQueue) -> None:
         """Send all that comes of a request, from its beginning."""
@@ -70,7 +79,27 @@ class OutputSender:
                 output.forget((id_, output))
                 output.cancel()
                 self._fail(id_, error)
-        self._send(items)
+        if self._events.waiting:
+            self.send_events(items)
+        else:
+            self._send(items)
+
+    def send_events(self, items: StepOutput | None = None) -> None:
+        """Send the events that have come, in one message with what a step brought."""
+        with self._sending_events:
+            events, dropped = self._events.take(), self._events.dropped
+            new, self._dropped = dropped - self._dropped, dropped
+            message: list[Any] = [*(items or []), (EVENTS, events, new)]
+            sent = False
+            if events or new:
+                # What cannot be sent is not worth a reply.
+                with suppress(Exception):
+                    self._connection.send_packed(pack(message))
+                    sent = True
+        if items and sent:
+            self._finish(items)
+        elif items:
+            self._send(items)
 
     def _send(self, items: StepOutput) -> None:
         try:
@@ -83,6 +112,9 @@ class OutputSender:
                 for item in items:
                     self._send([item])
             return
+        self._finish(items)
+
+    def _finish(self, items: StepOutput) -> None:
         for id_, _, replies in items:
             if replies is not None:
                 self._done(id_)
@@ -106,7 +138,10 @@ class RequestService:
         self._connection = connection
         self._backend = backend
         self._failed = failed
-        self._output = OutputSender(connection, self._forget)
+        self._events = Subscription()
+        self._events.shared = True
+        self._output = OutputSender(connection, self._forget, self._events)
+        self._stop_watching: Callable[[], None] | None = None
         self._requests: dict[RequestId, OutputQueue | EmbeddingFuture | None] = {}
         """What was asked here and has not ended; None while it is being queued."""
         self._cancelled: set[RequestId] = set()
@@ -134,8 +169,18 @@ class RequestService:
     def busy(self) -> bool:
         return bool(self._requests)
 
+    def _watch(self, wanted: bool) -> None:
+        """Tell the other side of all events, or only of those of its own requests that it observes."""
+        if wanted and self._stop_watching is None:
+            self._stop_watching = self._backend.events.join(self._events)
+        elif not wanted and self._stop_watching is not None:
+            self._stop_watching()
+            self._stop_watching = None
+
     def progress(self) -> dict[RequestId, int]:
         """How much of their prompts requests have read, of those that have read more since the last time."""
+        if self._events.waiting:
+            self._output.send_events()
         news = {}
         for id_, output in list(self._requests.items()):
             if output is None:
@@ -155,6 +200,7 @@ class RequestService:
 
     def close(self) -> None:
         """Nobody waits for any of it any more."""
+        self._watch(False)
         self._long_texts.shutdown(wait=False, cancel_futures=True)
         for id_ in list(self._requests):
             self._cancel(id_)
@@ -170,6 +216,8 @@ class RequestService:
                     _in_a_thread(self._submit, message)
             case Cancel():
                 self._cancel(message.id)
+            case Watch():
+                self._watch(message.wanted)
             case Call(target="backend", name="embed"):
                 self._requests[message.id] = None
                 # The first has to open a context for it.
@@ -184,7 +232,10 @@ class RequestService:
 
     def _submit(self, message: Submit) -> None:
         try:
-            output = self._backend.submit(message.request)
+            request = message.request
+            if request.observe is not None:
+                request = replace(request, observe=self._events)
+            output = self._backend.submit(request)
         except BaseException as error:
             self._forget(message.id)
             self._send_error(message.id, error)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from perdure.errors import ClosedError, EngineDiedError, EngineError, ModelFileError
+from perdure.events.event import Restarted
 from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests
 from perdure.worker.process import UNRESPONSIVE, ExitInfo, Health, Process, RestartPolicy, State
@@ -273,6 +274,7 @@ class Supervisor:
             self._is_reload = False
         else:
             self._restarts += 1
+            self._pending.events.emit(Restarted, "", self._last_death or "", self._restarts)
 
     def _serve(self, process: Process) -> None:
         """Hand on what the process says until it is gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +22,8 @@ from perdure.decode.slots import KeptPrefix, PendingPrefix, ReuseReport, SlotAss
 from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
 from perdure.errors import EngineError
+from perdure.events.event import Swapped
+from perdure.events.hub import EventHub
 from perdure.identity import Identity
 
 Ids = NDArray[np.int32]
@@ -229,9 +232,10 @@ class SlotSwapper:
     def _swap_out(self, slot: Slot, source: Slot | PrefixHit | None) -> None:
         """Empty `slot`, keeping what it holds in a swap slot or the tiers, and there what is about to come in
         its place."""
-        if not self._context.length(slot.seq):
+        if not (length := self._context.length(slot.seq)):
             self._checkpoints.forget(slot.seq)
             return
+        began = time.monotonic()
         memory, incoming = self._tiers.memory, source.blocks if isinstance(source, PrefixHit) else ()
         here = [block for block in incoming if block.id in memory]
         memory.pin(here)
@@ -242,8 +246,14 @@ class SlotSwapper:
             memory.unpin(here)
         self._checkpoints.forget(slot.seq)
         self._context.clear(slot.seq)
+        self._tell_swapped("out", slot, length, began)
+
+    def _tell_swapped(self, direction: str, slot: Slot, tokens: int, began: float) -> None:
+        if (events := self._blocks.events).on:
+            events.emit(Swapped, "", direction, slot.seq, tokens, time.monotonic() - began)
 
     def _swap_in(self, slot: Slot, hit: PrefixHit, tokens: Ids) -> tuple[Mapping[str, int], str]:
+        began = time.monotonic()
         prefix = self._blocks.load(hit)
         trouble = ""
         if prefix.length < hit.length:
@@ -252,6 +262,7 @@ class SlotSwapper:
             return {}, trouble
         self._context.assemble(tokens[: prefix.length], prefix.pieces, prefix.tail_state, slot.seq)
         self._checkpoints.swapped_in(slot.seq, prefix)
+        self._tell_swapped("in", slot, prefix.length, began)
         return prefix.tiers, trouble
 
 
@@ -272,6 +283,7 @@ class SlotCache:
         spacing: int = 256,
         exact: int | None = None,
         swap_slots: int = 0,
+        events: EventHub | None = None,
     ) -> None:
         """Behind the memory lie the tiers `lower`, the fastest first.
 
@@ -296,7 +308,10 @@ class SlotCache:
         self.reused: dict[str, int] = {}
         self.computed = 0
         self.context = context
-        self.blocks = BlockCache(context, self.tiers, block_size=block_size, exact=exact is not None)
+        self.events = events or EventHub()
+        self.blocks = BlockCache(
+            context, self.tiers, block_size=block_size, exact=exact is not None, events=self.events
+        )
         self.table = SlotTable(context, swap_slots=swap_slots)
         self.count = self.table.count
         """How many requests can have a slot at once."""

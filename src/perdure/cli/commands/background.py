@@ -109,11 +109,11 @@ def stop(
 def status(as_json: Json = False) -> None:
     """Show the server in the background, and who uses the store. The exit code is 1 where no server runs."""
     from perdure.cli.output import terminal, words
-    from perdure.config import settings
+    from perdure.cli.runtime import usual_store
     from perdure.store.owner import read_owner
 
     running = current()
-    store = settings().store
+    store = usual_store()
     locked = _is_locked(store / "sessions.lock")
     holder = read_owner(store) if locked else None
     if as_json:

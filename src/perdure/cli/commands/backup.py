@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perdure.cli.options.shared import Json
+from perdure.cli.output.facts import print_json
 
 if TYPE_CHECKING:
     from perdure.sessions.store.registry import Backup
@@ -63,6 +64,52 @@ def restore(
             typer.echo(f"{file} holds what cannot be proved. Left out:", err=True)
             for what in found.left_out:
                 typer.echo(f"  {what}", err=True)
+        raise typer.Exit(1)
+
+
+def migrate(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A folder of sessions, or postgresql://…")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="Where they go: a folder, or postgresql://…")],
+    as_json: Json = False,
+) -> None:
+    """Bring all sessions of a store into another one, either way, while both are in use.
+
+    Each session is read back and proved in the new store; nothing is changed in the old one. One that was
+    interrupted is run again: it goes on where it was. State stays behind, and the first turn of a session
+    computes it again. The exit code is 1 if anything was left out.
+    """
+    from perdure.cli.output import words
+    from perdure.cli.output.progress import working
+    from perdure.cli.runtime import session_folder
+    from perdure.sessions.store.registry import migrate as migrate_store
+    from perdure.sessions.store.registry import store_folder
+
+    with working("Copying") as progress:
+        made = migrate_store(session_folder(store_folder(source)), store_folder(target), progress)
+    if as_json:
+        print_json(
+            {
+                "sessions": made.sessions,
+                "turns": made.turns,
+                "memories": made.memories,
+                "ahead": made.ahead,
+                "changing": made.changing,
+                "left_out": [{"what": what, "why": why} for what, why in made.left_out],
+                "whole": made.whole,
+            }
+        )
+    else:
+        typer.echo(
+            f"{words.count(made.sessions, 'session')} and {made.memories} memories are there and proved; "
+            f"{words.count(made.turns, 'turn')} were written now"
+        )
+        for name in made.ahead:
+            typer.echo(f"  {words.quoted(name)} was continued there already, and stays as it is there")
+        for what, why in made.left_out:
+            typer.echo(f"  {words.quoted(what)} was left out: {why}", err=True)
+        for name in made.changing:
+            typer.echo(f"  {words.quoted(name)} changes all the time: run this once more", err=True)
+    if not made.whole:
         raise typer.Exit(1)
 
 

@@ -83,10 +83,10 @@ def warm(
     """Compute the state of a text once, and keep it for every later run."""
     from perdure.backend import LocalBackend
     from perdure.cli.output.terminal import load
-    from perdure.config import settings
+    from perdure.cli.runtime import usual_store
 
     text = _piped() if prompt is None or prompt == "-" else prompt
-    folder = store or settings().store
+    folder = store or usual_store()
     with closing(
         LocalBackend(load(model), n_ctx=parse_auto(ctx) or N_CTX, slots=1, store=folder, own_model=True)
     ) as backend:
@@ -193,10 +193,10 @@ def _opened(store: Path | None, *, readonly: bool, rebuild: bool = False) -> Ite
     """All folders of a store that have blocks."""
     from perdure.cache.tiers.archive import block_folders
     from perdure.cache.tiers.disk import DiskTier
-    from perdure.config import settings
+    from perdure.cli.runtime import usual_store
     from perdure.errors import StoreError
 
-    folder = store or settings().store
+    folder = store or usual_store()
     if not (places := block_folders(folder)):
         raise StoreError(f"there is no store at {folder}: `perdure cache warm` makes one")
     with ExitStack() as held:

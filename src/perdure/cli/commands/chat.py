@@ -170,10 +170,10 @@ def _settings(schema: Path | None, overflow: Overflow, max_tokens: int | None) -
 
 def _folder(store: Path | None, *, in_use: bool) -> Path:
     """Where sessions are kept. If it will be used and cannot be, that is told before a model is loaded."""
-    from perdure.config import settings
+    from perdure.cli.runtime import usual_store
     from perdure.sessions.store.registry import has_sessions, open_store
 
-    folder = store or settings().store
+    folder = store or usual_store()
     if in_use and has_sessions(folder):
         open_store(folder).close()
     return folder

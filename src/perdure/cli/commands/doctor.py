@@ -56,11 +56,11 @@ def doctor(
     The exit code is 1 if something is bad. Nothing is changed.
     """
     from perdure.cli.output import terminal
-    from perdure.config import settings
+    from perdure.cli.runtime import usual_store
 
     if report is not None and report.exists():
         raise typer.BadParameter(f"{report} is there already; name a new file", param_hint="--report")
-    folder = store or settings().store
+    folder = store or usual_store()
     findings = [*_engines(), *_threads(), *_memory(model), *_disk(folder), *_store(folder)]
     if as_json:
         print_json([asdict(finding) for finding in findings])

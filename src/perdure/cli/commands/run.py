@@ -129,8 +129,7 @@ def run(
     from perdure.cli.asking import Asking, Output, has_no_template
     from perdure.cli.commands.chat import converse
     from perdure.cli.output import terminal
-    from perdure.cli.runtime import opened
-    from perdure.config import settings
+    from perdure.cli.runtime import opened, usual_store
 
     # Whatever is wrong with the request is told before a model is fetched or loaded.
     session, store = conversation.session, conversation.store
@@ -164,7 +163,7 @@ def run(
     output = Output(
         samples, stream=stream, as_json=as_json, verbose=verbose, limited=sampling.max_tokens is not None
     )
-    folder = store or settings().store
+    folder = store or usual_store()
     try:
         with (
             terminal.leaving_in_order(),

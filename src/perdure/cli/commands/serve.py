@@ -173,7 +173,7 @@ def serve(
     from perdure.cli.options.live import SettingsReload, is_given, live_settings, set_log_level
     from perdure.cli.output.progress import fetching
     from perdure.cli.output.terminal import agrees, note
-    from perdure.config import settings
+    from perdure.cli.runtime import usual_store
     from perdure.engine import registry
 
     if new_key is not None:
@@ -206,7 +206,7 @@ def serve(
     except InvalidInputError as error:
         note(str(error))
         raise typer.Exit(2) from None
-    folder = None if no_store else store or settings().store
+    folder = None if no_store else store or usual_store()
     opener = registry.engine_for(model)
     source = opener.fetch(model, fetching, agrees)
     with perdure.open(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perdure.cli.commands import memories
+from perdure.cli.commands.backup import migrate
 from perdure.cli.options.shared import (
     AfterName,
     Json,
@@ -583,4 +584,5 @@ app.command()(export)
 app.command(name="import")(import_)
 app.command()(sizes)
 app.command()(verify)
+app.command()(migrate)
 app.add_typer(memories.app, name="memories")

@@ -264,7 +264,9 @@ class SettingsReload:
         if read["model"] is None:
             read["model"] = settings().model
         if read["store"] is None and not read["no_store"]:
-            read["store"] = settings().store
+            from perdure.cli.runtime import usual_store
+
+            read["store"] = usual_store()
         return {name: str(value) if isinstance(value, Path) else value for name, value in read.items()}
 
 

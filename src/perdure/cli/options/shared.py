@@ -89,11 +89,23 @@ def typer_option(option: Option) -> Any:
     ]
 
 
+def _store_folder(text: str) -> Path:
+    """A folder, or the one that stands on this machine for a database."""
+    from perdure.errors import InvalidInputError
+    from perdure.sessions.store.registry import store_folder
+
+    try:
+        return store_folder(text)
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def _store_option(panel: str | None) -> Any:
     return typer.Option(
         "--store",
-        metavar="DIR",
-        help="Folder of the sessions.",
+        metavar="DIR|URL",
+        parser=_store_folder,
+        help="Folder of the sessions, or postgresql://… for those of several machines.",
         show_default="store, in the folder that `perdure paths` shows",
         rich_help_panel=panel,
     )
@@ -306,7 +318,8 @@ def usual_value(group: Any, name: str) -> str:
     if name == "model":
         return "the small default model"
     if name == "store":
-        return str(settings().store)
+        now = settings()
+        return now.database or str(now.store)
     if name == "engine":
         return "small ones that fit the machine, else cpu"
     options = [option for each in ("serve", "chat") for option in group.commands[each].params]

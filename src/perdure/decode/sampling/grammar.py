@@ -108,6 +108,8 @@ class Matcher:
 
     def __init__(self, native: Any, n_vocab: int) -> None:
         self._native = native
+        self._forced: list[int] | None = None
+        """Asked for once behind each token."""
         self._mask: NDArray[np.uint8] = np.zeros(-(-n_vocab // 32) * 4, np.uint8)
 
     @property
@@ -128,7 +130,14 @@ class Matcher:
         """Whether `token` may come next."""
         return bool(self._native.validate_tokens([token]))
 
+    def forced(self) -> list[int]:
+        """The tokens that must come next, where there is no choice: `mask` allows just the first of them."""
+        if self._forced is None:
+            self._forced = self._native.compute_ff_tokens()
+        return self._forced
+
     def consume(self, token: int) -> None:
+        self._forced = None
         if not self._native.consume_token(token):
             raise GrammarError(f"the grammar refused token {token}: {_reason(self._native)}")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.checks import is_integer
+from perdure.checks import check_whole, is_integer
 from perdure.engine import state as saved
 from perdure.engine.adapters import AdapterSet
 from perdure.engine.context.guarded_core import GuardedCore, Undoing, overflow
@@ -27,8 +27,10 @@ from perdure.engine.contract import (
     Rows,
     Tokens,
 )
+from perdure.engine.key_values import KeyValueCore, KeyValues
 from perdure.engine.logits import LogitsView
 from perdure.engine.state import Checkpoint
+from perdure.engine.trace import Trace, checked_parts
 from perdure.errors import (
     CannotRewindError,
     EngineError,
@@ -36,6 +38,11 @@ from perdure.errors import (
     InvalidInputError,
     RowError,
     SequenceError,
+)
+
+_NO_NUMBERS = (
+    "keys and values cannot be told apart here: that needs flash attention, and a model all of whose layers "
+    "keep a row of both for each token"
 )
 
 # State calls: what a sequence holds, as bytes, checkpoints, and rows by token.
@@ -151,6 +158,79 @@ class StateCalls(GuardedCore):
                     raise EngineError(f"the engine refused rows that it gave; sequence {seq} is now empty")
                 self._confirm(seq, len(ids))
                 self._ledger.replace(seq, ids)
+
+    def kv(
+        self,
+        seq: int = 0,
+        layer: int | None = None,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        rope: bool = True,
+    ) -> KeyValues:
+        """Keys and values of the tokens `start` to `stop` of `seq` as numbers, of a layer or of all layers,
+        whatever their type in the cache. Without `rope`, keys are as they were before their positions
+        rotated them."""
+        with self._turn(seq):
+            length = len(self._held(seq))
+            stop = length if stop is None else stop
+            for name, value in (("start", start), ("stop", stop)):
+                check_whole(name, value, 0, length)
+            if start >= stop:
+                raise InvalidInputError(f"tokens {start} to {stop} are none: give a stop above the start")
+            rows = self._core.capture(seq).rows
+            if rows is None:
+                raise InvalidInputError(_NO_NUMBERS)
+            return self.kv_of(rows.cut(start, stop), layer, start=start, rope=rope)
+
+    def trace(
+        self,
+        seq: int = 0,
+        *,
+        layers: Sequence[int] | None = None,
+        what: str | Sequence[str] = ("hidden",),
+    ) -> Trace:
+        """What layers compute for the tokens of `seq`: any of `hidden`, `attention`, `ffn` and `router`.
+
+        The tokens are computed again, in a context of their own that is given back afterwards: nothing here
+        changes or becomes slower. For `attention` that is done without flash attention. Keys and values
+        are f16 there.
+        """
+        parts = checked_parts(what)
+        with self._turn(seq):
+            tokens = self._held(seq)
+            adapters = self._sets[seq]
+        if self._tracer is None:
+            raise InvalidInputError("this engine has no layers that could be traced")
+        if adapters.before is not None:
+            raise InvalidInputError("a sequence whose adapters change on the way cannot be traced")
+        return self._tracer(tokens, parts, layers, dict(adapters.at(math.inf).scales))
+
+    def kv_of(
+        self, rows: NDArray[np.uint8], layer: int | None = None, *, start: int = 0, rope: bool = True
+    ) -> KeyValues:
+        """The same of rows that were captured here, such as those of a stored block whose first token is at
+        position `start`."""
+        with self._turn():
+            core, width = self._core, self.row_bytes()
+            count = core.kv_layers if isinstance(core, KeyValueCore) else 0
+            if not count or not isinstance(core, KeyValueCore):
+                raise InvalidInputError(_NO_NUMBERS)
+            if rows.ndim != 2 or rows.shape[1] != width:
+                raise InvalidInputError(f"rows have {width} bytes here, got an array of shape {rows.shape}")
+            if layer is not None:
+                check_whole("layer", layer, 0, count - 1)
+            layers = tuple(range(count)) if layer is None else (layer,)
+            found = [core.key_values(rows, each) for each in layers]
+            if not rope:
+                rotation = core.rope()
+                if isinstance(rotation, str):
+                    raise InvalidInputError(
+                        f"keys cannot be had as they were before RoPE: {rotation}; leave rope on"
+                    )
+                found = [(rotation.undo(k, start), v) for k, v in found]
+            k, v = (np.stack([pair[at] for pair in found]) for at in (0, 1))
+            return KeyValues(k=k, v=v, layers=layers, start=start, rotated=rope)
 
     def limit_scratch(self, nbytes: int) -> int:
         """Keep at most `nbytes` between calls for states on their way in or out; how much that may come to.

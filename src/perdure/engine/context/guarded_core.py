@@ -27,6 +27,7 @@ from perdure.engine.contract import (
     Tokens,
     token_array,
 )
+from perdure.engine.trace import Tracing
 from perdure.errors import (
     ClosedError,
     ContextOverflow,
@@ -69,7 +70,10 @@ class GuardedCore:
         n_ctx: int,
         n_seq: int,
         n_batch: int,
+        tracer: Tracing | None = None,
     ) -> None:
+        """`tracer` reads tokens once more, and tells what layers compute."""
+        self._tracer = tracer
         self.memory = memory
         self.capabilities = capabilities
         self.n_vocab = core.n_vocab

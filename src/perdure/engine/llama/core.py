@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref
 from typing import Any
 
@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from perdure import system
 from perdure.engine.contract import Adapter, Batch, BatchPart, Capture, Floats, Outcome
+from perdure.engine.key_values import Rope
 from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
+from perdure.engine.llama.inspection.kv_numbers import KvNumbers
 from perdure.engine.llama.native import declarations, layout, library
 from perdure.engine.llama.native.declarations import (
     MAX_THREADS,
@@ -48,9 +50,18 @@ class LlamaCore:
     """Owns one `llama_context`, and keeps the weights it uses alive."""
 
     def __init__(
-        self, weights: Weights, params: Any, memory: MemorySpec, *, causal: bool, largest_state: float = 0
+        self,
+        weights: Weights,
+        params: Any,
+        memory: MemorySpec,
+        *,
+        causal: bool,
+        largest_state: float = 0,
+        rope: Callable[[], Rope | str] = lambda: "nothing is known of how its keys are rotated",
     ) -> None:
-        """`largest_state` is about how many bytes a sequence has when it is full."""
+        """`largest_state` is about how many bytes a sequence has when it is full; `rope` tells how keys are
+        rotated, or why that is not known."""
+        self._rope = rope
         self._lib = library.load()
         self._log_sink = library.log_sink()
         self._weights = weights
@@ -290,6 +301,26 @@ class LlamaCore:
         if rows is None:
             return Capture(None, state.copy())
         return Capture(rows, rest)
+
+    @property
+    def kv_layers(self) -> int:
+        numbers = self._kv_numbers()
+        return 0 if numbers is None else numbers.layers
+
+    def key_values(self, rows: NDArray[np.uint8], layer: int) -> tuple[Floats, Floats]:
+        numbers = self._kv_numbers()
+        assert numbers is not None
+        return numbers.read(rows, layer)
+
+    def rope(self) -> Rope | str:
+        return self._rope()
+
+    def _kv_numbers(self) -> KvNumbers | None:
+        if self._layout is None:
+            return None
+        count = int(self._lib.llama_model_n_layer(self._weights.handle))
+        heads = int(self._lib.llama_model_n_head(self._weights.handle))
+        return KvNumbers(self._layout, self._weights.metadata, count, heads)
 
     def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
         if not pieces:

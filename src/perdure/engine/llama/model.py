@@ -11,16 +11,22 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Never, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
+
 from perdure import models, system
 from perdure.checks import check_whole, is_whole
 from perdure.config import N_CTX, settings
 from perdure.engine.context import Context
-from perdure.engine.contract import Capabilities, ContextKeywords, ModelInfo, PairForm
+from perdure.engine.contract import Adapter, Capabilities, ContextKeywords, ModelInfo, PairForm
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
+from perdure.engine.key_values import Rope
 from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
 from perdure.engine.llama.cache_size import TYPES, CacheSize
 from perdure.engine.llama.core import SCORE_POOLING, LlamaCore
 from perdure.engine.llama.first_steps import StepTime, translate
+from perdure.engine.llama.inspection.kv_numbers import rope_of
+from perdure.engine.llama.inspection.tracer import check_size, traced
 from perdure.engine.llama.native import library
 from perdure.engine.llama.offload import (
     CPU_ONLY,
@@ -38,7 +44,15 @@ from perdure.engine.llama.offload import (
 from perdure.engine.llama.preflight import check_header, rope_factors, rope_limit
 from perdure.engine.llama.tokenizer import Tokenizer
 from perdure.engine.llama.weights import Weights
-from perdure.errors import ClosedError, InvalidInputError, ModelFileError, ModelLoadError, OutOfMemoryError
+from perdure.engine.trace import Trace, checked_layers
+from perdure.errors import (
+    ClosedError,
+    EngineError,
+    InvalidInputError,
+    ModelFileError,
+    ModelLoadError,
+    OutOfMemoryError,
+)
 from perdure.identity import Identity, content_digest, file_version
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.models.adapter_file import read_adapter
@@ -323,6 +337,15 @@ class Model:
     def _tensors(self) -> dict[str, Tensor]:
         return {tensor.name: tensor for part in models.read_parts(self.path) for tensor in part.tensors}
 
+    def _rope(self, base: float, scale: float) -> Rope | str:
+        """How keys are rotated in a context with this base and scale."""
+        weights, lib = self._open(), library.load()
+        heads = int(lib.llama_model_n_head(weights.handle))
+        size = int(lib.llama_model_n_embd(weights.handle)) // max(1, heads)
+        known = weights.metadata.get(f"{self.info.architecture}.attention.key_length")
+        kind = int(lib.llama_model_rope_type(weights.handle))
+        return rope_of(weights.metadata, self._tensors, kind, base, scale, int(known) if known else size)
+
     def context(
         self,
         *,
@@ -369,7 +392,14 @@ class Model:
         params.offload_kqv = self._kv_offload
         params.swa_full = swa_full
         largest = size.bytes(params.n_ctx // n_seq, k_type, v_type)
-        core = LlamaCore(weights, params, self._memory, causal=weights.causal, largest_state=largest)
+        core = LlamaCore(
+            weights,
+            params,
+            self._memory,
+            causal=weights.causal,
+            largest_state=largest,
+            rope=lambda: self._rope(rope_freq_base, rope_freq_scale),
+        )
         memory = dataclasses.replace(self._memory, keeps_window=swa_full)
         streams = 1 if shared else n_seq
         engine = library.loaded()
@@ -407,7 +437,40 @@ class Model:
             n_ctx=n_ctx,
             n_seq=n_seq,
             n_batch=n_batch,
+            tracer=lambda *asked: self._trace(*asked, threads, rope_freq_base, rope_freq_scale),
         )
+
+    def _trace(
+        self,
+        tokens: NDArray[np.int32],
+        parts: tuple[str, ...],
+        layers: Sequence[int] | None,
+        adapters: Mapping[Adapter, float],
+        threads: int | None,
+        rope_freq_base: float,
+        rope_freq_scale: float,
+    ) -> Trace:
+        """A pass over tokens in a context of its own that is looked at."""
+        weights, lib = self._open(), library.load()
+        chosen = checked_layers(layers, int(lib.llama_model_n_layer(weights.handle)))
+        heads = int(lib.llama_model_n_head(weights.handle))
+        check_size(parts, len(chosen), len(tokens), heads, int(lib.llama_model_n_embd(weights.handle)))
+        flash = "attention" not in parts
+
+        def open_core(callback: Any, chunk: int) -> LlamaCore:
+            params = _params(self._threads(threads), flash, rope_freq_base, rope_freq_scale)
+            params.n_ctx = -(-len(tokens) // 256) * 256
+            params.n_seq_max = 1
+            params.n_batch = params.n_ubatch = params.n_outputs_max = chunk
+            params.type_k = params.type_v = TYPES["f16"]
+            params.swa_full, params.offload_kqv, params.cb_eval = True, self._kv_offload, callback
+            core = LlamaCore(weights, params, self._memory, causal=weights.causal)
+            if adapters and not core.adapt(adapters):
+                core.close()
+                raise EngineError("the engine refused the adapters of this sequence")
+            return core
+
+        return traced(tokens, parts, chosen, open_core, heads=heads, experts=weights.experts, flash=flash)
 
     def embedder(
         self,

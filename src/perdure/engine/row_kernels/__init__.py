@@ -8,12 +8,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 import struct
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,6 +93,72 @@ def draw(rows: Floats, k: int, cuts: Sequence[Cut], bias: Bias) -> list[int]:
     return tokens
 
 
+class Measure(NamedTuple):
+    """What is told of a token that was drawn from a row of logits."""
+
+    logprob: float
+    """Natural log probability."""
+    entropy: float
+    """Of the whole row, in nats."""
+    rank: int
+    """1 for the likeliest; of equals, all have the same."""
+    ids: list[int]
+    """The likeliest tokens, best first."""
+    probabilities: list[float]
+    """Theirs."""
+
+
+def measure(row: Floats, token: int, k: int) -> Measure:
+    """What is to be told of `token`, which was drawn from `row`, with the `k` likeliest tokens beside it."""
+    if row.ndim != 1 or row.dtype != np.float32 or row.strides != (4,):
+        raise ValueError(f"a row of shape {row.shape}, type {row.dtype} and strides {row.strides}")
+    table, size = _address(row), len(row)
+    k = min(k, size)
+    if k < 1 or not 0 <= token < size:
+        raise ValueError(f"{k} and token {token} of a row of {size}")
+    if _measure is None:
+        return _measured(row, token, k)
+    # Who measures at the same time makes another one.
+    room = _rooms.pop((k, size), None) or _measuring(k, size)
+    memory, floats, sums, places = room
+    _raise(_measure(table, size, token, k, *places))
+    values, total, moment = floats[:], *sums
+    ids, rank, peak, norm = memory[:k], memory[2 * k + 2], values[0], math.log(total)
+    _rooms[k, size] = room
+    return Measure(
+        float(row[token]) - peak - norm,
+        max(0.0, norm - moment / total),
+        rank,
+        ids,
+        [math.exp(value - peak - norm) for value in values],
+    )
+
+
+def _measuring(k: int, size: int) -> _Room:
+    """Memory for a measure: ids, values, two sums, the rank, and room to work in."""
+    memory = _memory_of(2 * k + 3 + k + size // _BLOCK + 1)()
+    at = ctypes.addressof(memory)
+    floats, sums = (ctypes.c_float * k).from_address(at + 8 * k), _doubles.from_address(at + 16 * k)
+    return memory, floats, sums, (at, at + 8 * k, at + 16 * k, at + 16 * k + 16, at + 16 * k + 24)
+
+
+def _measured(row: Floats, token: int, k: int) -> Measure:
+    """The same in NumPy, for a library that was compiled before it had this."""
+    ids, values = top_k(row[None], k)
+    below = row.astype(np.float64) - float(values[0, 0])
+    weights = np.exp(below)
+    total = float(weights.sum())
+    moment = float(np.sum(weights * np.where(weights > 0, below, 0.0)))
+    norm = math.log(total)
+    return Measure(
+        float(below[token]) - norm,
+        max(0.0, norm - moment / total),
+        int(np.count_nonzero(row > row[token])) + 1,
+        ids[0].tolist(),
+        np.exp(values[0].astype(np.float64) - float(values[0, 0]) - norm).tolist(),
+    )
+
+
 class _Job:
     """Draws from the rows of one table.
 
@@ -135,6 +202,10 @@ class _Job:
         return memory[drawn_at : drawn_at + count]
 
 
+_Room: TypeAlias = tuple[
+    ctypes.Array[ctypes.c_int64], ctypes.Array[ctypes.c_float], ctypes.Array[ctypes.c_double], tuple[int, ...]
+]
+"""Memory for a measure, views of it, and where its parts lie."""
 _Place: TypeAlias = tuple[int, int, int, int]
 """Of a table of rows: its address, how many there are, from one to the next, and the size of each."""
 _Where: TypeAlias = tuple[int, int, int, int, int, tuple[int, int]]
@@ -201,10 +272,18 @@ _last: tuple[weakref.ref[Floats], _Place] = weakref.ref(np.empty((1, 1), np.floa
 """The table that was looked at last. One object, so that threads never see the half of it."""
 _jobs: dict[_Where, _Job] = {}
 """The job of the last draw, while nobody draws with it."""
+_rooms: dict[tuple[int, int], _Room] = {}
+"""Memory of the last measures, while nobody measures with it: as many as there are sizes of rows."""
 _library = _load()
 _BLOCK = int(_library.perdure_row_kernels_block())
 """Values of a row of which the largest is kept in passing."""
+_doubles = ctypes.c_double * 2
 _memory, _count = ctypes.c_void_p, ctypes.c_int64
 _top_k = _function("perdure_top_k", _memory, *[_count] * 4, *[_memory] * 3)
 _draw = _function("perdure_draw", _memory, _memory)
 _drawn = _function("perdure_drawn", _memory)
+_measure = (
+    _function("perdure_measure", _memory, *[_count] * 3, *[_memory] * 5)
+    if hasattr(_library, "perdure_measure")
+    else None
+)

@@ -259,6 +259,100 @@ int64_t perdure_top_k(const float *rows, int64_t count, int64_t stride, int64_t 
     return DONE;
 }
 
+/* Sixteen numbers at a time, in words that compilers turn into what a processor has: this waits for sums, and
+ * is asked for at every token while somebody looks on. */
+typedef float floats __attribute__((vector_size(64)));
+typedef int32_t integers __attribute__((vector_size(64)));
+#define LANES 16
+#define CHUNK 2048
+#define ALL(x) ((floats){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x})
+
+/* The sums over a row of e^d and of d * e^d, where d is how far a value lies below `peak`, and how many values
+ * lie above `mine`. In single precision within a chunk; `size` is a multiple of the lanes. */
+static inline __attribute__((always_inline)) void sums_of(const float *row, int64_t size, float peak, float mine,
+                                                          double *sums, int64_t *above) {
+    for (int64_t start = 0; start < size; start += CHUNK) {
+        int64_t end = start + CHUNK < size ? start + CHUNK : size;
+        floats total = ALL(0.0f), moment = ALL(0.0f);
+        integers over = (integers)ALL(0.0f);
+        for (int64_t at = start; at < end; at += LANES) {
+            floats value, x, n, r, p;
+            __builtin_memcpy(&value, row + at, sizeof value);
+            over -= value > ALL(mine);
+            x = value - ALL(peak);
+            /* Further down is as good as nothing, and no power of two that a float has. */
+            integers low = x < ALL(-87.0f);
+            x = (floats)(((integers)x & ~low) | ((integers)ALL(-87.0f) & low));
+            integers whole = __builtin_convertvector(x * ALL(1.44269504f) - ALL(0.5f), integers);
+            n = __builtin_convertvector(whole, floats);
+            r = (x - n * ALL(0.693359375f)) + n * ALL(2.12194440e-4f);
+            p = ALL(8.3334519073e-3f) * r + ALL(4.1665795894e-2f);
+            p = p * r + ALL(1.6666665459e-1f);
+            p = p * r + ALL(5.0000001201e-1f);
+            p = (p * r * r + r + ALL(1.0f)) * (floats)((whole + 127) << 23);
+            total += p;
+            moment += p * x;
+        }
+        for (int lane = 0; lane < LANES; lane++)
+            sums[0] += total[lane], sums[1] += moment[lane], *above += over[lane];
+    }
+}
+
+typedef void sums_function(const float *, int64_t, float, float, double *, int64_t *);
+
+static void sums_anywhere(const float *row, int64_t size, float peak, float mine, double *sums, int64_t *above) {
+    sums_of(row, size, peak, mine, sums, above);
+}
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+__attribute__((target("avx512f,avx512dq"))) static void sums_avx512(const float *row, int64_t size, float peak,
+                                                                    float mine, double *sums, int64_t *above) {
+    sums_of(row, size, peak, mine, sums, above);
+}
+
+__attribute__((target("avx2"))) static void sums_avx2(const float *row, int64_t size, float peak, float mine,
+                                                      double *sums, int64_t *above) {
+    sums_of(row, size, peak, mine, sums, above);
+}
+
+/* What this processor and its system can do. */
+static sums_function *fastest_sums(void) {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return sums_anywhere;
+    unsigned states, high;
+    __asm__("xgetbv" : "=a"(states), "=d"(high) : "c"(0));
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (states & 0x6) != 0x6) return sums_anywhere;
+    if ((states & 0xe6) == 0xe6 && (b & bit_AVX512F) && (b & bit_AVX512DQ)) return sums_avx512;
+    return b & bit_AVX2 ? sums_avx2 : sums_anywhere;
+}
+#else
+static sums_function *fastest_sums(void) { return sums_anywhere; }
+#endif
+
+/* What is told of a token that was drawn from a row: the `k` largest and which they are, the sums of `sums_of`, and the token's rank, from 1. `room` is as for `perdure_top_k`. */
+int64_t perdure_measure(const float *row, int64_t size, int64_t token, int64_t k, int64_t *ids, float *values,
+                        double *sums, int64_t *rank, entry *room) {
+    if (!top_of_row(row, size, k, (float *)(room + k), room)) return NO_NUMBER;
+    for (int64_t at = 0; at < k; at++) ids[at] = room[at].id, values[at] = room[at].value;
+    float peak = room[0].value, mine = row[token];
+    if (!(peak < __builtin_inff()) || peak == -__builtin_inff()) return NO_NUMBER;
+    static sums_function *sums_here;
+    sums_function *found = __atomic_load_n(&sums_here, __ATOMIC_RELAXED);
+    if (!found) __atomic_store_n(&sums_here, found = fastest_sums(), __ATOMIC_RELAXED);
+    int64_t above = 0, whole = size / LANES * LANES;
+    sums[0] = sums[1] = 0.0;
+    found(row, whole, peak, mine, sums, &above);
+    for (int64_t at = whole; at < size; at++) {
+        double below = (double)row[at] - peak, weight = exponential(below);
+        sums[0] += weight;
+        if (weight > 0.0) sums[1] += weight * below;
+        above += row[at] > mine;
+    }
+    *rank = above + 1;
+    return DONE;
+}
+
 /* What the caller has to know. */
 int64_t perdure_row_kernels_version(void) { return VERSION; }
 int64_t perdure_row_kernels_block(void) { return BLOCK; }

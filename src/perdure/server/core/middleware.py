@@ -236,8 +236,10 @@ class Cors:
 
 OPEN = frozenset({"/", "/health", "/ready", "/openapi.json"})
 """What anybody may ask for: whether the server lives, and how to speak to it."""
-OPERATOR = frozenset({"/metrics", "/v1/usage"})
+OPERATOR = frozenset({"/metrics", "/v1/usage", "/v1/events"})
 """What the operator's keys open."""
+_OPERATOR_ONLY = frozenset({"/metrics", "/v1/events"})
+"""What no other key opens: it tells of everybody's requests."""
 _READING = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 """Methods that no quota limits: whoever has used up a day still reads, exports and deletes what is theirs."""
 _STOP = "/stop"
@@ -288,11 +290,11 @@ class Auth:
         if generates and (over := self._keys.usage.admit(key, now, time.monotonic())) is not None:
             return rate_limited(over.why, over.retry_after)
         is_operator = key.namespace == METRICS
-        if (path == "/metrics" and not is_operator) or (is_operator and path not in OPERATOR):
+        if (path in _OPERATOR_ONLY and not is_operator) or (is_operator and path not in OPERATOR):
             return ApiError(
                 403,
-                f"the metrics are for keys of the namespace {METRICS}, and those open nothing but "
-                "/metrics and /v1/usage",
+                f"metrics and events are for keys of the namespace {METRICS}, and those open nothing but "
+                "/metrics, /v1/usage and /v1/events",
                 kind="permission_error",
                 code="forbidden",
             )

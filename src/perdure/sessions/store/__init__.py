@@ -2,5 +2,7 @@
 
 base      the contract: each call, who may call it, what may wait, what a failure means
 registry  which stores there are, and which one opens what is given
+sql/      what stores in databases have in common
 sqlite/   sessions in an SQLite database, in the folder of a store
+postgres/ sessions in a PostgreSQL database, for several machines
 """

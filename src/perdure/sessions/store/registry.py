@@ -2,30 +2,121 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from perdure.errors import CorruptStateError, InvalidInputError, StoreDamagedError, StoreError
 from perdure.sessions.store.base import SessionStore
-from perdure.sessions.store.sqlite.backup import Backup, back_up, restore
+from perdure.sessions.store.migrate import Migration
+from perdure.sessions.store.migrate import migrate as migrate_sessions
+from perdure.sessions.store.postgres.place import PostgresPlace, is_url, place_in, stand_in
+from perdure.sessions.store.sql.store import SqlStore
+from perdure.sessions.store.sqlite import backup, repair
+from perdure.sessions.store.sqlite.backup import Backup, restore
 from perdure.sessions.store.sqlite.folder import FILE
-from perdure.sessions.store.sqlite.repair import FOUND, Verification, verify
+from perdure.sessions.store.sqlite.repair import FOUND, Progress, Verification
 from perdure.sessions.store.sqlite.store import SqliteStore
 
-__all__ = ["FOUND", "Backup", "Verification", "back_up", "has_sessions", "open_store", "restore", "verify"]
+if TYPE_CHECKING:
+    from perdure.sessions.store.postgres.store import PostgresStore
+
+__all__ = [
+    "FOUND",
+    "Backup",
+    "Migration",
+    "Verification",
+    "back_up",
+    "has_sessions",
+    "migrate",
+    "open_store",
+    "restore",
+    "store_folder",
+    "verify",
+]
 
 Opener = Callable[[Path | None, bool], SessionStore]
 
-STORES: dict[str, Opener] = {"folder": lambda folder, readonly: SqliteStore(folder, readonly=readonly)}
+
+def _postgres(place: PostgresPlace, *, readonly: bool) -> PostgresStore:
+    try:
+        from perdure.sessions.store.postgres.store import PostgresStore
+    except ModuleNotFoundError as error:
+        raise StoreError(
+            f"sessions in PostgreSQL need {error.name}: pip install 'perdure[cluster]'"
+        ) from None
+    return PostgresStore(place, readonly=readonly)
+
+
+def _in_folder(folder: Path | None, readonly: bool) -> SessionStore:
+    place = place_in(folder) if folder is not None else None
+    if place is None:
+        return SqliteStore(folder, readonly=readonly)
+    return _postgres(place, readonly=readonly)
+
+
+STORES: dict[str, Opener] = {"folder": _in_folder}
 """What opens a folder, or without one a store in memory."""
 
 
 def open_store(place: Path | SessionStore | None, *, readonly: bool = False) -> SessionStore:
-    """The session store in a folder, or without one in memory. One that is open already is taken as it is."""
+    """The session store in a folder, or in the database that it stands for; without one in memory. One that
+    is open already is taken as it is."""
     if place is None or isinstance(place, Path):
         return STORES["folder"](place, readonly)
     return place
 
 
+def store_folder(store: str | os.PathLike[str]) -> Path:
+    """The folder of a store: the one that is named, or that stands on this machine for a database. Blocks of
+    state, and the locks of this machine's processes, lie there."""
+    return stand_in(store) if isinstance(store, str) and is_url(store) else Path(store)
+
+
 def has_sessions(folder: Path) -> bool:
-    """Whether a folder holds a session store."""
-    return (folder / FILE).is_file()
+    """Whether a folder holds a session store, or stands for a database."""
+    return (folder / FILE).is_file() or place_in(folder) is not None
+
+
+def verify(folder: Path, progress: Progress) -> Verification:
+    """Prove every turn that a session or a memory leads to, then have every block read. A damaged database
+    of a folder is mended from what can be proved; one of a server is its operator's to restore."""
+    place = place_in(folder)
+    if place is None:
+        return repair.verify(folder, progress)
+    found = Verification(store=folder)
+    try:
+        with closing(_postgres(place, readonly=True)) as store:
+            repair.prove_sessions(store, found, progress)
+    except (StoreDamagedError, CorruptStateError) as error:
+        found.database = str(error)
+    if found.damaged or found.database:
+        found.not_repaired = f"{place.shown} is on a server: restore it there from a copy"
+    repair.read_blocks(folder, found, progress)
+    return found
+
+
+def migrate(source: Path, target: Path, progress: Progress) -> Migration:
+    """Bring all sessions and memories of a store into another one, while both are in use. State stays where
+    it is: the first turn in the new store computes it again."""
+    with ExitStack() as held:
+        stores = []
+        for folder, readonly in ((source, True), (target, False)):
+            store = _in_folder(folder, readonly)
+            held.callback(store.close)
+            assert isinstance(store, SqlStore)
+            stores.append(store)
+        first, second = stores
+        if first.store_id() == second.store_id():
+            raise InvalidInputError(f"{source} and {target} are the same store")
+        return migrate_sessions(first, second, progress)
+
+
+def back_up(folder: Path, file: Path, *, state: bool = False, progress: Progress | None = None) -> Backup:
+    """Copy all sessions of a store into one new file."""
+    place = place_in(folder)
+    if place is not None:
+        raise StoreError(f"{place.shown} is on a server: `pg_dump --schema={place.schema}` copies it there")
+    return backup.back_up(folder, file, state=state, progress=progress)

@@ -299,6 +299,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_n_layer": (c_int32, [c_void_p]),
     "llama_model_n_head": (c_int32, [c_void_p]),
     "llama_model_n_head_kv": (c_int32, [c_void_p]),
+    "llama_model_rope_type": (c_int32, [c_void_p]),
     "llama_model_n_cls_out": (c_uint32, [c_void_p]),
     "llama_model_n_swa": (c_int32, [c_void_p]),
     "llama_model_n_params": (c_uint64, [c_void_p]),

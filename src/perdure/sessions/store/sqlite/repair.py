@@ -20,23 +20,21 @@ from typing import TYPE_CHECKING, Any
 from perdure.atomic import make_private, sync_folder, translate_os_errors
 from perdure.config import STORE_BYTES
 from perdure.errors import CorruptStateError, StoreDamagedError, StoreLockedError
-from perdure.sessions.store.sqlite.folder import FILE, MENDED, SessionFolder, UseLock
-from perdure.sessions.store.sqlite.schema import (
+from perdure.sessions.store.sql.rows import (
     INSERT_TURN,
-    MEMORY,
     MEMORY_COLUMNS,
-    MIGRATIONS,
-    SESSION,
     SESSION_COLUMNS,
     TURN,
     TURN_COLUMNS,
-    USAGE,
     parse_turn,
     read_memory,
     read_session,
     row_checksum,
     turn_values,
 )
+from perdure.sessions.store.sql.store import SqlStore
+from perdure.sessions.store.sqlite.folder import FILE, MENDED, SessionFolder, UseLock
+from perdure.sessions.store.sqlite.schema import MIGRATIONS, USAGE
 from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store.index import APPLICATION, Index, unopened
@@ -400,50 +398,51 @@ def verify(folder: Path, progress: Progress) -> Verification:
             found.repair = repair(folder)
         except (StoreDamagedError, StoreLockedError) as error:
             found.not_repaired = str(error)
-    _read_blocks(folder, found, progress)
+    read_blocks(folder, found, progress)
     return found
 
 
 def _read_sessions(folder: Path, found: Verification, progress: Progress) -> None:
-    store = SqliteStore(folder, readonly=True)
-    try:
+    with closing(SqliteStore(folder, readonly=True)) as store:
         store.index.check()
         store.index.check_schema()
-        sessions = store.index.rows(SESSION)
-        memories = store.index.rows(MEMORY)
-        found.sessions, found.memories = len(sessions), len(memories)
-        points: list[tuple[str, Callable[[], Chain]]] = []
-        for row in sessions:
-            what = f"session {_quoted(str(row[2]))}{_of(row[1])}"
-            points.append((what, partial(_session, store, row)))
-        for row in memories:
-            said = dict(zip(MEMORY_COLUMNS, row, strict=False))
-            what = f"memory {_quoted(str(said['label']))} of {_quoted(str(said['session']))}"
-            points.append((what + _found_in(said["namespace"]), partial(_memory, store, row)))
-        proved: dict[int, str] = {}
-        for number, (what, prove) in enumerate(points, 1):
-            try:
-                numbers, turns = prove()
-                for at, turn in zip(numbers, turns, strict=True):
-                    if at not in proved:
-                        # What goes on from a turn believes this; the turns behind it prove only its content.
-                        store.check_turn(at, turn.digest)
-                        proved[at] = turn.kind
-            except CorruptStateError as error:
-                found.damaged.append((what, str(error)))
-            progress(number, len(points))
-        found.turns = sum(kind != "start" for kind in proved.values())
-        store.check_counts()
-    finally:
-        store.close()
+        prove_sessions(store, found, progress)
 
 
-def _session(store: SqliteStore, row: tuple[Any, ...]) -> Chain:
+def prove_sessions(store: SqlStore, found: Verification, progress: Progress) -> None:
+    """Prove every turn that a session or a memory of an open store leads to."""
+    sessions, memories = store.every()
+    found.sessions, found.memories = len(sessions), len(memories)
+    points: list[tuple[str, Callable[[], Chain]]] = []
+    for row in sessions:
+        what = f"session {_quoted(str(row[2]))}{_of(row[1])}"
+        points.append((what, partial(_session, store, row)))
+    for row in memories:
+        said = dict(zip(MEMORY_COLUMNS, row, strict=False))
+        what = f"memory {_quoted(str(said['label']))} of {_quoted(str(said['session']))}"
+        points.append((what + _found_in(said["namespace"]), partial(_memory, store, row)))
+    proved: dict[int, str] = {}
+    for number, (what, prove) in enumerate(points, 1):
+        try:
+            numbers, turns = prove()
+            for at, turn in zip(numbers, turns, strict=True):
+                if at not in proved:
+                    # What goes on from a turn believes this; the turns behind it prove only its content.
+                    store.check_turn(at, turn.digest)
+                    proved[at] = turn.kind
+        except CorruptStateError as error:
+            found.damaged.append((what, str(error)))
+        progress(number, len(points))
+    found.turns = sum(kind != "start" for kind in proved.values())
+    store.check_counts()
+
+
+def _session(store: SqlStore, row: tuple[Any, ...]) -> Chain:
     known = read_session(row)
     return store.chain(known.head, known.name)
 
 
-def _memory(store: SqliteStore, row: tuple[Any, ...]) -> Chain:
+def _memory(store: SqlStore, row: tuple[Any, ...]) -> Chain:
     return store.chain_of(read_memory(row))
 
 
@@ -460,7 +459,8 @@ def _found_in(namespace: object) -> str:
     return f" of namespace {_quoted(str(namespace))}" if namespace else ""
 
 
-def _read_blocks(folder: Path, found: Verification, progress: Progress) -> None:
+def read_blocks(folder: Path, found: Verification, progress: Progress) -> None:
+    """Have every block of a store read and proved."""
     from perdure.cache.tiers.archive import block_folders
     from perdure.cache.tiers.disk import DiskTier
 

@@ -1,74 +1,36 @@
-"""The session store in SQLite: sessions, turns and memories, every change as one transaction."""
+"""The session store in SQLite: a database in the folder of a store, or in memory."""
 
 from __future__ import annotations
 
-import builtins
 import secrets
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from filelock import FileLock
 
 from perdure.atomic import make_folder, translate_os_errors
-from perdure.errors import (
-    CorruptStateError,
-    QuotaError,
-    SessionError,
-    SessionExistsError,
-    SessionNotFoundError,
-)
-from perdure.sessions.info import SessionInfo, SessionMemory, Tree
-from perdure.sessions.store.base import RESPONSE, NamespaceSize, Quota
+from perdure.sessions.info import SessionInfo
+from perdure.sessions.store.sql.rows import ADVICE, row_checksum
+from perdure.sessions.store.sql.store import SqlStore
 from perdure.sessions.store.sqlite.folder import SessionFolder, TurnLocks, UseLock
-from perdure.sessions.store.sqlite.schema import (
-    ADVICE,
-    MIGRATIONS,
-    SAYING,
-    SESSION,
-    SESSION_COLUMNS,
-    TURN_BYTES,
-    USAGE,
-    Counters,
-    Rows,
-    Value,
-    json_text,
-    proved_session,
-    row_checksum,
-    row_limit,
-    text_rows,
-    valid_text,
-)
-from perdure.sessions.store.sqlite.tables import MemoryTable, TurnTable, read_tree
-from perdure.sessions.turn import FIRST, Turn, TurnPage, TurnReference
+from perdure.sessions.store.sqlite.schema import DIALECT, MIGRATIONS, Counters
 from perdure.store.index import Index, TableCheck
 
 _OPENING, _PATIENCE = "sessions.opening", 60.0
 """Held while a database is created, migrated and checked; and how many seconds one waits for others."""
-_SEARCHED = 64
-"""Sessions that a search reads at a time."""
 
 
-class SqliteStore:
+class SqliteStore(SqlStore):
     """`SessionStore` in a folder, or without one in memory. For any thread.
 
-    Always holds: a turn is written once and whole, after the one before it; a session names a turn that is
-    there; turns that nothing leads to any more go with what last led to them. Each row is proved when it is
-    read, and one that is not what it was is refused. Numbers of sessions, turns and memories are never
-    given out again, and a change of a session checks its number, namespace and name. Several processes may
-    write to one: a change is a transaction, and sees what the others have done.
+    SQLite lets one process write at a time, so no namespace is locked; locks of turns are the system's and
+    end with a process, so no lease runs out.
     """
 
     def __init__(self, folder: Path | None, *, readonly: bool = False) -> None:
         """In `folder`, or without one in memory."""
         self.readonly = readonly
         self.is_shared = folder is not None
-        self._quotas: dict[str, Quota] = {}
-        self._searching: dict[str | None, threading.Lock] = {}
         self._files = SessionFolder(folder) if folder is not None else None
         self._turn_locks: TurnLocks | None = None
         with ExitStack() as held, ExitStack() as opening:
@@ -100,11 +62,9 @@ class SqliteStore:
             for table in ("register", "counter"):
                 self.index.check(table)
             # So that none of these is missed: what is found through an index is all there is.
-            self._check = TableCheck(self.index, ("session", "memory"))
-            held.callback(self._check.close)
-            self._counters = Counters(self.index)
-            self._turns = TurnTable(self.index, self._counters)
-            self._memories = MemoryTable(self.index, self._counters)
+            check = TableCheck(self.index, ("session", "memory"))
+            held.callback(check.close)
+            super().__init__(self.index, DIALECT, Counters(self.index), check)
             self.key: bytes | None = secrets.token_bytes(32)
             """What signs exports, so that the state in them is known again. None where it may not be made."""
             if self._files is not None:
@@ -121,174 +81,6 @@ class SqliteStore:
         written."""
         return None if self._files is None or self.readonly else self._files.transfers()
 
-    # Sessions.
-
-    def create(
-        self,
-        namespace: str,
-        name: str,
-        turns: Sequence[Turn] = (),
-        *,
-        head: int | None = None,
-        digest: bytes = FIRST,
-        kind: str = "session",
-        settings: Mapping[str, Any] | None = None,
-        origin: Mapping[str, Any] | None = None,
-        replaces: SessionInfo | None = None,
-    ) -> SessionInfo:
-        """A new session: at a turn that is there and has that digest, followed by turns that are not yet.
-        With `replaces`, that session goes in the same moment."""
-        # Before the transaction: a name that is missed would be given away twice.
-        self._check.wait()
-        with self._writing():
-            if replaces is not None:
-                self._delete(replaces)
-            return self._create(
-                namespace,
-                name,
-                turns,
-                head=head,
-                digest=digest,
-                kind=kind,
-                settings=settings or {},
-                origin=origin or {},
-            )
-
-    def _create(
-        self,
-        namespace: str,
-        name: str,
-        turns: Sequence[Turn],
-        *,
-        head: int | None = None,
-        digest: bytes = FIRST,
-        kind: str = "session",
-        settings: Mapping[str, Any] = MappingProxyType({}),
-        origin: Mapping[str, Any] = MappingProxyType({}),
-    ) -> SessionInfo:
-        """`create` within a transaction."""
-        if self._find(namespace, name) is not None:
-            raise SessionExistsError(
-                f"there is a session {name!r} already: choose another name, or delete it"
-            )
-        if head is not None:
-            self._turns.check(head, digest)
-        for turn in turns:
-            head = self._add_turn(namespace, head, turn)
-        self._count(namespace, sessions=1)
-        number, now = self._counters.next("session"), time.time()
-        self.index.run(
-            f"INSERT INTO session ({', '.join(SESSION_COLUMNS)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            number,
-            namespace,
-            name,
-            kind,
-            head,
-            json_text(dict(settings)),
-            json_text(dict(origin)),
-            now,
-            now,
-        )
-        self._write_checksum(number)
-        info = self._find(namespace, name)
-        assert info is not None
-        return info
-
-    def find(self, namespace: str, name: str) -> SessionInfo:
-        found = self._find(namespace, name)
-        if found is None:
-            raise SessionNotFoundError(f"there is no session {name!r}")
-        return found
-
-    def has(self, namespace: str, name: str) -> bool:
-        return self._find(namespace, name) is not None
-
-    def list(
-        self,
-        namespace: str | None = None,
-        *,
-        limit: int | None = None,
-        after: SessionInfo | None = None,
-        text: str | None = None,
-    ) -> list[SessionInfo]:
-        """The latest first: those of a namespace or all, up to `limit`, of those that come behind `after`.
-        Stored responses are found by their ids, and not listed. With `text`, those that have it in their
-        names or in what was said."""
-        self._check.wait()
-        if text is None:
-            return [proved_session(row) for row in self._page(self.index.rows, namespace, limit, after)]
-        row_limit(limit)
-        with valid_text():
-            text.encode()
-        return self._search(namespace, limit, after, text)
-
-    def expired(self, before: float, *, limit: int) -> builtins.list[tuple[str, str]]:
-        """Namespaces and names of stored responses that were last changed before a time, the oldest first."""
-        rows = self.index.rows(
-            f"SELECT namespace, name FROM session WHERE kind = '{RESPONSE}' AND updated < ?"
-            " ORDER BY updated, number LIMIT ?",
-            before,
-            limit,
-        )
-        return [(namespace, name) for namespace, name in rows]
-
-    def add(
-        self,
-        session: SessionInfo,
-        turns: Sequence[Turn],
-        *,
-        parent: int,
-        expected: int,
-        follower: SessionInfo | None = None,
-    ) -> Sequence[int]:
-        """Make turns the latest of a session, behind turn number `parent`: all of them or none.
-
-        Refused where the session does not stand at turn number `expected` any more. A `follower` that stands
-        there too goes to the same turn.
-        """
-        with self._writing():
-            before = self._standing(session, expected)
-            following = self._standing(follower, expected) if follower is not None else None
-            numbers: builtins.list[int] = []
-            for turn in turns:
-                parent = self._add_turn(session.namespace, parent, turn)
-                numbers.append(parent)
-            self._move(before, parent)
-            if following is not None:
-                self._move(following, parent)
-            return numbers
-
-    def note(self, session: SessionInfo, origin: Mapping[str, Any]) -> SessionInfo:
-        """Write down something else of where a session comes from."""
-        with self._writing():
-            number = self._standing(session).number
-            self.index.run("UPDATE session SET origin = ? WHERE number = ?", json_text(dict(origin)), number)
-            self._write_checksum(number)
-            return self._standing(session)
-
-    def move(self, session: SessionInfo, head: int, *, digest: bytes, expected: int) -> None:
-        """Let a session stand at another turn. Refused as `add` is."""
-        with self._writing():
-            before = self._standing(session, expected)
-            self._turns.check(head, digest)
-            self._move(before, head)
-
-    def delete(self, session: SessionInfo) -> None:
-        with self._writing():
-            self._delete(session)
-
-    def head(self, session: SessionInfo) -> int:
-        """The number of the turn at which a session stands now, whoever moved it."""
-        rows = self.index.rows(
-            "SELECT head FROM session WHERE number = ? AND namespace = ? AND name = ?",
-            session.number,
-            session.namespace,
-            session.name,
-        )
-        if not rows:
-            raise SessionNotFoundError(f"session {session.name!r} was deleted")
-        return int(rows[0][0])
-
     def take(self, session: SessionInfo) -> bool:
         """Have a session for a turn or a change; False where another process, or another runtime of this
         one, has it. Within a runtime, sessions see to that themselves."""
@@ -297,286 +89,3 @@ class SqliteStore:
     def release(self, session: SessionInfo) -> None:
         if self._turn_locks is not None:
             self._turn_locks.release(session.number)
-
-    # Turns.
-
-    def read(self, reference: TurnReference, count: int, name: str) -> TurnPage:
-        """That turn and those before it, up to `count`, each proved by the digest of the next."""
-        return self._turns.read(reference, count, name)
-
-    def start(self, head: int, name: str) -> Turn:
-        """The first turn of the session that stands at `head`. Of the turns between, only the checksums are
-        read."""
-        return self._turns.start(head, name)
-
-    def page(
-        self, head: int, name: str, *, after: int, limit: int | None = None, nbytes: int | None = None
-    ) -> builtins.list[Turn]:
-        """The turns that lead to `head`, from depth `after` + 1 on: up to `limit`, and to `nbytes` together,
-        but one at least."""
-        return self._turns.page(head, name, after=after, limit=limit, nbytes=nbytes)
-
-    def nbytes(self, head: int) -> int:
-        """What the turns that lead to `head` take, without the overhead of the database."""
-        return self._turns.nbytes(head)
-
-    def tree(self, session: SessionInfo, *, limit: int, after: str | None = None) -> Tree:
-        """The tree that a session is a branch of: up to `limit` turns, behind the one with the id `after`."""
-        self._check.wait()
-        return read_tree(self.index, session, limit=limit, after=after, memories=self._memories)
-
-    # Memories.
-
-    def label(
-        self, session: SessionInfo, at: TurnReference, label: str, kind: str, note: str
-    ) -> SessionMemory:
-        """Remember a turn of a session, in the place of what had that label there."""
-        with self._writing():
-            self._standing(session)
-            self._turns.check(at.head, at.digest)
-            made, replaced = self._memories.add(session, at, label, kind, note)
-            for last in replaced:
-                self._prune(session.namespace, last)
-            return made
-
-    def memories(
-        self,
-        namespace: str,
-        *,
-        label: str | None = None,
-        kind: str | None = None,
-        session: str | None = None,
-        turn: int | None = None,
-        text: str | None = None,
-        limit: int | None = None,
-        after: int = 0,
-    ) -> builtins.list[SessionMemory]:
-        """Those that fit everything given, the oldest first: up to `limit`, behind number `after`."""
-        where: builtins.list[tuple[str, Value]] = [("m.namespace = ?", namespace)]
-        for column, value in (("label", label), ("kind", kind), ("session", session), ("depth", turn)):
-            if value is not None:
-                where.append((f"m.{column} = ?", value))
-        self._check.wait()
-        if text is None:
-            return self._memories.find(where, after=after, limit=limit)
-        row_limit(limit)
-        with valid_text():
-            text.encode()
-        with self._searches(namespace), self.index.reading_apart() as rows:
-            return self._memories.search(rows, where, text, after=after, limit=limit)
-
-    def locate(self, memory: SessionMemory) -> TurnReference:
-        """The turn that was remembered, after proving all that led to it."""
-        numbers, turns = self.chain_of(memory)
-        return TurnReference(numbers[-1], turns[-1].digest, len(turns) - 1)
-
-    def chain_of(self, memory: SessionMemory) -> tuple[Sequence[int], Sequence[Turn]]:
-        """The turns that lead to a memory, if they are those that were remembered."""
-        numbers, turns = self._turns.chain(self._memories.turn_of(memory), memory.session)
-        if turns[-1].digest != memory.digest:
-            raise CorruptStateError(
-                f"what lies at {memory.address} is not what was remembered: its digest differs; "
-                "nothing was woken"
-            )
-        return numbers, turns
-
-    def forget(self, memory: SessionMemory) -> None:
-        with self._writing():
-            turn = self._memories.turn_of(memory)
-            self._memories.drop(memory.number)
-            self._prune(memory.namespace, turn)
-
-    # The whole.
-
-    def limit(self, namespace: str, quota: Quota | None) -> None:
-        """What a namespace may store from now on, by this process; None lifts the bound."""
-        if quota is None:
-            self._quotas.pop(namespace, None)
-        else:
-            self._quotas[namespace] = quota
-
-    def sizes(self) -> builtins.list[NamespaceSize]:
-        """What every namespace that has sessions stores, by its name."""
-        rows = self.index.rows(
-            "WITH RECURSIVE up (namespace, number) AS ("
-            " SELECT namespace, head FROM session"
-            " UNION SELECT up.namespace, t.parent FROM up JOIN turn t ON t.number = up.number"
-            " WHERE t.parent IS NOT NULL"
-            ") SELECT up.namespace,"
-            " (SELECT count(*) FROM session s WHERE s.namespace = up.namespace),"
-            f" sum(t.kind != 'start'), sum({TURN_BYTES})"
-            " FROM up JOIN turn t ON t.number = up.number GROUP BY up.namespace ORDER BY up.namespace"
-        )
-        return [
-            NamespaceSize(namespace=str(name), sessions=int(sessions), turns=int(turns), nbytes=int(nbytes))
-            for name, sessions, turns, nbytes in rows
-        ]
-
-    # For `verify`, which proves everything.
-
-    def chain(self, head: int, name: str) -> tuple[Sequence[int], Sequence[Turn]]:
-        """The numbers and turns that lead to `head`, each proved by its digest."""
-        return self._turns.chain(head, name)
-
-    def check_turn(self, number: int, digest: bytes) -> None:
-        """Raise unless a turn is what its checksum says, which those behind it believe."""
-        self._turns.check(number, digest)
-
-    def check_counts(self) -> None:
-        """Raise unless the numbers given out, and what each namespace stores, are what was written."""
-        self._counters.check()
-        stored = {row for row in self.index.rows("SELECT * FROM usage") if row[1] or row[2]}
-        if stored != set(self.index.rows(USAGE)):
-            raise CorruptStateError(f"what namespaces store is not what was written down: {ADVICE}")
-
-    # Inside.
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        self._check.refuse_damaged()
-        with valid_text(), self.index.writing():
-            yield
-
-    def _find(self, namespace: str, name: str) -> SessionInfo | None:
-        rows = text_rows(self.index, f"{SESSION} WHERE s.namespace = ? AND s.name = ?", namespace, name)
-        if not rows:
-            self._check.wait()
-            return None
-        found = proved_session(rows[0])
-        if (found.namespace, found.name) != (namespace, name):
-            raise CorruptStateError(f"another session is found in the place of {name!r}: {ADVICE}")
-        return found
-
-    def _standing(self, session: SessionInfo, expected: int | None = None) -> SessionInfo:
-        """That very session as it is now."""
-        found = self.index.rows(
-            f"{SESSION} WHERE s.number = ? AND s.namespace = ? AND s.name = ?",
-            session.number,
-            session.namespace,
-            session.name,
-        )
-        if not found:
-            raise SessionNotFoundError(f"session {session.name!r} was deleted")
-        now = proved_session(found[0])
-        if expected is not None and now.head != expected:
-            raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
-        return now
-
-    def _delete(self, session: SessionInfo) -> None:
-        found = self._standing(session)
-        self.index.run("DELETE FROM session WHERE number = ?", found.number)
-        self._count(found.namespace, sessions=-1)
-        self._prune(found.namespace, found.head)
-
-    def _move(self, session: SessionInfo, head: int) -> None:
-        # Later than before, whatever the clock says: lists are in this order.
-        now = max(time.time(), session.updated)
-        self.index.run("UPDATE session SET head = ?, updated = ? WHERE number = ?", head, now, session.number)
-        self._write_checksum(session.number)
-        self._prune(session.namespace, session.head)
-
-    def _write_checksum(self, session: int) -> None:
-        """After a change."""
-        [(*said, _)] = self.index.rows(f"{SESSION} WHERE s.number = ?", session)
-        self.index.run("UPDATE session SET seal = ? WHERE number = ?", row_checksum(*said), session)
-
-    def _add_turn(self, namespace: str, parent: int | None, turn: Turn) -> int:
-        number = self._turns.add(parent, turn)
-        self._count(namespace, nbytes=self._turns.size(number))
-        return number
-
-    def _count(self, namespace: str, *, sessions: int = 0, nbytes: int = 0) -> None:
-        """Write down what a namespace stores more or less than before; refused beyond its quota."""
-        self.index.run("INSERT OR IGNORE INTO usage VALUES (?, 0, 0)", namespace)
-        self.index.run(
-            "UPDATE usage SET sessions = max(0, sessions + ?), nbytes = max(0, nbytes + ?)"
-            " WHERE namespace = ?",
-            sessions,
-            nbytes,
-            namespace,
-        )
-        quota = self._quotas.get(namespace)
-        if quota is None:
-            return
-        [(stored, size)] = self.index.rows(
-            "SELECT sessions, nbytes FROM usage WHERE namespace = ?", namespace
-        )
-        for what, more, total, most in (
-            ("sessions", sessions, stored, quota.sessions),
-            ("bytes", nbytes, size, quota.nbytes),
-        ):
-            if more > 0 and most is not None and total > most:
-                raise QuotaError(
-                    f"this key may store {most} {what}, and with this it would be {total}: delete sessions "
-                    "or responses, or raise its limit",
-                    needed=total,
-                    limit=most,
-                )
-
-    def _page(
-        self, rows: Rows, namespace: str | None, limit: int | None, after: SessionInfo | None
-    ) -> builtins.list[tuple[Any, ...]]:
-        """Rows of `SESSION`, the latest first."""
-        # In these words: the indexes are of what they say.
-        where, values = [f"s.kind != '{RESPONSE}'"], builtins.list[Value]()
-        if namespace is not None:
-            where.append("s.namespace = ?")
-            values.append(namespace)
-        if after is not None:
-            where.append("(s.updated, s.number) < (?, ?)")
-            values += [after.updated, after.number]
-        with valid_text():
-            return rows(
-                f"{SESSION} WHERE {' AND '.join(where)} ORDER BY s.updated DESC, s.number DESC LIMIT ?",
-                *values,
-                row_limit(limit),
-            )
-
-    def _search(
-        self, namespace: str | None, limit: int | None, after: SessionInfo | None, text: str
-    ) -> builtins.list[SessionInfo]:
-        """The sessions of a namespace with a text in their names or turns, a page of them at a time."""
-        matches: builtins.list[SessionInfo] = []
-        with self._searches(namespace), self.index.reading_apart() as rows:
-            while page := self._page(rows, namespace, _SEARCHED, after):
-                sessions = [proved_session(row) for row in page]
-                marks = ", ".join("?" * len(sessions))
-                said: dict[int | None, bool] = {}
-                heads = {session.head for session in sessions}
-                for number, parent, here in rows(SAYING.format(heads=", ".join(map(str, heads))), text, text):
-                    said[number] = bool(here) or said.get(parent, False)
-                named = rows(
-                    f"SELECT number FROM session WHERE number IN ({marks}) AND instr(lower(name), lower(?))",
-                    *(session.number for session in sessions),
-                    text,
-                )
-                numbers = {number for (number,) in named}
-                for session in sessions:
-                    if session.number in numbers or said.get(session.head):
-                        matches.append(session)
-                        if len(matches) == limit:
-                            return matches
-                after = sessions[-1]
-        return matches
-
-    def _searches(self, namespace: str | None) -> threading.Lock:
-        """Held while a namespace is searched: one search of it at a time reads everything it has."""
-        return self._searching.setdefault(namespace, threading.Lock())
-
-    def _prune(self, namespace: str, turn: int | None) -> None:
-        """Delete a turn that nothing leads to any more, and then what led only to it."""
-        while turn is not None:
-            [(needed,)] = self.index.rows(
-                "SELECT EXISTS (SELECT 1 FROM turn WHERE parent = ?)"
-                " OR EXISTS (SELECT 1 FROM session WHERE head = ?)"
-                " OR EXISTS (SELECT 1 FROM memory WHERE turn = ?)",
-                *(turn,) * 3,
-            )
-            if needed:
-                return
-            # What leads to it must not have been missed.
-            self._check.wait()
-            found = self.index.rows("SELECT parent FROM turn WHERE number = ?", turn)
-            self._count(namespace, nbytes=-self._turns.size(turn))
-            self.index.run("DELETE FROM turn WHERE number = ?", turn)
-            turn = found[0][0] if found else None

@@ -133,6 +133,9 @@ class _Reader:
         return header
 
     def _metadata(self, given: object) -> dict[str, str]:
+        if given is None:
+            # MLX writes it so where there is none.
+            return {}
         if not isinstance(given, dict) or not all(isinstance(each, str) for each in given.values()):
             raise self._bad("its metadata is not a table of texts")
         return given

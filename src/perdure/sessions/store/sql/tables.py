@@ -8,16 +8,15 @@ from typing import Any
 
 from perdure.errors import CorruptStateError, SessionNotFoundError
 from perdure.sessions.info import ID_BYTES, SessionInfo, SessionMemory, Tree, TreeTurn, parse_turn_id, turn_id
-from perdure.sessions.store.sqlite.schema import (
+from perdure.sessions.store.sql.database import Database, Dialect, Numbers
+from perdure.sessions.store.sql.rows import (
     ADVICE,
     INSERT_TURN,
     MEMORY,
     MEMORY_COLUMNS,
     SESSION,
     TURN,
-    TURN_BYTES,
     TURN_COLUMNS,
-    Counters,
     Rows,
     Value,
     proved_session,
@@ -31,7 +30,6 @@ from perdure.sessions.store.sqlite.schema import (
     valid_text,
 )
 from perdure.sessions.turn import FIRST, Turn, TurnPage, TurnReference
-from perdure.store.index import Index
 
 
 class TurnTable:
@@ -40,9 +38,10 @@ class TurnTable:
     Always holds: a turn is written once and whole, after the one before it, and is proved when it is read.
     """
 
-    def __init__(self, index: Index, counters: Counters) -> None:
-        self._index = index
-        self._counters = counters
+    def __init__(self, database: Database, dialect: Dialect, numbers: Numbers) -> None:
+        self._db = database
+        self._sql = dialect
+        self._numbers = numbers
 
     def chain(self, head: int, name: str = "") -> tuple[Sequence[int], Sequence[Turn]]:
         """The turns that lead to `head`, with it, each proved by its digest. `name` is whose they are."""
@@ -64,7 +63,9 @@ class TurnTable:
         turns: list[Turn] = []
         taken = 0
         for number, parent, *_ in rows:
-            found = self._index.rows(f"SELECT {TURN_BYTES}, {TURN} FROM turn t WHERE t.number = ?", number)
+            found = self._db.rows(
+                f"SELECT {self._sql.turn_bytes}, {TURN} FROM turn t WHERE t.number = ?", number
+            )
             if not found:
                 raise CorruptStateError(
                     f"turn {after + 1 + len(turns)} of session {name!r} is gone: {ADVICE}"
@@ -79,24 +80,24 @@ class TurnTable:
 
     def nbytes(self, head: int) -> int:
         """What the turns that lead to `head` take, without the overhead of the database."""
-        [(total,)] = self._index.rows(
+        [(total,)] = self._db.rows(
             "WITH RECURSIVE up (number, parent) AS ("
             " SELECT number, parent FROM turn WHERE number = ?"
             " UNION ALL SELECT t.number, t.parent FROM turn t JOIN up ON t.number = up.parent"
             " WHERE t.number < up.number"
-            f") SELECT coalesce(sum({TURN_BYTES}), 0) FROM up JOIN turn t ON t.number = up.number",
+            f") SELECT coalesce(sum({self._sql.turn_bytes}), 0) FROM up JOIN turn t ON t.number = up.number",
             head,
         )
         return int(total)
 
     def size(self, number: int) -> int:
         """What one turn takes."""
-        rows = self._index.rows(f"SELECT {TURN_BYTES} FROM turn t WHERE number = ?", number)
+        rows = self._db.rows(f"SELECT {self._sql.turn_bytes} FROM turn t WHERE number = ?", number)
         return int(rows[0][0]) if rows else 0
 
     def check(self, number: int, digest: bytes) -> int:
         """The depth of a turn, which must be there and be that very one."""
-        found = self._index.rows(f"SELECT {', '.join(TURN_COLUMNS)}, seal FROM turn WHERE number = ?", number)
+        found = self._db.rows(f"SELECT {', '.join(TURN_COLUMNS)}, seal FROM turn WHERE number = ?", number)
         if not found:
             raise SessionNotFoundError("the turn to go on from was deleted")
         if row_checksum(*found[0][:-1]) != found[0][-1] or found[0][3] != digest:
@@ -106,20 +107,21 @@ class TurnTable:
     def add(self, parent: int | None, turn: Turn) -> int:
         """Write a turn behind turn number `parent`; its own number. The only way into the table."""
         depth = 0 if parent is None else self.check(parent, turn.before) + 1
-        number = self._counters.next("turn")
+        number = self._numbers.next("turn")
         turn.check_readable()
-        self._index.run(INSERT_TURN, *turn_values(number, parent, depth, turn))
+        self._db.run(INSERT_TURN, *turn_values(number, parent, depth, turn))
         return number
 
     def _chunk(self, head: int, place: TurnReference | None, count: int, name: str) -> TurnPage:
-        rows = self._index.rows(
+        rows = self._db.rows(
             "WITH RECURSIVE up (number, parent, level) AS ("
             " SELECT number, parent, 0 FROM turn WHERE number = ?"
             # A turn is younger than the one before it: whatever was damaged, this ends.
             " UNION ALL SELECT t.number, t.parent, level + 1 FROM turn t JOIN up ON t.number = up.parent"
-            " WHERE t.number < up.number LIMIT ?"
+            " WHERE t.number < up.number AND (? < 0 OR level + 1 < ?)"
             f") SELECT up.parent, {TURN} FROM up JOIN turn t ON t.number = up.number ORDER BY up.level DESC",
             head,
+            count,
             count,
         )
         of = f"of session {name!r}" if name else "of a session"
@@ -146,7 +148,7 @@ class TurnTable:
         """Number, parent, depth and digest of the turns that lead to `head`, from a depth on, each proved by
         its checksum."""
         columns = ", ".join(f"t.{column}" for column in (*TURN_COLUMNS, "seal"))
-        rows = self._index.rows(
+        rows = self._db.rows(
             f"WITH RECURSIVE up ({', '.join((*TURN_COLUMNS, 'seal'))}) AS ("
             f" SELECT {columns} FROM turn t WHERE number = ?"
             f" UNION ALL SELECT {columns} FROM turn t JOIN up ON t.number = up.parent"
@@ -167,7 +169,7 @@ class TurnTable:
 
     def _digest(self, turn: int) -> bytes:
         """What the turn after it was made behind, as it lies: that one proves it."""
-        found = self._index.rows("SELECT digest FROM turn WHERE number = ?", turn)
+        found = self._db.rows("SELECT digest FROM turn WHERE number = ?", turn)
         return found[0][0] if found and isinstance(found[0][0], bytes) else b""
 
 
@@ -177,27 +179,32 @@ _SEARCHED = 64
 """Memories that a search reads at a time."""
 
 
+Condition = tuple[str, *tuple[Value, ...]]
+"""A condition in SQL, and its values."""
+
+
 class MemoryTable:
     """Memories, a row each, proved when they are read. What a turn needs is for the session store to say."""
 
-    def __init__(self, index: Index, counters: Counters) -> None:
-        self._index = index
-        self._counters = counters
+    def __init__(self, database: Database, dialect: Dialect, numbers: Numbers) -> None:
+        self._db = database
+        self._sql = dialect
+        self._numbers = numbers
 
     def find(
-        self, where: Sequence[tuple[str, Value]], *, after: int = 0, limit: int | None = None
+        self, where: Sequence[Condition], *, after: int = 0, limit: int | None = None
     ) -> list[SessionMemory]:
         """Those that fit each condition, the oldest first. `m` is the memory and `t` its turn."""
-        return self._fitting(self._index.rows, [*where, ("m.number > ?", after)], limit)
+        return self._fitting(self._db.rows, [*where, ("m.number > ?", after)], limit)
 
     def search(
-        self, rows: Rows, where: Sequence[tuple[str, Value]], text: str, *, after: int, limit: int | None
+        self, rows: Rows, where: Sequence[Condition], text: str, *, after: int, limit: int | None
     ) -> list[SessionMemory]:
         """Those that also have a text in their notes or turns, a few read at a time."""
-        namespace, matches = where[0][1], list[SessionMemory]()
-        has_text = (
-            "(SELECT instr(lower(m.note), sought) OR instr(lower(t.text), sought)"
-            " FROM (SELECT lower(?) AS sought))",
+        [namespace], matches = where[0][1:], list[SessionMemory]()
+        has_text: Condition = (
+            f"({self._sql.contains.format('m.note')} OR {self._sql.contains.format('t.text')})",
+            text,
             text,
         )
         while page := rows(
@@ -215,12 +222,11 @@ class MemoryTable:
                 break
         return matches
 
-    def _fitting(
-        self, rows: Rows, where: Sequence[tuple[str, Value]], limit: int | None
-    ) -> list[SessionMemory]:
-        query = f"{MEMORY} WHERE {' AND '.join(each for each, _ in where)} ORDER BY m.number LIMIT ?"
+    def _fitting(self, rows: Rows, where: Sequence[Condition], limit: int | None) -> list[SessionMemory]:
+        query = f"{MEMORY} WHERE {' AND '.join(each for each, *_ in where)} ORDER BY m.number LIMIT ?"
+        values = [value for _, *given in where for value in given]
         with valid_text():
-            return [self.proved(row) for row in rows(query, *(value for _, value in where), row_limit(limit))]
+            return [self.proved(row) for row in rows(query, *values, row_limit(limit))]
 
     def proved(self, row: tuple[Any, ...]) -> SessionMemory:
         try:
@@ -231,7 +237,7 @@ class MemoryTable:
     def turn_of(self, memory: SessionMemory) -> int:
         """The number of the turn that a memory is of."""
         rows = text_rows(
-            self._index,
+            self._db,
             "SELECT turn FROM memory WHERE number = ? AND namespace = ? AND session = ? AND label = ?",
             memory.number,
             memory.namespace,
@@ -246,14 +252,32 @@ class MemoryTable:
         self, session: SessionInfo, at: TurnReference, label: str, kind: str, note: str
     ) -> tuple[SessionMemory, list[int]]:
         """Write a memory in the place of those of the same turn and label; and the turns of those."""
-        key = (session.namespace, session.name, at.depth, label)
+        return self._write(session.namespace, session.name, at, label, kind, note, time.time())
+
+    def bring(self, memory: SessionMemory, head: int) -> list[int]:
+        """Write a memory of another store, of turn number `head` here; the turns of those in its place."""
+        at = TurnReference(head, memory.digest, memory.turn)
+        given = (memory.namespace, memory.session, at, memory.label, memory.kind, memory.note)
+        return self._write(*given, memory.created)[1]
+
+    def _write(
+        self,
+        namespace: str,
+        session: str,
+        at: TurnReference,
+        label: str,
+        kind: str,
+        note: str,
+        created: float,
+    ) -> tuple[SessionMemory, list[int]]:
+        key = (namespace, session, at.depth, label)
         there = "namespace = ? AND session = ? AND depth = ? AND label = ?"
-        before = self._index.rows(f"SELECT number, turn FROM memory WHERE {there}", *key)
+        before = self._db.rows(f"SELECT number, turn FROM memory WHERE {there}", *key)
         for number, _ in before:
             self.drop(number)
-        said: list[Value] = [self._counters.next("memory"), session.namespace, session.name, at.head]
-        said += [at.depth, label, kind, note, at.digest, time.time()]
-        self._index.run(
+        said: list[Value] = [self._numbers.next("memory"), namespace, session, at.head]
+        said += [at.depth, label, kind, note, at.digest, created]
+        self._db.run(
             f"INSERT INTO memory ({', '.join(MEMORY_COLUMNS)}, seal)"
             f" VALUES ({', '.join('?' * len(MEMORY_COLUMNS))}, ?)",
             *said,
@@ -262,7 +286,7 @@ class MemoryTable:
         return read_memory([*said, row_checksum(*said)]), [last for _, last in before]
 
     def drop(self, number: int) -> None:
-        self._index.run("DELETE FROM memory WHERE number = ?", number)
+        self._db.run("DELETE FROM memory WHERE number = ?", number)
 
 
 # The tree of turns that a session is a branch of, read from the database.
@@ -287,15 +311,21 @@ _TREE = """
 
 
 def read_tree(
-    index: Index, session: SessionInfo, *, limit: int, after: str | None, memories: MemoryTable
+    database: Database,
+    sql: Dialect,
+    session: SessionInfo,
+    *,
+    limit: int,
+    after: str | None,
+    memories: MemoryTable,
 ) -> Tree:
     """The tree that `session` is a branch of: up to `limit` turns, behind the one with the id `after`.
     Sessions and memories come with the first of them."""
-    start = _number(index, session, after) if after is not None else -1
-    rows = index.rows(
+    start = _number(database, session, after) if after is not None else -1
+    rows = database.rows(
         f"{_TREE} SELECT {', '.join(f't.{column}' for column in TURN_COLUMNS)}, t.seal, p.digest, t.kind,"
-        f" substr(json_extract(t.messages, '$[#-1].content'), 1, {_SHOWN}),"
-        f" substr(json_extract(t.reply, '$.content'), 1, {_SHOWN}), t.finish_reason, t.created"
+        f" substr({sql.last_said}, 1, {_SHOWN}), substr({sql.replied}, 1, {_SHOWN}),"
+        " t.finish_reason, t.created"
         " FROM tree JOIN turn t ON t.number = tree.number LEFT JOIN turn p ON p.number = t.parent"
         " WHERE t.number > ? ORDER BY t.number LIMIT ?",
         session.head,
@@ -321,10 +351,10 @@ def read_tree(
     if after is not None:
         return Tree(turns=turns)
     standing = f"IN (SELECT number FROM tree) AND {{}}.namespace = ? ORDER BY {{}}.number LIMIT {_BRANCHES}"
-    sessions = index.rows(
+    sessions = database.rows(
         f"{_TREE} {SESSION} WHERE s.head {standing.format('s', 's')}", session.head, session.namespace
     )
-    labelled = index.rows(
+    labelled = database.rows(
         f"{_TREE} {MEMORY} WHERE m.turn {standing.format('m', 'm')}", session.head, session.namespace
     )
     return Tree(
@@ -334,9 +364,9 @@ def read_tree(
     )
 
 
-def _number(index: Index, session: SessionInfo, id_: str) -> int:
+def _number(database: Database, session: SessionInfo, id_: str) -> int:
     """The number of a turn of the tree, by its id."""
-    found = index.rows(
+    found = database.rows(
         f"{_TREE} SELECT t.number FROM tree JOIN turn t ON t.number = tree.number"
         f" WHERE substr(t.digest, 1, {ID_BYTES}) = ?",
         session.head,

@@ -1,0 +1,7 @@
+"""`python -m bench.events`."""
+
+import sys
+
+from bench.events import main
+
+sys.exit(main())

@@ -1,0 +1,154 @@
+"""A pass over tokens whose nodes are looked at, by llama.cpp's evaluation callback.
+
+The library names what a layer computes: `l_out-3` is what layer 3 hands on, `ffn_out-3` (or `ffn_moe_out-3`)
+what its feed-forward part gives, `kq_soft_max-3` its attention weights, `ffn_moe_topk-3` the experts chosen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.engine.contract import Batch, BatchPart, Outcome
+from perdure.engine.llama.native import library
+from perdure.engine.llama.native.declarations import EvalCallback, GraphTensor
+from perdure.engine.trace import MOST_BYTES, Trace
+from perdure.errors import EngineError, InvalidInputError
+
+_CHUNK = 256
+"""Tokens of a step, so that what is looked at of one stays small."""
+_NAMES = {
+    "hidden": ("l_out",),
+    "ffn": ("ffn_out", "ffn_moe_out"),
+    "attention": ("kq_soft_max", "kq_soft_max_ext"),
+    "router": ("ffn_moe_topk",),
+}
+"""The library's names of what can be traced; of several, a model has one."""
+_F32, _I32 = 0, 26
+
+
+class Tracer:
+    """Collects what layers compute. Nothing may leave a callback: a problem is told afterwards."""
+
+    def __init__(self, parts: Sequence[str], layers: Sequence[int]) -> None:
+        lib = library.load()
+        # The size of the struct and of the object before it, which has 32 bytes.
+        if lib.ggml_tensor_overhead() != ctypes.sizeof(GraphTensor) + 32:
+            raise EngineError("this llama.cpp cannot be traced: its tensors are laid out otherwise")
+        self._lib = lib
+        self._wanted: dict[bytes, tuple[str, int]] = {}
+        for part in parts:
+            for name in _NAMES[part]:
+                for layer in layers:
+                    self._wanted[f"{name}-{layer}".encode()] = (part, layer)
+        self.found: dict[tuple[str, int], list[NDArray[Any]]] = {}
+        self.problem = ""
+        self.callback = EvalCallback(self)
+
+    def __call__(self, address: int, ask: bool, _: object) -> bool:
+        try:
+            node = GraphTensor.from_address(address)
+            key = self._wanted.get(node.name)
+            if key is None:
+                return not ask
+            if not ask:
+                self.found.setdefault(key, []).append(self._read(address, node))
+            return True
+        except Exception as error:  # nothing may leave a callback
+            self.problem = self.problem or repr(error)
+            return not ask
+
+    def _read(self, address: int, node: GraphTensor) -> NDArray[Any]:
+        """A node's numbers, the slowest dimension first."""
+        if node.type not in (_F32, _I32):
+            raise EngineError(f"{node.name.decode()} has type {node.type}")
+        shape, strides = tuple(node.shape)[::-1], tuple(node.strides)[::-1]
+        # From its first byte to its last: a view may skip some in between.
+        size = 4 + sum((count - 1) * step for count, step in zip(shape, strides, strict=True))
+        raw = np.empty(size, np.uint8)
+        self._lib.ggml_backend_tensor_get(address, raw.ctypes.data, 0, size)
+        kind = np.float32 if node.type == _F32 else np.int32
+        return np.ndarray(shape, kind, raw, 0, strides).copy()
+
+
+def check_size(parts: Sequence[str], layers: int, tokens: int, heads: int, width: int) -> None:
+    """Refuse a trace that would fill the memory."""
+    needed = 4 * layers * tokens * width * sum(part in parts for part in ("hidden", "ffn"))
+    if "attention" in parts:
+        needed += 4 * layers * heads * tokens * tokens
+    if needed > MOST_BYTES:
+        raise InvalidInputError(
+            f"this trace would take {needed / 2**30:.1f} GiB, and {MOST_BYTES >> 30} are the most: ask for "
+            "fewer layers, tokens or parts"
+        )
+
+
+def traced(
+    tokens: NDArray[np.int32],
+    parts: Sequence[str],
+    layers: tuple[int, ...],
+    open_core: Callable[[Any, int], Any],
+    *,
+    heads: int,
+    experts: int,
+    flash: bool,
+) -> Trace:
+    """Read `tokens` in a context of their own, which `open_core` opens with a callback for so many tokens."""
+    tracer = Tracer(parts, layers)
+    core = open_core(tracer.callback, _CHUNK)
+    try:
+        batch = Batch(_CHUNK)
+        for at in range(0, len(tokens), _CHUNK):
+            part = tokens[at : at + _CHUNK]
+            # All rows: else the last layer computes nothing for the others.
+            batch.fill([BatchPart(0, at, part, np.ones(len(part), np.int8))])
+            if (outcome := core.decode(batch)) is not Outcome.DONE:
+                raise EngineError(f"the pass that was to be traced failed: {outcome.value}")
+        core.synchronize()
+        logits = core.row(len(tokens) - 1 - (len(tokens) - 1) // _CHUNK * _CHUNK).copy()
+    finally:
+        core.close()
+    if tracer.problem:
+        raise EngineError(f"the pass could not be traced: {tracer.problem}")
+    found = {part: _joined(part, tracer, layers, len(tokens), heads) for part in parts}
+    return Trace(
+        tokens=tuple(tokens.tolist()),
+        layers=layers,
+        logits=logits,
+        experts=experts,
+        flash=flash,
+        **found,  # type: ignore[arg-type]
+    )
+
+
+def _joined(part: str, tracer: Tracer, layers: Sequence[int], count: int, heads: int) -> Any:
+    """The steps of each layer as one array; None where no layer has this part."""
+    by_layer = [tracer.found.get((part, layer)) for layer in layers]
+    known = next((each for each in by_layer if each), None)
+    if known is None:
+        return None
+    if part == "attention":
+        whole = np.zeros((len(layers), heads, count, count), np.float32)
+        for at, steps in enumerate(by_layer):
+            start = 0
+            for step in steps or ():
+                # (stream, head, token that looks, cell): cells lie in the order of their tokens.
+                rows = step[0]
+                end = start + rows.shape[1]
+                whole[at, :, start:end, :end] = rows[:, :, :end]
+                start = end
+        return whole
+    width = known[0].shape[-1]
+    empty = (
+        np.full((count, width), -1, np.int32) if part == "router" else np.zeros((count, width), np.float32)
+    )
+    return np.stack(
+        [
+            np.concatenate([step.reshape(-1, width) for step in steps]) if steps else empty
+            for steps in by_layer
+        ]
+    )

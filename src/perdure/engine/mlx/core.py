@@ -1,0 +1,297 @@
+"""The native calls of MLX, as the contract has them.
+
+A step builds one graph for all of its sequences, and computes it at its end: logits that were asked for, and
+what the caches then hold. Nothing is left that waits, so graphs do not grow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.engine.contract import Adapter, Batch, Capture, Floats, Outcome
+from perdure.engine.mlx.adapters import MlxAdapter
+from perdure.engine.mlx.caches import batched, give_back
+from perdure.engine.mlx.held import Held, Layout
+from perdure.engine.mlx.weights import Weights
+from perdure.errors import EngineError
+
+log = logging.getLogger("perdure.engine")
+
+_CLOSE = 0.05
+"""How far logits of a step of several sequences may be from those of each alone, of the largest one."""
+
+
+class MlxCore:
+    """Sequences of caches over shared weights."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        make: Callable[[], list[Any]],
+        keeps_window: bool,
+        n_seq: int,
+        n_ctx: int,
+        embeds: bool = False,
+    ) -> None:
+        self.n_vocab = weights.n_vocab
+        self._weights = weights
+        self._make = make
+        self._n_ctx = n_ctx
+        self._embeds = embeds
+        self._adapters: tuple[tuple[MlxAdapter, float], ...] = ()
+        with weights.lock:
+            weights.use(())
+            self.layout, self.width = self._probe(keeps_window)
+        self._held = [Held(make(), self.layout) for _ in range(n_seq)]
+        self._table: Floats = np.zeros((0, self.n_vocab), np.float32)
+        self._places: dict[int, int] = {}
+        self._hidden: Floats = np.zeros((0, self.width), np.float32)
+        self._stop = threading.Event()
+        self._joins: bool | None = None
+        """Whether a step may take several sequences at once; None until one was tried."""
+
+    def _probe(self, keeps_window: bool) -> tuple[Layout, int]:
+        """How state is laid out, from a step of one token."""
+        caches = self._make()
+        found = self._weights.run(mx.array([[0]]), caches, None)
+        held = Held(caches)
+        mx.eval(found.logits, held.arrays())
+        width = int(found.hidden.shape[-1]) if found.hidden is not None else 0
+        return Layout.of(caches, keeps_window), width
+
+    # Decoding.
+
+    def decode(self, batch: Batch) -> Outcome:
+        if self._stop.is_set():
+            return Outcome.ABORTED
+        size = batch.size
+        seqs = batch.seqs[:size]
+        bounds = [0, *(np.flatnonzero(np.diff(seqs)) + 1).tolist(), size]
+        parts = list(itertools.pairwise(bounds))
+        for start, stop in parts:
+            held = self._held[int(seqs[start])]
+            if int(batch.positions[start]) != held.newest() + 1:
+                return Outcome.REJECTED
+            if held.length + stop - start > self._n_ctx:
+                return Outcome.FULL
+        touched = [self._held[int(seqs[start])] for start, _ in parts]
+        with self._weights.lock:
+            for held in touched:
+                held.begin()
+            try:
+                self._weights.use(self._adapters)
+                self._compute(batch, parts, touched)
+            except (RuntimeError, ValueError, MemoryError) as error:
+                for held in touched:
+                    held.recover()
+                log.error("a step of %d tokens failed: %s", size, error)
+                return Outcome.FAILED
+            for held, (start, stop) in zip(touched, parts, strict=True):
+                held.end(int(batch.positions[start]) + stop - start)
+        return Outcome.DONE
+
+    def _compute(self, batch: Batch, parts: Sequence[tuple[int, int]], touched: Sequence[Held]) -> None:
+        wanted: list[tuple[list[int], Any]] = []
+        """Entries of the batch, and their logits, in tables."""
+        hidden: list[tuple[int, Any]] = []
+        together = self._together(parts, touched)
+        if together:
+            entries = [parts[place][0] for place in together]
+            logits = self._run_together([touched[place] for place in together], batch.tokens[entries])
+            marked = [place for place, entry in enumerate(entries) if batch.outputs[entry]]
+            if marked:
+                wanted.append(([entries[place] for place in marked], logits[mx.array(marked)]))
+        for place, (start, stop) in enumerate(parts):
+            if place in together:
+                continue
+            rows = np.flatnonzero(batch.outputs[start:stop]).tolist()
+            tokens = mx.array(batch.tokens[start:stop][None])
+            found = self._weights.run(tokens, touched[place].caches, rows or [stop - start - 1])
+            if rows:
+                wanted.append(([start + row for row in rows], found.logits[0]))
+            if self._embeds:
+                hidden.append((start, found.hidden[0]))
+        tables = [(entries, logits.astype(mx.float32)) for entries, logits in wanted]
+        states = [array for held in touched for array in held.arrays()]
+        shown = [(start, each.astype(mx.float32)) for start, each in hidden]
+        mx.eval(*[logits for _, logits in tables], *[each for _, each in shown], *states)
+        self._places = {}
+        for entries, _ in tables:
+            for entry in entries:
+                self._places[entry] = len(self._places)
+        # An array of its own: whoever still has a row of the last step keeps that one.
+        self._table = np.empty((len(self._places), self.n_vocab), np.float32)
+        at = 0
+        for entries, logits in tables:
+            self._table[at : at + len(entries)] = np.array(logits, copy=False)[:, : self.n_vocab]
+            at += len(entries)
+        if self._embeds:
+            self._hidden = np.concatenate([np.array(each) for _, each in shown])
+
+    def _together(self, parts: Sequence[tuple[int, int]], touched: Sequence[Held]) -> list[int]:
+        """The parts that are one token behind something, where there are several: they share a step."""
+        if self._embeds or self._joins is False:
+            return []
+        found = [
+            place for place, (start, stop) in enumerate(parts) if stop - start == 1 and touched[place].length
+        ]
+        if len(found) < 2:
+            return []
+        if self._joins is None:
+            self._joins = self._can_join()
+            if not self._joins:
+                log.info("this model's class takes one sequence a step: several are computed one by one")
+        return found if self._joins else []
+
+    def _run_together(self, touched: Sequence[Held], tokens: NDArray[np.int32]) -> Any:
+        caches = [held.caches for held in touched]
+        joined = batched(caches)
+        logits = self._weights.run(mx.array(tokens[:, None]), joined, None).logits[:, 0]
+        give_back(joined, caches)
+        return logits
+
+    def _can_join(self) -> bool:
+        """Whether the model's class computes several sequences in one step as it does each alone: tried on
+        two of other lengths, since not every class expects that."""
+        texts = ([1, 2, 3, 4, 5], [6, 7])
+        alone: list[Any] = []
+        held = [Held(self._make()) for _ in texts]
+        for each, text in zip(held, texts, strict=True):
+            self._weights.run(mx.array([text]), each.caches, [len(text) - 1])
+            each.length = len(text)
+            twin = each.copy()
+            alone.append(self._weights.run(mx.array([[8]]), twin.caches, [0]).logits[0, 0])
+        try:
+            found = self._run_together(held, np.array([8, 8], np.int32))
+            truth = mx.stack(alone).astype(mx.float32)
+            apart = np.abs(np.array(found.astype(mx.float32)) - np.array(truth)).max()
+            return bool(apart <= _CLOSE * np.abs(np.array(truth)).max())
+        except Exception as error:  # Whatever a class makes of what it does not expect.
+            log.debug("no step of several sequences: %s", error)
+            return False
+
+    def row(self, index: int) -> Floats:
+        if index not in self._places:
+            raise EngineError(f"the engine has no logits for batch entry {index}")
+        row: Floats = self._table[self._places[index]]
+        return row
+
+    def rows(self, indices: Sequence[int]) -> Floats:
+        places = [self._places[index] for index in indices]
+        if places == list(range(len(self._table))):
+            return self._table
+        table: Floats = self._table[places]
+        return table
+
+    def synchronize(self) -> None:
+        """Every step is computed when it returns."""
+
+    def hidden(self, count: int) -> Floats:
+        return self._hidden[:count]
+
+    # Sequences.
+
+    def newest(self, seq: int) -> int:
+        return self._held[seq].newest()
+
+    def oldest(self, seq: int) -> int:
+        return self._held[seq].oldest()
+
+    def remove(self, seq: int, start: int) -> None:
+        self._held[seq].remove(start)
+
+    def copy(self, src: int, dst: int) -> None:
+        with self._weights.lock:
+            self._held[dst] = self._held[src].copy()
+
+    def clear(self) -> None:
+        for held in self._held:
+            held.empty()
+
+    # State.
+
+    def read(self, seq: int, *, partial: bool) -> NDArray[np.uint8]:
+        held = self._held[seq]
+        with self._weights.lock:
+            held.undo()
+            tail = held.tail()
+            if partial and tail is not None:
+                return tail
+            rows = held.rows()
+            table = np.zeros(0, np.uint8) if rows is None else rows.cut(0, len(rows)).reshape(-1)
+            return table if tail is None else np.concatenate([tail, table])
+
+    def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
+        held, layout = self._held[seq], self.layout
+        ends = bool(layout.window or layout.states)
+        with self._weights.lock:
+            if partial and ends:
+                good = held.put_tail(state)
+                if not good:
+                    held.empty()
+                return good
+            tail_bytes = held.tail_bytes(state) if ends else 0
+            if tail_bytes is None:
+                held.empty()
+                return False
+            table, width = state[tail_bytes:], layout.row_bytes
+            if (table.nbytes % width) if width else table.nbytes:
+                held.empty()
+                return False
+            pieces = [table.reshape(-1, width)] if width else []
+            return held.put(pieces, state[:tail_bytes] if ends else None)
+
+    def capture(self, seq: int) -> Capture:
+        with self._weights.lock:
+            return self._held[seq].capture()
+
+    def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
+        with self._weights.lock:
+            return self._held[seq].put(pieces, rest)
+
+    def row_bytes(self, seq: int) -> int | None:
+        return self.layout.row_bytes or None
+
+    def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
+        chosen: list[tuple[MlxAdapter, float]] = []
+        for adapter, scale in sorted(adapters.items(), key=lambda item: item[0].digest):
+            if not isinstance(adapter, MlxAdapter) or adapter.owner is not self._weights:
+                return False
+            # A DoRA gives the length of the whole weight: it goes with no other one, and at no other scale.
+            if adapter.is_dora and (len(adapters) > 1 or scale != 1.0):
+                return False
+            chosen.append((adapter, float(scale)))
+        self._adapters = tuple(chosen)
+        return True
+
+    # Its own life.
+
+    def limit_scratch(self, nbytes: int) -> int:
+        return 0
+
+    @property
+    def scratch_bytes(self) -> int:
+        return 0
+
+    def prepare(self) -> None:
+        """The layout is known from the start."""
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def rearm(self) -> None:
+        self._stop.clear()
+
+    def close(self) -> None:
+        self._held = []
+        self._table = np.zeros((0, self.n_vocab), np.float32)
+        self._places = {}

@@ -1,0 +1,133 @@
+"""A trace: what the layers of a model computed for some tokens, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.checks import check_whole
+from perdure.engine.contract import Adapter, Floats
+from perdure.errors import InvalidInputError
+
+PARTS = ("hidden", "attention", "ffn", "router")
+"""What can be traced."""
+MOST_BYTES = 2 << 30
+"""Of one trace."""
+
+
+class Tracing(Protocol):
+    """Reads tokens once more in an engine, and tells what layers compute."""
+
+    def __call__(
+        self,
+        tokens: NDArray[np.int32],
+        parts: tuple[str, ...],
+        layers: Sequence[int] | None,
+        adapters: Mapping[Adapter, float],
+        /,
+    ) -> Trace: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace:
+    """What some layers computed for the tokens of a sequence, read in one pass from its first token on.
+
+    Parts that were not asked for, or that the model has not, are None. It was computed again, beside the
+    context that was asked, and changed nothing there.
+    """
+
+    tokens: tuple[int, ...]
+    layers: tuple[int, ...]
+    logits: Floats
+    """Of the last token."""
+    hidden: Floats | None = None
+    """What each layer hands to the next, by (layer, token, number)."""
+    ffn: Floats | None = None
+    """What its feed-forward part adds, by (layer, token, number)."""
+    attention: Floats | None = None
+    """Weights by (layer, head, token that looks, token that is looked at). They were computed without flash
+    attention, which never has them; the context's own numbers may differ in the last bits."""
+    router: NDArray[np.int32] | None = None
+    """The experts that each token went to, by (layer, token, choice); -1 in layers without experts."""
+    experts: int = 0
+    """How many experts a layer has."""
+    flash: bool = True
+    """Whether it was computed with flash attention."""
+
+    def expert_counts(self) -> NDArray[np.int64]:
+        """How many tokens went to each expert, by (layer, expert)."""
+        if self.router is None:
+            raise InvalidInputError("this trace has no router: ask for it, of a model with experts")
+        return np.stack(
+            [np.bincount(each[each >= 0].reshape(-1), minlength=self.experts) for each in self.router]
+        )
+
+    def layer_coherence(self) -> Floats:
+        """How alike the changes of two layers are: the cosine of what they add to the hidden states, in the
+        middle over all tokens, by (layer, layer). Layers that add in one direction have 1."""
+        hidden = self._hidden()
+        if len(hidden) < 2:
+            raise InvalidInputError("coherence compares layers: trace at least two")
+        added = np.diff(hidden, axis=0)
+        unit = added / np.maximum(np.linalg.norm(added, axis=-1, keepdims=True), 1e-12)
+        found: Floats = np.einsum("atd,btd->ab", unit, unit).astype(np.float32) / hidden.shape[1]
+        return found
+
+    def selected_heads(self, count: int = 8) -> list[SelectedHead]:
+        """The heads whose attention differs most from the average head of their layer, the furthest first."""
+        if self.attention is None:
+            raise InvalidInputError("this trace has no attention: ask for it in what=")
+        check_whole("count", count, 1)
+        mean = self.attention.mean(axis=1, keepdims=True)
+        # Half the sum of differences: the share of attention that lies elsewhere.
+        distance = np.abs(self.attention - mean).sum(axis=-1).mean(axis=-1) / 2
+        order = np.argsort(-distance, axis=None)[:count]
+        layers, heads = np.unravel_index(order, distance.shape)
+        return [
+            SelectedHead(self.layers[int(at)], int(head), float(distance[at, head]))
+            for at, head in zip(layers, heads, strict=True)
+        ]
+
+    def _hidden(self) -> Floats:
+        if self.hidden is None:
+            raise InvalidInputError("this trace has no hidden states: ask for them in what=")
+        return self.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedHead:
+    """A head that attends otherwise than the others of its layer."""
+
+    layer: int
+    head: int
+    distance: float
+    """From 0 to 1: which share of its attention lies elsewhere."""
+
+    @property
+    def name(self) -> str:
+        return f"L{self.layer}H{self.head}"
+
+
+def checked_parts(what: str | Iterable[str]) -> tuple[str, ...]:
+    parts = (what,) if isinstance(what, str) else tuple(what)
+    for part in parts:
+        if part not in PARTS:
+            raise InvalidInputError(f"what is any of {', '.join(PARTS)}, got {part!r}")
+    if not parts:
+        raise InvalidInputError(f"what is at least one of {', '.join(PARTS)}")
+    return parts
+
+
+def checked_layers(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    if layers is None:
+        return tuple(range(count))
+    found: Any = tuple(layers)
+    for layer in found:
+        check_whole("layers", layer, 0, count - 1)
+    if not found or len(set(found)) != len(found):
+        raise InvalidInputError(f"layers are different numbers from 0 to {count - 1}, got {list(found)}")
+    return tuple(sorted(found))

@@ -1,0 +1,294 @@
+"""The hub that events go through, and the queues of those who asked for them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from perdure.checks import check_whole
+from perdure.errors import InvalidInputError
+from perdure.events.event import KINDS, Event, Observer, PlainEvent, event_of
+
+log = logging.getLogger("perdure.events")
+
+LIMIT = 10_000
+"""Events that may wait for one reader."""
+_LINGER = 0.05
+"""Seconds for which events gather before a reader is woken again: each waking takes Python's lock from the
+thread that computes."""
+_NAP = 0.2
+"""Seconds: threads wait in short naps, since Python may miss a Ctrl-C that comes just as a wait begins."""
+
+
+class Subscription:
+    """Events on their way to one reader: iterate it, or `poll` it. Close it, or use `with`.
+
+    Always holds: `push` never waits; of more than `limit` events that nobody has read, the newest are dropped
+    and counted in `dropped`.
+    """
+
+    def __init__(
+        self,
+        kinds: frozenset[str] | None = None,
+        limit: int = LIMIT,
+        closed: Callable[[Subscription], None] = lambda subscription: None,
+    ) -> None:
+        self._kinds = kinds
+        self._limit = limit
+        self._closed = closed
+        self._events: deque[PlainEvent] = deque()
+        self._asleep = False
+        self._wake = threading.Event()
+        self._over = False
+        self.dropped = 0
+        """Events that found no room here."""
+        self.shared = False
+        """Whether it has the events of several requests, so that it does not end with one of them."""
+
+    # For whoever tells of events, in any thread.
+
+    def push(self, plain: PlainEvent) -> None:
+        if self._kinds is not None and plain[0] not in self._kinds:
+            return
+        if self._over or len(self._events) >= self._limit:
+            self.dropped += not self._over
+            return
+        self._events.append(plain)
+        if self._asleep:
+            self._asleep = False
+            self._wake.set()
+
+    def end(self) -> None:
+        """Nothing more comes: who reads it gets what is there, and then the end."""
+        self._over = True
+        self._wake.set()
+
+    # For its reader.
+
+    def take(self) -> list[PlainEvent]:
+        """All that is there, as tuples, without waiting."""
+        events, taken = self._events, []
+        # Another reader may be faster.
+        with suppress(IndexError):
+            for _ in range(len(events)):
+                taken.append(events.popleft())
+        return taken
+
+    def poll(self) -> list[Event]:
+        """All events that are there, without waiting."""
+        return [event_of(plain) for plain in self.take()]
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._events)
+
+    @property
+    def over(self) -> bool:
+        """Whether all events have come."""
+        return self._over
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for an event, or for the end; False where `timeout` seconds passed first."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._events and not self._over:
+            self._wake.clear()
+            self._asleep = True
+            if self._events or self._over:
+                break
+            left = _NAP if end is None else min(_NAP, end - time.monotonic())
+            if left <= 0:
+                return False
+            self._wake.wait(left)
+        self._asleep = False
+        return True
+
+    def __iter__(self) -> Iterator[Event]:
+        while True:
+            self.wait()
+            events = self.poll()
+            yield from events
+            if self._over and not self._events:
+                return
+            if len(events) < self._limit // 2:
+                time.sleep(_LINGER)
+
+    def close(self) -> None:
+        """Ask for no more events. Closing twice is fine."""
+        self._closed(self)
+        self.end()
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class EventHub:
+    """Hands events on to those who subscribed.
+
+    Always holds: `on` is False exactly while nobody has subscribed; a hub never waits, and whatever an
+    observer does or raises reaches nobody else. Anyone may subscribe; any thread may emit.
+    """
+
+    def __init__(self, changed: Callable[[bool], None] = lambda wanted: None) -> None:
+        """`changed` is told whether somebody wants all events, whenever that changes."""
+        self._changed = changed
+        self._changing = threading.RLock()
+        self._all: tuple[Subscription, ...] = ()
+        self._by_request: dict[str, Subscription] = {}
+        self._prefix = secrets.token_hex(4)
+        self._ids = itertools.count(1)
+        self._threads: set[threading.Thread] = set()
+        self._wanted = False
+        self.on = False
+
+    def new_id(self) -> str:
+        """An id for a request that no other one has, in any process."""
+        return f"{self._prefix}-{next(self._ids)}"
+
+    # For those who want events.
+
+    def subscribe(self, kinds: Iterable[str] | None = None, *, limit: int = LIMIT) -> Subscription:
+        """All events from now on, or those of some kinds."""
+        check_whole("limit", limit, 1)
+        chosen = None if kinds is None else _checked_kinds(kinds)
+        subscription = Subscription(chosen, limit, self._unsubscribe)
+        with self._changing:
+            self._all = (*self._all, subscription)
+            self._update()
+        return subscription
+
+    def join(self, subscription: Subscription) -> Callable[[], None]:
+        """Hand all events to a subscription that is there already, until what this gives is called."""
+        with self._changing:
+            self._all = (*self._all, subscription)
+            self._update()
+        return lambda: self._unsubscribe(subscription)
+
+    def call(
+        self, observer: Observer, kinds: Iterable[str] | None = None, *, limit: int = LIMIT
+    ) -> Subscription:
+        """Have `observer` called with each event from now on, in a thread of its own."""
+        subscription = self.subscribe(kinds, limit=limit)
+        self._start(subscription, observer)
+        return subscription
+
+    def observe(self, request: str, observer: Observer) -> None:
+        """Have `observer` called with the events of one request, in a thread of its own."""
+        subscription = Subscription()
+        self.forward(request, subscription)
+        self._start(subscription, observer, f" of request {request}")
+
+    def forward(self, request: str, subscription: Subscription) -> None:
+        """Hand the events of one request to a subscription."""
+        with self._changing:
+            self._by_request[request] = subscription
+            self._update()
+
+    def _start(self, subscription: Subscription, observer: Observer, whose: str = "") -> None:
+        thread = threading.Thread(
+            target=_run_observer, args=(subscription, observer, whose), name="perdure-observer", daemon=True
+        )
+        with self._changing:
+            self._threads = {each for each in self._threads if each.is_alive()} | {thread}
+        thread.start()
+
+    def _unsubscribe(self, subscription: Subscription) -> None:
+        with self._changing:
+            if subscription in self._all:
+                self._all = tuple(each for each in self._all if each is not subscription)
+                self._update()
+
+    def _update(self) -> None:
+        self.on = bool(self._all or self._by_request)
+        if self._wanted != bool(self._all):
+            self._wanted = bool(self._all)
+            self._changed(self._wanted)
+
+    def close(self, patience: float = 1.0) -> None:
+        """End every subscription; observers have `patience` seconds for what has come."""
+        with self._changing:
+            ending = {*self._all, *self._by_request.values()}
+            self._all, self._by_request, self.on = (), {}, False
+            threads = list(self._threads)
+        for subscription in ending:
+            subscription.end()
+        end = time.monotonic() + patience
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, end - time.monotonic()))
+
+    # For whoever tells of events.
+
+    def watches(self, request: str) -> bool:
+        """Whether somebody wants the events of a request."""
+        return bool(self._all) or request in self._by_request
+
+    def emit(self, kind: type[Event], request: str, *fields: Any) -> None:
+        """Tell of an event that happens now; `fields` are those of its kind, in their order."""
+        self.hand_on((kind.__name__, time.time(), request, *fields))
+
+    def hand_on(self, plain: PlainEvent) -> None:
+        """Tell of an event that happened here or in the engine's process."""
+        for subscription in self._all:
+            subscription.push(plain)
+        request = plain[2]
+        if request and (own := self._by_request.get(request)) is not None:
+            # Another process may want all events, and those of its own requests.
+            if own not in self._all:
+                own.push(plain)
+            if plain[0] == "Ended" and plain[-1]:
+                self.forget(request)
+
+    def hand_on_all(self, events: Sequence[PlainEvent], dropped: int = 0) -> None:
+        """The same for many; `dropped` had no room on their way here."""
+        for plain in events:
+            self.hand_on(plain)
+        if dropped:
+            for subscription in self._all:
+                subscription.dropped += dropped
+
+    def forget(self, request: str) -> None:
+        """No more events of a request come."""
+        with self._changing:
+            own = self._by_request.pop(request, None)
+            if own is None:
+                return
+            self._update()
+        if not own.shared:
+            own.end()
+
+
+def _run_observer(subscription: Subscription, observer: Observer, whose: str) -> None:
+    failed = 0
+    for event in subscription:
+        try:
+            observer(event)
+        except Exception:
+            failed += 1
+            if failed == 1:
+                log.exception(
+                    "an observer%s failed at %s; it is called with the next event", whose, event.kind
+                )
+    if subscription.dropped:
+        log.warning("an observer%s was too slow: %d events were dropped", whose, subscription.dropped)
+
+
+def _checked_kinds(kinds: Iterable[str]) -> frozenset[str]:
+    chosen = frozenset([kinds] if isinstance(kinds, str) else kinds)
+    for name in chosen:
+        if name not in KINDS:
+            raise InvalidInputError(f"there is no event {name!r}; there are {', '.join(KINDS)}")
+    return chosen

@@ -1,0 +1,156 @@
+"""Sessions in PostgreSQL: the tables with their migrations, its own words of SQL, and numbers.
+
+The tables are those of SQLite (`sqlite/schema`), with the same rows and checksums, and beside them leases and
+the key of the cluster. JSON is kept as text: a checksum is over the bytes as written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from perdure.sessions.store.sql.database import Database, Dialect
+
+_TEXTS = " + ".join(
+    f"coalesce(octet_length(t.{column}), 0)"
+    for column in ("messages", "reply", "text", "tokens", "cuts", "settings")
+)
+
+
+def _json(column: str) -> str:
+    """A column of JSON text as a value. PostgreSQL has no NUL in any text, so one is shown as U+FFFD."""
+    # A pair of backslashes is no escape of what follows: it is out of the way meanwhile, as a character that
+    # JSON never has.
+    clean = rf"replace(replace(replace({column}, '\\', chr(1)), '\u0000', '\ufffd'), chr(1), '\\')"
+    return rf"(CASE WHEN strpos({column}, '\u0000') > 0 THEN {clean} ELSE {column} END)::json"
+
+
+def _has(value: str) -> str:
+    """The collation C: the lower case of ASCII letters alone, as in SQLite."""
+    return f'strpos(lower({value} COLLATE "C"), lower(?::text COLLATE "C")) > 0'
+
+
+DIALECT = Dialect(
+    turn_bytes=_TEXTS,
+    saying=f"""
+        coalesce({_has(f"({_json('t.reply')} ->> 'content')")}, false) OR EXISTS (
+            SELECT 1 FROM json_array_elements({_json("t.messages")}) AS said
+            WHERE {_has("(said ->> 'content')")}
+        )
+    """,
+    last_said=f"({_json('t.messages')} -> -1 ->> 'content')",
+    replied=f"({_json('t.reply')} ->> 'content')",
+    contains=_has("{}"),
+)
+
+
+class Migration(NamedTuple):
+    """One step from the tables of a version to the next."""
+
+    name: str
+    statements: str
+
+
+MIGRATIONS = (
+    Migration(
+        "sessions, turns and memories",
+        """
+        CREATE TABLE turn (
+            number BIGINT PRIMARY KEY,
+            parent BIGINT REFERENCES turn (number),
+            depth INTEGER NOT NULL,
+            kind TEXT COLLATE "C" NOT NULL,
+            messages TEXT COLLATE "C" NOT NULL,
+            reply TEXT COLLATE "C",
+            keep_chars BIGINT NOT NULL,
+            keep_tokens BIGINT NOT NULL,
+            text TEXT COLLATE "C" NOT NULL,
+            tokens BYTEA NOT NULL,
+            cuts BYTEA NOT NULL,
+            settings TEXT COLLATE "C" NOT NULL,
+            seed BIGINT NOT NULL,
+            finish_reason TEXT COLLATE "C" NOT NULL,
+            usage TEXT COLLATE "C" NOT NULL,
+            dropped BIGINT NOT NULL,
+            model TEXT COLLATE "C" NOT NULL,
+            created DOUBLE PRECISION NOT NULL,
+            digest BYTEA NOT NULL,
+            seal BYTEA NOT NULL
+        );
+        CREATE INDEX turn_parent ON turn (parent);
+        CREATE TABLE session (
+            number BIGINT PRIMARY KEY,
+            namespace TEXT COLLATE "C" NOT NULL,
+            name TEXT COLLATE "C" NOT NULL,
+            kind TEXT COLLATE "C" NOT NULL,
+            head BIGINT NOT NULL REFERENCES turn (number),
+            settings TEXT COLLATE "C" NOT NULL,
+            origin TEXT COLLATE "C" NOT NULL,
+            created DOUBLE PRECISION NOT NULL,
+            updated DOUBLE PRECISION NOT NULL,
+            seal BYTEA NOT NULL DEFAULT '',
+            UNIQUE (namespace, name)
+        );
+        CREATE INDEX session_head ON session (head);
+        CREATE INDEX session_latest ON session (namespace, updated, number) WHERE kind != 'response';
+        CREATE INDEX session_all ON session (updated, number) WHERE kind != 'response';
+        CREATE INDEX session_response ON session (updated, number) WHERE kind = 'response';
+        CREATE TABLE memory (
+            number BIGINT PRIMARY KEY,
+            namespace TEXT COLLATE "C" NOT NULL,
+            session TEXT COLLATE "C" NOT NULL,
+            turn BIGINT NOT NULL REFERENCES turn (number),
+            depth INTEGER NOT NULL,
+            label TEXT COLLATE "C" NOT NULL,
+            kind TEXT COLLATE "C" NOT NULL,
+            note TEXT COLLATE "C" NOT NULL,
+            digest BYTEA NOT NULL,
+            created DOUBLE PRECISION NOT NULL,
+            seal BYTEA NOT NULL,
+            UNIQUE (namespace, session, depth, label)
+        );
+        CREATE INDEX memory_turn ON memory (turn);
+        CREATE INDEX memory_order ON memory (namespace, number);
+        CREATE SEQUENCE turn_number;
+        CREATE SEQUENCE session_number;
+        CREATE SEQUENCE memory_number;
+        CREATE TABLE usage (
+            namespace TEXT COLLATE "C" PRIMARY KEY, sessions BIGINT NOT NULL, nbytes BIGINT NOT NULL
+        )
+        """,
+    ),
+    Migration(
+        "leases, with a fencing token each",
+        """
+        CREATE SEQUENCE holder_number;
+        CREATE TABLE lease (
+            session BIGINT PRIMARY KEY REFERENCES session (number) ON DELETE CASCADE,
+            token BIGINT NOT NULL,
+            holder BIGINT,
+            expires TIMESTAMPTZ NOT NULL
+        );
+        CREATE INDEX lease_holder ON lease (holder)
+        """,
+    ),
+    Migration(
+        "the key of the cluster",
+        """
+        CREATE TABLE register (one BOOLEAN PRIMARY KEY DEFAULT true CHECK (one), id TEXT NOT NULL,
+            key BYTEA NOT NULL)
+        """,
+    ),
+)
+
+
+class Sequences:
+    """Numbers out of PostgreSQL's sequences: one that was drawn is never drawn again, also by a transaction
+    that did not end well."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def next(self, table: str) -> int:
+        [(number,)] = self._db.rows("SELECT nextval(?::text::regclass)", f"{table}_number")
+        return int(number)
+
+    def check(self) -> None:
+        """Nothing to prove: PostgreSQL logs a sequence ahead of what it gives out."""

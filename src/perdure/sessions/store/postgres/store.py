@@ -1,0 +1,83 @@
+"""The session store in PostgreSQL: for the replicas of several machines."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import ExitStack
+from pathlib import Path
+
+from perdure.atomic import make_folder
+from perdure.errors import StoreError
+from perdure.sessions.info import SessionInfo
+from perdure.sessions.store.postgres.database import PostgresDatabase
+from perdure.sessions.store.postgres.leases import Leases
+from perdure.sessions.store.postgres.place import PostgresPlace
+from perdure.sessions.store.postgres.schema import DIALECT, Sequences
+from perdure.sessions.store.sql.database import NeverDamaged
+from perdure.sessions.store.sql.store import SqlStore
+
+
+class PostgresStore(SqlStore):
+    """`SessionStore` in a schema of a PostgreSQL database. For any thread.
+
+    Changes of one namespace follow each other: each has the namespace's row until it is committed, and so
+    sees all that those before it have done. Changes of different namespaces do not wait for each other.
+    """
+
+    def __init__(self, place: PostgresPlace, *, readonly: bool = False) -> None:
+        self.readonly = readonly
+        self.is_shared = True
+        self.place = place
+        with ExitStack() as held:
+            self.database = PostgresDatabase(place, readonly=readonly)
+            held.callback(self.database.close)
+            super().__init__(self.database, DIALECT, Sequences(self.database), NeverDamaged())
+            self.key: bytes | None = self._cluster_key()
+            """What signs exports and shared state, the same for all replicas."""
+            self._leases: Leases | None = None
+            if not readonly:
+                self._leases = Leases(self.database, place.lease)
+                held.callback(self._leases.close)
+            self._held = held.pop_all()
+
+    def close(self) -> None:
+        self._held.close()
+
+    def transfers(self) -> Path | None:
+        """The folder for files on their way in or out: in that of this machine."""
+        if self.readonly:
+            return None
+        folder = self.place.folder / "transfers"
+        make_folder(folder, ours=True)
+        return folder
+
+    def take(self, session: SessionInfo) -> bool:
+        """Have a session for a turn or a change; False where another replica, or another runtime of this
+        one, has it."""
+        return self._leases is None or self._leases.take(session)
+
+    def release(self, session: SessionInfo) -> None:
+        if self._leases is not None:
+            self._leases.release(session)
+
+    # Inside.
+
+    def _lock_namespace(self, namespace: str) -> None:
+        self._db.run("INSERT INTO usage VALUES (?, 0, 0) ON CONFLICT (namespace) DO NOTHING", namespace)
+        self._db.run("SELECT 1 FROM usage WHERE namespace = ? FOR UPDATE", namespace)
+
+    def _fence(self, session: SessionInfo) -> None:
+        if self._leases is not None:
+            self._leases.fence(session)
+
+    def _cluster_key(self) -> bytes:
+        if not self.readonly:
+            self.database.change(
+                "INSERT INTO register (id, key) VALUES (?, ?) ON CONFLICT (one) DO NOTHING",
+                secrets.token_hex(16),
+                secrets.token_bytes(32),
+            )
+        rows = self.database.rows("SELECT key FROM register")
+        if not rows or len(rows[0][0]) != 32:
+            raise StoreError(f"{self.place.shown} has no key: open it once for writing")
+        return bytes(rows[0][0])

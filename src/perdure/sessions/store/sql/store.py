@@ -1,0 +1,577 @@
+"""The session store in SQL: sessions, turns and memories, every change as one transaction."""
+
+from __future__ import annotations
+
+import builtins
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+from perdure.errors import (
+    CorruptStateError,
+    QuotaError,
+    SessionError,
+    SessionExistsError,
+    SessionNotFoundError,
+)
+from perdure.sessions.info import SessionInfo, SessionMemory, Tree
+from perdure.sessions.store.base import RESPONSE, NamespaceSize, Quota
+from perdure.sessions.store.sql.database import Check, Database, Dialect, Numbers
+from perdure.sessions.store.sql.rows import (
+    ADVICE,
+    MEMORY,
+    SESSION,
+    SESSION_COLUMNS,
+    Rows,
+    Value,
+    json_text,
+    proved_session,
+    row_checksum,
+    row_limit,
+    text_rows,
+    valid_text,
+)
+from perdure.sessions.store.sql.tables import Condition, MemoryTable, TurnTable, read_tree
+from perdure.sessions.turn import FIRST, Turn, TurnPage, TurnReference
+
+_SEARCHED = 64
+"""Sessions that a search reads at a time."""
+
+
+class SqlStore:
+    """The calls of `SessionStore` over a database; leases, files and the opening are for those above. For any
+    thread.
+
+    Always holds: a turn is written once and whole, after the one before it; a session names a turn that is
+    there; turns that nothing leads to any more go with what last led to them. Each row is proved when it is
+    read, and one that is not what it was is refused. Numbers of sessions, turns and memories are never
+    given out again, and a change of a session checks its number, namespace and name. Several processes may
+    write to one: a change is a transaction, and sees what the others have done.
+    """
+
+    def __init__(self, database: Database, dialect: Dialect, numbers: Numbers, check: Check) -> None:
+        self._db = database
+        self._sql = dialect
+        self._numbers = numbers
+        self._check = check
+        self._turns = TurnTable(database, dialect, numbers)
+        self._memories = MemoryTable(database, dialect, numbers)
+        self._quotas: dict[str, Quota] = {}
+        self._searching: dict[str | None, threading.Lock] = {}
+
+    # Sessions.
+
+    def create(
+        self,
+        namespace: str,
+        name: str,
+        turns: Sequence[Turn] = (),
+        *,
+        head: int | None = None,
+        digest: bytes = FIRST,
+        kind: str = "session",
+        settings: Mapping[str, Any] | None = None,
+        origin: Mapping[str, Any] | None = None,
+        replaces: SessionInfo | None = None,
+    ) -> SessionInfo:
+        """A new session: at a turn that is there and has that digest, followed by turns that are not yet.
+        With `replaces`, that session goes in the same moment."""
+        # Before the transaction: a name that is missed would be given away twice.
+        self._check.wait()
+        with self._writing(namespace):
+            if replaces is not None:
+                self._delete(replaces)
+            return self._create(
+                namespace,
+                name,
+                turns,
+                head=head,
+                digest=digest,
+                kind=kind,
+                settings=settings or {},
+                origin=origin or {},
+            )
+
+    def _create(
+        self,
+        namespace: str,
+        name: str,
+        turns: Sequence[Turn],
+        *,
+        head: int | None = None,
+        digest: bytes = FIRST,
+        kind: str = "session",
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        origin: Mapping[str, Any] = MappingProxyType({}),
+        created: float | None = None,
+        updated: float | None = None,
+    ) -> SessionInfo:
+        """`create` within a transaction."""
+        if self._find(namespace, name) is not None:
+            raise SessionExistsError(
+                f"there is a session {name!r} already: choose another name, or delete it"
+            )
+        if head is not None:
+            self._turns.check(head, digest)
+        for turn in turns:
+            head = self._add_turn(namespace, head, turn)
+        self._count(namespace, sessions=1)
+        number, now = self._numbers.next("session"), time.time()
+        self._db.run(
+            f"INSERT INTO session ({', '.join(SESSION_COLUMNS)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            number,
+            namespace,
+            name,
+            kind,
+            head,
+            json_text(dict(settings)),
+            json_text(dict(origin)),
+            now if created is None else created,
+            now if updated is None else updated,
+        )
+        self._write_checksum(number)
+        info = self._find(namespace, name)
+        assert info is not None
+        return info
+
+    def find(self, namespace: str, name: str) -> SessionInfo:
+        found = self._find(namespace, name)
+        if found is None:
+            raise SessionNotFoundError(f"there is no session {name!r}")
+        return found
+
+    def has(self, namespace: str, name: str) -> bool:
+        return self._find(namespace, name) is not None
+
+    def list(
+        self,
+        namespace: str | None = None,
+        *,
+        limit: int | None = None,
+        after: SessionInfo | None = None,
+        text: str | None = None,
+    ) -> list[SessionInfo]:
+        """The latest first: those of a namespace or all, up to `limit`, of those that come behind `after`.
+        Stored responses are found by their ids, and not listed. With `text`, those that have it in their
+        names or in what was said."""
+        self._check.wait()
+        if text is None:
+            return [proved_session(row) for row in self._page(self._db.rows, namespace, limit, after)]
+        row_limit(limit)
+        with valid_text():
+            text.encode()
+        return self._search(namespace, limit, after, text)
+
+    def expired(self, before: float, *, limit: int) -> builtins.list[tuple[str, str]]:
+        """Namespaces and names of stored responses that were last changed before a time, the oldest first."""
+        rows = self._db.rows(
+            f"SELECT namespace, name FROM session WHERE kind = '{RESPONSE}' AND updated < ?"
+            " ORDER BY updated, number LIMIT ?",
+            before,
+            limit,
+        )
+        return [(namespace, name) for namespace, name in rows]
+
+    def add(
+        self,
+        session: SessionInfo,
+        turns: Sequence[Turn],
+        *,
+        parent: int,
+        expected: int,
+        follower: SessionInfo | None = None,
+    ) -> Sequence[int]:
+        """Make turns the latest of a session, behind turn number `parent`: all of them or none.
+
+        Refused where the session does not stand at turn number `expected` any more. A `follower` that stands
+        there too goes to the same turn.
+        """
+        with self._writing(session.namespace):
+            self._fence(session)
+            before = self._standing(session, expected)
+            if follower is not None:
+                self._fence(follower)
+            following = self._standing(follower, expected) if follower is not None else None
+            numbers: builtins.list[int] = []
+            for turn in turns:
+                parent = self._add_turn(session.namespace, parent, turn)
+                numbers.append(parent)
+            self._move(before, parent)
+            if following is not None:
+                self._move(following, parent)
+            return numbers
+
+    def note(self, session: SessionInfo, origin: Mapping[str, Any]) -> SessionInfo:
+        """Write down something else of where a session comes from."""
+        with self._writing(session.namespace):
+            number = self._standing(session).number
+            self._db.run("UPDATE session SET origin = ? WHERE number = ?", json_text(dict(origin)), number)
+            self._write_checksum(number)
+            return self._standing(session)
+
+    def move(self, session: SessionInfo, head: int, *, digest: bytes, expected: int) -> None:
+        """Let a session stand at another turn. Refused as `add` is."""
+        with self._writing(session.namespace):
+            self._fence(session)
+            before = self._standing(session, expected)
+            self._turns.check(head, digest)
+            self._move(before, head)
+
+    def delete(self, session: SessionInfo) -> None:
+        with self._writing(session.namespace):
+            self._fence(session)
+            self._delete(session)
+
+    def head(self, session: SessionInfo) -> int:
+        """The number of the turn at which a session stands now, whoever moved it."""
+        rows = self._db.rows(
+            "SELECT head FROM session WHERE number = ? AND namespace = ? AND name = ?",
+            session.number,
+            session.namespace,
+            session.name,
+        )
+        if not rows:
+            raise SessionNotFoundError(f"session {session.name!r} was deleted")
+        return int(rows[0][0])
+
+    # Turns.
+
+    def read(self, reference: TurnReference, count: int, name: str) -> TurnPage:
+        """That turn and those before it, up to `count`, each proved by the digest of the next."""
+        return self._turns.read(reference, count, name)
+
+    def start(self, head: int, name: str) -> Turn:
+        """The first turn of the session that stands at `head`. Of the turns between, only the checksums are
+        read."""
+        return self._turns.start(head, name)
+
+    def page(
+        self, head: int, name: str, *, after: int, limit: int | None = None, nbytes: int | None = None
+    ) -> builtins.list[Turn]:
+        """The turns that lead to `head`, from depth `after` + 1 on: up to `limit`, and to `nbytes` together,
+        but one at least."""
+        return self._turns.page(head, name, after=after, limit=limit, nbytes=nbytes)
+
+    def nbytes(self, head: int) -> int:
+        """What the turns that lead to `head` take, without the overhead of the database."""
+        return self._turns.nbytes(head)
+
+    def tree(self, session: SessionInfo, *, limit: int, after: str | None = None) -> Tree:
+        """The tree that a session is a branch of: up to `limit` turns, behind the one with the id `after`."""
+        self._check.wait()
+        return read_tree(self._db, self._sql, session, limit=limit, after=after, memories=self._memories)
+
+    # Memories.
+
+    def label(
+        self, session: SessionInfo, at: TurnReference, label: str, kind: str, note: str
+    ) -> SessionMemory:
+        """Remember a turn of a session, in the place of what had that label there."""
+        with self._writing(session.namespace):
+            self._standing(session)
+            self._turns.check(at.head, at.digest)
+            made, replaced = self._memories.add(session, at, label, kind, note)
+            for last in replaced:
+                self._prune(session.namespace, last)
+            return made
+
+    def memories(
+        self,
+        namespace: str,
+        *,
+        label: str | None = None,
+        kind: str | None = None,
+        session: str | None = None,
+        turn: int | None = None,
+        text: str | None = None,
+        limit: int | None = None,
+        after: int = 0,
+    ) -> builtins.list[SessionMemory]:
+        """Those that fit everything given, the oldest first: up to `limit`, behind number `after`."""
+        where: builtins.list[Condition] = [("m.namespace = ?", namespace)]
+        for column, value in (("label", label), ("kind", kind), ("session", session), ("depth", turn)):
+            if value is not None:
+                where.append((f"m.{column} = ?", value))
+        self._check.wait()
+        if text is None:
+            return self._memories.find(where, after=after, limit=limit)
+        row_limit(limit)
+        with valid_text():
+            text.encode()
+        with self._searches(namespace), self._db.reading_apart() as rows:
+            return self._memories.search(rows, where, text, after=after, limit=limit)
+
+    def locate(self, memory: SessionMemory) -> TurnReference:
+        """The turn that was remembered, after proving all that led to it."""
+        numbers, turns = self.chain_of(memory)
+        return TurnReference(numbers[-1], turns[-1].digest, len(turns) - 1)
+
+    def chain_of(self, memory: SessionMemory) -> tuple[Sequence[int], Sequence[Turn]]:
+        """The turns that lead to a memory, if they are those that were remembered."""
+        numbers, turns = self._turns.chain(self._memories.turn_of(memory), memory.session)
+        if turns[-1].digest != memory.digest:
+            raise CorruptStateError(
+                f"what lies at {memory.address} is not what was remembered: its digest differs; "
+                "nothing was woken"
+            )
+        return numbers, turns
+
+    def forget(self, memory: SessionMemory) -> None:
+        with self._writing(memory.namespace):
+            turn = self._memories.turn_of(memory)
+            self._memories.drop(memory.number)
+            self._prune(memory.namespace, turn)
+
+    # The whole.
+
+    def limit(self, namespace: str, quota: Quota | None) -> None:
+        """What a namespace may store from now on, by this process; None lifts the bound."""
+        if quota is None:
+            self._quotas.pop(namespace, None)
+        else:
+            self._quotas[namespace] = quota
+
+    def sizes(self) -> builtins.list[NamespaceSize]:
+        """What every namespace that has sessions stores, by its name."""
+        rows = self._db.rows(
+            "WITH RECURSIVE up (namespace, number) AS ("
+            " SELECT namespace, head FROM session"
+            " UNION SELECT up.namespace, t.parent FROM up JOIN turn t ON t.number = up.number"
+            " WHERE t.parent IS NOT NULL"
+            ") SELECT up.namespace,"
+            " (SELECT count(*) FROM session s WHERE s.namespace = up.namespace),"
+            f" sum(CASE WHEN t.kind != 'start' THEN 1 ELSE 0 END), sum({self._sql.turn_bytes})"
+            " FROM up JOIN turn t ON t.number = up.number GROUP BY up.namespace ORDER BY up.namespace"
+        )
+        return [
+            NamespaceSize(namespace=str(name), sessions=int(sessions), turns=int(turns), nbytes=int(nbytes))
+            for name, sessions, turns, nbytes in rows
+        ]
+
+    # For `migrate`, which brings sessions of another store.
+
+    def bring(self, info: SessionInfo, turns: Sequence[Turn], *, head: int | None) -> SessionInfo:
+        """A session of another store: at turn number `head` of this one, followed by turns that are not here
+        yet. All but its numbers is as it was there."""
+        with self._writing(info.namespace):
+            return self._create(
+                info.namespace,
+                info.name,
+                turns,
+                head=head,
+                digest=turns[0].before if turns else info.digest,
+                kind=info.kind,
+                settings=info.settings,
+                origin=info.origin,
+                created=info.created,
+                updated=info.updated,
+            )
+
+    def bring_memory(self, memory: SessionMemory, turns: Sequence[Turn], *, head: int | None) -> None:
+        """A memory of another store, whose turn is number `head` of this one, or the last of `turns`."""
+        with self._writing(memory.namespace):
+            for turn in turns:
+                head = self._add_turn(memory.namespace, head, turn)
+            assert head is not None
+            self._turns.check(head, memory.digest)
+            for last in self._memories.bring(memory, head):
+                self._prune(memory.namespace, last)
+
+    def store_id(self) -> str:
+        """What no other store is called."""
+        return str(self._db.rows("SELECT id FROM register")[0][0])
+
+    def has_turn(self, number: int, digest: bytes) -> bool:
+        """Whether a turn is here, and is that very one."""
+        try:
+            self._turns.check(number, digest)
+        except SessionNotFoundError:
+            return False
+        return True
+
+    # For `verify`, which proves everything.
+
+    def every(self) -> tuple[builtins.list[tuple[Any, ...]], builtins.list[tuple[Any, ...]]]:
+        """All rows of sessions and of memories, proved by nothing yet."""
+        return self._db.rows(SESSION), self._db.rows(MEMORY)
+
+    def chain(self, head: int, name: str) -> tuple[Sequence[int], Sequence[Turn]]:
+        """The numbers and turns that lead to `head`, each proved by its digest."""
+        return self._turns.chain(head, name)
+
+    def check_turn(self, number: int, digest: bytes) -> None:
+        """Raise unless a turn is what its checksum says, which those behind it believe."""
+        self._turns.check(number, digest)
+
+    def check_counts(self) -> None:
+        """Raise unless the numbers given out, and what each namespace stores, are what was written."""
+        self._numbers.check()
+        stored = {row for row in self._db.rows("SELECT * FROM usage") if row[1] or row[2]}
+        if stored != set(self._db.rows(self._sql.usage)):
+            raise CorruptStateError(f"what namespaces store is not what was written down: {ADVICE}")
+
+    # Inside.
+
+    @contextmanager
+    def _writing(self, namespace: str) -> Iterator[None]:
+        """A change of a namespace: a transaction that sees what the changes before it have done."""
+        self._check.refuse_damaged()
+        with valid_text(), self._db.writing():
+            self._lock_namespace(namespace)
+            yield
+
+    def _lock_namespace(self, namespace: str) -> None:
+        """Have changes of a namespace follow each other, where the database does not see to that itself."""
+
+    def _fence(self, session: SessionInfo) -> None:
+        """Refuse who had taken a session and lost it to another, where that can be."""
+
+    def _find(self, namespace: str, name: str) -> SessionInfo | None:
+        rows = text_rows(self._db, f"{SESSION} WHERE s.namespace = ? AND s.name = ?", namespace, name)
+        if not rows:
+            self._check.wait()
+            return None
+        found = proved_session(rows[0])
+        if (found.namespace, found.name) != (namespace, name):
+            raise CorruptStateError(f"another session is found in the place of {name!r}: {ADVICE}")
+        return found
+
+    def _standing(self, session: SessionInfo, expected: int | None = None) -> SessionInfo:
+        """That very session as it is now."""
+        found = self._db.rows(
+            f"{SESSION} WHERE s.number = ? AND s.namespace = ? AND s.name = ?",
+            session.number,
+            session.namespace,
+            session.name,
+        )
+        if not found:
+            raise SessionNotFoundError(f"session {session.name!r} was deleted")
+        now = proved_session(found[0])
+        if expected is not None and now.head != expected:
+            raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
+        return now
+
+    def _delete(self, session: SessionInfo) -> None:
+        found = self._standing(session)
+        self._db.run("DELETE FROM session WHERE number = ?", found.number)
+        self._count(found.namespace, sessions=-1)
+        self._prune(found.namespace, found.head)
+
+    def _move(self, session: SessionInfo, head: int) -> None:
+        # Later than before, whatever the clock says: lists are in this order.
+        now = max(time.time(), session.updated)
+        self._db.run("UPDATE session SET head = ?, updated = ? WHERE number = ?", head, now, session.number)
+        self._write_checksum(session.number)
+        self._prune(session.namespace, session.head)
+
+    def _write_checksum(self, session: int) -> None:
+        """After a change."""
+        [(*said, _)] = self._db.rows(f"{SESSION} WHERE s.number = ?", session)
+        self._db.run("UPDATE session SET seal = ? WHERE number = ?", row_checksum(*said), session)
+
+    def _add_turn(self, namespace: str, parent: int | None, turn: Turn) -> int:
+        number = self._turns.add(parent, turn)
+        self._count(namespace, nbytes=self._turns.size(number))
+        return number
+
+    def _count(self, namespace: str, *, sessions: int = 0, nbytes: int = 0) -> None:
+        """Write down what a namespace stores more or less than before; refused beyond its quota."""
+        self._db.run("INSERT INTO usage VALUES (?, 0, 0) ON CONFLICT (namespace) DO NOTHING", namespace)
+        self._db.run(
+            "UPDATE usage SET sessions = CASE WHEN sessions > ? THEN sessions + ? ELSE 0 END,"
+            " nbytes = CASE WHEN nbytes > ? THEN nbytes + ? ELSE 0 END WHERE namespace = ?",
+            -sessions,
+            sessions,
+            -nbytes,
+            nbytes,
+            namespace,
+        )
+        quota = self._quotas.get(namespace)
+        if quota is None:
+            return
+        [(stored, size)] = self._db.rows("SELECT sessions, nbytes FROM usage WHERE namespace = ?", namespace)
+        for what, more, total, most in (
+            ("sessions", sessions, stored, quota.sessions),
+            ("bytes", nbytes, size, quota.nbytes),
+        ):
+            if more > 0 and most is not None and total > most:
+                raise QuotaError(
+                    f"this key may store {most} {what}, and with this it would be {total}: delete sessions "
+                    "or responses, or raise its limit",
+                    needed=total,
+                    limit=most,
+                )
+
+    def _page(
+        self, rows: Rows, namespace: str | None, limit: int | None, after: SessionInfo | None
+    ) -> builtins.list[tuple[Any, ...]]:
+        """Rows of `SESSION`, the latest first."""
+        # In these words: the indexes are of what they say.
+        where, values = [f"s.kind != '{RESPONSE}'"], builtins.list[Value]()
+        if namespace is not None:
+            where.append("s.namespace = ?")
+            values.append(namespace)
+        if after is not None:
+            where.append("(s.updated, s.number) < (?, ?)")
+            values += [after.updated, after.number]
+        with valid_text():
+            return rows(
+                f"{SESSION} WHERE {' AND '.join(where)} ORDER BY s.updated DESC, s.number DESC LIMIT ?",
+                *values,
+                row_limit(limit),
+            )
+
+    def _search(
+        self, namespace: str | None, limit: int | None, after: SessionInfo | None, text: str
+    ) -> builtins.list[SessionInfo]:
+        """The sessions of a namespace with a text in their names or turns, a page of them at a time."""
+        matches: builtins.list[SessionInfo] = []
+        with self._searches(namespace), self._db.reading_apart() as rows:
+            while page := self._page(rows, namespace, _SEARCHED, after):
+                sessions = [proved_session(row) for row in page]
+                marks = ", ".join("?" * len(sessions))
+                said: dict[int | None, bool] = {}
+                heads = {session.head for session in sessions}
+                for number, parent, here in rows(
+                    self._sql.spoken.format(heads=", ".join(map(str, heads))), text, text
+                ):
+                    said[number] = bool(here) or said.get(parent, False)
+                named = rows(
+                    f"SELECT number FROM session WHERE number IN ({marks})"
+                    f" AND {self._sql.contains.format('name')}",
+                    *(session.number for session in sessions),
+                    text,
+                )
+                numbers = {number for (number,) in named}
+                for session in sessions:
+                    if session.number in numbers or said.get(session.head):
+                        matches.append(session)
+                        if len(matches) == limit:
+                            return matches
+                after = sessions[-1]
+        return matches
+
+    def _searches(self, namespace: str | None) -> threading.Lock:
+        """Held while a namespace is searched: one search of it at a time reads everything it has."""
+        return self._searching.setdefault(namespace, threading.Lock())
+
+    def _prune(self, namespace: str, turn: int | None) -> None:
+        """Delete a turn that nothing leads to any more, and then what led only to it."""
+        while turn is not None:
+            [(needed,)] = self._db.rows(
+                "SELECT EXISTS (SELECT 1 FROM turn WHERE parent = ?)"
+                " OR EXISTS (SELECT 1 FROM session WHERE head = ?)"
+                " OR EXISTS (SELECT 1 FROM memory WHERE turn = ?)",
+                *(turn,) * 3,
+            )
+            if needed:
+                return
+            # What leads to it must not have been missed.
+            self._check.wait()
+            found = self._db.rows("SELECT parent FROM turn WHERE number = ?", turn)
+            self._count(namespace, nbytes=-self._turns.size(turn))
+            self._db.run("DELETE FROM turn WHERE number = ?", turn)
+            turn = found[0][0] if found else None

@@ -1,0 +1,143 @@
+"""Servers of other programs that tests start themselves: PostgreSQL. Each has a folder of its own and a free
+port, and is killed at the end."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlencode
+
+import psutil
+import pytest
+
+_NUMBERS = itertools.count(1)
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def program(name: str) -> str | None:
+    """A program in the path, or where Debian keeps those of PostgreSQL."""
+    places = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), reverse=True)
+    return shutil.which(name) or next((str(place) for place in places), None)
+
+
+class Server:
+    """A program that listens on a port of this machine."""
+
+    def __init__(self, command: Sequence[str], port: int, log: Path, *, user: str | None = None) -> None:
+        self._command = command
+        self._log = log
+        self._user = user
+        self.port = port
+        self.process: subprocess.Popen[bytes]
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("ab") as out:
+            self.process = subprocess.Popen(
+                self._command, stdout=out, stderr=out, user=self._user, start_new_session=True
+            )
+        deadline = time.monotonic() + 30
+        while True:
+            with closing(socket.socket()) as trying:
+                if trying.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"{self._command[0]} did not start: {self._log.read_text()[-2000:]}")
+            self.process.poll()
+            time.sleep(0.02)
+
+    def signal(self, number: int) -> None:
+        """To the program and all that it has started: PostgreSQL gives each connection a process group."""
+        own = psutil.Process(self.process.pid)
+        for each in (own, *own.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(number)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.signal(signal.SIGKILL)
+        self.process.wait()
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+
+class PostgresServer(Server):
+    """PostgreSQL with one database; each `url` is of a schema of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        initdb, postgres = program("initdb"), program("postgres")
+        assert initdb is not None
+        assert postgres is not None
+        # It refuses to run as root.
+        user = "postgres" if os.geteuid() == 0 else None
+        self.data = folder / "data"
+        if user is not None:
+            shutil.chown(folder, user)
+        subprocess.run(
+            [initdb, "-D", str(self.data), "-U", "perdure", "-A", "trust", "-E", "UTF8", "--no-sync", "-k"],
+            user=user,
+            check=True,
+            capture_output=True,
+            cwd=folder,
+        )
+        port = free_port()
+        command = [postgres, "-D", str(self.data), "-p", str(port), "-k", str(folder), "-h", "127.0.0.1"]
+        # What is written survives any kill of the server; that of the machine is not tried here.
+        command += ["-c", "fsync=off", "-c", "shared_buffers=16MB", "-c", "max_connections=300"]
+        super().__init__(command, port, folder / "log", user=user)
+
+    def start(self) -> None:
+        super().start()
+        ready = program("pg_isready") or "pg_isready"
+        while subprocess.run([ready, "-q", "-h", "127.0.0.1", "-p", str(self.port)]).returncode:
+            assert self.process.poll() is None, "PostgreSQL did not start"
+
+    def restart(self) -> None:
+        self.kill()
+        # Of the server that was killed: it would be taken for a live one of the same number.
+        (self.data / "postmaster.pid").unlink(missing_ok=True)
+        self.start()
+
+    def url(self, folder: Path, *, port: int | None = None, **options: object) -> str:
+        """A store that nobody has used, whose blocks are in `folder`."""
+        more = {"schema": f"t{os.getpid()}_{next(_NUMBERS)}", "folder": str(folder), **options}
+        return f"postgresql://perdure@127.0.0.1:{port or self.port}/postgres?{urlencode(more)}"
+
+
+@contextmanager
+def postgres_server() -> Iterator[PostgresServer]:
+    """A server; a test that asks for one is skipped where PostgreSQL is not installed."""
+    pytest.importorskip("psycopg_pool", reason="psycopg is not installed: pip install 'perdure[cluster]'")
+    if program("initdb") is None or program("postgres") is None:
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+    if os.geteuid() == 0:
+        try:
+            pwd.getpwnam("postgres")
+        except KeyError:
+            pytest.skip("PostgreSQL does not run as root, and there is no user postgres")
+    folder = Path(tempfile.mkdtemp(prefix="perdure-pg-"))
+    try:
+        server = PostgresServer(folder)
+        try:
+            yield server
+        finally:
+            server.kill()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,303 @@
+"""Events: what happens is told to whoever asked, in order, and no reply waits for whoever listens."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import threading
+
+import numpy as np
+import pytest
+
+import perdure
+from perdure import InvalidInputError, Runtime
+from perdure.backend import LocalBackend
+from perdure.engine import row_kernels
+from perdure.engine.contract import Floats
+from perdure.events.event import (
+    KINDS,
+    BlocksStored,
+    ChunkRead,
+    Ended,
+    Event,
+    Masked,
+    Placed,
+    Queued,
+    Restarted,
+    Slept,
+    Swapped,
+    TokenDrawn,
+    Woken,
+    event_of,
+)
+from perdure.events.hub import EventHub, Subscription
+from perdure.events.sinks import JsonLines, json_line
+from perdure.testing.toy import ToyModel
+from worker.engines import isolated
+
+
+def toy(**settings: object) -> Runtime:
+    return Runtime(LocalBackend(ToyModel(), n_ctx=256, slots=1, **settings))  # type: ignore[arg-type]
+
+
+def test_a_request_is_told_from_its_queue_to_its_end() -> None:
+    with toy() as rt, rt.events() as events:
+        reply = rt.generate("hello", max_tokens=8, temperature=0.9, seed=3, logprobs=3, ignore_eos=True)
+        told = events.poll()
+    kinds = [event.kind for event in told if event.kind not in ("BlocksStored", "Swapped")]
+    assert kinds == ["Queued", "Placed", "ChunkRead", *["TokenDrawn"] * 8, "Ended"]
+    assert len({event.request for event in told}) == 1
+    assert [event.time for event in told] == sorted(event.time for event in told)
+    drawn = [event for event in told if isinstance(event, TokenDrawn)]
+    assert tuple(event.token for event in drawn) == reply.tokens
+    assert [event.position for event in drawn] == list(range(5, 13))
+    assert reply.logprobs is not None
+    for event, known in zip(drawn, reply.logprobs, strict=True):
+        assert event.surprisal == pytest.approx(-known.logprob, abs=1e-5)
+        assert event.probability == pytest.approx(math.exp(known.logprob), rel=1e-5)
+        assert [each.token for each in event.alternatives[:3]] == [each.token for each in known.top]
+        assert event.rank == 1 or event.token != event.alternatives[0].token
+        assert event.entropy > 0
+    end = told[-1]
+    assert isinstance(end, Ended)
+    assert end.last
+    assert end.completion_tokens == 8
+    assert end.error is None
+    queued, placed = told[0], told[1]
+    assert isinstance(queued, Queued)
+    assert queued.prompt_tokens == 5
+    assert isinstance(placed, Placed)
+    assert placed.computed == reply.reuse.computed
+
+
+def test_off_costs_no_measure_and_on_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    real = row_kernels.measure
+
+    def counting(row: Floats, token: int, k: int) -> row_kernels.Measure:
+        measured.append(token)
+        return real(row, token, k)
+
+    monkeypatch.setattr("perdure.decode.step_events.measure", counting)
+    with toy() as rt:
+        plain = rt.generate("hello", max_tokens=6, seed=1, ignore_eos=True)
+        assert not measured
+        assert not rt.backend.events.on
+        with rt.events():
+            watched = rt.generate("hello", max_tokens=6, seed=1, ignore_eos=True)
+        assert len(measured) == 6
+        assert rt.generate("hello", max_tokens=6, seed=1, ignore_eos=True).tokens == plain.tokens
+        assert len(measured) == 6
+    assert watched.tokens == plain.tokens
+
+
+def test_a_request_has_observers_of_its_own_and_others_are_not_told() -> None:
+    told: list[Event] = []
+    ended = threading.Event()
+
+    def observe(event: Event) -> None:
+        told.append(event)
+        if isinstance(event, Ended):
+            ended.set()
+
+    with toy() as rt:
+        rt.generate("other", max_tokens=3)
+        rt.generate("mine", max_tokens=3, observe=observe, ignore_eos=True)
+        rt.generate("other", max_tokens=3)
+        assert ended.wait(30)
+        assert not rt.backend.events.on
+    assert len({event.request for event in told}) == 1
+    assert sum(isinstance(event, TokenDrawn) for event in told) == 3
+
+
+def test_an_observer_that_fails_or_hangs_breaks_no_reply() -> None:
+    go = threading.Event()
+
+    def hang(event: Event) -> None:
+        go.wait(60)
+
+    def fail(event: Event) -> None:
+        raise RuntimeError("no")
+
+    with toy() as rt:
+        before = rt.generate("hello", max_tokens=40, seed=2, ignore_eos=True)
+        hung = rt.observe(hang, limit=10)
+        rt.observe(fail)
+        after = rt.generate("hello", max_tokens=40, seed=2, observe=fail, ignore_eos=True)
+        assert after.tokens == before.tokens
+        assert hung.dropped > 20
+        go.set()
+
+
+def test_more_than_the_limit_are_dropped_and_counted() -> None:
+    subscription = Subscription(limit=3)
+    for _ in range(5):
+        subscription.push(("Queued", 0.0, "a", 1, 1, ""))
+    assert len(subscription.poll()) == 3
+    assert subscription.dropped == 2
+    subscription.push(("Queued", 0.0, "a", 1, 1, ""))
+    assert len(subscription.poll()) == 1
+
+
+def test_only_the_kinds_that_were_asked_for_come() -> None:
+    with toy() as rt:
+        with rt.events(["TokenDrawn"]) as events:
+            rt.generate("hello", max_tokens=2, ignore_eos=True)
+            assert [event.kind for event in events.poll()] == ["TokenDrawn"] * 2
+        with pytest.raises(InvalidInputError, match="no event 'Tokens'; there are Queued"):
+            rt.events(["Tokens"])
+        with pytest.raises(InvalidInputError, match="observe is a function"):
+            rt.generate("a", observe=3)  # type: ignore[arg-type]
+
+
+def test_a_grammar_tells_how_many_tokens_it_allows() -> None:
+    with toy() as rt, rt.events(["Masked"]) as events:
+        rt.generate("hello", max_tokens=4, regex="[ab]{4}", temperature=0)
+        told = events.poll()
+    assert [event.allowed for event in told if isinstance(event, Masked)] == [2] * 4
+
+
+def test_swaps_sleep_and_wake_are_told(tmp_path: object) -> None:
+    with toy() as rt, rt.events() as events:
+        rt.generate("a long prompt " * 6, max_tokens=2, ignore_eos=True)
+        rt.generate("another long prompt " * 5, max_tokens=2, ignore_eos=True)
+        rt.generate("a long prompt " * 6, max_tokens=2, ignore_eos=True)
+        tokens = rt.model.tokenize("a long prompt " * 6)
+        rt.cache.sleep(tokens)
+        rt.cache.wake(tokens)
+        told = events.poll()
+    found = {type(event) for event in told}
+    assert {BlocksStored, Swapped, Slept, Woken} <= found
+    assert {event.direction for event in told if isinstance(event, Swapped)} == {"in", "out"}
+    woken = next(event for event in told if isinstance(event, Woken))
+    assert sum(woken.tiers.values()) > 0
+
+
+def test_events_cross_the_worker_in_order() -> None:
+    with isolated("full") as rt:
+        own: list[Event] = []
+        ended = threading.Event()
+
+        def observe(event: Event) -> None:
+            own.append(event)
+            if isinstance(event, Ended):
+                ended.set()
+
+        with rt.events() as events:
+            reply = rt.generate("hello", max_tokens=5, seed=3, observe=observe, ignore_eos=True)
+            assert ended.wait(30)
+            told = events.poll()
+        drawn = [event for event in own if isinstance(event, TokenDrawn)]
+        assert tuple(event.token for event in drawn) == reply.tokens
+        assert [event for event in told if event.request] == own
+        assert [type(own[0]), type(own[1])] == [Queued, Placed]
+        assert any(isinstance(event, ChunkRead) for event in own)
+
+
+def test_a_death_and_the_new_start_are_told() -> None:
+    import os
+    import signal
+
+    with isolated("full") as rt, rt.events(["Restarted", "Ended"]) as events:
+        health = rt.backend.health()  # type: ignore[attr-defined]
+        os.kill(health.pid, signal.SIGKILL)
+        rt.generate("hello", max_tokens=2, ignore_eos=True)
+        told: list[Event] = []
+        while not any(isinstance(event, Ended) for event in told):
+            assert events.wait(30)
+            told += events.poll()
+    assert isinstance(told[0], Restarted)
+    assert told[0].restarts == 1
+
+
+def test_every_kind_survives_its_way_as_a_tuple_and_as_json() -> None:
+    hub = EventHub()
+    with hub.subscribe() as events:
+        for kind in KINDS.values():
+            fields = [each.name for each in dataclasses.fields(kind)][2:]
+            values: list[object] = [
+                () if name == "alternatives" else {} if name == "tiers" else 1 for name in fields
+            ]
+            hub.emit(kind, "r", *values)
+        told = events.poll()
+    assert [type(event) for event in told] == list(KINDS.values())
+    for event in told:
+        assert json.loads(json_line(event))["kind"] == event.kind
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            event.time = 1.0  # type: ignore[misc]
+    plain = ("TokenDrawn", 1.0, "r", 0, 3, 7, "x", 0.5, 1.0, 0.7, 1, ((7, "x", 0.5),))
+    assert event_of(plain).alternatives[0].text == "x"  # type: ignore[attr-defined]
+
+
+def test_json_lines_are_written_one_an_event() -> None:
+    target = io.StringIO()
+    with toy() as rt:
+        rt.observe(JsonLines(target))
+        rt.generate("hello", max_tokens=3, ignore_eos=True)
+    lines = [json.loads(line) for line in target.getvalue().splitlines()]
+    assert lines[-1]["kind"] in ("Ended", "BlocksStored")
+    assert sum(line["kind"] == "TokenDrawn" for line in lines) == 3
+
+
+def test_spans_follow_the_conventions_of_open_telemetry() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from perdure.events.sinks import OpenTelemetry
+
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    with toy() as rt:
+        rt.observe(OpenTelemetry(provider.get_tracer("test"), model="toy"))
+        rt.generate("hello", max_tokens=3, ignore_eos=True)
+    (span,) = exporter.get_finished_spans()
+    assert span.name == "text_completion toy"
+    assert span.attributes is not None
+    assert span.attributes["gen_ai.usage.input_tokens"] == 5
+    assert span.attributes["gen_ai.usage.output_tokens"] == 3
+    assert span.attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert {event.name for event in span.events} >= {"perdure.placed", "gen_ai.first_token"}
+    assert span.end_time is not None
+    assert span.start_time is not None
+    assert span.end_time >= span.start_time
+
+
+@pytest.mark.parametrize("size", [1, 5, 15, 16, 127, 128, 129, 2047, 2049, 49152])
+def test_what_is_told_of_a_token_equals_numpy(size: int) -> None:
+    rng = np.random.default_rng(size)
+    row = (rng.standard_normal(size) * 5).astype(np.float32)
+    if size > 3:
+        row[size // 2] = -np.inf
+    token = int(rng.integers(size))
+    if row[token] == -np.inf:
+        token = 0
+    here, there = row_kernels.measure(row, token, 5), row_kernels._measured(row, token, min(5, size))
+    assert here.rank == there.rank
+    assert here.ids == there.ids
+    assert here.logprob == pytest.approx(there.logprob, abs=1e-5)
+    assert here.entropy == pytest.approx(there.entropy, abs=1e-5)
+    assert here.probabilities == pytest.approx(there.probabilities, abs=1e-5)
+
+
+def test_what_is_no_number_is_refused() -> None:
+    row = np.zeros(300, np.float32)
+    row[7] = np.nan
+    with pytest.raises(perdure.EngineError):
+        row_kernels.measure(row, 0, 5)
+
+
+def test_tokens_that_were_guessed_ahead_are_told_with_their_own_rows() -> None:
+    with toy() as rt, rt.events(["TokenDrawn"]) as events:
+        ask = {"max_tokens": 24, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
+        plain = rt.generate("abcd" * 12, speculate=0, **ask)  # type: ignore[arg-type]
+        first = [dataclasses.replace(event, time=0.0, request="") for event in events.poll()]
+        # What was written before is what is guessed now.
+        again = rt.generate("abcd" * 12, speculate=8, **ask)  # type: ignore[arg-type]
+        second = [dataclasses.replace(event, time=0.0, request="") for event in events.poll()]
+    assert again.tokens == plain.tokens
+    assert first == second

@@ -1,0 +1,150 @@
+"""A folder is opened, served, shown and kept like any other model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+import perdure
+from perdure import CannotRewindError
+from perdure.cli.app import app
+from perdure.engine import registry
+from perdure.engine.mlx.engine import ENGINE
+from server.live_server import live_server
+from subjects import Subject, check
+from worker.engines import QUICK
+
+Find = Callable[[str], Subject]
+
+
+@pytest.mark.parametrize("isolated", [False, QUICK], ids=["in process", "in a worker"])
+def test_a_folder_is_served_and_its_sessions_last(llama: Path, tmp_path: Path, isolated: bool) -> None:
+    store = tmp_path / "store"
+    with perdure.open(str(llama), n_ctx=256, slots=1, store=store, isolated=isolated) as rt:
+        session = rt.session("a", system="be brief")
+        session.say("the reading of the station", max_tokens=8, temperature=0)
+        first = session.say("and the other things", max_tokens=8, temperature=0)
+        if not isolated:
+            with live_server(rt) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+                asked = {"model": "toy", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+                reply = client.post("/v1/chat/completions", json=asked).raise_for_status().json()
+                assert reply["usage"]["completion_tokens"] > 0
+    with perdure.open(str(llama), n_ctx=256, slots=1, store=store, isolated=isolated) as rt:
+        session = rt.session("a")
+        session.rewind(1)
+        again = session.say("and the other things", max_tokens=8, temperature=0)
+        assert again.text == first.text
+        # What was computed before the restart was read from the disk.
+        assert again.reuse.reused > 0
+        assert sum(again.reuse.tiers.values()) == again.reuse.reused
+
+
+def test_the_command_shows_a_folder(llama: Path) -> None:
+    shown = CliRunner().invoke(app, ["show", str(llama)])
+    assert shown.exit_code == 0
+    assert "llama" in shown.output
+    assert "MLX" in CliRunner().invoke(app, ["doctor"]).output
+
+
+def test_a_folder_belongs_to_this_engine_also_by_its_name(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(llama.parent)
+    assert registry.engine_for("llama") is ENGINE
+    assert registry.engine_for(llama) is ENGINE
+    assert registry.engine_for("owner/repo:Q4_K_M") is not ENGINE
+
+
+def test_mlx_is_imported_only_for_a_folder_and_leaves_the_limit_of_files_alone(llama: Path) -> None:
+    script = f"""
+import resource, sys
+import perdure, perdure.cli.app
+from perdure.engine import registry
+before = resource.getrlimit(resource.RLIMIT_NOFILE)
+assert registry.engine_for("owner/repo:Q4_K_M").name == "llama.cpp"
+assert registry.engine_for({str(llama)!r}).name == "MLX"
+assert not any(name.split(".")[0] in ("mlx", "mlx_lm", "transformers") for name in sys.modules)
+registry.open_model({str(llama)!r}, {{}}, cells=0).close()
+assert "mlx_lm" in sys.modules
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_text_becomes_the_tokens_that_llama_cpp_makes_of_it(find_subject: Find) -> None:
+    """Both have the zoo's vocabulary: a session can go from one engine to the other by its tokens."""
+    ours, theirs = find_subject("mlx-llama").model, find_subject("llama").model
+    for text in ("hello world, the end", "ä ö 日本 \n\t x", "<|im_start|>user\nhi<|im_end|>", ""):
+        for special in (False, True):
+            tokens = theirs.tokenize(text, special=special)
+            assert ours.tokenize(text, special=special) == tokens
+            assert ours.detokenize(tokens, special=True) == theirs.detokenize(tokens, special=True)
+    assert ours.ends == theirs.ends
+    assert ours.controls == theirs.controls
+
+
+@pytest.mark.parametrize("swa_full", [True, False])
+def test_a_window_that_has_slid_on_is_cut_only_where_its_rows_are_there(
+    find_subject: Find, swa_full: bool
+) -> None:
+    """mlx-lm's own ring would cut, and answer from rows of other tokens (mlx-lm 1494, 1776)."""
+    subject = find_subject("mlx-gemma3")
+    tokens = subject.tokens(700)
+    with subject.context(n_ctx=800, n_seq=1, n_batch=64, swa_full=swa_full) as ctx:
+        ctx.decode(tokens)
+        ctx.decode(tokens[:3])
+        if swa_full:
+            ctx.truncate(400)
+        else:
+            with pytest.raises(CannotRewindError):
+                ctx.truncate(100)
+            ctx.truncate(702)
+        kept = ctx.tokens()
+        ctx.decode([9])
+        check(ctx.logits().copy(), subject.cold([kept, [9]], n_ctx=800, n_batch=64), 1e-9)
+
+
+@pytest.mark.parametrize("name", ["mlx-mamba", "mlx-jamba"])
+def test_a_recurrent_state_is_never_cut_and_comes_back_from_a_checkpoint(
+    find_subject: Find, name: str
+) -> None:
+    subject = find_subject(name)
+    tokens = subject.tokens(30)
+    with subject.context() as ctx:
+        ctx.decode(tokens[:20])
+        point = ctx.checkpoint()
+        ctx.decode(tokens[20:])
+        with pytest.raises(CannotRewindError):
+            ctx.truncate(20)
+        ctx.restore(point)
+        ctx.decode([9])
+        check(ctx.logits().copy(), subject.cold([[*tokens[:20]], [9]]), 1e-9)
+
+
+@pytest.mark.parametrize("name", ["mlx-llama", "mlx-gemma3", "mlx-mamba", "mlx-jamba", "mlx-qwen3moe"])
+def test_a_step_of_several_sequences_is_one_computation_and_the_same_numbers(
+    find_subject: Find, name: str
+) -> None:
+    from inside import core_of
+
+    subject = find_subject(name)
+    texts = [subject.tokens(length, length) for length in (40, 7, 23)]
+    with subject.context() as ctx:
+        for seq, text in enumerate(texts):
+            ctx.decode(text, seq)
+        for token in (3, 4):
+            ctx.step([perdure.Feed(seq, [token]) for seq in range(3)])
+        assert core_of(ctx)._joins is True  # type: ignore[attr-defined]
+        for seq, text in enumerate(texts):
+            check(ctx.logits(seq=seq).copy(), subject.cold([text, [3], [4]]), 1e-9)
+
+
+def test_the_architecture_says_its_memory(find_subject: Find) -> None:
+    kinds = {name: find_subject(name).kind.name for name in ("mlx-gemma3", "mlx-mamba", "mlx-jamba")}
+    assert kinds == {"mlx-gemma3": "sliding", "mlx-mamba": "recurrent", "mlx-jamba": "hybrid"}
