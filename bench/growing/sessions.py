@@ -45,7 +45,7 @@ def _turn(text: str, before: Turn) -> Turn:
 
 def fill(store: SqliteStore, names: Iterator[tuple[str, str]], turns: Sequence[Turn]) -> None:
     """Sessions of the same few turns, all in one transaction."""
-    with store._writing():
+    with store._writing(""):
         for namespace, name in names:
             store._create(namespace, name, turns)
 

@@ -50,13 +50,13 @@ def loaded(subject: Subject, zoo_path: Path_) -> list[Any]:
     model = subject.model
     if isinstance(model, ToyModel):
         return [model.adapter("one"), model.adapter("two")]
-    return [model.adapter(zoo_path("llama-lora")), model.adapter(zoo_path("llama-lora2"))]
+    return [model.adapter(str(zoo_path("llama-lora"))), model.adapter(str(zoo_path("llama-lora2")))]
 
 
 def activated(subject: Subject, zoo_path: Path_) -> Any:
     if isinstance(subject.model, ToyModel):
         return subject.model.adapter("judge on " + " ".join(map(str, INVOCATION)))
-    return subject.model.adapter(zoo_path("llama-alora"))
+    return subject.model.adapter(str(zoo_path("llama-alora")))
 
 
 def context(subject: Subject, n_seq: int = 3) -> Context:

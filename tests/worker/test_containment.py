@@ -16,6 +16,7 @@ from decode.unexpected import ERRORS, PLACES
 from perdure import PerdureError
 from perdure.decode.request import Delta
 from perdure.decode.stream import OutputQueue, notify
+from perdure.events.hub import Subscription
 from perdure.worker import service
 from perdure.worker.connection import Connection
 from perdure.worker.protocol import RequestId
@@ -121,7 +122,7 @@ def test_after_the_error_of_its_output_a_request_sends_nothing(monkeypatch: pyte
     here, there = map(Connection, socket.socketpair())
     output, told = OutputQueue(), RequestId(1)
     ended = list[RequestId]()
-    OutputSender(here, ended.append).watch(told, output)
+    OutputSender(here, ended.append, Subscription()).watch(told, output)
     with monkeypatch.context() as planted:
         planted.setattr(service, "_new_output", None)
         output.push([Delta("lost")])

@@ -231,8 +231,10 @@ class TokenSequence:
         """Go on with the tokens that a grammar leaves no choice about. A draw could give nothing else: they
         need no rows, and one step computes them all."""
         assert self._matcher is not None
-        while self.finish_reason is None and (forced := self._matcher.forced()):
+        while forced := self._matcher.forced():
             for token in forced:
+                if self.finish_reason is not None:
+                    return
                 if token in self._ends or token in self._sampling.logit_bias:
                     # What a draw makes of it is for the draw to say.
                     return
@@ -240,8 +242,6 @@ class TokenSequence:
                 self.sampler.accept(token)
                 self.forced += 1
                 self._append(token, ())
-                if self.finish_reason is not None:
-                    return
 
     def _append(self, token: int, new: tuple[TokenLogprob, ...]) -> None:
         request = self.request
