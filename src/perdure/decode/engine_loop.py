@@ -150,6 +150,7 @@ class EngineLoop:
             if self._closing:
                 raise ClosedError("this runtime is closed")
             if request.idle:
+                self._events.queued(group, request)
                 self._idle.append(group)
                 self._changed.notify_all()
                 return group
