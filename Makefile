@@ -83,6 +83,10 @@ servers:
 	@if ! ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  (apt-get update -qq && apt-get install -y -qq --no-install-recommends postgresql) >/dev/null 2>&1 \
 	    || echo "PostgreSQL could not be installed: tests that need it are skipped"; fi
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then for each in redis-server haproxy; do \
+	  command -v $$each >/dev/null || [ -x /usr/sbin/$$each ] \
+	    || apt-get install -y -qq --no-install-recommends $$each >/dev/null 2>&1 \
+	    || echo "$$each could not be installed: tests that need it are skipped"; done; fi
 
 # llama.cpp from source, with flags that are safe for this compiler, into build/engine.
 engine: $(CHAT)
@@ -112,6 +116,8 @@ $(CHAT): pyproject.toml $(KERNELS) | $(BIN)/python
 
 $(TEST): pyproject.toml $(KERNELS) | $(BIN)/python
 	$(INSTALL) -e ".[server,dev]"
+	@# The second engine, 13 MB. Its wheels need glibc 2.35.
+	@$(INSTALL) --quiet -e ".[mlx]" || echo "MLX could not be installed: its tests are skipped"
 	@touch $@ $(CHAT)
 
 $(BENCH): pyproject.toml $(KERNELS) | $(BIN)/python

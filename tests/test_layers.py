@@ -40,6 +40,7 @@ LAYERS = (
     "opening",
     "pool",
     "evaluation",
+    "training",
     "inspection",
     "server",
     "public",
@@ -59,7 +60,17 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "cache_view",
         "prefix_cache",
     ),
-    "cache/tiers": ("base", "memory", "block_index", "disk", "archive", "write_behind", "tiered"),
+    "cache/tiers": (
+        "base",
+        "memory",
+        "block_index",
+        "disk",
+        "archive",
+        "places",
+        "shared",
+        "write_behind",
+        "tiered",
+    ),
     "cache/slots": ("checkpoints", "placement", "cache"),
 }
 """The order within a folder, from low to high, of its folders and modules."""

@@ -74,6 +74,8 @@ class BackendKeywords(ContextKeywords, total=False):
     cache: int | None
     store_bytes: int
     own_blocks: bool
+    blocks: Sequence[str]
+    blocks_key: bytes | None
     force_kv: bool
     adapters: Mapping[str, float] | None
     adapter_names: Mapping[str, str] | None
@@ -137,6 +139,8 @@ class LocalBackend:
         store: str | os.PathLike[str] | None = None,
         store_bytes: int = STORE_BYTES,
         own_blocks: bool = False,
+        blocks: Sequence[str] = (),
+        blocks_key: bytes | None = None,
         force_kv: bool = False,
         tiers: Sequence[BlockTier] = (),
         adapters: Mapping[str, float] | None = None,
@@ -147,8 +151,9 @@ class LocalBackend:
     ) -> None:
         """`adapters` are used where a request names none, and `adapter_names` are files by the names that
         requests may use. With `own_blocks` the model's blocks are in a folder of their own inside the store,
-        so that engines of other models can write to theirs. `drafters` guess ahead; unless some are given,
-        n-grams do."""
+        so that engines of other models can write to theirs. `blocks` are places of several machines, behind
+        the disk in this order, and `blocks_key` is what seals state there. `drafters` guess ahead; unless
+        some are given, n-grams do."""
         self.model = model
         self.exact = exact
         self.events = EventHub()
@@ -181,6 +186,7 @@ class LocalBackend:
             lower = []
             if store is not None:
                 tiers = [*_disk_tiers(Path(store), model.digest, store_bytes, own_blocks), *tiers]
+            tiers = [*tiers, *_shared_tiers(blocks, blocks_key, self.context.identity.digest)]
             for tier in tiers:
                 lower.append(WriteBehind(tier, limit=max(_WAITING, budget // 2)))
                 undo.callback(lower[-1].close)
@@ -285,6 +291,26 @@ class LocalBackend:
         )
         with Stream(one_request(request), self.submit) as stream:
             stream.reply()
+
+
+def _shared_tiers(urls: Sequence[str], key: bytes | None, identity: bytes) -> list[BlockTier]:
+    """The places of several machines, in order. One that cannot be reached now is left out."""
+    tiers: list[BlockTier] = []
+    for url in urls:
+        from perdure.cache.tiers.places import open_place
+        from perdure.cache.tiers.shared import SharedTier
+
+        if key is None:
+            raise InvalidInputError("blocks of several machines need the key of their cluster")
+        try:
+            place, size, tokens = open_place(url)
+        except StoreError as error:
+            log.warning("%s; this engine goes on without it until it is started again", error)
+            continue
+        if any(tier.name == place.name for tier in tiers):
+            raise InvalidInputError(f"one place of a kind: {place.name} is named twice")
+        tiers.append(SharedTier(place, key=key, identity=identity, budget=size, tokens=tokens))
+    return tiers
 
 
 def _disk_tiers(store: Path, digest: str, budget: int, own_blocks: bool) -> list[BlockTier]:

@@ -21,14 +21,26 @@ from perdure.engine.model import Model as ModelContract
 from perdure.errors import InvalidInputError, StoreLockedError
 from perdure.options import refuse_unknown
 from perdure.runtime import Runtime
-from perdure.sessions.store.registry import store_folder
+from perdure.sessions.store.registry import cluster_key, store_folder
 from perdure.store.owner import StoreLock
 from perdure.worker.attached import Link, check_settings, hold_or_attach
 from perdure.worker.process import RestartPolicy
 from perdure.worker.remote import RemoteBackend
 
 _RESOURCES = frozenset(
-    {"slots", "swap_slots", "queue", "stall", "cache", "store_bytes", "threads", "n_batch", "force_kv"}
+    {
+        "slots",
+        "swap_slots",
+        "queue",
+        "stall",
+        "cache",
+        "store_bytes",
+        "blocks",
+        "blocks_key",
+        "threads",
+        "n_batch",
+        "force_kv",
+    }
 )
 """Settings that do not change what a reply is: whoever has the store chooses them."""
 
@@ -153,6 +165,7 @@ def open(  # noqa: A001
     cache: int | None = None,
     store: str | os.PathLike[str] | None = None,
     store_bytes: int | None = None,
+    blocks: Sequence[str] | None = None,
     template: str | os.PathLike[str] | Template | None = None,
     isolated: bool | RestartPolicy = False,
     gpu_layers: int | Literal["auto"] | None = None,
@@ -184,7 +197,8 @@ def open(  # noqa: A001
     about `stall` seconds. `cache` is how many bytes of state are kept between requests, 0 for none; `store`
     is a folder where that state, and every session, outlives the process, and `store_bytes` bounds it:
     where another process has that folder open, its engine is used instead of a second one. A `store` that
-    begins with postgresql:// has the sessions of several machines, and state in a folder of this one.
+    begins with postgresql:// has the sessions of several machines, and state in a folder of this one;
+    `blocks` are then places that they share state in, behind that folder: file://, s3:// or redis:// each.
     `template` is a chat template to use instead of the model's own: a name or a file. With `exact`, a reply
     does not depend in the last bit on who else is served. With `isolated`, the engine is in a process of its
     own that may die and is started again; a `RestartPolicy` says when and how. `gpu_layers`, `devices`,
@@ -231,12 +245,15 @@ def open(  # noqa: A001
             "adapter_names": None if adapter_names is None else absolute_names(adapter_names),
         }
     )
+    folder = None if store is None else store_folder(store)
+    if blocks:
+        settings |= {"blocks": tuple(blocks), "blocks_key": cluster_key(folder, blocks)}
     options = BackendOptions(
         model=model,
         n_ctx=n_ctx,
         loading=loading,
         settings=cast(BackendKeywords, settings),
-        store=None if store is None else store_folder(store),
+        store=folder,
         isolated=isolated,
     )
     if options.loaded and loading:

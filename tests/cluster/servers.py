@@ -141,3 +141,31 @@ def postgres_server() -> Iterator[PostgresServer]:
             server.kill()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class RedisServer(Server):
+    """Redis, with nothing on the disk."""
+
+    def __init__(self, folder: Path) -> None:
+        redis = program("redis-server")
+        assert redis is not None
+        port = free_port()
+        command = [redis, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+        super().__init__(command, port, folder / "redis.log")
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[RedisServer]:
+    """A server; a test that asks for one is skipped where Redis is not installed."""
+    pytest.importorskip("redis", reason="redis is not installed: pip install 'perdure[cluster]'")
+    if program("redis-server") is None:
+        pytest.skip("Redis is not installed: apt-get install redis-server")
+    server = RedisServer(folder)
+    try:
+        yield server
+    finally:
+        server.kill()

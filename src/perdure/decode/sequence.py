@@ -343,6 +343,7 @@ class TokenSequence:
                 forced_tokens=self.forced,
                 drafted_tokens=self.drafted,
                 accepted_tokens=self.accepted,
+                saved=self.saved,
             ),
             reuse=self.report,
             seed=self._sampling.seed or 0,

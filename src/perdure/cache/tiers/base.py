@@ -37,6 +37,8 @@ class BlockTier(ABC):
     """Bytes that it keeps, at most; kept before bytes are written."""
     patience: float | None = None
     """Seconds that one call may take. None: it is on this machine, and is waited for."""
+    index_at_hand: ClassVar[bool] = False
+    """Whether `lookup` and `children` never wait, whatever `patience` says of the other calls."""
     keeps_prefixes: ClassVar[bool] = False
     """Whether `keep` and `prefixes` do something."""
 

@@ -194,7 +194,7 @@ class WriteBehind:
 
     def _read(self, question: Callable[[], T], nothing: T) -> T:
         try:
-            return self._bounded(question)
+            return question() if self.tier.index_at_hand else self._bounded(question)
         except Exception as error:
             self._failed("kept state cannot be found", error)
             return nothing

@@ -39,6 +39,10 @@ def doctor(
         ),
     ] = None,
     store: StoreFolder = None,
+    blocks: Annotated[
+        list[str] | None,
+        typer.Option("--blocks", metavar="URL", help="Place where machines share state, to be tried too."),
+    ] = None,
     as_json: Json = False,
     report: Annotated[
         Path | None,
@@ -62,6 +66,7 @@ def doctor(
         raise typer.BadParameter(f"{report} is there already; name a new file", param_hint="--report")
     folder = store or usual_store()
     findings = [*_engines(), *_threads(), *_memory(model), *_disk(folder), *_store(folder)]
+    findings += [*_database(folder), *(each for url in blocks or () for each in _place(url))]
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
@@ -197,6 +202,79 @@ def _blocks(store: Path, folder: Path) -> Finding:
     if damaged:
         return Finding("store", "warn", found, f"perdure cache verify --store {store}")
     return Finding("store", "ok", found)
+
+
+def _database(folder: Path) -> Iterator[Finding]:
+    """The database of sessions, where the folder stands for one."""
+    from perdure.errors import PerdureError
+    from perdure.sessions.store.postgres.place import place_in
+    from perdure.sessions.store.registry import open_store
+
+    place = place_in(folder)
+    if place is None:
+        return
+    try:
+        began = time.perf_counter()
+        store = open_store(folder, readonly=True)
+        try:
+            opened = time.perf_counter()
+            store.list(limit=1)
+            found = (
+                f"{place.shown} opened in {1e3 * (opened - began):.0f} ms, "
+                f"asked in {1e3 * (time.perf_counter() - opened):.1f} ms"
+            )
+        finally:
+            store.close()
+        yield Finding("sessions", "ok", found)
+    except PerdureError as error:
+        yield Finding(
+            "sessions", "bad", str(error), "start the database, or look at the URL and its password"
+        )
+
+
+def _place(url: str) -> Iterator[Finding]:
+    """A place where machines share state: an object is written, read and deleted there."""
+    import secrets
+    from contextlib import closing
+
+    from perdure.cache.tiers.places import open_place
+    from perdure.cache.tiers.shared import writers
+    from perdure.errors import InvalidInputError
+
+    shown, name = url.split("?")[0].rpartition("@")[2], f"list-doctor-{secrets.token_hex(8)}"
+    try:
+        place, size, _ = open_place(url)
+        with closing(place):
+            began = time.perf_counter()
+            place.put(name, b"x" * (1 << 20))
+            written = time.perf_counter()
+            whole = place.get(name) == b"x" * (1 << 20)
+            read = time.perf_counter()
+            place.delete([name])
+            engines = writers(place)
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error), param_hint="--blocks") from None
+    except Exception as error:
+        yield Finding(
+            "blocks", "bad", f"{shown}: {error}", "replicas go on without it; start it, or look at the URL"
+        )
+        return
+    found = (
+        f"{shown}: 1 MiB written in {1e3 * (written - began):.0f} ms and read in "
+        f"{1e3 * (read - written):.0f} ms; {_size(size)} at most"
+    )
+    if not whole:
+        yield Finding("blocks", "bad", f"{found}; what was read is not what was written")
+    elif len(engines) > 1:
+        yield Finding(
+            "blocks",
+            "warn",
+            f"{found}; {len(engines)} kinds of engines write there",
+            "only machines with the same CPU variant, library, model and layers share state; tokens are "
+            "shared by all",
+        )
+    else:
+        yield Finding("blocks", "ok", found)
 
 
 def _size(count: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ __all__ = [
     "Migration",
     "Verification",
     "back_up",
+    "cluster_key",
     "has_sessions",
     "migrate",
     "open_store",
@@ -73,6 +74,23 @@ def store_folder(store: str | os.PathLike[str]) -> Path:
     """The folder of a store: the one that is named, or that stands on this machine for a database. Blocks of
     state, and the locks of this machine's processes, lie there."""
     return stand_in(store) if isinstance(store, str) and is_url(store) else Path(store)
+
+
+def cluster_key(folder: Path | None, blocks: Sequence[str]) -> bytes:
+    """What seals the state that machines share in `blocks`: it is in the database of their sessions."""
+    from perdure.cache.tiers.places import parse_place as parse_block_place
+
+    for url in blocks:
+        parse_block_place(url)
+    place = place_in(folder) if folder is not None else None
+    if place is None:
+        raise InvalidInputError(
+            "blocks of several machines need their sessions in PostgreSQL, which has the key that seals "
+            "them: give store=postgresql://…"
+        )
+    with closing(_postgres(place, readonly=False)) as store:
+        assert store.key is not None
+        return store.key
 
 
 def has_sessions(folder: Path) -> bool:

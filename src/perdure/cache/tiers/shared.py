@@ -1,0 +1,287 @@
+"""Shared tier: blocks that several machines read and write, sealed by a key that they share.
+
+A block is two objects in a `Place` (places.py): its state, under a name that only the key can make; and its
+line in a *list*, an object with what is known of a few blocks without their state. A machine reads the lists
+of others every few seconds into an index at hand, and the state when it needs it.
+
+    NAME (64 hex digits)             nonce 12 | AES-256-GCM of the block's file, bound to NAME
+    list-IDENTITY-RANDOM             nonce 12 | AES-256-GCM of the lines, bound to its own name
+
+What the key did not seal is not believed, whoever may write there. Machines whose engines differ (CPU
+variant, library, layers) have other identities, and so other blocks and other lists.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from perdure.cache.block import Block, BlockId, BlockMeta, block_id
+from perdure.cache.tiers.base import BlockTier
+from perdure.cache.tiers.block_index import BlockTable
+from perdure.cache.tiers.places import Place
+from perdure.decode.slots import KeptPrefix
+from perdure.errors import CorruptStateError, StoreError
+from perdure.store.index import Index
+
+log = logging.getLogger("perdure.store")
+
+T = TypeVar("T")
+
+_LINE = struct.Struct("<32s32sQIQB")
+"""Id, parent, first token, number of tokens, bytes of the file, whether it has a tail state."""
+_LIST = "list-"
+_LOOKED_AT = 2.0
+"""Seconds after which the lists of others are looked for again."""
+_REST = 5.0
+"""Seconds for which a place that failed is asked nothing."""
+_PATIENCE = 10.0
+_LARGEST = 1 << 30
+
+
+class Seal:
+    """Names and bytes that only who has the key can make, or read."""
+
+    def __init__(self, key: bytes) -> None:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._names = hmac.digest(key, b"perdure/shared/names/1", "sha256")
+        self._cipher = AESGCM(hmac.digest(key, b"perdure/shared/bytes/1", "sha256"))
+
+    def name(self, what: bytes) -> str:
+        return hmac.digest(self._names, what, "sha256").hex()
+
+    def close(self, name: str, data: bytes) -> bytes:
+        nonce = secrets.token_bytes(12)
+        return nonce + self._cipher.encrypt(nonce, data, name.encode())
+
+    def open(self, name: str, data: bytes) -> bytes | None:
+        """What was sealed under that name; None where it was not, or was changed."""
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            return self._cipher.decrypt(data[:12], data[12:], name.encode())
+        except (InvalidTag, ValueError):
+            return None
+
+
+class SharedTier(BlockTier):
+    """Blocks in a place of several machines, within a byte budget. For any thread.
+
+    Always holds: what is loaded was sealed by the key under its own name and proves itself as a block. A
+    place that fails or hangs is asked nothing for some seconds: it costs a computation, never a reply.
+    """
+
+    patience = _PATIENCE
+    index_at_hand = True
+
+    def __init__(
+        self, place: Place, *, key: bytes, identity: bytes, budget: int, tokens: int | None = None
+    ) -> None:
+        """`tokens` is the last position that is kept here; None: all."""
+        super().__init__()
+        self.name = place.name
+        self.budget = budget
+        self.place = place
+        self._seal = Seal(key)
+        self._tokens = tokens
+        self._prefix = f"{_LIST}{self._seal.name(b'identity' + identity)[:16]}-"
+        self._index = Index(None, readonly=False)
+        self._table = BlockTable(self._index, self.name)
+        self._changing = threading.RLock()
+        self._lists: set[str] = set()
+        """Those that were read."""
+        self._failed_at: float | None = None
+        self.loaded = self.missed = self.stored = self.refused = 0
+        """Counters: blocks read, not found, written; calls that were not made while it rests."""
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=f"perdure-{self.name}-lists", daemon=True)
+        self._thread.start()
+
+    # Reading.
+
+    @property
+    def nbytes(self) -> int:
+        return self._table.nbytes
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def lookup(self, block: BlockId) -> BlockMeta | None:
+        return None if self._rests() else self._table.lookup(block)
+
+    def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[BlockMeta]:
+        return iter(()) if self._rests() else self._table.children(parent, start=start, back=back)
+
+    def load(self, block: BlockId) -> Block | None:
+        name = self._seal.name(block)
+        data = self._asked(lambda: self.place.get(name))
+        plain = None if data is None else self._seal.open(name, data)
+        try:
+            found = None if plain is None else Block.unpack(plain, block)
+        except CorruptStateError:
+            found = None
+        if found is None:
+            self.missed += 1
+        else:
+            self.loaded += 1
+            self._table.touch(block)
+        return found
+
+    # Writing.
+
+    def store(self, blocks: Sequence[Block]) -> int:
+        kept: list[tuple[Block, int]] = []
+        for block in blocks:
+            if self._tokens is not None and block.end > self._tokens:
+                continue
+            known = self._table.lookup(block.id)
+            if known is not None and known.has_tail_state >= block.has_tail_state:
+                kept.append((block, known.nbytes))
+                continue
+            rooted = not block.start or self._table.lookup(block.parent) is not None
+            if not rooted and all(block.parent != each.id for each, _ in kept):
+                continue
+            if not self._make_room(block.file_size, spared={each.id for each, _ in kept} | {block.parent}):
+                continue
+            name = self._seal.name(block.id)
+            sealed = self._seal.close(name, b"".join(block.pack()))
+            self._asked(lambda name=name, sealed=sealed: self.place.put(name, sealed))  # type: ignore[misc]
+            self.stored += 1
+            with self._changing, self._table.writing():
+                self._table.add(block, block.file_size)
+            kept.append((block, 0))
+        new = [block for block, before in kept if not before]
+        if new:
+            # After the state: whoever reads the list finds what it names.
+            name = f"{self._prefix}{secrets.token_hex(8)}"
+            sealed = self._seal.close(name, b"".join(map(_line, new)))
+            self._asked(lambda: self.place.put(name, sealed))
+            self._lists.add(name)
+        return len(kept)
+
+    def drop(self, blocks: Iterable[BlockId], prefixes: Iterable[KeptPrefix] = ()) -> None:
+        left, names = list(blocks), list[BlockId]()
+        with self._changing:
+            while left:
+                block = left.pop()
+                left += self._table.child_ids(block)
+                names.append(block)
+            self._remove(names)
+
+    def forget(self, blocks: Iterable[BlockId]) -> None:
+        """Only here: another machine may have written it again meanwhile."""
+        with self._changing, self._table.writing():
+            for block in blocks:
+                self._table.remove(block)
+
+    def clear(self) -> None:
+        with self._changing:
+            self._remove([BlockId(name) for name in self._table.ids()])
+            self._asked(lambda: self.place.delete(sorted(self._lists)))
+            self._lists.clear()
+
+    def close(self) -> None:
+        self._ending.set()
+        self._thread.join(1.0)
+        self.place.close()
+        self._index.close()
+
+    # Lists.
+
+    def refresh(self) -> None:
+        """Read the lists of others that were not read yet."""
+        names = set(self._asked(lambda: self.place.names(self._prefix)))
+        for name in sorted(names - self._lists):
+            data = self._asked(lambda name=name: self.place.get(name))  # type: ignore[misc]
+            plain = None if data is None else self._seal.open(name, data)
+            if plain is None and data is not None:
+                log.warning("a list of blocks in %s is not sealed by this cluster's key: left out", self.name)
+            with self._changing, self._table.writing():
+                for meta in _metas(plain or b"", self.name):
+                    if self._table.lookup(meta.id) is None:
+                        self._table.add(meta, meta.nbytes)
+            self._lists.add(name)
+
+    def identities(self) -> set[str]:
+        """What the engines are called that have written here: those of others are of no use to this one."""
+        return writers(self.place)
+
+    @property
+    def identity(self) -> str:
+        return self._prefix[len(_LIST) : -1]
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                self.refresh()
+            except Exception as error:
+                if not self._ending.is_set():
+                    log.debug("the lists of %s cannot be read: %s", self.name, error)
+            if self._ending.wait(_LOOKED_AT):
+                return
+
+    # Inside.
+
+    def _make_room(self, nbytes: int, spared: set[BlockId]) -> bool:
+        """Whether so many bytes fit, once the leaves that were used longest ago are gone."""
+        while self._table.nbytes + nbytes > self.budget:
+            leaf = self._table.oldest_leaf(lambda block: block in spared or self.pinned(block))
+            if leaf is None:
+                return False
+            with self._changing:
+                self._remove([leaf])
+        return True
+
+    def _remove(self, blocks: Sequence[BlockId]) -> None:
+        self._asked(lambda: self.place.delete([self._seal.name(block) for block in blocks]))
+        with self._changing, self._table.writing():
+            for block in blocks:
+                self._table.remove(block)
+
+    def _rests(self) -> bool:
+        return self._failed_at is not None and time.monotonic() - self._failed_at < _REST
+
+    def _asked(self, call: Callable[[], T]) -> T:
+        """What the place answers; `StoreError` where it fails, and at once while it rests after that."""
+        if self._rests():
+            self.refused += 1
+            raise StoreError(f"the {self.name} tier failed, and is asked again in {_REST:g} s")
+        try:
+            answer = call()
+        except Exception as error:
+            self._failed_at = time.monotonic()
+            raise StoreError(f"the {self.name} tier failed: {error}") from error
+        self._failed_at = None
+        return answer
+
+
+def writers(place: Place) -> set[str]:
+    """What the engines are called that have written to a place, by their lists."""
+    return {name[len(_LIST) :].split("-")[0] for name in place.names(_LIST)}
+
+
+def _line(block: Block) -> bytes:
+    head = _LINE.pack(
+        block.id, block.parent, block.start, len(block.tokens), block.file_size, block.has_tail_state
+    )
+    return head + block.tokens.astype("<i4").tobytes()
+
+
+def _metas(data: bytes, tier: str) -> Iterator[BlockMeta]:
+    at = 0
+    while at + _LINE.size <= len(data):
+        name, parent, start, count, nbytes, tail = _LINE.unpack_from(data, at)
+        at += _LINE.size
+        tokens = np.frombuffer(data[at : at + 4 * count], "<i4").astype(np.int32)
+        at += 4 * count
+        if len(tokens) == count and block_id(BlockId(parent), tokens) == name and nbytes <= _LARGEST:
+            yield BlockMeta(BlockId(name), BlockId(parent), start, tokens, bool(tail), nbytes, tier)

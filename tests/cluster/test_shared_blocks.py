@@ -1,0 +1,420 @@
+"""State that several machines share: a directory, S3 and Redis, sealed by the cluster's key."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cache.test_tiers import PROMPT, ask
+from cluster.proxy import Proxy
+from cluster.servers import PostgresServer, RedisServer, redis_server
+from perdure.backend import LocalBackend
+from perdure.cache.tiers import shared
+from perdure.cache.tiers.places import DirectoryPlace, Place, RedisPlace, open_place, parse_place
+from perdure.cache.tiers.shared import SharedTier
+from perdure.cache.tiers.write_behind import WriteBehind
+from perdure.cli.app import app
+from perdure.cli.commands.doctor import _place
+from perdure.errors import InvalidInputError, StoreError
+from perdure.sessions.store.registry import cluster_key
+from perdure.testing.toy import ToyModel
+from sessions.talking import talking
+from store.chains import chain, root, same, size
+from subjects import Subject
+
+pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'perdure[cluster]'")
+
+KEY, PLENTY = b"k" * 32, 1 << 30
+Url = Callable[[], str]
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    moto = pytest.importorskip("moto.server", reason="moto is not installed")
+    boto3 = pytest.importorskip("boto3", reason="boto3 is not installed: pip install 'perdure[cluster]'")
+    known = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    before = {name: os.environ.get(name) for name in known}
+    os.environ.update(known)
+    server = moto.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    try:
+        boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="blocks")
+        yield endpoint
+    finally:
+        server.stop()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@pytest.fixture(params=["file", "s3", "redis"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A place that is empty."""
+    if request.param == "file":
+        return f"file://{tmp_path}/place"
+    if request.param == "s3":
+        return f"s3://blocks/{tmp_path.name}?endpoint={request.getfixturevalue('s3')}"
+    server: RedisServer = request.getfixturevalue("redis")
+    import redis as client
+
+    with closing(client.Redis.from_url(server.url)) as db:
+        db.flushall()
+    return f"{server.url}?tokens=100000"
+
+
+@pytest.fixture
+def machine(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SharedTier]]:
+    """Opens the place as another machine would. Lists are read when the test says so."""
+    monkeypatch.setattr(shared, "_LOOKED_AT", 3600.0)
+    with ExitStack() as held:
+
+        def opened(*, key: bytes = KEY, identity: bytes = b"i", budget: int = PLENTY) -> SharedTier:
+            place, _, _ = open_place(url)
+            tier = SharedTier(place, key=key, identity=identity, budget=budget)
+            held.callback(tier.close)
+            return tier
+
+        yield opened
+
+
+def test_what_one_machine_computed_another_reads_bit_for_bit(machine: Callable[..., SharedTier]) -> None:
+    first, second = machine(), machine()
+    blocks = chain(range(1, 30), tail_state=9)
+    assert first.store(blocks) == len(blocks)
+    second.refresh()
+    for block in blocks:
+        meta = second.lookup(block.id)
+        assert meta is not None
+        assert (meta.parent, meta.start, list(meta.tokens), meta.has_tail_state) == (
+            block.parent,
+            block.start,
+            list(block.tokens),
+            True,
+        )
+        assert same(second.load(block.id), block)
+    assert [meta.id for meta in second.children(root())] == [blocks[0].id]
+    # Once: a second machine that has it too writes nothing.
+    assert second.store(blocks) == len(blocks)
+    assert second.stored == 0
+    second.drop([blocks[3].id])
+    assert first.load(blocks[3].id) is None
+    assert same(first.load(blocks[2].id), blocks[2])
+    first.clear()
+    third = machine()
+    third.refresh()
+    assert len(third) == 0
+
+
+def test_who_has_another_key_finds_nothing_and_is_believed_nothing(
+    machine: Callable[..., SharedTier],
+) -> None:
+    first, stranger = machine(), machine(key=b"x" * 32)
+    blocks = chain(range(1, 20))
+    first.store(blocks)
+    stranger.refresh()
+    assert len(stranger) == 0
+    assert stranger.load(blocks[0].id) is None
+    # It knows a block's name and writes what it likes there: the key's own name for it is another one.
+    stranger.store(blocks)
+    for block in blocks:
+        assert same(first.load(block.id), block)
+    # Whoever may write to the place exchanges objects, or changes a byte.
+    place = first.place
+    names = [first._seal.name(block.id) for block in blocks]
+    whole = place.get(names[0])
+    assert whole is not None
+    other = place.get(names[1])
+    assert other is not None
+    place.put(names[0], other)
+    assert first.load(blocks[0].id) is None
+    place.put(names[0], whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert first.load(blocks[0].id) is None
+    for short in (b"", b"x", whole[:12], whole[:40]):
+        place.put(names[0], short)
+        assert first.load(blocks[0].id) is None
+    place.put(names[0], whole)
+    assert same(first.load(blocks[0].id), blocks[0])
+
+
+def test_nothing_that_is_kept_can_be_read_or_guessed(machine: Callable[..., SharedTier]) -> None:
+    first = machine()
+    blocks = chain(range(1000, 1020))
+    first.store(blocks)
+    for block in blocks:
+        name = first._seal.name(block.id)
+        data = first.place.get(name)
+        assert data is not None
+        assert block.rows is not None
+        assert block.rows.tobytes() not in data
+        assert block.tokens.tobytes() not in data
+        assert block.id.hex() not in name
+    for name in first.place.names("list-"):
+        listed = first.place.get(name)
+        assert listed is not None
+        assert blocks[0].tokens.tobytes() not in listed
+        assert blocks[0].id not in listed
+
+
+def test_p6_a_place_keeps_to_its_budget(machine: Callable[..., SharedTier]) -> None:
+    blocks = chain(range(1, 40))
+    tier = machine(budget=size(blocks[:4]))
+    kept = tier.store(blocks)
+    assert 0 < kept <= 4
+    assert tier.nbytes <= tier.budget
+    other = chain(range(100, 110), "other")
+    tier.store(other)
+    assert tier.nbytes <= tier.budget
+    assert same(tier.load(other[0].id), other[0])
+
+
+def test_machines_whose_engines_differ_share_nothing_and_it_can_be_said(
+    machine: Callable[..., SharedTier],
+) -> None:
+    first, second = machine(identity=b"avx2"), machine(identity=b"avx512")
+    first.store(chain(range(1, 20)))
+    second.refresh()
+    assert len(second) == 0
+    second.store(chain(range(1, 20), "avx512"))
+    assert second.identities() == {first.identity, second.identity}
+    assert first.identity != second.identity
+
+
+def test_a_place_that_fails_is_left_alone_for_a_while_and_comes_back(
+    machine: Callable[..., SharedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = machine()
+    blocks = chain(range(1, 20))
+    tier.store(blocks)
+    calls: list[str] = []
+
+    def failing(name: str) -> bytes | None:
+        calls.append(name)
+        raise OSError("no route to host")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier.place, "get", failing)
+        for _ in range(5):
+            with pytest.raises(StoreError):
+                tier.load(blocks[0].id)
+        assert len(calls) == 1
+        assert tier.refused == 4
+        assert tier.lookup(blocks[0].id) is None
+    monkeypatch.setattr(shared, "_REST", 0.0)
+    assert same(tier.load(blocks[0].id), blocks[0])
+    assert tier.lookup(blocks[0].id) is not None
+
+
+def test_redis_keeps_to_its_bytes_over_all_machines(redis: RedisServer) -> None:
+    """The bound is the server's, counted in one step, whoever writes."""
+    with closing(RedisPlace(redis.url, size=10_000)) as first:
+        first._redis.flushall()
+        with closing(RedisPlace(redis.url, size=10_000)) as second:
+            for number in range(30):
+                (first, second)[number % 2].put(f"{number:064x}", b"x" * 999)
+                assert first.nbytes <= 10_000
+            assert first.nbytes == 9990
+            assert first.get(f"{0:064x}") is None
+            assert second.get(f"{29:064x}") == b"x" * 999
+            first.put(f"{29:064x}", b"y")
+            assert first.nbytes == 8992
+            first.delete([f"{29:064x}"])
+            assert first.nbytes == 8991
+            with pytest.raises(StoreError, match="does not fit"):
+                first.put("a" * 64, b"x" * 10_001)
+
+
+def test_redis_that_is_cut_off_or_stopped_costs_a_computation_and_no_reply(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from perdure.cache.tiers import places
+
+    monkeypatch.setattr(places, "_SECONDS", 0.2)
+    monkeypatch.setattr(shared, "_REST", 0.0)
+    with closing(Proxy(redis.port)) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}/0?tokens=100000"
+        options: Any = {"n_ctx": 512, "slots": 1, "blocks": [url], "blocks_key": KEY}
+        with closing(LocalBackend(ToyModel(), n_ctx=512, slots=1, cache=0)) as backend:
+            cold, _ = ask(backend)
+        with closing(LocalBackend(ToyModel(), **options)) as backend:
+            proxy.partition()
+            assert ask(backend)[0] == cold
+            proxy.heal()
+            redis.signal(signal.SIGSTOP)
+            assert ask(backend, [9, *PROMPT])[0]
+            redis.signal(signal.SIGCONT)
+        # And by itself it is of use again.
+        with closing(LocalBackend(ToyModel(), **options)) as backend:
+            assert ask(backend)[0] == cold
+            backend.slot_cache.tiers.lower[-1].flush()
+        with closing(LocalBackend(ToyModel(), **options)) as backend:
+            tier = backend.slot_cache.tiers.lower[-1].tier
+            assert isinstance(tier, SharedTier)
+            tier.refresh()
+            tokens, reuse = ask(backend)
+            assert tokens == cold
+            assert reuse.tiers.get("redis", 0) > 0
+
+
+def test_s4_a_directory_that_hangs_is_asked_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SharedTier, "patience", 0.1)
+    go_on = threading.Event()
+
+    class Hanging(DirectoryPlace):
+        def get(self, name: str) -> bytes | None:
+            go_on.wait()
+            return super().get(name)
+
+    tier = SharedTier(Hanging(tmp_path), key=KEY, identity=b"i", budget=PLENTY)
+    behind = WriteBehind(tier)
+    blocks = chain(range(1, 10))
+    behind.store(blocks)
+    behind.flush()
+    assert behind.load(blocks[0].id) is None
+    assert "has not answered" in str(behind.error)
+    assert behind.lookup(blocks[0].id) is not None
+    go_on.set()
+    monkeypatch.setattr(SharedTier, "patience", 60.0)
+    for thread in threading.enumerate():
+        if thread.name == "perdure-shared-call":
+            thread.join()
+    assert same(behind.load(blocks[0].id), blocks[0])
+    behind.close()
+
+
+_WRITER = """
+import sys
+sys.path[:0] = sys.argv[3].split(":")
+from pathlib import Path
+from perdure.cache.tiers.places import DirectoryPlace
+from perdure.cache.tiers.shared import SharedTier
+from store.chains import chain
+tier = SharedTier(DirectoryPlace(Path(sys.argv[1])), key=b"k" * 32, identity=b"i", budget=1 << 30)
+for number in range(40):
+    tier.store(chain(range(number, number + 30), sys.argv[2] if number % 2 else "both"))
+    print(number, flush=True)
+tier.close()
+"""
+
+
+def test_two_processes_that_share_only_a_directory_never_see_half_a_block(tmp_path: Path) -> None:
+    """Both write the same blocks, and their own; one is killed in the middle. What is listed is whole."""
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", _WRITER, str(tmp_path), name, ":".join(sys.path)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("one", "two")
+    ]
+    try:
+        assert writers[0].stdout is not None
+        while writers[0].stdout.readline() != "10\n":
+            pass
+        writers[0].kill()
+        for writer in writers:
+            writer.communicate()
+        with closing(SharedTier(DirectoryPlace(tmp_path), key=KEY, identity=b"i", budget=PLENTY)) as tier:
+            tier.refresh()
+            assert len(tier) > 100
+            for name in list(tier._table.ids()):
+                assert tier.load(name) is not None  # type: ignore[arg-type]
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+
+
+def test_a_session_sleeps_on_one_machine_and_wakes_on_another(
+    toy: Subject, postgres: PostgresServer, tmp_path: Path
+) -> None:
+    """W≡C: what the second machine says is checked bit by bit; its prompt came from the shared place."""
+    place = f"file://{tmp_path}/shared"
+    first = postgres.url(tmp_path / "one")
+    second = first.replace("%2Fone", "%2Ftwo")
+    text = "A first message that is long enough for some blocks. " * 4
+    with talking(toy, first, blocks=[place]) as talk:  # type: ignore[arg-type]
+        session = talk.session("alice")
+        talk.say(session, text)
+        session.sleep()
+        talk.rt.backend.slot_cache.tiers.lower[-1].flush()  # type: ignore[attr-defined]
+    with talking(toy, second, blocks=[place]) as talk:  # type: ignore[arg-type]
+        tier = talk.rt.backend.slot_cache.tiers.lower[-1].tier  # type: ignore[attr-defined]
+        tier.refresh()
+        reply = talk.say(talk.session("alice"), "And a second one.")
+        assert reply.reuse.tiers.get("shared", 0) >= 64
+        # What came from there is on this machine's own disk from now on.
+        assert talk.session("alice").turns == 2
+
+
+def test_a_place_needs_the_key_of_a_cluster(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="PostgreSQL"):
+        cluster_key(tmp_path, [f"file://{tmp_path}"])
+    with pytest.raises(InvalidInputError, match="key"):
+        LocalBackend(ToyModel(), n_ctx=512, blocks=[f"file://{tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://x",
+        "file://host/x",
+        "file:///",
+        "file:relative",
+        "s3:///x",
+        "file:///x?size=0",
+        "file:///x?size=nan",
+        "file:///x?tokens=-1",
+        "file:///x?what=1",
+        "redis://h/0?size=x",
+    ],
+)
+def test_a_place_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInputError):
+        parse_place(text)
+
+
+def test_a_place_that_cannot_be_reached_is_left_out(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    url = f"file://{tmp_path}/file"
+    with closing(LocalBackend(ToyModel(), n_ctx=512, slots=1, blocks=[url], blocks_key=KEY)) as backend:
+        assert ask(backend)[0]
+        assert not backend.slot_cache.tiers.lower
+    assert "goes on without it" in caplog.text
+
+
+def test_doctor_tries_a_place_and_says_that_engines_differ(
+    machine: Callable[..., SharedTier], url: str
+) -> None:
+    machine(identity=b"avx2").store(chain(range(1, 9)))
+    ran = CliRunner().invoke(app, ["doctor", "--blocks", url, "--json"])
+    [found] = [each for each in json.loads(ran.stdout) if each["name"] == "blocks"]
+    assert found["state"] == "ok", found
+    machine(identity=b"avx512").store(chain(range(1, 9)))
+    [found] = list(_place(url))
+    assert (found.state, "2 kinds of engines" in found.found) == ("warn", True)
+    [found] = list(_place("redis://127.0.0.1:1/0"))
+    assert found.state == "bad"
+
+
+def test_the_contract_of_a_place_is_small() -> None:
+    assert Place.__abstractmethods__ == {"put", "get", "delete", "names"}
